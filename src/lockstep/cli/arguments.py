@@ -1,0 +1,131 @@
+"""A YAML file and `--field value` words become dataclasses through one parser, so that both are checked alike.
+
+Comes from: the command line. Goes to: the command's own file. The file's fields are turned into words and put first; what the user
+typed comes after and wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from lockstep.errors import InputError
+
+
+@dataclasses.dataclass
+class RunArguments:
+    """What a run is about: the model, the data and the reward."""
+
+    model_name_or_path: str | None = dataclasses.field(
+        default=None, metadata={"help": "smollm2-135m-instruct, a model directory, or a hub id."}
+    )
+    dataset_name: str | None = dataclasses.field(
+        default=None,
+        metadata={"help": "arithmetic, reasoning_gym, a .jsonl/.csv/.parquet file, a datasets directory, or a hub id."},
+    )
+    dataset_config: str | None = dataclasses.field(
+        default=None, metadata={"help": "Kind of arithmetic problems, reasoning-gym data set, or hub configuration."}
+    )
+    dataset_train_split: str = dataclasses.field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str | None = dataclasses.field(
+        default=None, metadata={"help": "Split to evaluate on. Default: eval_size rows held out of the training split."}
+    )
+    train_size: int = dataclasses.field(default=0, metadata={"help": "Problems to make, or a limit on rows; 0: all rows."})
+    eval_size: int = dataclasses.field(default=0, metadata={"help": "Held-out problems; 0: no evaluation."})
+    dataset_seed: int = dataclasses.field(default=0, metadata={"help": "Seed of the problems and of what is held out."})
+    reward_funcs: list[str] | None = dataclasses.field(
+        default=None,
+        metadata={"help": "exact_match, file.py:function, or package.module.function. Default: the data's own."},
+    )
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+def parse(words: list[str], config_class: type) -> tuple[RunArguments, Any, bool]:
+    """Parse a command line.
+
+    Returns:
+        The run's arguments, the trainer's configuration, and whether only a dry run was asked for.
+
+    Raises:
+        InputError: a missing or malformed file, an unknown field, a value of the wrong type, contradictory fields.
+    """
+    switches = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    switches.add_argument("--config")
+    switches.add_argument("--dry_run", action="store_true")
+    try:
+        known, rest = switches.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise InputError(str(error)) from error
+    parser = _Parser([RunArguments, config_class], allow_abbrev=False)  # type: ignore[arg-type]
+    fields = _fields(config_class)
+    if {"-h", "--help"} & set(rest):
+        parser.print_help()
+        raise SystemExit(0)
+    from_file = _words(_read(known.config), fields, known.config) if known.config else []
+    _check_names([w[2:].split("=")[0] for w in rest if w.startswith("--")], fields, "the command line")
+    try:
+        run, config = parser.parse_args_into_dataclasses([*from_file, *rest], look_for_args_file=False)
+    except InputError:
+        raise
+    except (ValueError, TypeError, ImportError) as error:
+        # Raised by TrainingArguments for fields that contradict each other or this machine.
+        raise InputError(str(error).strip().splitlines()[0]) from error
+    return run, config, known.dry_run
+
+
+def resolved(run: RunArguments, config: Any) -> str:
+    """Every field with the value it has, as YAML that can be used as a config file."""
+    fields = {**dataclasses.asdict(run), **{f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}}
+    plain = json.loads(json.dumps({k: getattr(v, "value", v) for k, v in fields.items()}, default=str))
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def _read(path: str) -> dict[str, Any]:
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"config file {path} does not exist")
+    try:
+        content = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise InputError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"config file {path} must hold fields with values, one a line")
+    return content
+
+
+def _words(content: dict[str, Any], fields: set[str], path: str) -> list[str]:
+    _check_names([str(name) for name in content], fields, path)
+    words: list[str] = []
+    for name, value in content.items():
+        if value is None:
+            continue
+        words.append(f"--{name}")
+        if isinstance(value, list):
+            words += [str(item) for item in value]
+        elif isinstance(value, dict):
+            words.append(json.dumps(value))
+        else:
+            words.append(str(value))
+    return words
+
+
+def _fields(config_class: type) -> set[str]:
+    return {f.name for cls in (RunArguments, config_class) for f in dataclasses.fields(cls) if f.init}
+
+
+def _check_names(names: list[str], fields: set[str], where: str) -> None:
+    for name in names:
+        if name not in fields and not (name.startswith("no_") and name[3:] in fields):
+            close = difflib.get_close_matches(name, fields, 1)
+            raise InputError(f"unknown field {name!r} in {where}" + (f"; did you mean {close[0]!r}?" if close else ""))

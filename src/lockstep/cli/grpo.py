@@ -1,0 +1,70 @@
+"""`lockstep grpo`: train with GRPO from a config, and end with a summary and a report."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import asdict
+
+from lockstep.cli.arguments import RunArguments, parse, resolved
+from lockstep.errors import InputError
+
+
+def run(words: list[str]) -> int:
+    """Run the command; returns the exit code.
+
+    Raises:
+        LockstepError: as `lockstep.training.run.run_grpo`; bad input before anything is started.
+    """
+    # Other libraries' notes about their own future would bury the run's lines.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+    from lockstep.training.config import GRPOConfig
+
+    arguments, config, dry_run = parse(words, GRPOConfig)
+    if dry_run:
+        print(resolved(arguments, config), end="")
+        return 0
+    return _train(arguments, config)
+
+
+def _train(arguments: RunArguments, config) -> int:  # type: ignore[no-untyped-def]
+    from lockstep.models.resolve import resolve_model
+    from lockstep.report.summary import summary_lines
+    from lockstep.tasks.data import load_data
+    from lockstep.tasks.rewards import load_reward
+    from lockstep.training.run import curve_settings, run_grpo
+    from lockstep.training.run_directory import open_run
+
+    model, dataset = arguments.model_name_or_path, arguments.dataset_name
+    if model is None or dataset is None:
+        raise InputError(f"{'model_name_or_path' if model is None else 'dataset_name'} is not set")
+    named = [load_reward(name) for name in arguments.reward_funcs or ()]
+    data = load_data(
+        dataset,
+        subset=arguments.dataset_config,
+        train_split=arguments.dataset_train_split,
+        test_split=arguments.dataset_test_split,
+        train_size=arguments.train_size,
+        eval_size=arguments.eval_size,
+        seed=arguments.dataset_seed,
+    )
+    rewards = named or list(data.rewards)
+    if not rewards:
+        raise InputError("reward_funcs is not set, and data of one's own has no reward function of its own")
+    resolve_model(model)
+    place = open_run(config.output_dir or "runs/grpo", {**asdict(arguments), **curve_settings(config)})
+    if place.checkpoint:
+        print(f"going on from {place.checkpoint}", flush=True)
+    finished = run_grpo(config, place, model, rewards, data.train, data.evaluation)
+    print()
+    for line in summary_lines(finished.summary):
+        print(line)
+    print(f"report           {finished.report}")
+    return 0

@@ -1,0 +1,57 @@
+"""`lockstep COMMAND …`: finds the command, and turns every expected error into one line and an exit code.
+
+0 done, 1 the run failed or a proof did, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from lockstep.errors import InputError, LockstepError
+
+_USAGE = """usage: lockstep COMMAND [--config FILE] [--field value …]
+
+commands:
+  grpo    train with GRPO (lockstep grpo --config recipes/arithmetic.yaml; --help lists every field)
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line; returns the exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        print(_USAGE, end="")
+        return 0 if words else 2
+    if words[0] != "grpo":
+        print(f"lockstep: no command {words[0]!r}; there is: grpo", file=sys.stderr)
+        return 2
+    from lockstep.cli.grpo import run
+
+    return _guarded(lambda: run(words[1:]))
+
+
+def _guarded(command: Callable[[], int]) -> int:
+    from lockstep.training.run import Interrupted
+
+    try:
+        return command()
+    except Interrupted as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 130
+    except KeyboardInterrupt:
+        print("lockstep: stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    except InputError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 2
+    except LockstepError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Checks on both sides of every call to an engine: what is asked can be answered, what is answered was asked.
+
+Called by the engines themselves, so that no caller can forget it. Both are pure functions of requests and answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.errors import InputError, ProofError
+
+
+def check_requests(requests: Sequence[GenerationRequest], version: int | None, max_model_len: int) -> None:
+    """Refuse a batch that cannot be answered whole, before any of it is started.
+
+    Raises:
+        ProofError: no weight version is committed.
+        InputError: a key is used twice, a prompt is empty, or prompt and completion do not fit the context.
+    """
+    if version is None:
+        raise ProofError(
+            "version",
+            "the engine was asked to generate while it holds no committed weights",
+            "no weights were pushed yet, or an update failed half-way",
+            "push the weights (lockstep.sync.push_weights) before generating",
+        )
+    seen: set[RequestKey] = set()
+    for request in requests:
+        if request.key in seen:
+            raise InputError(f"request {request.key} occurs twice in one batch")
+        seen.add(request.key)
+        room = max_model_len - len(request.prompt_ids)
+        if not request.prompt_ids:
+            raise InputError(f"prompt {request.key.prompt_id} has no tokens")
+        if room < request.sampling.max_tokens:
+            raise InputError(
+                f"prompt {request.key.prompt_id} has {len(request.prompt_ids)} tokens: with up to "
+                f"{request.sampling.max_tokens} new ones it does not fit the engine's context of {max_model_len}. "
+                "Shorten or drop the prompt, lower max_completion_length, or raise vllm_max_model_length"
+            )
+
+
+def check_answers(
+    requests: Sequence[GenerationRequest], answers: Iterable[Completion], version: int
+) -> dict[RequestKey, Completion]:
+    """Completions by key, each proven to belong to its request.
+
+    Raises:
+        ProofError: an answer is missing, doubled or unasked for; a prompt came back changed; a log-prob is missing or not
+            finite; a token was sampled by other weights than `version`.
+    """
+    asked = {request.key: request for request in requests}
+    found: dict[RequestKey, Completion] = {}
+    for answer in answers:
+        if answer.key not in asked:
+            raise _unlike("keys", f"an answer came for {answer.key}, which was not asked for")
+        if answer.key in found:
+            raise _unlike("keys", f"two answers came for {answer.key}")
+        _check_one(asked[answer.key], answer, version)
+        found[answer.key] = answer
+    missing = asked.keys() - found.keys()
+    if missing:
+        raise _unlike("keys", f"{len(missing)} of {len(asked)} requests were not answered, {min(missing)} among them")
+    return found
+
+
+def _check_one(request: GenerationRequest, answer: Completion, version: int) -> None:
+    if answer.prompt_ids != request.prompt_ids:
+        raise ProofError(
+            "echo",
+            f"request {request.key}: the engine used {len(answer.prompt_ids)} prompt ids, not the "
+            f"{len(request.prompt_ids)} that were sent",
+            "text was tokenised again, or a special token was added, between trainer and engine",
+            "send token ids, and turn off anything in the engine that rewrites prompts",
+        )
+    if not answer.token_ids:
+        raise _unlike("keys", f"request {request.key} came back without a token")
+    lengths = (len(answer.token_ids), len(answer.logprobs), len(answer.weight_versions))
+    if len(set(lengths)) != 1:
+        raise _unlike("logprobs", f"request {request.key} has {lengths} tokens, log-probs and versions")
+    if not all(math.isfinite(value) for value in answer.logprobs):
+        raise _unlike("logprobs", f"request {request.key} has a log-prob that is not finite")
+    stale = set(answer.weight_versions) - {version}
+    if stale:
+        raise ProofError(
+            "version",
+            f"request {request.key} has tokens sampled at version {sorted(stale)}; the weights pushed are {version}",
+            "the engine was restarted, or something else than this trainer updated its weights",
+            "let one trainer own the engine, and push the weights again",
+        )
+
+
+def _unlike(check: str, found: str) -> ProofError:
+    return ProofError(
+        check,
+        found,
+        "the engine lost, doubled or mixed up requests",
+        "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
+    )

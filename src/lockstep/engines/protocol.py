@@ -1,0 +1,160 @@
+"""What every engine takes, what it answers, and how it receives weights.
+
+Requests come from `rollouts/collect.py`; completions go back there, by key. Weights come from `sync/push.py`, which
+drives the receiving half of the protocol in one order for all engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+FinishReason = Literal["stop", "length"]
+
+
+class RequestKey(NamedTuple):
+    """Identity of one completion: which prompt, which of its samples. Nothing is ever paired by position."""
+
+    prompt_id: str
+    sample: int
+
+    def __str__(self) -> str:
+        return f"{self.prompt_id}#{self.sample}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The distribution that is sampled, with vLLM's names and meanings. The defaults change nothing."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One completion asked for. `seed` belongs to this request alone."""
+
+    key: RequestKey
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One completion as the engine produced it.
+
+    Attributes:
+        key: the key of the request.
+        prompt_ids: the prompt as the engine used it.
+        token_ids: sampled ids, the end-of-sequence token included where one was sampled.
+        logprobs: natural-log probability of each sampled token under the distribution that was sampled.
+        weight_versions: version of the weights that sampled each token.
+        finish_reason: the engine's own; `stop` for an end token or stop string, `length` for the token limit.
+    """
+
+    key: RequestKey
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    weight_versions: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The settings in force, read back from the engine rather than from what it was asked for.
+
+    Attributes:
+        sampling_defaults: sampling values that the engine would use of its own accord; must be empty.
+    """
+
+    engine: str
+    model: str
+    architecture: str
+    dtype: torch.dtype
+    head_dtype: torch.dtype
+    vocab_size: int
+    max_model_len: int
+    logprobs_mode: str
+    prefix_caching: bool
+    async_scheduling: bool
+    quantization: str | None
+    sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """An engine's acknowledgement of one load.
+
+    Attributes:
+        tensors: what arrived, in order: name, dtype as sent, shape.
+        untouched: parameters of the engine that no arriving tensor was written to.
+    """
+
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    untouched: tuple[str, ...]
+
+
+class WeightReceiver(Protocol):
+    """The half of an engine that weights are pushed into; driven by `sync/push.py` only."""
+
+    def begin_update(self) -> None:
+        """Stop serving: from here to `commit_version` the engine refuses to generate."""
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+        """Write named tensors (checkpoint names and shapes) and say what was written."""
+
+    def reset_caches(self) -> bool:
+        """Drop everything computed from older weights; True only if the engine confirms it."""
+
+    def commit_version(self, version: int) -> None:
+        """Serve again, stamping `version` on every token."""
+
+
+class Engine(WeightReceiver, Protocol):
+    """An inference engine. It does not serve before a version has been committed."""
+
+    supports_sleep: bool
+
+    @property
+    def version(self) -> int | None:
+        """Committed weight version; None before the first and while an update is under way."""
+
+    def settings(self) -> EngineSettings:
+        """The effective settings, for the handshake."""
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
+        """Answer every request, by key.
+
+        Raises:
+            InputError: a prompt is empty or longer than the engine's context; no request has been started then.
+            ProofError: no version is committed, or the answers are not what was asked for.
+            LockstepError: the time limit passed.
+        """
+
+    def sleep(self) -> None:
+        """Give up the memory for caches (and weights, which then need a push); only where `supports_sleep`."""
+
+    def wake(self) -> None:
+        """Take the memory back."""
+
+    def close(self) -> None:
+        """Release the engine's memory and processes."""
+
+
+def request_seed(run_seed: int, version: int, key: RequestKey) -> int:
+    """Seed of one request: a 62-bit hash of run seed, weight version, prompt id and sample index."""
+    text = f"{run_seed}\x1f{version}\x1f{key.prompt_id}\x1f{key.sample}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2

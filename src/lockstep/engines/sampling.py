@@ -1,0 +1,55 @@
+"""From a model's logits to the distribution that a request samples, in vLLM's order.
+
+Used by the transformers engine, one row at a time; transformers' own processors do the work where it has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from lockstep.engines.protocol import Sampling
+
+
+def processed_logprobs(
+    logits: torch.Tensor, sampling: Sampling, prompt_ids: Sequence[int], output_ids: Sequence[int]
+) -> torch.Tensor:
+    """Log-probs that are sampled from: penalties, then temperature, then min-p, top-k and top-p.
+
+    Args:
+        logits: (V,) raw logits of the next token.
+        sampling: a temperature of 0 puts all mass on the largest logit.
+        prompt_ids: ids before the completion; only the repetition penalty looks at them.
+        output_ids: ids sampled so far.
+
+    Returns:
+        (V,) float32 log-probs, −inf outside the support.
+    """
+    scores = logits.float().unsqueeze(0)
+    ids = torch.tensor([[*prompt_ids, *output_ids]], dtype=torch.long, device=logits.device)
+    if sampling.repetition_penalty != 1.0:
+        scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores)
+    if (sampling.frequency_penalty or sampling.presence_penalty) and output_ids:
+        counts = torch.bincount(ids[0, len(prompt_ids) :], minlength=scores.shape[1]).float()
+        scores = scores - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+    if sampling.temperature == 0.0:
+        best = torch.full_like(scores[0], -torch.inf)
+        best[scores[0].argmax()] = 0.0
+        return best
+    if sampling.temperature != 1.0:
+        scores = TemperatureLogitsWarper(sampling.temperature)(ids, scores)
+    if sampling.min_p > 0.0:
+        scores = MinPLogitsWarper(sampling.min_p)(ids, scores)
+    if sampling.top_k > 0:
+        scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
+    if sampling.top_p < 1.0:
+        scores = TopPLogitsWarper(sampling.top_p)(ids, scores)
+    return scores[0].log_softmax(-1)

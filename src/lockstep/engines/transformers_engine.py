@@ -1,0 +1,242 @@
+"""Generation by `transformers`, for machines where vLLM cannot be had.
+
+The engine holds its own replica of the model, so that weights reach it the same way as any other engine. `generate` of
+transformers runs the batch (left padding, cache, stopping); a logits processor of ours samples each row with the row's
+own generator and keeps the exact log-prob of what it sampled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from lockstep.engines.answers import check_answers, check_requests
+from lockstep.engines.protocol import (
+    Completion,
+    EngineSettings,
+    FinishReason,
+    GenerationRequest,
+    LoadedWeights,
+    RequestKey,
+)
+from lockstep.engines.sampling import processed_logprobs
+from lockstep.errors import InputError, LockstepError
+
+
+@dataclass(slots=True)
+class _Row:
+    """One request while it runs."""
+
+    request: GenerationRequest
+    generator: torch.Generator
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class TransformersEngine:
+    """`transformers` behind the engine protocol.
+
+    Args:
+        model: directory or hub id, the same string the trainer loads.
+        tokenizer: used to find stop strings in what was sampled, never to make ids.
+        dtype: dtype of the replica.
+        max_model_len: longest prompt + completion, in tokens.
+        max_num_seqs: most sequences decoded together.
+        timeout: seconds that one `generate` call may take.
+    """
+
+    supports_sleep = False
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        dtype: torch.dtype,
+        max_model_len: int,
+        max_num_seqs: int = 64,
+        timeout: float = 600.0,
+    ) -> None:
+        try:
+            self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        except (OSError, ValueError) as error:
+            raise InputError(f"transformers cannot load {model}: {error}") from error
+        if torch.cuda.is_available():
+            self._model.to("cuda")  # type: ignore[arg-type]
+        self._model.requires_grad_(False)
+        self._name = model
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._timeout = timeout
+        self._version: int | None = None
+        self._end_ids = _end_ids(self._model, tokenizer)
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    def settings(self) -> EngineSettings:
+        return EngineSettings(
+            engine="transformers",
+            model=self._name,
+            architecture=type(self._model).__name__,
+            dtype=self._model.dtype,
+            head_dtype=self._model.get_output_embeddings().weight.dtype,
+            vocab_size=int(self._model.get_input_embeddings().weight.shape[0]),
+            max_model_len=self._max_model_len,
+            logprobs_mode="processed_logprobs",
+            prefix_caching=False,
+            async_scheduling=False,
+            quantization=None,
+        )
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
+        check_requests(requests, self._version, self._max_model_len)
+        assert self._version is not None
+        deadline = time.monotonic() + self._timeout
+        rows = [_Row(request, torch.Generator().manual_seed(request.seed)) for request in requests]
+        # Rows of like length waste the fewest pad positions.
+        rows.sort(key=lambda row: len(row.request.prompt_ids))
+        for start in range(0, len(rows), self._max_num_seqs):
+            self._run(rows[start : start + self._max_num_seqs], deadline)
+        return check_answers(requests, [self._completion(row) for row in rows], self._version)
+
+    @torch.no_grad()
+    def _run(self, rows: list[_Row], deadline: float) -> None:
+        longest = max(len(row.request.prompt_ids) for row in rows)
+        pad = self._end_ids[0]
+        ids = torch.full((len(rows), longest), pad)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            prompt = torch.tensor(row.request.prompt_ids)
+            ids[i, longest - len(prompt) :] = prompt
+            mask[i, longest - len(prompt) :] = 1
+        budget = max(row.request.sampling.max_tokens for row in rows)
+        self._model.generate(
+            ids.to(self._model.device),
+            attention_mask=mask.to(self._model.device),
+            generation_config=GenerationConfig(max_new_tokens=budget, do_sample=False, pad_token_id=pad),
+            logits_processor=LogitsProcessorList([_SampleRows(rows, pad)]),
+            stopping_criteria=StoppingCriteriaList([_RowsDone(rows, self._end_ids, self._tokenizer, deadline)]),
+        )
+
+    def _completion(self, row: _Row) -> Completion:
+        assert self._version is not None
+        assert row.finish_reason is not None
+        return Completion(
+            key=row.request.key,
+            prompt_ids=row.request.prompt_ids,
+            token_ids=tuple(row.token_ids),
+            logprobs=tuple(row.logprobs),
+            weight_versions=(self._version,) * len(row.token_ids),
+            finish_reason=row.finish_reason,
+        )
+
+    def begin_update(self) -> None:
+        self._version = None
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+        own = dict(self._model.named_parameters())
+        specs, written = [], set()
+        for name, tensor in tensors:
+            if name in own:
+                if own[name].shape != tensor.shape:
+                    raise LockstepError(f"{name} has shape {tuple(tensor.shape)}, the engine's {tuple(own[name].shape)}")
+                own[name].data.copy_(tensor)
+                written.add(name)
+                specs.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+        return LoadedWeights(tuple(specs), tuple(name for name in own if name not in written))
+
+    def reset_caches(self) -> bool:
+        # Nothing outlives a call of `generate`.
+        return True
+
+    def commit_version(self, version: int) -> None:
+        self._version = version
+
+    def sleep(self) -> None:
+        raise InputError("the transformers engine cannot sleep")
+
+    def wake(self) -> None:
+        raise InputError("the transformers engine cannot sleep")
+
+    def close(self) -> None:
+        self._version = None
+        del self._model
+
+
+class _SampleRows(LogitsProcessor):
+    """Samples every unfinished row and leaves only the sampled token for transformers' greedy choice to take."""
+
+    def __init__(self, rows: list[_Row], pad: int) -> None:
+        self._rows = rows
+        self._pad = pad
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:  # type: ignore[override]
+        choice = torch.full_like(scores, -torch.inf)
+        for i, row in enumerate(self._rows):
+            token = self._pad
+            if row.finish_reason is None:
+                logprobs = processed_logprobs(
+                    scores[i].cpu(), row.request.sampling, row.request.prompt_ids, row.token_ids
+                )
+                token = int(torch.multinomial(logprobs.exp(), 1, generator=row.generator))
+                row.token_ids.append(token)
+                row.logprobs.append(float(logprobs[token]))
+            choice[i, token] = 0.0
+        return choice  # type: ignore[return-value]
+
+
+class _RowsDone(StoppingCriteria):
+    """Ends rows at an end token, a stop string or their token limit, in that order, and says which."""
+
+    def __init__(
+        self, rows: list[_Row], end_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase, deadline: float
+    ) -> None:
+        self._rows = rows
+        self._end_ids = end_ids
+        self._tokenizer = tokenizer
+        self._deadline = deadline
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.BoolTensor:  # type: ignore[override]
+        if time.monotonic() > self._deadline:
+            waiting = [row.request.key for row in self._rows if row.finish_reason is None]
+            raise LockstepError(f"transformers did not finish {len(waiting)} requests in time, {waiting[:1]} first")
+        for row in self._rows:
+            if row.finish_reason is None:
+                row.finish_reason = self._reason(row)
+        done = [row.finish_reason is not None for row in self._rows]
+        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+
+    def _reason(self, row: _Row) -> FinishReason | None:
+        sampling = row.request.sampling
+        if row.token_ids[-1] in self._end_ids:
+            return "stop"
+        if sampling.stop:
+            text = self._tokenizer.decode(row.token_ids, skip_special_tokens=True)
+            if any(stop in text for stop in sampling.stop):
+                return "stop"
+        return "length" if len(row.token_ids) >= sampling.max_tokens else None
+
+
+def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The end tokens that vLLM would use: the tokenizer's, and those of the model's generation config."""
+    ids = [tokenizer.eos_token_id]
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids += configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys(int(i) for i in ids if i is not None))

@@ -1,0 +1,129 @@
+"""The gap between the engine's and the trainer's log-prob of the same token at the same weights.
+
+Comes from: completions (behaviour log-probs) and the policy's forward in `training/`. Goes to: the optimizer step, which
+is not taken before `check_gap` has passed, and the receipt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.errors import ProofError
+from lockstep.parity.tolerances import Tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class GapStats:
+    """Sums over tokens, so that the parts of a step add up.
+
+    Attributes:
+        tokens: number of tokens compared.
+        sum_abs: sum of |g|, in nats, with g = behaviour log-prob − policy log-prob.
+        max_abs: largest |g|.
+        sum_k3: sum of exp(−g) − 1 + g.
+        worst: name of the request with the largest |g|.
+    """
+
+    tokens: int = 0
+    sum_abs: float = 0.0
+    max_abs: float = 0.0
+    sum_k3: float = 0.0
+    worst: str = ""
+
+    @property
+    def mean_abs(self) -> float:
+        return self.sum_abs / self.tokens if self.tokens else 0.0
+
+    @property
+    def k3(self) -> float:
+        return self.sum_k3 / self.tokens if self.tokens else 0.0
+
+    def __add__(self, other: GapStats) -> GapStats:
+        larger = self if self.max_abs >= other.max_abs else other
+        return GapStats(
+            self.tokens + other.tokens,
+            self.sum_abs + other.sum_abs,
+            larger.max_abs,
+            self.sum_k3 + other.sum_k3,
+            larger.worst,
+        )
+
+
+def measure_gap(behaviour: torch.Tensor, policy: torch.Tensor, names: list[str]) -> GapStats:
+    """Gap statistics of a set of tokens.
+
+    Args:
+        behaviour: (N,) the engine's log-probs.
+        policy: (N,) the trainer's log-probs of the same tokens.
+        names: N request names, to say which token is worst.
+
+    Raises:
+        ProofError: a log-prob of either side is not finite.
+    """
+    if not len(behaviour) == len(policy) == len(names):
+        raise ValueError(f"{len(behaviour)} behaviour log-probs, {len(policy)} policy log-probs, {len(names)} names")
+    if len(names) == 0:
+        return GapStats()
+    gap = behaviour.double() - policy.detach().double()
+    finite = torch.isfinite(gap)
+    if not bool(finite.all()):
+        first = names[int((~finite).nonzero()[0])]
+        raise ProofError(
+            "gap",
+            f"a log-prob of request {first} is not finite on one side",
+            "the policy's weights have overflowed, or the trainer gives a sampled token no probability",
+            "look at grad_norm and learning_rate of the steps before; start again from the last checkpoint",
+        )
+    worst = int(gap.abs().argmax())
+    return GapStats(
+        len(names),
+        float(gap.abs().sum()),
+        float(gap.abs().max()),
+        float((torch.exp(-gap) - 1 + gap).sum()),
+        names[worst],
+    )
+
+
+def check_gap(stats: GapStats, expected_tokens: int, limit: Tolerance, version: int) -> None:
+    """Pass or stop, before the optimizer step.
+
+    Raises:
+        ProofError: not every sampled token was compared, or the gap is over a limit.
+    """
+    if stats.tokens != expected_tokens:
+        raise ProofError(
+            "gap",
+            f"{stats.tokens} tokens were compared at version {version}, {expected_tokens} were sampled",
+            "the training batch does not hold what the engine sampled",
+            "this is a defect of Lockstep: report it with this message",
+        )
+    over = [
+        f"{name} {value:.3g} > {bound:.3g}"
+        for name, value, bound in (
+            ("mean_abs_gap", stats.mean_abs, limit.mean),
+            ("max_abs_gap", stats.max_abs, limit.max),
+            ("k3", stats.k3, limit.k3),
+        )
+        # Not `value > bound`: NaN must fail.
+        if not value <= bound
+    ]
+    if not over:
+        return
+    raise ProofError(
+        "gap",
+        f"at version {version}, over {stats.tokens} sampled tokens: {', '.join(over)} nats "
+        f"(mean {stats.mean_abs:.3g}, max {stats.max_abs:.3g} in request {stats.worst}, k3 {stats.k3:.3g})",
+        _likely_cause(stats, limit),
+        "do not raise the tolerance before the cause is known: the step that would have been taken is on wrong data",
+    )
+
+
+def _likely_cause(stats: GapStats, limit: Tolerance) -> str:
+    if stats.mean_abs > limit.mean:
+        return (
+            "most tokens disagree: the engine computes with other weights than the trainer (a layer that the sync missed), "
+            "or the two score different distributions (temperature, logits processing)"
+        )
+    return "few tokens disagree by much: a request's tokens were mixed up, or an attention or position mask differs"

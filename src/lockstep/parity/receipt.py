@@ -1,0 +1,58 @@
+"""The receipt: one line a step in `receipt.jsonl`, each carrying the hash of the line before.
+
+Comes from: the trainer, after each optimizer step's proofs have passed. Goes to: whoever wants to know later on what
+proofs a run was based.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import InputError
+
+_FIRST = "0" * 32
+
+
+class Receipt:
+    """Appends chained lines to a file; continues the chain of an existing one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._last = _FIRST
+        if path.exists():
+            lines = path.read_text().splitlines()
+            check_chain(lines)
+            if lines:
+                self._last = json.loads(lines[-1])["hash"]
+
+    def append(self, entry: dict[str, Any]) -> None:
+        """Write one entry and flush it."""
+        body = {**entry, "previous": self._last}
+        self._last = _hash(body)
+        with self._path.open("a") as file:
+            file.write(json.dumps({**body, "hash": self._last}) + "\n")
+
+
+def check_chain(lines: list[str]) -> None:
+    """Re-compute the chain of a receipt.
+
+    Raises:
+        InputError: a line was changed, removed or added, by its number.
+    """
+    previous = _FIRST
+    for number, line in enumerate(lines, start=1):
+        try:
+            body = json.loads(line)
+            claimed = body.pop("hash")
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            raise InputError(f"receipt line {number} is not an entry of a receipt") from error
+        if body.get("previous") != previous or claimed != _hash(body):
+            raise InputError(f"receipt line {number} does not fit the chain: it or the line before was changed")
+        previous = claimed
+
+
+def _hash(body: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,1 @@
+"""A run, seen: while it goes and afterwards. Reads logs and files only."""

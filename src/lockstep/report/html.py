@@ -1,0 +1,108 @@
+"""`report.html`: one self-contained page about a finished run.
+
+Comes from: the run's metrics, summary and the rollouts sampled before and after. Opens without a network.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import plotly.graph_objects as go
+import plotly.io
+
+Line = dict[str, Any]
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #1a1a1a; }
+table { border-collapse: collapse; width: 100%; margin: 1em 0; }
+td, th { border-bottom: 1px solid #ddd; padding: .35em .6em; text-align: left; vertical-align: top; }
+.good { background: #e3f6e5; } .bad { background: #fbe9e7; } code { font-size: 13px; }
+"""
+
+
+def render_report(title: str, summary: Line, metrics: list[Line], before: list[Line], after: list[Line]) -> str:
+    """The page as HTML text.
+
+    Args:
+        metrics: lines of `metrics.jsonl`.
+        before, after: sampled rollouts: `prompt`, `completions`, `rewards`.
+    """
+    steps = [line for line in metrics if "loss" in line]
+    figures = [_rewards(steps), _lengths(steps), _gaps(steps), _times(steps)] if steps else []
+    plots = "".join(
+        plotly.io.to_html(figure, full_html=False, include_plotlyjs=index == 0) for index, figure in enumerate(figures)
+    )
+    return (
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title>"
+        f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
+        f"{_numbers(summary)}{plots}{_rollouts(before, after)}</body></html>"
+    )
+
+
+def _line(steps: list[Line], title: str, axis: str, names: dict[str, str], log: bool = False) -> go.Figure:
+    figure = go.Figure()
+    for key, label in names.items():
+        figure.add_scatter(x=[s["step"] for s in steps], y=[s.get(key) for s in steps], name=label, mode="lines+markers")
+    figure.update_layout(title=title, xaxis_title="step", yaxis_title=axis, template="simple_white", height=320)
+    if log:
+        figure.update_yaxes(type="log", exponentformat="power")
+    return figure
+
+
+def _rewards(steps: list[Line]) -> go.Figure:
+    parts = {k: k.split("/")[1] for k in steps[0] if k.startswith("rewards/") and k.endswith("/mean")}
+    return _line(steps, "Reward of the training rollouts", "reward", {"reward": "reward", **(parts if len(parts) > 1 else {})})
+
+
+def _lengths(steps: list[Line]) -> go.Figure:
+    names = {"completions/mean_length": "mean", "completions/max_length": "longest", "completions/min_length": "shortest"}
+    return _line(steps, "Length of completions", "tokens", names)
+
+
+def _gaps(steps: list[Line]) -> go.Figure:
+    names = {"parity/mean_abs_gap": "mean |g|", "parity/max_abs_gap": "max |g|"}
+    return _line(steps, "Parity gap between engine and trainer, every sampled token", "nats", names, log=True)
+
+
+def _times(steps: list[Line]) -> go.Figure:
+    figure = go.Figure()
+    for key in (k for k in steps[0] if k.startswith("time/") and k != "time/step"):
+        figure.add_bar(x=[s["step"] for s in steps], y=[s[key] for s in steps], name=key.removeprefix("time/"))
+    figure.update_layout(
+        title="Where the time goes", barmode="stack", xaxis_title="step", yaxis_title="seconds", template="simple_white", height=320
+    )
+    return figure
+
+
+def _numbers(summary: Line) -> str:
+    rows = []
+    for key, value in summary.items():
+        for name, number in value.items() if isinstance(value, dict) else ((None, value),):
+            label = f"{key}.{name}" if name else key
+            shown = f"{number:.4g}" if isinstance(number, float) else str(number)
+            rows.append(f"<tr><td><code>{html.escape(label)}</code></td><td>{html.escape(shown)}</td></tr>")
+    return f"<h2>Summary</h2><table>{''.join(rows)}</table>"
+
+
+def _rollouts(before: list[Line], after: list[Line]) -> str:
+    if not before or not after:
+        return ""
+    later = {entry["prompt"]: entry for entry in after}
+    rows = "".join(
+        f"<tr><td>{html.escape(entry['prompt'])}</td><td>{_completions(entry)}</td><td>{_completions(later[entry['prompt']])}</td></tr>"
+        for entry in before
+        if entry["prompt"] in later
+    )
+    return (
+        "<h2>Held-out rollouts, before and after</h2><table><tr><th>prompt</th><th>before</th><th>after</th></tr>"
+        f"{rows}</table>"
+    )
+
+
+def _completions(entry: Line) -> str:
+    best = max(entry["rewards"])
+    return "<br>".join(
+        f"<span class='{'good' if reward == best and reward > 0 else 'bad'}'>{html.escape(text)}</span> ({reward:g})"
+        for text, reward in zip(entry["completions"], entry["rewards"], strict=True)
+    )

@@ -1,0 +1,78 @@
+"""`summary.json`: a finished run in a few numbers, computed from the files it wrote. Pure functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Line = dict[str, Any]
+
+
+def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, after: Line | None, wall_s: float) -> Line:
+    """The summary of a run.
+
+    Args:
+        metrics: lines of `metrics.jsonl`.
+        receipt: lines of `receipt.jsonl`.
+        before, after: evaluation metrics, where there was an evaluation set.
+        wall_s: seconds of the process that finished the run.
+
+    Returns:
+        See docs/report.md for every key.
+    """
+    steps = [line for line in metrics if "loss" in line]
+    time = {
+        name.removeprefix("time/"): sum(line[name] for line in steps)
+        for name in (steps[0] if steps else {})
+        if name.startswith("time/") and name != "time/step"
+    }
+    tokens = sum(line["sampled_tokens"] for line in receipt)
+    seconds = sum(line["time/step"] for line in steps)
+    return {
+        **_evaluations(before, after),
+        "steps": steps[-1]["step"] if steps else 0,
+        "wall_s": round(wall_s, 1),
+        "tokens_per_s": round(tokens / seconds, 1) if seconds else 0.0,
+        "time": {name: round(value, 2) for name, value in time.items()},
+        "parity": _parity(receipt),
+    }
+
+
+def _evaluations(before: Line | None, after: Line | None) -> Line:
+    found: Line = {}
+    for name, metrics in (("before", before), ("after", after)):
+        if metrics is not None:
+            found[f"eval_reward_{name}"] = metrics["eval_reward"]
+            found[f"eval_reward_{name}_ci95"] = metrics["eval_reward_ci95"]
+            found["eval_samples"] = int(metrics["eval_samples"])
+            found["eval_problems"] = int(metrics["eval_problems"])
+    return found
+
+
+def _parity(receipt: list[Line]) -> Line:
+    checked = sum(line["checked_tokens"] for line in receipt)
+    return {
+        "mean_abs_gap": sum(line["sum_abs_gap"] for line in receipt) / checked if checked else 0.0,
+        "max_abs_gap": max((line["max_abs_gap"] for line in receipt), default=0.0),
+        "k3": sum(line["sum_k3"] for line in receipt) / checked if checked else 0.0,
+        "checked_tokens": checked,
+        # A failed check stops the run before its step; a run that has a summary had none.
+        "failed": sum(line["checked_tokens"] != line["sampled_tokens"] for line in receipt),
+    }
+
+
+def summary_lines(summary: Line) -> list[str]:
+    """The summary as a person reads it."""
+    parity, lines = summary["parity"], []
+    if "eval_reward_after" in summary:
+        lines.append(
+            f"held-out reward  {summary['eval_reward_before']:.3f} ± {summary['eval_reward_before_ci95']:.3f}  →  "
+            f"{summary['eval_reward_after']:.3f} ± {summary['eval_reward_after_ci95']:.3f}   "
+            f"({summary['eval_problems']} problems, {summary['eval_samples']} samples, 95 % intervals)"
+        )
+    lines.append(
+        f"parity           {parity['checked_tokens']} tokens checked, {parity['failed']} failed; gap mean "
+        f"{parity['mean_abs_gap']:.1e}, max {parity['max_abs_gap']:.1e}, k3 {parity['k3']:.1e}"
+    )
+    shares = "  ".join(f"{name} {seconds:.0f}s" for name, seconds in summary["time"].items())
+    lines.append(f"time             {summary['steps']} steps, {summary['wall_s']:.0f} s in all: {shares}")
+    return lines

@@ -1,0 +1,57 @@
+"""From prompts to groups of completions: one request a sample, each with its own key and seed.
+
+Comes from: `tokens/chat.py` (ids). Goes to: `rollouts/rewards.py`, then training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.engines.protocol import Engine, GenerationRequest, RequestKey, Sampling, request_seed
+from lockstep.errors import ProofError
+from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+
+
+def collect(
+    prompts: Sequence[Prompt],
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    *,
+    num_generations: int,
+    run_seed: int,
+    version: int,
+) -> list[RolloutGroup]:
+    """Sample `num_generations` completions of every prompt.
+
+    Args:
+        version: the version the trainer last pushed; the engine must hold it.
+
+    Returns:
+        One unscored group a prompt, in the order of `prompts`.
+
+    Raises:
+        ProofError: the engine holds another version, or an answer fails its checks.
+        InputError: a prompt does not fit the engine's context.
+    """
+    if engine.version != version:
+        raise ProofError(
+            "version",
+            f"the engine holds version {engine.version}, the trainer last pushed {version}",
+            "a sync was skipped or failed, or something else updated the engine",
+            "push the weights before collecting rollouts",
+        )
+    requests = [
+        GenerationRequest(key, prompt.ids, sampling, request_seed(run_seed, version, key))
+        for prompt in prompts
+        for key in (RequestKey(prompt.prompt_id, sample) for sample in range(num_generations))
+    ]
+    answers = engine.generate(requests)
+    groups = []
+    for prompt in prompts:
+        completions = [answers[RequestKey(prompt.prompt_id, sample)] for sample in range(num_generations)]
+        rollouts = tuple(Rollout(c, tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions)
+        groups.append(RolloutGroup(prompt, rollouts))
+    return groups

@@ -1,0 +1,59 @@
+"""The objects that rollouts are made of. Grouping is one of them, never a matter of order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.engines.protocol import Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of a dataset, ready for an engine.
+
+    Attributes:
+        prompt_id: names the row in every request; unique within a dataset.
+        ids: the prompt's token ids.
+        source: the row's `prompt` as the dataset has it (text or messages), for reward functions.
+        columns: the row's other columns, for reward functions.
+    """
+
+    prompt_id: str
+    ids: tuple[int, ...]
+    source: Any
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One completion of a prompt, with what the reward functions said of it.
+
+    Attributes:
+        text: the completion decoded for reward functions and reports; never encoded again.
+        scores: by reward function name; None where a function gave no score.
+        reward: weighted sum of the scores.
+    """
+
+    completion: Completion
+    text: str
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    reward: float = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """All rollouts of one prompt at one weight version."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+    def __post_init__(self) -> None:
+        strangers = [r.completion.key for r in self.rollouts if r.completion.key.prompt_id != self.prompt.prompt_id]
+        if strangers:
+            raise ValueError(f"rollout {strangers[0]} does not belong to prompt {self.prompt.prompt_id}")
+
+    @property
+    def rewards(self) -> list[float]:
+        return [rollout.reward for rollout in self.rollouts]

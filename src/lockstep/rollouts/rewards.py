@@ -1,0 +1,144 @@
+"""Calls reward functions with TRL's convention and turns what they return into one reward a rollout.
+
+A reward function takes `prompts`, `completions`, `completion_ids`, `trainer_state` and the dataset's other columns, all
+by keyword, and returns one number a completion, or None for "no score". It may be a coroutine function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lockstep.errors import InputError
+from lockstep.rollouts.group import RolloutGroup
+
+RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
+Scores = list[float | None]
+
+
+def reward_name(function: RewardFunction) -> str:
+    """Name of a reward function in metrics."""
+    return getattr(function, "__name__", None) or getattr(getattr(function, "func", None), "__name__", None) or type(function).__name__
+
+
+def score_groups(
+    groups: Sequence[RolloutGroup],
+    functions: Sequence[RewardFunction],
+    weights: Sequence[float],
+    *,
+    trainer_state: Any = None,
+    timeout: float = 600.0,
+) -> list[RolloutGroup]:
+    """Score every rollout of every group.
+
+    Args:
+        weights: one a function; a rollout's reward is the weighted sum of the scores it got.
+        trainer_state: passed on to the functions.
+        timeout: seconds that coroutine functions may take together. (A plain function cannot be interrupted.)
+
+    Raises:
+        InputError: a function raised, returned the wrong number of scores or something else than numbers, or left a
+            rollout that no function scored.
+    """
+    arguments = _arguments(groups, trainer_state)
+    plain = {i: _call(f, arguments) for i, f in enumerate(functions) if not inspect.iscoroutinefunction(f)}
+    pending = {i: f for i, f in enumerate(functions) if i not in plain}
+    answers = plain | (asyncio.run(_call_all(pending, arguments, timeout)) if pending else {})
+    count = len(arguments["completions"])
+    names = _unique([reward_name(function) for function in functions])
+    columns = {names[i]: _checked(names[i], answers[i], count) for i in range(len(functions))}
+    return _attach(groups, columns, dict(zip(names, weights, strict=True)))
+
+
+def _arguments(groups: Sequence[RolloutGroup], trainer_state: Any) -> dict[str, Any]:
+    pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
+    conversational = [isinstance(prompt.source, list) for prompt, _ in pairs]
+    columns: dict[str, Any] = {name: [p.columns[name] for p, _ in pairs] for name in (pairs[0][0].columns if pairs else ())}
+    return {
+        **columns,
+        "prompts": [prompt.source for prompt, _ in pairs],
+        "completions": [
+            [{"role": "assistant", "content": rollout.text}] if chat else rollout.text
+            for (_, rollout), chat in zip(pairs, conversational, strict=True)
+        ],
+        "completion_ids": [list(rollout.completion.token_ids) for _, rollout in pairs],
+        "trainer_state": trainer_state,
+    }
+
+
+def _call(function: RewardFunction, arguments: dict[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except Exception as error:  # noqa: BLE001 - a user's function may raise anything; nothing is lost
+        raise _raised(function, error) from error
+
+
+async def _call_all(functions: dict[int, RewardFunction], arguments: dict[str, Any], timeout: float) -> dict[int, Any]:
+    async def one(function: RewardFunction) -> Any:
+        answer = function(**arguments)
+        assert inspect.isawaitable(answer)
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError as error:
+            raise InputError(f"reward function {reward_name(function)} took longer than {timeout:.0f} s") from error
+        except Exception as error:  # noqa: BLE001 - as above
+            raise _raised(function, error) from error
+
+    answers = await asyncio.gather(*(one(function) for function in functions.values()))
+    return dict(zip(functions, answers, strict=True))
+
+
+def _raised(function: RewardFunction, error: Exception) -> InputError:
+    return InputError(f"reward function {reward_name(function)} raised {type(error).__name__}: {error}")
+
+
+def _checked(name: str, answer: Any, count: int) -> Scores:
+    if not isinstance(answer, Sequence) and not hasattr(answer, "tolist"):
+        raise InputError(f"reward function {name} returned {type(answer).__name__}, not a list of numbers")
+    values = answer.tolist() if hasattr(answer, "tolist") else list(answer)
+    if not isinstance(values, list) or len(values) != count:
+        found = len(values) if isinstance(values, list) else 1
+        raise InputError(f"reward function {name} returned {found} scores for {count} completions")
+    scores = [_number(name, value) for value in values]
+    if count and all(score is None for score in scores) and all(value is not None for value in values):
+        raise InputError(f"reward function {name} returned NaN for all {count} completions")
+    return scores
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"reward function {name} returned {value!r:.80}, not a number or None") from error
+    if math.isinf(number):
+        raise InputError(f"reward function {name} returned an infinite score")
+    # NaN means "no score", as in TRL.
+    return None if math.isnan(number) else number
+
+
+def _attach(groups: Sequence[RolloutGroup], columns: dict[str, Scores], weights: dict[str, float]) -> list[RolloutGroup]:
+    scored, position = [], 0
+    for group in groups:
+        rollouts = []
+        for rollout in group.rollouts:
+            scores = {name: column[position] for name, column in columns.items()}
+            given = [weights[name] * score for name, score in scores.items() if score is not None]
+            if not given:
+                raise InputError(
+                    f"no reward function scored rollout {rollout.completion.key}; a rollout without a reward would train on "
+                    "nothing: let one function return a number for it"
+                )
+            rollouts.append(replace(rollout, scores=scores, reward=sum(given)))
+            position += 1
+        scored.append(replace(group, rollouts=tuple(rollouts)))
+    return scored
+
+
+def _unique(names: list[str]) -> list[str]:
+    return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]

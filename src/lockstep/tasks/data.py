@@ -1,0 +1,97 @@
+"""The data that a config names: built-in problems, reasoning-gym, a file, a saved `datasets` directory, or a hub id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+from lockstep.errors import InputError
+from lockstep.tasks.arithmetic import arithmetic
+from lockstep.tasks.gym import reasoning_gym_problems
+from lockstep.tasks.rewards import Reward, exact_match
+
+_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True, slots=True)
+class TaskData:
+    """What a run learns from and is measured on.
+
+    Attributes:
+        evaluation: held-out rows, never trained on; None where none were asked for.
+        rewards: reward functions that belong to the data; empty where the user must name some.
+    """
+
+    train: Dataset
+    evaluation: Dataset | None
+    rewards: tuple[Reward, ...] = ()
+
+
+def load_data(
+    name: str,
+    *,
+    subset: str | None,
+    train_split: str,
+    test_split: str | None,
+    train_size: int,
+    eval_size: int,
+    seed: int,
+) -> TaskData:
+    """Load the data of a run.
+
+    Args:
+        name: `arithmetic`, `reasoning_gym`, a `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory written by
+            `datasets`, or a hub id.
+        subset: kind of arithmetic problems, reasoning-gym data set, or hub configuration.
+        train_split: split to train on, where the data has splits.
+        test_split: split to evaluate on; by default `eval_size` rows are held out of the training split.
+        train_size: rows to train on where problems are generated; otherwise a limit, 0 for all.
+        eval_size: held-out rows; 0 for none.
+        seed: of generated problems and of the choice of held-out rows.
+
+    Raises:
+        InputError: nothing by that name, a format that is not read, or too few rows.
+    """
+    if name == "arithmetic":
+        train, held_out = arithmetic(subset or "larger", train_size, eval_size, seed)
+        return TaskData(train, held_out if eval_size else None, (exact_match,))
+    if name == "reasoning_gym":
+        if subset is None:
+            raise InputError("dataset_name reasoning_gym needs dataset_config, such as letter_counting")
+        train, held_out, score = reasoning_gym_problems(subset, train_size, eval_size, seed)
+        return TaskData(train, held_out if eval_size else None, (score,))
+    train = _load_split(name, subset, train_split)
+    if test_split is not None:
+        return TaskData(_limited(train, train_size), _limited(_load_split(name, subset, test_split), eval_size))
+    if eval_size == 0:
+        return TaskData(_limited(train, train_size), None)
+    if eval_size >= len(train):
+        raise InputError(f"{name} has {len(train)} rows; {eval_size} cannot be held out for evaluation (eval_size)")
+    parts = train.train_test_split(test_size=eval_size, seed=seed)
+    return TaskData(_limited(parts["train"], train_size), parts["test"])
+
+
+def _load_split(name: str, subset: str | None, split: str) -> Dataset:
+    path = Path(name).expanduser()
+    try:
+        if path.suffix in _READERS:
+            if not path.is_file():
+                raise InputError(f"data file {path} does not exist")
+            if path.stat().st_size == 0:
+                raise InputError(f"data file {path} is empty")
+            return load_dataset(_READERS[path.suffix], data_files=str(path), split="train")
+        if path.is_dir():
+            saved = load_from_disk(str(path))
+            return saved[split] if isinstance(saved, DatasetDict) else saved
+        return load_dataset(name, subset, split=split)
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        # DatasetNotFoundError is a FileNotFoundError, DatasetGenerationError a RuntimeError or ValueError by version.
+        raise InputError(f"cannot read data {name!r}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _limited(data: Dataset, rows: int) -> Dataset:
+    return data.select(range(min(rows, len(data)))) if rows else data

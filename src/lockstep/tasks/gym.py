@@ -1,0 +1,62 @@
+"""reasoning-gym as a source of problems, by the name of one of its data sets; its own scorer is the reward."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import reasoning_gym
+from datasets import Dataset
+
+from lockstep.errors import InputError
+from lockstep.tasks.arithmetic import chat
+from lockstep.tasks.rewards import Reward, texts
+
+# Far apart, so that the problems of one are not those of another.
+_EVAL_OFFSET, _EXAMPLE_OFFSET = 1_000_000, 2_000_000
+
+
+def reasoning_gym_problems(
+    name: str, train_size: int, eval_size: int, seed: int, examples: int = 2
+) -> tuple[Dataset, Dataset, Reward]:
+    """Training and evaluation problems of a reasoning-gym data set, and its scorer as a reward function.
+
+    Args:
+        name: such as `letter_counting`, `chain_sum`, `gcd`.
+        examples: worked examples shown before every question, from problems of their own.
+
+    Returns:
+        Two data sets with columns `prompt`, `answer` and `entry` (the problem as JSON), and the reward function. Problems of the
+        training set that occur in the evaluation set are left out of it.
+
+    Raises:
+        InputError: reasoning-gym has no such data set.
+    """
+    try:
+        source = reasoning_gym.create_dataset(name, seed=seed, size=train_size)
+        held_out = reasoning_gym.create_dataset(name, seed=seed + _EVAL_OFFSET, size=eval_size)
+        worked = reasoning_gym.create_dataset(name, seed=seed + _EXAMPLE_OFFSET, size=max(examples, 1))
+    except ValueError as error:
+        raise InputError(f"reasoning-gym has no data set {name!r}: {error}") from error
+    shown = [(worked[i]["question"], str(worked[i]["answer"])) for i in range(examples)]
+    evaluation = [held_out[i] for i in range(eval_size)]
+    kept_back = {entry["question"] for entry in evaluation} | {question for question, _ in shown}
+    training = [entry for entry in (source[i] for i in range(train_size)) if entry["question"] not in kept_back]
+
+    def reasoning_gym_score(completions: list[Any], entry: list[str], **_: Any) -> list[float]:
+        return [
+            float(source.score_answer(text.strip(), json.loads(problem)))
+            for text, problem in zip(texts(completions), entry, strict=True)
+        ]
+
+    return _dataset(training, shown), _dataset(evaluation, shown), reasoning_gym_score
+
+
+def _dataset(entries: list[dict[str, Any]], shown: list[tuple[str, str]]) -> Dataset:
+    return Dataset.from_dict(
+        {
+            "prompt": [chat(entry["question"], shown) for entry in entries],
+            "answer": [str(entry["answer"]) for entry in entries],
+            "entry": [json.dumps(entry, default=str) for entry in entries],
+        }
+    )

@@ -1,0 +1,1 @@
+"""Where text becomes token ids, once."""

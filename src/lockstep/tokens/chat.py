@@ -1,0 +1,54 @@
+"""A dataset's prompt (text or messages) becomes token ids here, and nowhere else.
+
+Comes from: the `prompt` column. Goes to: requests to an engine. What an engine answers is never rendered again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.errors import InputError
+
+Message = dict[str, Any]
+
+
+def is_conversational(prompt: str | list[Message]) -> bool:
+    """Whether a prompt is a list of messages (`role`, `content`) rather than plain text."""
+    return isinstance(prompt, list)
+
+
+def render_prompt(
+    prompt: str | list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> tuple[int, ...]:
+    """Token ids of one prompt.
+
+    Plain text is encoded with the tokenizer's own special tokens. Messages go through the chat template with the
+    generation prompt, or, where the last message is the assistant's, continue that message (TRL's convention).
+
+    Raises:
+        InputError: the prompt is empty or of another type, or there is no chat template for messages.
+    """
+    if isinstance(prompt, str):
+        ids = list(tokenizer(prompt)["input_ids"])
+    elif is_conversational(prompt) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
+        if tokenizer.chat_template is None:
+            raise InputError("prompts are messages but the tokenizer has no chat template; give prompts as text")
+        continues = prompt[-1]["role"] == "assistant"
+        rendered = tokenizer.apply_chat_template(
+            prompt,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            tokenize=True,
+            return_dict=True,
+            **(chat_template_kwargs or {}),
+        )
+        ids = list(rendered["input_ids"])
+    else:
+        raise InputError(f"a prompt must be text or a non-empty list of messages with a role, got {prompt!r:.200}")
+    if not ids:
+        raise InputError(f"a prompt has no tokens: {prompt!r:.200}")
+    return tuple(ids)

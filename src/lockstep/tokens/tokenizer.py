@@ -1,0 +1,66 @@
+"""The tokenizer, loaded in one place, with the guards that keep trainer and engine on one vocabulary.
+
+Comes from: the string of `models/resolve.py`. Goes to: `tokens/chat.py`, which makes ids, and to reward calls, which
+read text. Nothing here ever resizes an embedding: a missing pad token becomes an existing one.
+"""
+
+from __future__ import annotations
+
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.errors import InputError
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """Tokenizer of a model, with its pad token set.
+
+    Raises:
+        InputError: the model comes without a tokenizer, or the tokenizer has no end-of-sequence token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        # Which of these transformers raises depends on which file is missing.
+        raise InputError(f"model {path} comes without a usable tokenizer: {type(error).__name__}: {error}") from error
+    if len(tokenizer) == 0:
+        raise InputError(f"model {path} comes without a usable tokenizer: its vocabulary is empty")
+    return guard_tokenizer(tokenizer)
+
+
+def guard_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Give a tokenizer without a pad token its end-of-sequence token as one; the vocabulary does not change.
+
+    Raises:
+        InputError: there is no end-of-sequence token either.
+    """
+    if tokenizer.eos_token_id is None:
+        raise InputError("the tokenizer has no end-of-sequence token; completions could never end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Number of token ids that the model can embed."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that every id of the tokenizer has an embedding, and write the pad id into the model's config.
+
+    A tokenizer smaller than the embedding is usual (rows padded to a round number); a larger one means that tokens were
+    added without a trained embedding, which an engine cannot follow.
+
+    Raises:
+        InputError: the tokenizer has ids that the model cannot embed.
+    """
+    rows = embedding_rows(model)
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= rows:
+        raise InputError(
+            f"the tokenizer has token id {largest} but the model embeds only {rows} tokens: remove the added tokens "
+            "(embeddings are never resized here: the engine would keep the old vocabulary)"
+        )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if model.generation_config is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -1,0 +1,1 @@
+"""Packed batches, chunked log-probs and the trainers."""

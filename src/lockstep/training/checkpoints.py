@@ -1,0 +1,86 @@
+"""Checkpoints that are whole or absent, and a run directory cut back to one of them.
+
+Comes from: the trainer's saves. Goes to: a run that is started again in the same directory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from transformers.trainer_utils import sort_checkpoints
+
+from lockstep.errors import LockstepError
+
+_LAST_WRITTEN = "trainer_state.json"
+
+
+def last_checkpoint(output_dir: str | Path) -> Path | None:
+    """Newest complete checkpoint of a run; one that was being written when the run was killed does not count."""
+    folder = Path(output_dir)
+    found = [Path(path) for path in sort_checkpoints(str(folder))] if folder.is_dir() else []
+    complete = [path for path in found if _is_complete(path)]
+    return complete[-1] if complete else None
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """Optimizer steps that a checkpoint stands after."""
+    return int(json.loads((checkpoint / _LAST_WRITTEN).read_text())["global_step"])
+
+
+@contextmanager
+def guarded_save(output_dir: str | Path, step: int) -> Iterator[None]:
+    """Run a save; if it fails, remove what it left and say which checkpoint is good.
+
+    Raises:
+        LockstepError: the save failed (a full disk, most often).
+    """
+    target = Path(output_dir) / f"checkpoint-{step}"
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        # A full disk shows as any of the three: Python's files, safetensors' and torch's writers differ.
+        shutil.rmtree(target, ignore_errors=True)
+        good = last_checkpoint(output_dir)
+        keeps = f"the last good one is {good}" if good else "there is no earlier one"
+        free = shutil.disk_usage(output_dir).free / 2**30
+        raise LockstepError(
+            f"checkpoint-{step} could not be written ({free:.1f} GiB free in {output_dir}): {error}; {keeps}. Make room and "
+            "start the same command again"
+        ) from error
+
+
+def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
+    """Remove what a run wrote after `checkpoint` (all of it where None): later checkpoints and log lines."""
+    folder = Path(output_dir)
+    step = checkpoint_step(checkpoint) if checkpoint is not None else 0
+    for path in folder.glob("checkpoint-*"):
+        if checkpoint is None or not _is_complete(path) or checkpoint_step(path) > step:
+            shutil.rmtree(path)
+    for name in ("metrics.jsonl", "receipt.jsonl"):
+        path = folder / name
+        if checkpoint is None:
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line, step + 1) <= step]
+            path.write_text("".join(f"{line}\n" for line in kept))
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        json.loads((checkpoint / _LAST_WRITTEN).read_text())
+    except (OSError, json.JSONDecodeError):
+        return False
+    return True
+
+
+def _step_of(line: str, otherwise: int) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except json.JSONDecodeError:
+        # A line that a kill cut short.
+        return otherwise

@@ -1,0 +1,62 @@
+"""The engine that a config asks for, started and shaken hands with.
+
+Comes from: `GRPOConfig` and the policy. Goes to: the trainer. The only place where training chooses between engines.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.engines.protocol import Engine
+from lockstep.engines.transformers_engine import TransformersEngine
+from lockstep.engines.vllm_inprocess import VLLMInProcess, vllm_installed
+from lockstep.parity.handshake import ExpectedSettings, check_settings
+from lockstep.tokens.tokenizer import embedding_rows
+from lockstep.training.config import GRPOConfig
+
+
+def start_engine(
+    config: GRPOConfig, model_path: str, tokenizer: PreTrainedTokenizerBase, max_model_len: int
+) -> Engine:
+    """Start vLLM in this process, or the transformers engine where vLLM is off or not installed.
+
+    Raises:
+        InputError: the engine cannot load the model, or vLLM was asked for and is not installed.
+    """
+    use_vllm = vllm_installed() if config.use_vllm is None else config.use_vllm
+    common: dict[str, Any] = {
+        "dtype": config.engine_torch_dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.vllm_max_num_seqs,
+        "timeout": config.vllm_server_timeout,
+    }
+    if not use_vllm:
+        why = "use_vllm is false" if config.use_vllm is False else "vLLM is not installed here"
+        print(f"engine: transformers ({why}); the proofs are the same, generation is slower", flush=True)
+        return TransformersEngine(model_path, tokenizer, **common)
+    return VLLMInProcess(
+        model_path,
+        gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        seed=config.seed,
+        engine_kwargs=dict(config.vllm_engine_kwargs or {}),  # type: ignore[arg-type]
+        **common,
+    )
+
+
+def shake_hands(engine: Engine, model: PreTrainedModel, model_path: str, config: GRPOConfig, min_model_len: int) -> None:
+    """Compare the engine's effective settings with what training assumes.
+
+    Raises:
+        ProofError: a setting differs.
+    """
+    expected = ExpectedSettings(
+        model=model_path,
+        architecture=type(model).__name__,
+        dtype=config.engine_torch_dtype,
+        head_dtype=config.engine_torch_dtype,
+        vocab_size=embedding_rows(model),
+        min_model_len=min_model_len,
+    )
+    check_settings(expected, engine.settings())

@@ -1,0 +1,152 @@
+"""Where token ids become tensors: sequences that share a beginning share its positions.
+
+Comes from: rollout groups. Goes to: `training/scoring.py`. All sequences of a pack form one tree of tokens, one row
+position a node. A token attends to its ancestors, its position id is its depth, so each branch sees exactly what it would
+see alone. There are no pad tokens, a prompt goes through the model once however many completions it has, worked examples that
+all prompts repeat go through once, and so do equal completions. The last token of a completion predicts nothing that is
+trained on and takes no position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSequence:
+    """One completion to learn from, or only to verify.
+
+    Attributes:
+        name: the request's name.
+        prompt_ids: ids before the completion.
+        completion_ids: sampled ids, the end token included.
+        behaviour_logps: the engine's log-prob of each sampled id.
+        advantage: the completion's advantage.
+        weight: weight of each of its tokens in the step's loss.
+        old_logps: the policy's log-probs at sampling time, where the policy has moved since; None where it has not.
+    """
+
+    name: str
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    behaviour_logps: tuple[float, ...]
+    advantage: float
+    weight: float
+    old_logps: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """One row for the model; T nodes, N scored tokens (those of each sequence in turn).
+
+    Attributes:
+        sequences: what is packed, in the order of the scored tokens.
+        input_ids: (1, T).
+        position_ids: (1, T) depth of each node.
+        attention_mask: (1, 1, T, T) bool, True where the row's node may see the column's.
+        predictors: (N,) node whose hidden state predicts each scored token.
+        targets: (N,) ids of the scored tokens.
+    """
+
+    sequences: tuple[TrainingSequence, ...]
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    predictors: torch.Tensor
+    targets: torch.Tensor
+
+    def per_token(self, values: Sequence[float]) -> torch.Tensor:
+        """(N,) float32: one value a sequence, repeated for each of its tokens."""
+        lengths = torch.tensor([len(s.completion_ids) for s in self.sequences])
+        return torch.tensor(values, dtype=torch.float32).repeat_interleave(lengths).to(self.targets.device)
+
+    def names(self) -> list[str]:
+        """N names: the request that each scored token belongs to."""
+        return [s.name for s in self.sequences for _ in s.completion_ids]
+
+    def to(self, device: torch.device) -> Pack:
+        """The same pack on another device."""
+        tensors = (self.input_ids, self.position_ids, self.attention_mask, self.predictors, self.targets)
+        return Pack(self.sequences, *(tensor.to(device) for tensor in tensors))
+
+
+class _Tree:
+    """Token tree under construction; node 0 is the first token, parents come before children."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self._children: dict[tuple[int, int], int] = {}
+
+    def new_nodes(self, path: Sequence[int]) -> int:
+        """How many nodes inserting `path` would add."""
+        node = -1
+        for i, token in enumerate(path):
+            node = self._children.get((node, token), -2)
+            if node == -2:
+                return len(path) - i
+        return 0
+
+    def insert(self, path: Sequence[int]) -> list[int]:
+        """Nodes along `path`, made where they do not exist yet."""
+        node, nodes = -1, []
+        for depth, token in enumerate(path):
+            child = self._children.get((node, token))
+            if child is None:
+                child = len(self.tokens)
+                self._children[node, token] = child
+                self.tokens.append(token)
+                self.parents.append(node)
+                self.depths.append(depth)
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def mask(self) -> torch.Tensor:
+        """(T, T) bool: each node sees its ancestors and itself."""
+        size = len(self.tokens)
+        mask = torch.eye(size, dtype=torch.bool)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                mask[node] |= mask[parent]
+        return mask
+
+
+def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> Iterator[Pack]:
+    """Packs of at most `token_budget` nodes each, in the order given (a longer sequence gets a pack of its own).
+
+    Args:
+        sequences: put those that share a prompt side by side, or they share it only within a pack.
+        token_budget: bounds the (T, T) attention mask and the activations of one forward.
+
+    Raises:
+        ValueError: a sequence has no prompt or no completion.
+    """
+    tree, held, places = _Tree(), [], []
+    for sequence in sequences:
+        if not sequence.prompt_ids or not sequence.completion_ids:
+            raise ValueError(f"sequence {sequence.name} has no prompt or no completion")
+        path = (*sequence.prompt_ids, *sequence.completion_ids[:-1])
+        if held and len(tree.tokens) + tree.new_nodes(path) > token_budget:
+            yield _finish(tree, held, places)
+            tree, held, places = _Tree(), [], []
+        nodes = tree.insert(path)
+        held.append(sequence)
+        places += nodes[len(sequence.prompt_ids) - 1 :]
+    if held:
+        yield _finish(tree, held, places)
+
+
+def _finish(tree: _Tree, held: list[TrainingSequence], places: list[int]) -> Pack:
+    return Pack(
+        sequences=tuple(held),
+        input_ids=torch.tensor([tree.tokens]),
+        position_ids=torch.tensor([tree.depths]),
+        attention_mask=tree.mask()[None, None],
+        predictors=torch.tensor(places),
+        targets=torch.tensor([token for s in held for token in s.completion_ids]),
+    )

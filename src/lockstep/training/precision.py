@@ -1,0 +1,17 @@
+"""Which dtype this machine computes fast in."""
+
+from __future__ import annotations
+
+import torch
+
+
+def has_fast_bf16() -> bool:
+    """Whether bf16 is faster than fp32 here.
+
+    On a CPU without AMX or AVX-512 BF16 (or Arm's BF16) it is not: oneDNN emulates it, at a fifth of fp32's speed on an AVX2
+    machine (19 against 105 GFLOP/s on two cores of an EPYC 7003).
+    """
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
+    return any(bool(capabilities.get(name)) for name in ("amx_bf16", "avx512_bf16", "bf16"))

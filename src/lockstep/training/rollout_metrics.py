@@ -1,0 +1,59 @@
+"""Numbers about a set of scored groups, under TRL's metric names. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.rollouts.group import RolloutGroup
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Rewards and lengths of scored groups.
+
+    Returns:
+        `reward`, `reward_std` (over all rollouts), `frac_reward_zero_std`, `rewards/<function>/mean` and `/std`,
+        `completions/…` lengths in tokens and `completions/clipped_ratio` by the engine's finish reason.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
+    metrics = {
+        "reward": float(rewards.mean()),
+        "reward_std": _std(rewards),
+        "frac_reward_zero_std": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
+    }
+    for name in rollouts[0].scores:
+        given = torch.tensor([r.scores[name] for r in rollouts if r.scores[name] is not None], dtype=torch.float64)
+        metrics[f"rewards/{name}/mean"] = float(given.mean()) if len(given) else float("nan")
+        metrics[f"rewards/{name}/std"] = _std(given)
+    return metrics | _lengths(groups)
+
+
+def _lengths(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    lengths = [len(c.token_ids) for c in completions]
+    ended = [len(c.token_ids) for c in completions if c.finish_reason == "stop"]
+    return {
+        "completions/mean_length": sum(lengths) / len(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": 1 - len(ended) / len(lengths),
+        "completions/mean_terminated_length": sum(ended) / len(ended) if ended else 0.0,
+        "completions/min_terminated_length": float(min(ended, default=0)),
+        "completions/max_terminated_length": float(max(ended, default=0)),
+    }
+
+
+def mean_with_interval(groups: Sequence[RolloutGroup]) -> tuple[float, float]:
+    """Mean reward and half-width of its 95 % interval.
+
+    The samples of one problem are not independent, so the interval comes from the spread of the problems' means
+    (normal approximation).
+    """
+    means = torch.tensor([sum(g.rewards) / len(g.rewards) for g in groups], dtype=torch.float64)
+    return float(means.mean()), 1.96 * _std(means) / len(means) ** 0.5
+
+
+def _std(values: torch.Tensor) -> float:
+    return float(values.std()) if len(values) > 1 else 0.0

@@ -1,0 +1,170 @@
+"""A whole run: evaluate, train, evaluate again, and leave everything that shows what happened.
+
+Comes from: `cli/` (or a user's script). Leaves in the output directory: checkpoints, `metrics.jsonl`, `receipt.jsonl`,
+`before.json`, `after.json`, `summary.json` and `report.html`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers import PrinterCallback, TrainerCallback
+
+from lockstep.errors import LockstepError
+from lockstep.parity.receipt import Receipt
+from lockstep.report.html import render_report
+from lockstep.report.live import LiveView
+from lockstep.report.summary import summarise
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.rollouts.rewards import RewardFunction
+from lockstep.training.config import GRPOConfig
+from lockstep.training.grpo import GRPOTrainer
+from lockstep.training.run_directory import SUMMARY, RunPlace, read_lines
+
+_SHOWN_ROLLOUTS = 12
+
+
+class Interrupted(LockstepError):
+    """The run was asked to stop, has saved, and can be continued."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """What a finished run left."""
+
+    summary: dict[str, Any]
+    report: Path
+
+
+def run_grpo(
+    config: GRPOConfig,
+    place: RunPlace,
+    model: str,
+    reward_funcs: list[RewardFunction],
+    train_dataset: Any,
+    eval_dataset: Any | None,
+) -> FinishedRun:
+    """Run GRPO from start to report, or on from the checkpoint of `place`.
+
+    Raises:
+        Interrupted: SIGINT arrived; the step under way was finished and saved.
+        LockstepError: as the trainer.
+    """
+    start = time.monotonic()
+    config.output_dir = str(place.folder)
+    config.disable_tqdm = True
+    trainer = GRPOTrainer(model, reward_funcs, config, train_dataset, eval_dataset)
+    try:
+        return _run(trainer, place, start)
+    finally:
+        trainer.close()
+
+
+def _run(trainer: GRPOTrainer, place: RunPlace, start: float) -> FinishedRun:
+    folder = place.folder
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(MetricsFile(folder / "metrics.jsonl"))
+    trainer.receipt = Receipt(folder / "receipt.jsonl")
+    before = _evaluation(trainer, folder / "before.json", again=place.checkpoint is None)
+    view, stop = LiveView(f"GRPO · {trainer.engine.settings().engine} in lockstep"), StopOnInterrupt(trainer.config)
+    trainer.add_callback(view)
+    trainer.add_callback(stop)
+    try:
+        trainer.train(resume_from_checkpoint=str(place.checkpoint) if place.checkpoint else None)
+    finally:
+        view.stop()
+        stop.restore()
+    if stop.requested and trainer.state.global_step < trainer.state.max_steps:
+        raise Interrupted(f"stopped after step {trainer.state.global_step}; the same command goes on from there")
+    after = _evaluation(trainer, folder / "after.json", again=True)
+    metrics = read_lines(folder / "metrics.jsonl")
+    summary = summarise(
+        metrics,
+        read_lines(folder / "receipt.jsonl"),
+        before["metrics"] if before else None,
+        after["metrics"] if after else None,
+        time.monotonic() - start,
+    )
+    page = render_report(
+        f"GRPO on {trainer.model_path}", summary, metrics, before["rollouts"] if before else [], after["rollouts"] if after else []
+    )
+    (folder / "report.html").write_text(page)
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+    return FinishedRun(summary, folder / "report.html")
+
+
+def _evaluation(trainer: GRPOTrainer, path: Path, *, again: bool) -> dict[str, Any] | None:
+    """Evaluate and keep the result, or read what an earlier part of the run kept."""
+    if trainer.eval_dataset is None:
+        return None
+    if path.exists() and not again:
+        return json.loads(path.read_text())
+    print(f"evaluating on {len(trainer.eval_dataset)} held-out problems …", flush=True)
+    metrics = trainer.evaluate()
+    print(f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}", flush=True)
+    found = {"metrics": metrics, "rollouts": [_shown(group) for group in trainer.last_eval_groups[:_SHOWN_ROLLOUTS]]}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _shown(group: RolloutGroup) -> dict[str, Any]:
+    source = group.prompt.source
+    return {
+        "prompt": source if isinstance(source, str) else source[-1]["content"],
+        "completions": [rollout.text for rollout in group.rollouts],
+        "rewards": group.rewards,
+    }
+
+
+class MetricsFile(TrainerCallback):
+    """Writes every log of a step or an evaluation as a line of `metrics.jsonl`. Only keys under `time/` depend on the clock."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if logs and ("loss" in logs or "eval_reward" in logs):
+            with self._path.open("a") as file:
+                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+
+
+class StopOnInterrupt(TrainerCallback):
+    """SIGINT ends the run after the step under way, with a checkpoint; a second one ends it at once."""
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self.requested = False
+        self._updates = config.micro_batches_per_generation // config.gradient_accumulation_steps
+        self._earlier: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._earlier = signal.signal(signal.SIGINT, self._handle)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Only between generations: the rollouts of one in progress are not saved.
+        if self.requested and state.global_step % self._updates == 0:
+            control.should_save = control.should_training_stop = True
+
+    def restore(self) -> None:
+        """Give SIGINT back to whoever had it."""
+        if self._earlier is not None:
+            signal.signal(signal.SIGINT, self._earlier)
+            self._earlier = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        print("\nstopping after this step, with a checkpoint (press again to stop at once)", flush=True)
+
+
+def curve_settings(config: GRPOConfig) -> dict[str, Any]:
+    """The fields that decide what a run computes; a run may only be continued with the same ones."""
+    ignored = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "report_to", "log_level", "save_total_limit"}
+    ignored |= {"save_steps", "logging_steps", "accelerator_config", "vllm_server_timeout", "reward_timeout"}
+    return {k: v for k, v in asdict(config).items() if k not in ignored}

@@ -1,0 +1,95 @@
+"""The policy's log-probs of sampled tokens, without ever holding a (tokens × vocabulary) matrix.
+
+Comes from: `training/packing.py`. Goes to: the loss, and to `parity/gap.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from lockstep.errors import InputError
+from lockstep.training.packing import Pack
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Scores of a pack's N tokens.
+
+    Attributes:
+        logps: (N,) float32 natural-log probabilities under the distribution that was sampled, with gradient.
+        entropies: (N,) float32 entropy of that distribution in nats, without gradient.
+    """
+
+    logps: torch.Tensor
+    entropies: torch.Tensor
+
+
+def check_scorable(model: PreTrainedModel, max_length: int) -> None:
+    """Refuse models whose log-probs this module would get wrong.
+
+    Raises:
+        InputError: the model transforms its logits after the head, or attends within a window shorter than the sequences.
+    """
+    config = model.config.get_text_config()
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise InputError(f"the model's config has {name}={getattr(config, name)}, which is not supported yet")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    window = getattr(config, "sliding_window", None)
+    if kinds - {"sliding_attention"}:
+        raise InputError(f"the model has layers of kind {sorted(kinds)}, which packed batches do not support")
+    if kinds and window is not None and window < max_length:
+        raise InputError(f"the model attends within {window} tokens, sequences may have {max_length}: not supported yet")
+
+
+def score_pack(model: PreTrainedModel, pack: Pack, temperature: float, chunk_size: int) -> TokenScores:
+    """Log-prob and entropy of every scored token of a pack.
+
+    Args:
+        model: a causal language model; its trunk sees the whole pack, its head only the predicting positions.
+        temperature: divides the logits, as it did when the tokens were sampled.
+        chunk_size: rows of logits held at a time; memory grows with it, results do not change.
+    """
+    hidden = model.base_model(
+        input_ids=pack.input_ids,
+        position_ids=pack.position_ids,
+        attention_mask=pack.attention_mask,
+        use_cache=False,
+    ).last_hidden_state[0]
+    # Tokens of equal branches share a predictor: each is put through the head once for all of them.
+    rows, place = torch.unique(pack.predictors, return_inverse=True)
+    selected = hidden[rows]
+    head = model.get_output_embeddings()
+    logps, entropies = [], []
+    for start in range(0, len(rows), chunk_size):
+        inside = (place >= start) & (place < start + chunk_size)
+        arguments = (head, selected[start : start + chunk_size], place[inside] - start, pack.targets[inside], temperature)
+        if torch.is_grad_enabled():
+            # The chunk's logits are computed again in the backward pass instead of being kept.
+            logp, entropy = checkpoint(_score_rows, *arguments, use_reentrant=False)
+        else:
+            logp, entropy = _score_rows(*arguments)
+        logps.append((inside.nonzero()[:, 0], logp))
+        entropies.append(entropy)
+    order = torch.cat([index for index, _ in logps])
+    scattered = torch.empty(len(place), dtype=torch.float32, device=hidden.device)
+    scattered = scattered.index_copy(0, order, torch.cat([logp for _, logp in logps]))
+    return TokenScores(scattered, torch.cat(entropies)[place])
+
+
+def _score_rows(
+    head: torch.nn.Module, hidden: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of `targets` at `rows` of a chunk, and the entropy of each row of the chunk."""
+    logits = head(hidden).float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    normaliser = logits.logsumexp(-1)
+    with torch.no_grad():
+        probabilities = torch.exp(logits - normaliser[:, None])
+        entropy = normaliser - (probabilities * logits).sum(-1)
+    return logits[rows, targets] - normaliser[rows], entropy
