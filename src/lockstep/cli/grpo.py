@@ -20,6 +20,7 @@ def run(words: list[str]) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from transformers.utils import logging
 
     logging.set_verbosity_error()

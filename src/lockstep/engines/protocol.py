@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from lockstep.errors import InputError
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -28,7 +30,11 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The distribution that is sampled, with vLLM's names and meanings. The defaults change nothing."""
+    """The distribution that is sampled, with vLLM's names and meanings. The defaults change nothing.
+
+    Raises:
+        InputError: the temperature is not above 0; a greedy choice has no distribution to learn from.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -39,6 +45,10 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise InputError(f"temperature {self.temperature} is not above 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def processed_logprobs(
 
     Args:
         logits: (V,) raw logits of the next token.
-        sampling: a temperature of 0 puts all mass on the largest logit.
+        sampling: the request's settings.
         prompt_ids: ids before the completion; only the repetition penalty looks at them.
         output_ids: ids sampled so far.
 
@@ -40,10 +40,6 @@ def processed_logprobs(
     if (sampling.frequency_penalty or sampling.presence_penalty) and output_ids:
         counts = torch.bincount(ids[0, len(prompt_ids) :], minlength=scores.shape[1]).float()
         scores = scores - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
-    if sampling.temperature == 0.0:
-        best = torch.full_like(scores[0], -torch.inf)
-        best[scores[0].argmax()] = 0.0
-        return best
     if sampling.temperature != 1.0:
         scores = TemperatureLogitsWarper(sampling.temperature)(ids, scores)
     if sampling.min_p > 0.0:

@@ -44,11 +44,16 @@ class InProcessWeightTransfer(WeightTransferEngine[InProcessInit, InProcessUpdat
         super().__init__(*args, **kwargs)
         self.acknowledgement = LoadedWeights((), ())
         self._parameters: tuple[str, ...] = ()
+        self._open = False
 
     def init_transfer_engine(self, init_info: InProcessInit) -> None:
         pass
 
     def start_weight_update(self) -> None:
+        if self._open:
+            # The update before failed half-way and left layers waiting for the rest: put them back before starting anew.
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._open = True
         self.acknowledgement = LoadedWeights((), ())
         self._parameters = tuple(name for name, _ in self.model.named_parameters())
         initialize_layerwise_reload(self.model)
@@ -69,6 +74,7 @@ class InProcessWeightTransfer(WeightTransferEngine[InProcessInit, InProcessUpdat
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         repack_heads(self.model)
+        self._open = False
 
     def shutdown(self) -> None:
         pass

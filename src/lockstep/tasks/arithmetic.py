@@ -14,31 +14,43 @@ from datasets import Dataset
 
 from lockstep.errors import InputError
 
-SYSTEM = "Answer with just the result."
-
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     """One kind of problem.
 
     Attributes:
+        system: the system line.
         question: text of a problem from its two numbers.
         answer: the right answer.
         numbers: both numbers are drawn from 0 to this, inclusive.
         examples: worked examples, shown in every prompt and never asked.
     """
 
+    system: str
     question: Callable[[int, int], str]
     answer: Callable[[int, int], int]
     numbers: int
     examples: tuple[tuple[int, int], ...]
 
 
+# The prompts of `larger` have 97 tokens for the packaged model: three whole cache blocks and one token, so that vLLM computes one
+# prompt token a completion and takes the others from its cache.
 KINDS = {
     "larger": Kind(
-        lambda a, b: f"Which number is larger, {a} or {b}?", max, 99, ((31, 58), (77, 12), (26, 45))
+        "You compare two numbers. Answer with just the larger of the two, and nothing else.",
+        lambda a, b: f"Which number is larger, {a} or {b}?",
+        max,
+        99,
+        ((31, 58), (77, 12)),
     ),
-    "sum": Kind(lambda a, b: f"What is {a} + {b}?", lambda a, b: a + b, 49, ((21, 14), (30, 7), (12, 25))),
+    "sum": Kind(
+        "Answer with just the result.",
+        lambda a, b: f"What is {a} + {b}?",
+        lambda a, b: a + b,
+        49,
+        ((21, 14), (30, 17), (12, 25)),
+    ),
 }
 
 
@@ -62,17 +74,18 @@ def arithmetic(kind: str, train_size: int, eval_size: int, seed: int) -> tuple[D
 
 
 def _dataset(spec: Kind, pairs: list[tuple[int, int]]) -> Dataset:
+    shown = [(spec.question(a, b), str(spec.answer(a, b))) for a, b in spec.examples]
     return Dataset.from_dict(
         {
-            "prompt": [chat(spec.question(a, b), [(spec.question(*e), str(spec.answer(*e))) for e in spec.examples]) for a, b in pairs],
+            "prompt": [chat(spec.system, shown, spec.question(a, b)) for a, b in pairs],
             "answer": [str(spec.answer(a, b)) for a, b in pairs],
         }
     )
 
 
-def chat(question: str, examples: list[tuple[str, str]]) -> list[dict[str, str]]:
+def chat(system: str, examples: list[tuple[str, str]], question: str) -> list[dict[str, str]]:
     """Messages that ask a question after worked examples."""
-    messages = [{"role": "system", "content": SYSTEM}]
+    messages = [{"role": "system", "content": system}]
     for asked, answered in examples:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     return [*messages, {"role": "user", "content": question}]

@@ -12,6 +12,8 @@ from lockstep.errors import InputError
 from lockstep.tasks.arithmetic import chat
 from lockstep.tasks.rewards import Reward, texts
 
+SYSTEM = "Answer with just the result."
+
 # Far apart, so that the problems of one are not those of another.
 _EVAL_OFFSET, _EXAMPLE_OFFSET = 1_000_000, 2_000_000
 
@@ -55,7 +57,7 @@ def reasoning_gym_problems(
 def _dataset(entries: list[dict[str, Any]], shown: list[tuple[str, str]]) -> Dataset:
     return Dataset.from_dict(
         {
-            "prompt": [chat(entry["question"], shown) for entry in entries],
+            "prompt": [chat(SYSTEM, shown, entry["question"]) for entry in entries],
             "answer": [str(entry["answer"]) for entry in entries],
             "entry": [json.dumps(entry, default=str) for entry in entries],
         }

@@ -1,0 +1,61 @@
+"""Shared fixtures: model directories, and engines that many tests use one after the other."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# vLLM reads these when it is imported; tests must not depend on which module imports it first.
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny import CONTEXT, save_model
+
+from lockstep.engines.protocol import Engine
+from lockstep.engines.transformers_engine import TransformersEngine
+from lockstep.engines.vllm_inprocess import VLLMInProcess, vllm_installed
+from lockstep.tokens.tokenizer import load_tokenizer
+
+needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed here")
+
+
+@pytest.fixture(scope="session")
+def untied_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("models") / "untied"))
+
+
+@pytest.fixture(scope="session")
+def tied_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("models") / "tied", kind="llama", tied=True))
+
+
+def start(name: str, model: str, **kwargs: object) -> Engine:
+    """An engine for a tiny model, in fp32."""
+    if name == "transformers":
+        return TransformersEngine(model, load_tokenizer(model), dtype=torch.float32, max_model_len=CONTEXT, **kwargs)  # type: ignore[arg-type]
+    return VLLMInProcess(model, dtype=torch.float32, max_model_len=CONTEXT, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.fixture(
+    scope="session", params=["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])]
+)
+def engine(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
+    """Every engine there is, with the untied tiny model; tests push the weights they want."""
+    started = start(request.param, untied_dir)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def tied_vllm(tied_dir: str) -> Iterator[VLLMInProcess]:
+    started = start("vllm", tied_dir)
+    yield started  # type: ignore[misc]
+    started.close()

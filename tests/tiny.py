@@ -1,0 +1,73 @@
+"""Tiny models and a tokenizer that the tests make themselves: random weights, nothing downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+
+END = "<|end|>"
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CONTEXT = 512
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with an end token, a chat template and no pad token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=[END, "<|system|>", "<|user|>", "<|assistant|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog", "what is 12 + 34", "hello world"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=TEMPLATE)
+
+
+def make_model(kind: str = "qwen2", *, tied: bool = False, seed: int = 0) -> PreTrainedModel:
+    """Two layers of random weights, scaled up so that its distributions are not flat and faults show."""
+    settings = {
+        "vocab_size": 384,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.3,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = LlamaConfig(**settings) if kind == "llama" else Qwen2Config(**settings)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = 0
+    return model
+
+
+def save_model(folder: Path, **kwargs: object) -> Path:
+    """A model directory that transformers and vLLM load."""
+    make_model(**kwargs).save_pretrained(folder)  # type: ignore[arg-type]
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def perturbed(model: PreTrainedModel, scale: float = 0.05, seed: int = 1) -> PreTrainedModel:
+    """A copy of a model with every weight moved a little."""
+    copy = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    copy.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter += scale * parameter.abs().mean() * torch.randn(parameter.shape, generator=generator)
+    return copy
