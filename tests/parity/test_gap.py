@@ -1,0 +1,72 @@
+"""The parity gap: its arithmetic, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import ProofError
+from lockstep.parity.gap import GapStats, check_gap, measure_gap
+from lockstep.parity.tolerances import tolerance
+
+SINGLE = tolerance(torch.float32, torch.float32)
+
+
+def test_the_numbers_are_the_definitions() -> None:
+    behaviour, policy = torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -1.8])
+    stats = measure_gap(behaviour, policy, ["a#0", "b#0"])
+    assert stats.mean_abs == pytest.approx(0.15)
+    assert (stats.max_abs, stats.worst) == (pytest.approx(0.2), "b#0")
+    assert stats.k3 == pytest.approx(sum(math.exp(-g) - 1 + g for g in (0.1, -0.2)) / 2)
+
+
+@given(st.lists(st.floats(-3, 3), min_size=2, max_size=12), st.integers(1, 11))
+def test_the_parts_of_a_step_add_up(gaps: list[float], cut: int) -> None:
+    values = torch.tensor(gaps)
+    names = [str(i) for i in range(len(gaps))]
+    whole = measure_gap(values, torch.zeros_like(values), names)
+    cut = min(cut, len(gaps) - 1)
+    parts = measure_gap(values[:cut], torch.zeros(cut), names[:cut]) + measure_gap(
+        values[cut:], torch.zeros(len(gaps) - cut), names[cut:]
+    )
+    assert parts.tokens == whole.tokens
+    assert parts.sum_abs == pytest.approx(whole.sum_abs)
+    assert parts.max_abs == pytest.approx(whole.max_abs)
+    assert parts.sum_k3 == pytest.approx(whole.sum_k3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_log_prob_that_is_not_finite_is_an_error(bad: float) -> None:
+    with pytest.raises(ProofError, match="b#1 is not finite"):
+        measure_gap(torch.tensor([-1.0, bad]), torch.zeros(2), ["a#0", "b#1"])
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        GapStats(100, sum_abs=1.0, max_abs=9e-4, sum_k3=0.0),
+        GapStats(100, sum_abs=0.001, max_abs=2e-3, sum_k3=0.0),
+        GapStats(100, sum_abs=0.001, max_abs=9e-4, sum_k3=1.0),
+        GapStats(100, sum_abs=float("nan"), max_abs=0.0, sum_k3=0.0),
+    ],
+)
+def test_any_limit_stops_the_step(stats: GapStats) -> None:
+    with pytest.raises(ProofError, match="proof 'gap' failed"):
+        check_gap(stats, 100, SINGLE, 4)
+
+
+def test_a_token_that_was_not_compared_stops_the_step() -> None:
+    with pytest.raises(ProofError, match="99 tokens were compared at version 4, 100 were sampled"):
+        check_gap(GapStats(99), 100, SINGLE, 4)
+
+
+def test_a_clean_step_passes() -> None:
+    check_gap(GapStats(100, sum_abs=6e-4, max_abs=6e-5, sum_k3=2e-7), 100, SINGLE, 4)
+
+
+def test_only_fp32_on_both_sides_gets_the_tight_limits() -> None:
+    assert tolerance(torch.bfloat16, torch.bfloat16) == tolerance(torch.float32, torch.bfloat16) != SINGLE

@@ -1,0 +1,82 @@
+"""The handshake names every difference; the receipt's chain shows every change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.engines.protocol import EngineSettings
+from lockstep.errors import InputError, ProofError
+from lockstep.parity.handshake import ExpectedSettings, check_settings
+from lockstep.parity.receipt import Receipt, check_chain
+
+ACTUAL = EngineSettings(
+    "vllm", "m", "Llama", torch.float32, torch.float32, 100, 64, "processed_logprobs", True, False, None, {}
+)
+EXPECTED = ExpectedSettings("m", "Llama", torch.float32, torch.float32, 100, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model": "other"}, "model"),
+        ({"architecture": "Qwen"}, "architecture"),
+        ({"dtype": torch.bfloat16}, "dtype"),
+        ({"head_dtype": torch.bfloat16}, "head_dtype"),
+        ({"vocab_size": 101}, "vocab_size"),
+        ({"max_model_len": 63}, "max_model_len"),
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode"),
+        ({"async_scheduling": True}, "async_scheduling"),
+        ({"quantization": "fp8"}, "quantization"),
+        ({"sampling_defaults": {"top_p": 0.8}}, "top_p"),
+    ],
+)
+def test_each_setting_that_matters_is_compared(change: dict[str, object], named: str) -> None:
+    check_settings(EXPECTED, ACTUAL)
+    with pytest.raises(ProofError, match=named):
+        check_settings(EXPECTED, replace(ACTUAL, **change))  # type: ignore[arg-type]
+
+
+def test_all_differences_are_named_at_once() -> None:
+    with pytest.raises(ProofError, match=r"model is .*vocab_size is .*logprobs_mode is "):
+        check_settings(EXPECTED, replace(ACTUAL, model="x", vocab_size=1, logprobs_mode="raw_logprobs"))
+
+
+def written(folder: Path, entries: int) -> list[str]:
+    path = folder / "receipt.jsonl"
+    path.unlink(missing_ok=True)
+    for i in range(entries):
+        # A new object each time: the chain goes on over a restart.
+        Receipt(path).append({"step": i, "max_abs_gap": 1e-6 * i})
+    return path.read_text().splitlines()
+
+
+@given(data=st.data())
+def test_a_changed_removed_or_swapped_line_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    lines = written(tmp_path_factory.mktemp("receipt"), 6)
+    check_chain(lines)
+    i = data.draw(st.integers(0, 4))
+    kind = data.draw(st.sampled_from(["change", "remove", "swap"]))
+    if kind == "change":
+        body = json.loads(lines[i])
+        body["max_abs_gap"] = 0.5
+        lines[i] = json.dumps(body)
+    elif kind == "remove":
+        del lines[i]
+    else:
+        lines[i], lines[i + 1] = lines[i + 1], lines[i]
+    with pytest.raises(InputError, match="receipt line"):
+        check_chain(lines)
+
+
+def test_a_receipt_that_was_changed_is_not_continued(tmp_path: Path) -> None:
+    lines = written(tmp_path, 2)
+    (tmp_path / "receipt.jsonl").write_text(lines[1] + "\n")
+    with pytest.raises(InputError, match="receipt line 1"):
+        Receipt(tmp_path / "receipt.jsonl")

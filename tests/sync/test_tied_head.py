@@ -1,0 +1,64 @@
+"""Fault W2 on real vLLM: a tied lm_head keeps its old packed copy. Mended for the user, and caught when the mend is taken out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import needs_vllm
+from tiny import make_model, perturbed
+from transformers import PreTrainedModel
+
+import lockstep.sync.vllm_backend
+from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.engines.vllm_inprocess import VLLMInProcess
+from lockstep.errors import ProofError
+from lockstep.parity.gap import GapStats, check_gap, measure_gap
+from lockstep.parity.tolerances import tolerance
+from lockstep.sync.push import push_weights
+
+pytestmark = [pytest.mark.vllm, needs_vllm]
+LIMIT = tolerance(torch.float32, torch.float32)
+
+
+def rollout_gap(engine: VLLMInProcess, model: PreTrainedModel) -> GapStats:
+    asked = [GenerationRequest(RequestKey(f"p{i}", 0), (5 + i, 9, 40, 7), Sampling(max_tokens=8), i) for i in range(8)]
+    stats = GapStats()
+    for completion in engine.generate(asked).values():
+        ids = torch.tensor([completion.prompt_ids + completion.token_ids])
+        with torch.no_grad():
+            logps = model(ids).logits[0, len(completion.prompt_ids) - 1 : -1].log_softmax(-1)
+        scored = logps[torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)]
+        stats = stats + measure_gap(torch.tensor(completion.logprobs), scored, [str(completion.key)] * len(scored))
+    return stats
+
+
+def test_a_tied_head_follows_the_embedding(tied_vllm: VLLMInProcess) -> None:
+    moved = perturbed(make_model("llama", tied=True), scale=0.5)
+    push_weights(moved, tied_vllm, 1)
+    stats = rollout_gap(tied_vllm, moved)
+    check_gap(stats, stats.tokens, LIMIT, 1)
+
+
+def test_the_gap_catches_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_model("llama", tied=True)
+    push_weights(base, tied_vllm, 1)
+    monkeypatch.setattr(lockstep.sync.vllm_backend, "repack_heads", lambda model: None)
+    moved = perturbed(base, scale=0.5)
+    # Every report of vLLM is good: the load is acknowledged and the version advances.
+    assert push_weights(moved, tied_vllm, 2).version == tied_vllm.version == 2
+    stats = rollout_gap(tied_vllm, moved)
+    with pytest.raises(ProofError, match="a layer that the sync missed"):
+        check_gap(stats, stats.tokens, LIMIT, 2)
+
+
+def test_a_skipped_tensor_is_noticed_by_vllms_own_parameters(tied_vllm: VLLMInProcess) -> None:
+    whole = make_model("llama", tied=True)
+
+    class Partial(torch.nn.Module):
+        def named_parameters(self, *args: object, **kwargs: object):  # type: ignore[no-untyped-def]
+            return iter([(n, p) for n, p in whole.named_parameters() if n != "model.layers.1.mlp.down_proj.weight"])
+
+    with pytest.raises(ProofError, match=r"layers\.1\.mlp\.down_proj"):
+        push_weights(Partial(), tied_vllm, 3)
+    assert tied_vllm.version is None
+    push_weights(whole, tied_vllm, 4)
