@@ -15,7 +15,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "training")]
 
 from tiny import CONTEXT, save_model
 

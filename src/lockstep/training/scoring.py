@@ -76,16 +76,16 @@ def score_pack(model: PreTrainedModel, pack: Pack, temperature: float, chunk_siz
         logps.append((inside.nonzero()[:, 0], logp))
         entropies.append(entropy)
     order = torch.cat([index for index, _ in logps])
-    scattered = torch.empty(len(place), dtype=torch.float32, device=hidden.device)
-    scattered = scattered.index_copy(0, order, torch.cat([logp for _, logp in logps]))
-    return TokenScores(scattered, torch.cat(entropies)[place])
+    by_chunk = torch.cat([logp for _, logp in logps])
+    return TokenScores(by_chunk[order.argsort()], torch.cat(entropies)[place])
 
 
 def _score_rows(
     head: torch.nn.Module, hidden: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of `targets` at `rows` of a chunk, and the entropy of each row of the chunk."""
-    logits = head(hidden).float()
+    logits = head(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         logits = logits / temperature
     normaliser = logits.logsumexp(-1)

@@ -1,0 +1,52 @@
+"""The plain reference: one padded row a completion, whole logits, no sharing, no packing. Slow and obvious."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.training.config import GRPOConfig
+from lockstep.training.packing import TrainingSequence
+
+
+def padded_logps(model: PreTrainedModel, sequences: list[TrainingSequence], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, C) log-probs of completion tokens, right-padded, and the (B, C) mask of real ones."""
+    rows = [torch.tensor(s.prompt_ids + s.completion_ids) for s in sequences]
+    width = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    attention = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = row
+        attention[i, : len(row)] = 1
+    logps = (model(input_ids=ids, attention_mask=attention).logits.float() / temperature).log_softmax(-1)
+    longest = max(len(s.completion_ids) for s in sequences)
+    scored, mask = torch.zeros(len(rows), longest), torch.zeros(len(rows), longest)
+    parts = []
+    for i, s in enumerate(sequences):
+        start, count = len(s.prompt_ids), len(s.completion_ids)
+        targets = torch.tensor(s.completion_ids)
+        parts.append(torch.nn.functional.pad(logps[i, start - 1 : start - 1 + count].gather(1, targets[:, None])[:, 0], (0, longest - count)))
+        mask[i, :count] = 1
+    return torch.stack(parts) + 0 * scored, mask
+
+
+def reference_loss(model: PreTrainedModel, sequences: list[TrainingSequence], config: GRPOConfig) -> torch.Tensor:
+    """GRPO's loss of a whole optimizer step, written as its papers write it."""
+    logps, mask = padded_logps(model, sequences, config.temperature)
+    old = logps.detach().clone()
+    behaviour = torch.zeros_like(logps)
+    for i, s in enumerate(sequences):
+        if s.old_logps is not None:
+            old[i, : len(s.old_logps)] = torch.tensor(s.old_logps)
+        behaviour[i, : len(s.behaviour_logps)] = torch.tensor(s.behaviour_logps)
+    advantages = torch.tensor([s.advantage for s in sequences])[:, None]
+    ratio = torch.exp(logps - old)
+    assert config.epsilon_high is not None
+    per_token = -torch.min(ratio * advantages, ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high) * advantages)
+    if config.vllm_importance_sampling_correction:
+        per_token = per_token * torch.exp(old - behaviour).clamp(max=config.vllm_importance_sampling_clip_max)
+    if config.loss_type == "grpo":
+        return ((per_token * mask).sum(1) / mask.sum(1)).mean()
+    if config.loss_type == "dr_grpo":
+        return (per_token * mask).sum() / (len(sequences) * config.max_completion_length)
+    return (per_token * mask).sum() / mask.sum()

@@ -1,0 +1,225 @@
+"""Packing changes nothing: loss and every gradient equal a plain padded reference, and packs hold what they should."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference import padded_logps, reference_loss
+from tiny import make_model
+from transformers import PreTrainedModel
+
+from lockstep.algorithms.policy_loss import token_weights
+from lockstep.training.config import GRPOConfig
+from lockstep.training.packing import TrainingSequence, pack_sequences
+from lockstep.training.phases import PhaseClock
+from lockstep.training.scoring import score_pack
+from lockstep.training.update import Policy, UpdateSums, learn, score_all
+
+MODELS = {kind: make_model(kind, tied=kind == "llama") for kind in ("qwen2", "llama")}
+# In double precision a difference is a mistake and not rounding, however degenerate the drawn step is.
+EXACT = {kind: make_model(kind, tied=kind == "llama").double() for kind in ("qwen2", "llama")}
+
+
+def config(folder: Path | str = "unused", **fields: Any) -> GRPOConfig:
+    base = {"output_dir": str(folder), "per_device_train_batch_size": 8, "max_completion_length": 16, "bf16": False}
+    return GRPOConfig(**{**base, **fields})
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[TrainingSequence]:
+    """One optimizer step: groups with shared prompts, shared beginnings of prompts, equal completions, mixed lengths."""
+    shared = draw(st.lists(st.integers(4, 40), min_size=0, max_size=10))
+    sequences = []
+    for g in range(draw(st.integers(1, 4))):
+        prompt = (*shared, *draw(st.lists(st.integers(4, 60), min_size=1, max_size=12)))
+        # Few distinct tokens, so that branches meet and equal completions occur.
+        completions = draw(st.lists(st.lists(st.integers(4, 8), min_size=1, max_size=10), min_size=1, max_size=5))
+        for i, completion in enumerate(completions):
+            sequences.append(
+                TrainingSequence(
+                    name=f"g{g}#{i}",
+                    prompt_ids=prompt,
+                    completion_ids=tuple(completion),
+                    behaviour_logps=tuple(draw(st.floats(-3, -0.125, width=32)) for _ in completion),
+                    advantage=draw(st.sampled_from([0.0, 1.0, -1.0, 0.37])),
+                    weight=0.0,
+                )
+            )
+    return sequences
+
+
+def weighted(sequences: list[TrainingSequence], settings_: GRPOConfig) -> list[TrainingSequence]:
+    lengths = torch.tensor([len(s.completion_ids) for s in sequences])
+    weights = token_weights(lengths, settings_.loss_type, settings_.max_completion_length).tolist()
+    return [replace(s, weight=w) for s, w in zip(sequences, weights, strict=True)]
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    found = {n: p.grad.clone() if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def policy_of(model: PreTrainedModel) -> Policy:
+    return Policy(model, contextlib.nullcontext, lambda loss: loss.backward())
+
+
+def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit: float) -> None:
+    for name, gradient in expected.items():
+        difference = float((found[name] - gradient).norm())
+        assert difference <= limit * float(gradient.norm()) + 1e-9, name
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(
+    sequences=steps(),
+    kind=st.sampled_from(sorted(MODELS)),
+    loss_type=st.sampled_from(["grpo", "dr_grpo", "dapo", "bnpo"]),
+    budget=st.integers(1, 300),
+    chunk=st.integers(1, 40),
+    temperature=st.sampled_from([1.0, 0.7]),
+    parts=st.integers(1, 3),
+    moved=st.booleans(),
+)
+def test_loss_and_gradients_equal_the_padded_reference(
+    sequences: list[TrainingSequence],
+    kind: str,
+    loss_type: str,
+    budget: int,
+    chunk: int,
+    temperature: float,
+    parts: int,
+    moved: bool,
+) -> None:
+    model = EXACT[kind]
+    run = config(loss_type=loss_type, token_budget=budget, logits_chunk_size=chunk, temperature=temperature)
+    sequences = weighted(sequences, run)
+    if moved:
+        with torch.no_grad():
+            logps, _ = padded_logps(model, sequences, temperature)
+        sequences = [
+            replace(s, old_logps=tuple((row[: len(s.completion_ids)] + 0.15 * (-1) ** i).tolist()))
+            for i, (s, row) in enumerate(zip(sequences, logps, strict=True))
+        ]
+    expected_loss = reference_loss(model, sequences, run)
+    expected_loss.backward()
+    expected = gradients(model)
+
+    sums = UpdateSums()
+    size = -(-len(sequences) // parts)
+    for start in range(0, len(sequences), size):
+        learn(policy_of(model), sequences[start : start + size], run, PhaseClock(), sums)
+    found = gradients(model)
+
+    assert sums.loss == pytest.approx(expected_loss.item(), rel=1e-5, abs=1e-6)
+    assert sums.gap.tokens == sum(len(s.completion_ids) for s in sequences)
+    assert_same_gradients(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("kind", sorted(MODELS))
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "bnpo"])
+def test_in_fp32_loss_and_every_gradient_are_within_1e_5(kind: str, loss_type: str) -> None:
+    model, run = MODELS[kind], config(loss_type=loss_type, max_completion_length=64, token_budget=200)
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(4, 380, (count,), generator=generator).tolist())
+
+    lengths = [1, 64, 5, 30, 12, 2, 47, 9]
+    drawn = [
+        TrainingSequence(f"{p}#{s}", prompt, ids(n), (0.0,) * n, (-1.0) ** s * (0.3 + 0.1 * s), 0.0)
+        for p, prompt in enumerate([ids(n) for n in (3, 40, 17, 80)])
+        for s, n in enumerate(lengths)
+    ]
+    # Behaviour log-probs near the policy's own, as in a run.
+    with torch.no_grad():
+        logps, _ = padded_logps(model, drawn, 1.0)
+    sequences = weighted(
+        [
+            replace(s, behaviour_logps=tuple((row[: len(s.completion_ids)] + 0.02).tolist()))
+            for s, row in zip(drawn, logps, strict=True)
+        ],
+        run,
+    )
+    expected_loss = reference_loss(model, sequences, run)
+    expected_loss.backward()
+    expected = gradients(model)
+    sums = UpdateSums()
+    learn(policy_of(model), sequences, run, PhaseClock(), sums)
+    found = gradients(model)
+    assert sums.loss == pytest.approx(expected_loss.item(), rel=1e-5)
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm() / gradient.norm()) < 1e-5, name
+
+
+def test_a_wrong_mask_would_be_seen() -> None:
+    """The comparison itself can fail: the same loss with causal attention over the whole row is far off."""
+    model = MODELS["qwen2"]
+    sequences = [TrainingSequence(f"a#{i}", (5, 6, 7), (8 + i, 9, 10), (-1.0,) * 3, 1.0, 0.1) for i in range(2)]
+    (pack,) = pack_sequences(sequences, 100)
+    size = pack.input_ids.shape[1]
+    causal = torch.tril(torch.ones(size, size, dtype=torch.bool))[None, None]
+    broken = type(pack)(pack.sequences, pack.input_ids, pack.position_ids, causal, pack.predictors, pack.targets)
+    with torch.no_grad():
+        right, wrong = score_pack(model, pack, 1.0, 64).logps, score_pack(model, broken, 1.0, 64).logps
+    assert float((right - wrong).abs().max()) > 1e-2
+
+
+def test_shared_beginnings_and_equal_completions_take_no_second_place() -> None:
+    shown = (11, 12, 13, 14)
+    sequences = [
+        TrainingSequence(f"{p}#{s}", (*shown, p), completion, (-1.0,) * len(completion), 1.0, 1.0)
+        for p in (21, 22)
+        for s, completion in enumerate([(31, 32, 0), (31, 32, 0), (31, 33, 0)])
+    ]
+    (pack,) = pack_sequences(sequences, 1000)
+    # 4 shown once, and for each prompt: itself, 31, 32, 33 (the end tokens predict nothing).
+    assert pack.input_ids.shape == (1, 4 + 2 * 4)
+    assert len(pack.targets) == len(pack.predictors) == len(pack.names()) == 18
+    assert pack.position_ids.max() == 6
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps(), st.integers(1, 200))
+def test_packs_hold_every_token_once_and_keep_to_the_budget(sequences: list[TrainingSequence], budget: int) -> None:
+    packs = list(pack_sequences(sequences, budget))
+    assert [s for pack in packs for s in pack.sequences] == sequences
+    for pack in packs:
+        alone = max(len(s.prompt_ids) + len(s.completion_ids) - 1 for s in pack.sequences)
+        assert pack.input_ids.shape[1] <= max(budget, alone)
+        assert pack.targets.tolist() == [t for s in pack.sequences for t in s.completion_ids]
+        # A node sees as many nodes as its depth says: its ancestors and itself.
+        assert torch.equal(pack.attention_mask[0, 0].sum(-1), pack.position_ids[0] + 1)
+
+
+def test_entropy_is_that_of_the_distribution() -> None:
+    model = MODELS["llama"]
+    sequence = TrainingSequence("a#0", (5, 6, 7), (8, 9), (-1.0, -1.0), 1.0, 1.0)
+    (pack,) = pack_sequences([sequence], 100)
+    with torch.no_grad():
+        scores = score_pack(model, pack, 0.7, 1)
+        logps = (model(torch.tensor([[5, 6, 7, 8]])).logits[0, 2:] / 0.7).log_softmax(-1)
+    assert scores.entropies.tolist() == pytest.approx((-(logps.exp() * logps).sum(-1)).tolist(), rel=1e-5)
+
+
+def test_scores_of_a_generation_come_back_by_name() -> None:
+    model = MODELS["qwen2"]
+    sequences = [TrainingSequence(f"a#{i}", (5, 6, 7 + i), (8,) * (i + 1), (-1.0,) * (i + 1), 0.0, 0.0) for i in range(4)]
+    logps, gap = score_all(policy_of(model), sequences, config())
+    with torch.no_grad():
+        expected, _ = padded_logps(model, sequences, 1.0)
+    for i, s in enumerate(sequences):
+        assert logps[s.name] == pytest.approx(expected[i, : i + 1].tolist(), rel=1e-4)
+    assert gap.tokens == 10
+
+
+def test_an_empty_completion_is_refused() -> None:
+    with pytest.raises(ValueError, match="a#0 has no prompt or no completion"):
+        list(pack_sequences([TrainingSequence("a#0", (5,), (), (), 1.0, 1.0)], 10))
