@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 
 from lockstep.errors import InputError
 from lockstep.tasks.arithmetic import arithmetic
@@ -88,8 +89,7 @@ def _load_split(name: str, subset: str | None, split: str) -> Dataset:
         return load_dataset(name, subset, split=split)
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        # DatasetNotFoundError is a FileNotFoundError, DatasetGenerationError a RuntimeError or ValueError by version.
+    except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
         raise InputError(f"cannot read data {name!r}: {str(error).strip().splitlines()[0]}") from error
 
 

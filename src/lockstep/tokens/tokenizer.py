@@ -6,9 +6,13 @@ read text. Nothing here ever resizes an embedding: a missing pad token becomes a
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
+
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -17,13 +21,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Raises:
         InputError: the model comes without a tokenizer, or the tokenizer has no end-of-sequence token.
     """
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        # transformers would make an empty tokenizer of the model's kind.
+        raise InputError(f"model {path} comes without a usable tokenizer: none of {', '.join(_VOCABULARY_FILES)} is there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         # Which of these transformers raises depends on which file is missing.
         raise InputError(f"model {path} comes without a usable tokenizer: {type(error).__name__}: {error}") from error
-    if len(tokenizer) == 0:
-        raise InputError(f"model {path} comes without a usable tokenizer: its vocabulary is empty")
     return guard_tokenizer(tokenizer)
 
 

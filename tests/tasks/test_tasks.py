@@ -1,0 +1,131 @@
+"""Data sources and reward functions by name; what is held out is never trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from lockstep.errors import InputError
+from lockstep.tasks.arithmetic import KINDS, arithmetic
+from lockstep.tasks.data import TaskData, load_data
+from lockstep.tasks.gym import reasoning_gym_problems
+from lockstep.tasks.rewards import exact_match, load_reward
+
+
+def load(name: str, **fields: Any) -> TaskData:
+    base = {"subset": None, "train_split": "train", "test_split": None, "train_size": 0, "eval_size": 0, "seed": 0}
+    return load_data(name, **{**base, **fields})
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_held_out_problems_are_never_trained_on_and_answers_are_right(kind: str) -> None:
+    train, held_out = arithmetic(kind, 1000, 200, seed=3)
+    questions = [row["prompt"][-1]["content"] for data in (train, held_out) for row in data]
+    assert len(train) == 1000
+    assert len(held_out) == 200
+    assert len(set(questions)) == 1200
+    shown = {message["content"] for message in train[0]["prompt"][:-1]}
+    assert shown.isdisjoint(questions)
+    for row in held_out:
+        a, b = [int(word.strip("?")) for word in row["prompt"][-1]["content"].split() if word.strip("?").isdigit()]
+        assert row["answer"] == str(KINDS[kind].answer(a, b))
+
+
+def test_problems_depend_on_the_seed_alone() -> None:
+    assert arithmetic("larger", 50, 10, 1)[0]["answer"] == arithmetic("larger", 50, 10, 1)[0]["answer"]
+    assert arithmetic("larger", 50, 10, 1)[0]["answer"] != arithmetic("larger", 50, 10, 2)[0]["answer"]
+
+
+@pytest.mark.parametrize(("kind", "size", "message"), [("smaller", 10, "no problems of kind"), ("larger", 10**6, "were asked for")])
+def test_arithmetic_that_does_not_exist_is_refused(kind: str, size: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        arithmetic(kind, size, 10, 0)
+
+
+def test_reasoning_gym_scores_its_own_answers() -> None:
+    train, held_out, score = reasoning_gym_problems("letter_counting", 30, 10, seed=0)
+    assert {row["prompt"][-1]["content"] for row in train}.isdisjoint(row["prompt"][-1]["content"] for row in held_out)
+    rows = [held_out[i] for i in range(10)]
+    right = score(completions=[row["answer"] for row in rows], entry=[row["entry"] for row in rows])
+    wrong = score(completions=["banana"] * 10, entry=[row["entry"] for row in rows])
+    assert right == [1.0] * 10
+    assert max(wrong) < 0.5
+    with pytest.raises(InputError, match="no data set 'nope'"):
+        reasoning_gym_problems("nope", 3, 1, 0)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "dir", "dict"])
+def test_own_data_is_read_from_every_format(tmp_path: Path, suffix: str) -> None:
+    data = Dataset.from_dict({"prompt": [f"say {i}" for i in range(12)], "answer": [str(i) for i in range(12)]})
+    path = tmp_path / f"data.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in data))
+    elif suffix in ("csv", "parquet"):
+        getattr(data, f"to_{suffix}")(path)
+    else:
+        (data if suffix == "dir" else DatasetDict(train=data)).save_to_disk(path)
+    found = load(str(path), eval_size=4)
+    assert found.evaluation is not None
+    assert len(found.train) == 8
+    assert set(found.train["prompt"]).isdisjoint(found.evaluation["prompt"])
+    assert set(found.train["prompt"]) | set(found.evaluation["prompt"]) == set(data["prompt"])
+    assert not found.rewards
+
+
+@pytest.mark.parametrize(
+    ("content", "fields", "message"),
+    [
+        (None, {}, "does not exist"),
+        ("", {}, "is empty"),
+        ('{"prompt": ', {}, "cannot read data"),
+        ('{"prompt": "a"}\n', {"eval_size": 1}, "cannot be held out"),
+    ],
+)
+def test_unreadable_data_is_one_clear_error(tmp_path: Path, content: str | None, fields: dict[str, Any], message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=message):
+        load(str(path), **fields)
+
+
+def test_reasoning_gym_needs_a_name() -> None:
+    with pytest.raises(InputError, match="needs dataset_config"):
+        load("reasoning_gym", train_size=5)
+
+
+def test_rewards_are_found_by_name_file_and_package(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def half(completions, **_):\n    return [0.5] * len(completions)\n")
+    assert load_reward("exact_match") is exact_match
+    assert load_reward(f"{file}:half")(completions=["a", "b"]) == [0.5, 0.5]
+    assert load_reward("lockstep.tasks.rewards.exact_match") is exact_match
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "not one of exact_match"),
+        ("missing.py:f", "does not exist"),
+        ("lockstep.tasks.rewards.nope", "has no function 'nope'"),
+        ("no_such_package.f", "cannot be imported"),
+    ],
+)
+def test_a_reward_that_cannot_be_found_says_where_it_looked(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_reward(name)
+
+
+def test_a_reward_file_that_cannot_be_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("import nothing_like_this\n")
+    with pytest.raises(InputError, match=r"bad\.py cannot be run: ModuleNotFoundError"):
+        load_reward(f"{tmp_path / 'bad.py'}:f")
+
+
+def test_exact_match_reads_text_and_messages() -> None:
+    chat = [{"role": "assistant", "content": " 7\n"}]
+    assert exact_match(["7", chat, "77"], ["7", 7, "7"]) == [1.0, 1.0, 0.0]

@@ -1,0 +1,82 @@
+"""Fields that contradict each other or are not supported are named; nothing is ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import InputError
+from lockstep.training.config import GRPOConfig
+
+
+def config(**fields: Any) -> GRPOConfig:
+    return GRPOConfig(output_dir="unused", **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_p": 0.9}, "top_p"),
+        ({"top_k": 50}, "top_k"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"beta": 0.04}, "beta"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"vllm_mode": "server"}, "vllm_mode"),
+        ({"vllm_importance_sampling_mode": "sequence_mask"}, "vllm_importance_sampling_mode"),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "load_best_model_at_end"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"num_generations": 1}, "num_generations"),
+        ({"num_generations": 3}, "no multiple of num_generations=3"),
+        ({"generation_batch_size": 16, "steps_per_generation": 2}, "not both"),
+        ({"generation_batch_size": 12}, "no multiple of per_device_train_batch_size"),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, "span two generations"),
+        ({"num_iterations": 2, "save_steps": 3}, "save_steps=3"),
+        ({"loss_type": "cispo"}, "loss_type"),
+        ({"scale_rewards": "sometimes"}, "scale_rewards"),
+        ({"max_completion_length": 0}, "max_completion_length"),
+    ],
+)
+def test_a_field_that_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        config(**fields)
+
+
+def test_a_field_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(TypeError, match="sapo_temperature_pos"):
+        config(sapo_temperature_pos=1.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompts", "micro_batches", "single"),
+    [
+        ({}, 1, 1, True),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, 2, 4, True),
+        ({"per_device_train_batch_size": 2, "generation_batch_size": 16, "gradient_accumulation_steps": 4}, 2, 8, False),
+        ({"num_iterations": 2, "save_steps": 10}, 1, 2, False),
+    ],
+)
+def test_sizes_follow_trls_arithmetic(fields: dict[str, Any], prompts: int, micro_batches: int, single: bool) -> None:
+    made = config(**fields)
+    assert (made.prompts_per_generation, made.micro_batches_per_generation, made.single_update) == (prompts, micro_batches, single)
+
+
+def test_defaults_that_trl_has_are_trls() -> None:
+    made = config()
+    assert (made.learning_rate, made.num_generations, made.max_completion_length) == (1e-6, 8, 512)
+    assert (made.temperature, made.epsilon, made.epsilon_high, made.loss_type) == (1.0, 0.2, 0.2, "dapo")
+    assert (made.scale_rewards, made.num_iterations, made.beta) == ("group", 1, 0.0)
+
+
+def test_precision_follows_the_machine_and_the_engine_follows_the_trainer() -> None:
+    assert config(bf16=False).engine_torch_dtype == config(bf16=False).trainer_dtype == torch.float32
+    assert config(bf16=True).engine_torch_dtype == config(bf16=True).trainer_dtype == torch.bfloat16
+    assert config(bf16=True, engine_dtype="float32").engine_torch_dtype == torch.float32
+    assert config().bf16 in (True, False)
+
+
+@pytest.mark.parametrize(("given", "meant"), [(True, "group"), (False, "none"), ("batch", "batch")])
+def test_scale_rewards_takes_trls_older_values(given: Any, meant: str) -> None:
+    assert config(scale_rewards=given).scale_rewards == meant

@@ -1,0 +1,127 @@
+"""Prompts, their order, and the cutting of a generation into micro-batches."""
+
+from __future__ import annotations
+
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import make_tokenizer
+
+from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.errors import InputError
+from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.training.config import GRPOConfig
+from lockstep.training.generation import prepare_generation
+from lockstep.training.prompts import GenerationBatches, check_dataset, load_prompts
+from lockstep.training.rollout_metrics import mean_with_interval, rollout_metrics
+
+
+@given(size=st.integers(1, 40), prompts=st.integers(1, 6), parts=st.integers(1, 4), seed=st.integers(0, 5), epoch=st.integers(0, 3))
+def test_an_epoch_gives_each_prompt_at_most_once_a_generation(size: int, prompts: int, parts: int, seed: int, epoch: int) -> None:
+    if size < prompts:
+        with pytest.raises(InputError, match="one generation needs"):
+            GenerationBatches(size, prompts, parts, shuffle=True, seed=seed)
+        return
+    batches = GenerationBatches(size, prompts, parts, shuffle=True, seed=seed)
+    batches.set_epoch(epoch)
+    items = list(batches)
+    assert len(items) == len(batches) == size // prompts * parts
+    for start in range(0, len(items), parts):
+        generation = items[start : start + parts]
+        assert [part for item in generation for _, part in item] == [p for p in range(parts) for _ in range(prompts)]
+        assert len({tuple(index for index, _ in item) for item in generation}) == 1
+    seen = [index for item in items[::parts] for index, _ in item]
+    assert len(seen) == len(set(seen))
+
+
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    def order(seed: int, epoch: int, shuffle: bool = True) -> list[list[tuple[int, int]]]:
+        batches = GenerationBatches(20, 4, 2, shuffle=shuffle, seed=seed)
+        batches.set_epoch(epoch)
+        return list(batches)
+
+    assert order(1, 2) == order(1, 2) != order(1, 3)
+    assert order(1, 2) != order(2, 2)
+    assert order(1, 2, shuffle=False) == order(5, 0, shuffle=False)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (Dataset.from_dict({"prompt": []}), "is empty"),
+        (Dataset.from_dict({"question": ["a"]}), r"no 'prompt' column, only \['question'\]"),
+        (None, "must be a datasets.Dataset, got NoneType"),
+        ([{"prompt": "a"}], "got list"),
+    ],
+)
+def test_a_dataset_that_cannot_be_used_is_refused(data: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_dataset(data, "train")
+
+
+def test_rows_become_prompts_with_names_and_columns() -> None:
+    data = Dataset.from_dict({"prompt": ["hello", "world"], "answer": ["1", "2"]})
+    prompts = load_prompts(data, "train", make_tokenizer(), max_prompt_length=50)
+    assert [(p.prompt_id, p.source, dict(p.columns)) for p in prompts] == [
+        ("train/0", "hello", {"answer": "1"}),
+        ("train/1", "world", {"answer": "2"}),
+    ]
+
+
+def test_a_row_that_is_too_long_or_cannot_be_rendered_is_named() -> None:
+    tokenizer = make_tokenizer()
+    with pytest.raises(InputError, match=r"train/1 has \d+ tokens; the model's context leaves 20"):
+        load_prompts(Dataset.from_dict({"prompt": ["ok", "z" * 100]}), "train", tokenizer, max_prompt_length=20)
+    with pytest.raises(InputError, match="prompt train/1: a prompt has no tokens"):
+        load_prompts(Dataset.from_dict({"prompt": ["ok", ""]}), "train", tokenizer, max_prompt_length=20)
+
+
+def scored(rewards: list[list[float]], lengths: list[list[int]], cut: set[tuple[int, int]] = frozenset()) -> list[RolloutGroup]:
+    groups = []
+    for p, (values, counts) in enumerate(zip(rewards, lengths, strict=True)):
+        rollouts = []
+        for s, (reward, count) in enumerate(zip(values, counts, strict=True)):
+            reason = "length" if (p, s) in cut else "stop"
+            completion = Completion(RequestKey(f"t/{p}", s), (p, 1), (5,) * count, (-0.5,) * count, (0,) * count, reason)  # type: ignore[arg-type]
+            rollouts.append(Rollout(completion, "x", {"f": reward}, reward))
+        groups.append(RolloutGroup(Prompt(f"t/{p}", (p, 1), "x"), tuple(rollouts)))
+    return groups
+
+
+def test_sequences_carry_their_own_groups_advantage_and_their_steps_weight() -> None:
+    config = GRPOConfig(output_dir="u", per_device_train_batch_size=2, gradient_accumulation_steps=2, num_generations=2, scale_rewards="none")
+    generation = prepare_generation(scored([[1.0, 0.0], [3.0, 3.0]], [[2, 4], [1, 3]]), config, version=5)
+    names = [[s.name for s in batch] for batch in generation.micro_batches]
+    assert names == [["t/0#0", "t/0#1"], ["t/1#0", "t/1#1"]]
+    assert [s.advantage for batch in generation.micro_batches for s in batch] == [0.5, -0.5, 0.0, 0.0]
+    # dapo: one over the tokens of the whole optimizer step, not of the micro-batch.
+    assert [s.weight for batch in generation.micro_batches for s in batch] == pytest.approx([1 / 10] * 4)
+
+
+def test_two_optimizer_steps_of_one_generation_are_normalised_apart() -> None:
+    config = GRPOConfig(output_dir="u", per_device_train_batch_size=2, steps_per_generation=2, num_generations=2, save_steps=2)
+    generation = prepare_generation(scored([[1.0, 0.0], [3.0, 2.0]], [[2, 4], [1, 3]]), config, version=5)
+    assert [s.weight for batch in generation.micro_batches for s in batch] == pytest.approx([1 / 6, 1 / 6, 1 / 4, 1 / 4])
+
+
+def test_a_truncated_completion_is_masked_by_the_engines_finish_reason() -> None:
+    config = GRPOConfig(output_dir="u", per_device_train_batch_size=4, num_generations=2, mask_truncated_completions=True)
+    generation = prepare_generation(scored([[1.0, 0.0], [3.0, 2.0]], [[2, 4], [1, 3]], {(0, 1)}), config, version=5)
+    assert [s.weight for s in generation.micro_batches[0]] == pytest.approx([1 / 6, 0.0, 1 / 6, 1 / 6])
+
+
+def test_metrics_have_trls_names_and_meanings() -> None:
+    metrics = rollout_metrics(scored([[1.0, 0.0], [1.0, 1.0]], [[2, 4], [1, 3]], {(0, 1)}))
+    assert metrics["reward"] == 0.75
+    assert metrics["frac_reward_zero_std"] == 0.5
+    assert metrics["rewards/f/mean"] == 0.75
+    assert metrics["completions/mean_length"] == 2.5
+    assert metrics["completions/clipped_ratio"] == 0.25
+    assert metrics["completions/max_terminated_length"] == 3.0
+
+
+def test_the_interval_comes_from_the_spread_of_problems() -> None:
+    mean, half = mean_with_interval(scored([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]], [[1, 1]] * 3))
+    assert mean == 0.5
+    assert half == pytest.approx(1.96 * 0.5 / 3**0.5)
