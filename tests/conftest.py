@@ -44,9 +44,7 @@ def start(name: str, model: str, **kwargs: object) -> Engine:
     return VLLMInProcess(model, dtype=torch.float32, max_model_len=CONTEXT, **kwargs)  # type: ignore[arg-type]
 
 
-@pytest.fixture(
-    scope="session", params=["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])]
-)
+@pytest.fixture(scope="session", params=["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])])
 def engine(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
     """Every engine there is, with the untied tiny model; tests push the weights they want."""
     started = start(request.param, untied_dir)

@@ -27,7 +27,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog", "what is 12 + 34", "hello world"], trainer)
+    tokenizer.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog", "what is 12 + 34", "hello world"], trainer
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=TEMPLATE)
 
 

@@ -24,7 +24,9 @@ def test_hand_computed_values() -> None:
 
 
 @given(groups_of_rewards, st.sampled_from(["group", "batch", "none"]))
-def test_a_groups_advantages_sum_to_zero_and_equal_rewards_give_exact_zeros(rewards: list[list[float]], scale: str) -> None:
+def test_a_groups_advantages_sum_to_zero_and_equal_rewards_give_exact_zeros(
+    rewards: list[list[float]], scale: str
+) -> None:
     tensors = [torch.tensor(group) for group in rewards]
     for group, advantages in zip(tensors, group_advantages(tensors, scale), strict=True):  # type: ignore[arg-type]
         assert advantages.shape == group.shape

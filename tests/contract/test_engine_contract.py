@@ -30,7 +30,9 @@ def pushed(engine: Engine, untied_dir: str) -> PreTrainedModel:
 def requests(count: int, sampling: Sampling, *, length: int = 12, seed: int = 0) -> list[GenerationRequest]:
     rng = random.Random(seed)
     return [
-        GenerationRequest(RequestKey(f"p{i}", 0), tuple(rng.randrange(4, 300) for _ in range(length + i % 5)), sampling, 1000 + i)
+        GenerationRequest(
+            RequestKey(f"p{i}", 0), tuple(rng.randrange(4, 300) for _ in range(length + i % 5)), sampling, 1000 + i
+        )
         for i in range(count)
     ]
 
@@ -79,9 +81,14 @@ def reference_logprobs(logits: torch.Tensor, sampling: Sampling, completion: Com
         Sampling(max_tokens=12, repetition_penalty=1.4),
         Sampling(max_tokens=12, presence_penalty=0.8, frequency_penalty=0.6),
     ],
-    ids=lambda s: "-".join(f"{k}={getattr(s, k)}" for k in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")),
+    ids=lambda s: "-".join(
+        f"{k}={getattr(s, k)}"
+        for k in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
+    ),
 )
-def test_logprobs_are_those_of_the_distribution_sampled(engine: Engine, pushed: PreTrainedModel, sampling: Sampling) -> None:
+def test_logprobs_are_those_of_the_distribution_sampled(
+    engine: Engine, pushed: PreTrainedModel, sampling: Sampling
+) -> None:
     answers = engine.generate(requests(8, sampling))
     worst = 0.0
     for completion in answers.values():
@@ -162,7 +169,10 @@ def test_a_stop_string_ends_a_completion(engine: Engine, untied_dir: str) -> Non
 
 
 def test_requests_may_have_limits_of_their_own(engine: Engine) -> None:
-    asked = [GenerationRequest(r.key, r.prompt_ids, Sampling(max_tokens=1 + i), r.seed) for i, r in enumerate(requests(5, Sampling(max_tokens=1)))]
+    asked = [
+        GenerationRequest(r.key, r.prompt_ids, Sampling(max_tokens=1 + i), r.seed)
+        for i, r in enumerate(requests(5, Sampling(max_tokens=1)))
+    ]
     answers = engine.generate(asked)
     assert all(len(answers[r.key].token_ids) <= r.sampling.max_tokens for r in asked)
     assert any(len(c.token_ids) == 5 for c in answers.values())

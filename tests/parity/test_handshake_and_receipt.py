@@ -58,7 +58,9 @@ def written(folder: Path, entries: int) -> list[str]:
 
 
 @given(data=st.data())
-def test_a_changed_removed_or_swapped_line_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_a_changed_removed_or_swapped_line_is_found(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     lines = written(tmp_path_factory.mktemp("receipt"), 6)
     check_chain(lines)
     i = data.draw(st.integers(0, 4))

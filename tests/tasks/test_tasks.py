@@ -40,7 +40,9 @@ def test_problems_depend_on_the_seed_alone() -> None:
     assert arithmetic("larger", 50, 10, 1)[0]["answer"] != arithmetic("larger", 50, 10, 2)[0]["answer"]
 
 
-@pytest.mark.parametrize(("kind", "size", "message"), [("smaller", 10, "no problems of kind"), ("larger", 10**6, "were asked for")])
+@pytest.mark.parametrize(
+    ("kind", "size", "message"), [("smaller", 10, "no problems of kind"), ("larger", 10**6, "were asked for")]
+)
 def test_arithmetic_that_does_not_exist_is_refused(kind: str, size: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         arithmetic(kind, size, 10, 0)
@@ -85,7 +87,9 @@ def test_own_data_is_read_from_every_format(tmp_path: Path, suffix: str) -> None
         ('{"prompt": "a"}\n', {"eval_size": 1}, "cannot be held out"),
     ],
 )
-def test_unreadable_data_is_one_clear_error(tmp_path: Path, content: str | None, fields: dict[str, Any], message: str) -> None:
+def test_unreadable_data_is_one_clear_error(
+    tmp_path: Path, content: str | None, fields: dict[str, Any], message: str
+) -> None:
     path = tmp_path / "data.jsonl"
     if content is not None:
         path.write_text(content)

@@ -9,7 +9,9 @@ from lockstep.training.config import GRPOConfig
 from lockstep.training.packing import TrainingSequence
 
 
-def padded_logps(model: PreTrainedModel, sequences: list[TrainingSequence], temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_logps(
+    model: PreTrainedModel, sequences: list[TrainingSequence], temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, C) log-probs of completion tokens, right-padded, and the (B, C) mask of real ones."""
     rows = [torch.tensor(s.prompt_ids + s.completion_ids) for s in sequences]
     width = max(len(row) for row in rows)
@@ -25,7 +27,11 @@ def padded_logps(model: PreTrainedModel, sequences: list[TrainingSequence], temp
     for i, s in enumerate(sequences):
         start, count = len(s.prompt_ids), len(s.completion_ids)
         targets = torch.tensor(s.completion_ids)
-        parts.append(torch.nn.functional.pad(logps[i, start - 1 : start - 1 + count].gather(1, targets[:, None])[:, 0], (0, longest - count)))
+        parts.append(
+            torch.nn.functional.pad(
+                logps[i, start - 1 : start - 1 + count].gather(1, targets[:, None])[:, 0], (0, longest - count)
+            )
+        )
         mask[i, :count] = 1
     return torch.stack(parts) + 0 * scored, mask
 

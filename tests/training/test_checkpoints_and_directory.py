@@ -45,9 +45,14 @@ def test_cutting_back_removes_what_came_after(tmp_path: Path) -> None:
 
 def test_a_failed_save_leaves_nothing_of_itself_and_names_the_last_good_one(tmp_path: Path) -> None:
     checkpoint(tmp_path, 5)
-    with pytest.raises(LockstepError, match=r"checkpoint-10 could not be written.*last good one is .*checkpoint-5"), guarded_save(tmp_path, 10):
-        checkpoint(tmp_path, 10, whole=False)
-        raise OSError(28, "No space left on device")
+
+    def fails_half_way() -> None:
+        with guarded_save(tmp_path, 10):
+            checkpoint(tmp_path, 10, whole=False)
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(LockstepError, match=r"checkpoint-10 could not be written.*last good one is .*checkpoint-5"):
+        fails_half_way()
     assert not (tmp_path / "checkpoint-10").exists()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
 

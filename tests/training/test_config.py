@@ -26,11 +26,14 @@ def config(**fields: Any) -> GRPOConfig:
         ({"temperature": 0.0}, "temperature"),
         ({"vllm_mode": "server"}, "vllm_mode"),
         ({"vllm_importance_sampling_mode": "sequence_mask"}, "vllm_importance_sampling_mode"),
-        ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "load_best_model_at_end"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
+            "load_best_model_at_end",
+        ),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"num_generations": 1}, "num_generations"),
         ({"num_generations": 3}, "no multiple of num_generations=3"),
-        ({"generation_batch_size": 16, "steps_per_generation": 2}, "not both"),
+        ({"generation_batch_size": 16, "steps_per_generation": 4}, "give one of the two"),
         ({"generation_batch_size": 12}, "no multiple of per_device_train_batch_size"),
         ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, "span two generations"),
         ({"num_iterations": 2, "save_steps": 3}, "save_steps=3"),
@@ -54,13 +57,22 @@ def test_a_field_that_does_not_exist_is_refused() -> None:
     [
         ({}, 1, 1, True),
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, 2, 4, True),
-        ({"per_device_train_batch_size": 2, "generation_batch_size": 16, "gradient_accumulation_steps": 4}, 2, 8, False),
+        (
+            {"per_device_train_batch_size": 2, "generation_batch_size": 16, "gradient_accumulation_steps": 4},
+            2,
+            8,
+            False,
+        ),
         ({"num_iterations": 2, "save_steps": 10}, 1, 2, False),
     ],
 )
 def test_sizes_follow_trls_arithmetic(fields: dict[str, Any], prompts: int, micro_batches: int, single: bool) -> None:
     made = config(**fields)
-    assert (made.prompts_per_generation, made.micro_batches_per_generation, made.single_update) == (prompts, micro_batches, single)
+    assert (made.prompts_per_generation, made.micro_batches_per_generation, made.single_update) == (
+        prompts,
+        micro_batches,
+        single,
+    )
 
 
 def test_defaults_that_trl_has_are_trls() -> None:

@@ -211,7 +211,9 @@ def test_entropy_is_that_of_the_distribution() -> None:
 
 def test_scores_of_a_generation_come_back_by_name() -> None:
     model = MODELS["qwen2"]
-    sequences = [TrainingSequence(f"a#{i}", (5, 6, 7 + i), (8,) * (i + 1), (-1.0,) * (i + 1), 0.0, 0.0) for i in range(4)]
+    sequences = [
+        TrainingSequence(f"a#{i}", (5, 6, 7 + i), (8,) * (i + 1), (-1.0,) * (i + 1), 0.0, 0.0) for i in range(4)
+    ]
     logps, gap = score_all(policy_of(model), sequences, config())
     with torch.no_grad():
         expected, _ = padded_logps(model, sequences, 1.0)

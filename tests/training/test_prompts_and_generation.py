@@ -17,8 +17,16 @@ from lockstep.training.prompts import GenerationBatches, check_dataset, load_pro
 from lockstep.training.rollout_metrics import mean_with_interval, rollout_metrics
 
 
-@given(size=st.integers(1, 40), prompts=st.integers(1, 6), parts=st.integers(1, 4), seed=st.integers(0, 5), epoch=st.integers(0, 3))
-def test_an_epoch_gives_each_prompt_at_most_once_a_generation(size: int, prompts: int, parts: int, seed: int, epoch: int) -> None:
+@given(
+    size=st.integers(1, 40),
+    prompts=st.integers(1, 6),
+    parts=st.integers(1, 4),
+    seed=st.integers(0, 5),
+    epoch=st.integers(0, 3),
+)
+def test_an_epoch_gives_each_prompt_at_most_once_a_generation(
+    size: int, prompts: int, parts: int, seed: int, epoch: int
+) -> None:
     if size < prompts:
         with pytest.raises(InputError, match="one generation needs"):
             GenerationBatches(size, prompts, parts, shuffle=True, seed=seed)
@@ -77,20 +85,30 @@ def test_a_row_that_is_too_long_or_cannot_be_rendered_is_named() -> None:
         load_prompts(Dataset.from_dict({"prompt": ["ok", ""]}), "train", tokenizer, max_prompt_length=20)
 
 
-def scored(rewards: list[list[float]], lengths: list[list[int]], cut: set[tuple[int, int]] = frozenset()) -> list[RolloutGroup]:
+def scored(
+    rewards: list[list[float]], lengths: list[list[int]], cut: set[tuple[int, int]] = frozenset()
+) -> list[RolloutGroup]:
     groups = []
     for p, (values, counts) in enumerate(zip(rewards, lengths, strict=True)):
         rollouts = []
         for s, (reward, count) in enumerate(zip(values, counts, strict=True)):
             reason = "length" if (p, s) in cut else "stop"
-            completion = Completion(RequestKey(f"t/{p}", s), (p, 1), (5,) * count, (-0.5,) * count, (0,) * count, reason)  # type: ignore[arg-type]
+            completion = Completion(
+                RequestKey(f"t/{p}", s), (p, 1), (5,) * count, (-0.5,) * count, (0,) * count, reason
+            )  # type: ignore[arg-type]
             rollouts.append(Rollout(completion, "x", {"f": reward}, reward))
         groups.append(RolloutGroup(Prompt(f"t/{p}", (p, 1), "x"), tuple(rollouts)))
     return groups
 
 
 def test_sequences_carry_their_own_groups_advantage_and_their_steps_weight() -> None:
-    config = GRPOConfig(output_dir="u", per_device_train_batch_size=2, gradient_accumulation_steps=2, num_generations=2, scale_rewards="none")
+    config = GRPOConfig(
+        output_dir="u",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_generations=2,
+        scale_rewards="none",
+    )
     generation = prepare_generation(scored([[1.0, 0.0], [3.0, 3.0]], [[2, 4], [1, 3]]), config, version=5)
     names = [[s.name for s in batch] for batch in generation.micro_batches]
     assert names == [["t/0#0", "t/0#1"], ["t/1#0", "t/1#1"]]
@@ -100,13 +118,19 @@ def test_sequences_carry_their_own_groups_advantage_and_their_steps_weight() -> 
 
 
 def test_two_optimizer_steps_of_one_generation_are_normalised_apart() -> None:
-    config = GRPOConfig(output_dir="u", per_device_train_batch_size=2, steps_per_generation=2, num_generations=2, save_steps=2)
+    config = GRPOConfig(
+        output_dir="u", per_device_train_batch_size=2, steps_per_generation=2, num_generations=2, save_steps=2
+    )
     generation = prepare_generation(scored([[1.0, 0.0], [3.0, 2.0]], [[2, 4], [1, 3]]), config, version=5)
-    assert [s.weight for batch in generation.micro_batches for s in batch] == pytest.approx([1 / 6, 1 / 6, 1 / 4, 1 / 4])
+    assert [s.weight for batch in generation.micro_batches for s in batch] == pytest.approx(
+        [1 / 6, 1 / 6, 1 / 4, 1 / 4]
+    )
 
 
 def test_a_truncated_completion_is_masked_by_the_engines_finish_reason() -> None:
-    config = GRPOConfig(output_dir="u", per_device_train_batch_size=4, num_generations=2, mask_truncated_completions=True)
+    config = GRPOConfig(
+        output_dir="u", per_device_train_batch_size=4, num_generations=2, mask_truncated_completions=True
+    )
     generation = prepare_generation(scored([[1.0, 0.0], [3.0, 2.0]], [[2, 4], [1, 3]], {(0, 1)}), config, version=5)
     assert [s.weight for s in generation.micro_batches[0]] == pytest.approx([1 / 6, 0.0, 1 / 6, 1 / 6])
 

@@ -19,7 +19,9 @@ from lockstep.errors import InputError, ProofError
 from lockstep.sync.push import SyncRecord
 from lockstep.tokens.tokenizer import load_tokenizer
 
-PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)], "answer": [str(2 * i) for i in range(8)]})
+PROMPTS = Dataset.from_dict(
+    {"prompt": [f"what is {i} + {i}" for i in range(8)], "answer": [str(2 * i) for i in range(8)]}
+)
 
 
 def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -31,7 +33,15 @@ def hf_engine(untied_dir: str) -> Engine:
     return TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT)
 
 
-def trainer(model: str, folder: Path, *, engine: Engine | None = None, reward: Any = by_length, data: Any = PROMPTS, **fields: Any) -> GRPOTrainer:
+def trainer(
+    model: str,
+    folder: Path,
+    *,
+    engine: Engine | None = None,
+    reward: Any = by_length,
+    data: Any = PROMPTS,
+    **fields: Any,
+) -> GRPOTrainer:
     base: dict[str, Any] = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12}
     base |= {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "bf16": False, "disable_tqdm": True}
     base |= {"use_vllm": False, "learning_rate": 1e-3}
@@ -52,18 +62,28 @@ class Gradients(TrainerCallback):
 def first_gradients(model: str, folder: Path, engine: Engine, **fields: Any) -> dict[str, torch.Tensor]:
     # In double, so that what is left is not rounding.
     double = {"dtype": torch.float64}
-    run, callback = trainer(model, folder, engine=engine, max_grad_norm=0.0, model_init_kwargs=double, **fields), Gradients()
+    run, callback = (
+        trainer(model, folder, engine=engine, max_grad_norm=0.0, model_init_kwargs=double, **fields),
+        Gradients(),
+    )
     run.add_callback(callback)
     run.train()
     return callback.found
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "bnpo"])
-def test_the_split_into_micro_batches_does_not_change_a_gradient(untied_dir: str, tmp_path: Path, hf_engine: Engine, loss_type: str) -> None:
+def test_the_split_into_micro_batches_does_not_change_a_gradient(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, loss_type: str
+) -> None:
     whole = first_gradients(untied_dir, tmp_path, hf_engine, loss_type=loss_type)
     for size in (1, 2, 4):
         split = first_gradients(
-            untied_dir, tmp_path, hf_engine, loss_type=loss_type, per_device_train_batch_size=size, gradient_accumulation_steps=8 // size
+            untied_dir,
+            tmp_path,
+            hf_engine,
+            loss_type=loss_type,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=8 // size,
         )
         for name, gradient in whole.items():
             assert float((split[name] - gradient).norm()) <= 1e-6 * float(gradient.norm()) + 1e-9, (size, name)
@@ -84,13 +104,15 @@ def test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves(
         return SyncRecord(version, "", 0, 0, 0.0)
 
     monkeypatch.setattr(lockstep.training.grpo, "push_weights", skip_the_second)
-    with pytest.raises(ProofError, match="at version 1, over .* sampled tokens"):
+    with pytest.raises(ProofError, match=r"at version 1, over .* sampled tokens"):
         run.train()
     assert run.state.global_step == 1
     assert all(torch.equal(p, moved[n]) for n, p in run.model.named_parameters())
 
 
-def test_raw_log_probs_at_another_temperature_are_refused(untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_log_probs_at_another_temperature_are_refused(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import lockstep.engines.transformers_engine as module
 
     honest = module.processed_logprobs
@@ -109,22 +131,33 @@ def test_the_same_temperature_on_both_sides_passes(untied_dir: str, tmp_path: Pa
     assert run.state.log_history[0]["parity/max_abs_gap"] < 1e-3
 
 
-def test_tokens_of_groups_that_agree_are_checked_too_and_their_step_moves_nothing(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+def test_tokens_of_groups_that_agree_are_checked_too_and_their_step_moves_nothing(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
     run = trainer(untied_dir, tmp_path, engine=hf_engine, reward=lambda completions, **_: [1.0] * len(completions))
     before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
     run.train()
     log = run.state.log_history[0]
     assert log["frac_reward_zero_std"] == 1.0
-    assert log["parity/checked_tokens"] == log["num_tokens"] > 0
+    assert log["parity/checked_tokens"] == round(8 * log["completions/mean_length"]) > 0
     assert all(torch.equal(p, before[n]) for n, p in run.model.named_parameters())
 
 
-def test_a_second_pass_over_a_generation_uses_the_log_probs_it_was_sampled_at(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
-    run = trainer(untied_dir, tmp_path, engine=hf_engine, num_iterations=2, max_steps=4, save_steps=2, learning_rate=5e-3)
+def test_a_second_pass_over_a_generation_uses_the_log_probs_it_was_sampled_at(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    run = trainer(
+        untied_dir, tmp_path, engine=hf_engine, num_iterations=2, max_steps=4, save_steps=2, learning_rate=5e-3
+    )
     run.train()
     logs = [entry for entry in run.state.log_history if "loss" in entry]
     # New rollouts at steps 1 and 3 only; the policy has moved at 2 and 4, and the gap is still that of sampling time.
-    assert [entry["num_tokens"] > (logs[i - 1]["num_tokens"] if i else 0) for i, entry in enumerate(logs)] == [True, False, True, False]
+    assert [entry["num_tokens"] > (logs[i - 1]["num_tokens"] if i else 0) for i, entry in enumerate(logs)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     assert all(entry["parity/max_abs_gap"] < 1e-3 for entry in logs)
     assert logs[1]["clip_ratio/region_mean"] > 0
     assert logs[0]["clip_ratio/region_mean"] == 0
@@ -138,8 +171,12 @@ def test_versions_count_optimizer_steps(untied_dir: str, tmp_path: Path, hf_engi
     assert hf_engine.version == 3
 
 
-def test_evaluation_reports_the_held_out_reward_with_its_interval(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
-    args = GRPOConfig(output_dir=str(tmp_path), max_completion_length=8, bf16=False, num_generations_eval=3, disable_tqdm=True)
+def test_evaluation_reports_the_held_out_reward_with_its_interval(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    args = GRPOConfig(
+        output_dir=str(tmp_path), max_completion_length=8, bf16=False, num_generations_eval=3, disable_tqdm=True
+    )
     run = GRPOTrainer(untied_dir, by_length, args, PROMPTS, PROMPTS.select(range(5)), engine=hf_engine)
     metrics = run.evaluate()
     rewards = [sum(group.rewards) / 3 for group in run.last_eval_groups]
@@ -198,7 +235,7 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 def test_an_engine_of_another_model_is_refused(untied_dir: str, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", seed=5)
     engine = TransformersEngine(str(other), load_tokenizer(str(other)), dtype=torch.float32, max_model_len=CONTEXT)
-    with pytest.raises(ProofError, match="model is .*other"):
+    with pytest.raises(ProofError, match=r"model is .*other"):
         trainer(untied_dir, tmp_path, engine=engine)
 
 
@@ -208,10 +245,14 @@ def test_an_engine_too_short_for_the_prompts_is_refused(untied_dir: str, tmp_pat
         trainer(untied_dir, tmp_path, engine=engine)
 
 
-def test_dropout_is_off_so_that_the_policy_scores_what_it_sampled(tmp_path: Path, hf_engine: Engine, untied_dir: str) -> None:
+def test_dropout_is_off_so_that_the_policy_scores_what_it_sampled(
+    tmp_path: Path, hf_engine: Engine, untied_dir: str
+) -> None:
     model = make_model()
     model.config.name_or_path = untied_dir
-    model.model.layers[0].mlp.down_proj = torch.nn.Sequential(model.model.layers[0].mlp.down_proj, torch.nn.Dropout(0.5))
+    model.model.layers[0].mlp.down_proj = torch.nn.Sequential(
+        model.model.layers[0].mlp.down_proj, torch.nn.Dropout(0.5)
+    )
     args = GRPOConfig(output_dir=str(tmp_path), bf16=False, max_completion_length=8)
     run = GRPOTrainer(model, by_length, args, PROMPTS, processing_class=make_tokenizer(), engine=hf_engine)
     assert [m.p for m in run.model.modules() if isinstance(m, torch.nn.Dropout)] == [0.0]

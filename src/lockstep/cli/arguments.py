@@ -37,7 +37,9 @@ class RunArguments:
     dataset_test_split: str | None = dataclasses.field(
         default=None, metadata={"help": "Split to evaluate on. Default: eval_size rows held out of the training split."}
     )
-    train_size: int = dataclasses.field(default=0, metadata={"help": "Problems to make, or a limit on rows; 0: all rows."})
+    train_size: int = dataclasses.field(
+        default=0, metadata={"help": "Problems to make, or a limit on rows; 0: all rows."}
+    )
     eval_size: int = dataclasses.field(default=0, metadata={"help": "Held-out problems; 0: no evaluation."})
     dataset_seed: int = dataclasses.field(default=0, metadata={"help": "Seed of the problems and of what is held out."})
     reward_funcs: list[str] | None = dataclasses.field(
@@ -67,7 +69,7 @@ def parse(words: list[str], config_class: type) -> tuple[RunArguments, Any, bool
         known, rest = switches.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
-    parser = _Parser([RunArguments, config_class], allow_abbrev=False)  # type: ignore[arg-type]
+    parser = _Parser([RunArguments, config_class], allow_abbrev=False)
     fields = _fields(config_class)
     if {"-h", "--help"} & set(rest):
         parser.print_help()
@@ -86,9 +88,16 @@ def parse(words: list[str], config_class: type) -> tuple[RunArguments, Any, bool
 
 def resolved(run: RunArguments, config: Any) -> str:
     """Every field with the value it has, as YAML that can be used as a config file."""
-    fields = {**dataclasses.asdict(run), **{f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}}
-    plain = json.loads(json.dumps({k: getattr(v, "value", v) for k, v in fields.items()}, default=str))
+    fields = {
+        **dataclasses.asdict(run),
+        **{f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init},
+    }
+    plain = json.loads(json.dumps(fields, default=_plain))
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def _plain(value: Any) -> Any:
+    return value.to_dict() if hasattr(value, "to_dict") else str(getattr(value, "value", value))
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -108,7 +117,7 @@ def _words(content: dict[str, Any], fields: set[str], path: str) -> list[str]:
     _check_names([str(name) for name in content], fields, path)
     words: list[str] = []
     for name, value in content.items():
-        if value is None:
+        if value is None or value == []:
             continue
         words.append(f"--{name}")
         if isinstance(value, list):

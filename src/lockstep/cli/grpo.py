@@ -35,7 +35,7 @@ def run(words: list[str]) -> int:
     return _train(arguments, config)
 
 
-def _train(arguments: RunArguments, config) -> int:  # type: ignore[no-untyped-def]
+def _train(arguments: RunArguments, config) -> int:
     from lockstep.models.resolve import resolve_model
     from lockstep.report.summary import summary_lines
     from lockstep.tasks.data import load_data

@@ -76,7 +76,7 @@ class TransformersEngine:
         except (OSError, ValueError) as error:
             raise InputError(f"transformers cannot load {model}: {error}") from error
         if torch.cuda.is_available():
-            self._model.to("cuda")  # type: ignore[arg-type]
+            self._model.to("cuda")
         self._model.requires_grad_(False)
         self._name = model
         self._tokenizer = tokenizer
@@ -156,7 +156,9 @@ class TransformersEngine:
         for name, tensor in tensors:
             if name in own:
                 if own[name].shape != tensor.shape:
-                    raise LockstepError(f"{name} has shape {tuple(tensor.shape)}, the engine's {tuple(own[name].shape)}")
+                    raise LockstepError(
+                        f"{name} has shape {tuple(tensor.shape)}, the engine's {tuple(own[name].shape)}"
+                    )
                 own[name].data.copy_(tensor)
                 written.add(name)
                 specs.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
@@ -187,7 +189,7 @@ class _SampleRows(LogitsProcessor):
         self._rows = rows
         self._pad = pad
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         choice = torch.full_like(scores, -torch.inf)
         for i, row in enumerate(self._rows):
             token = self._pad
@@ -213,7 +215,7 @@ class _RowsDone(StoppingCriteria):
         self._tokenizer = tokenizer
         self._deadline = deadline
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.BoolTensor:  # type: ignore[override]
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.BoolTensor:
         if time.monotonic() > self._deadline:
             waiting = [row.request.key for row in self._rows if row.finish_reason is None]
             raise LockstepError(f"transformers did not finish {len(waiting)} requests in time, {waiting[:1]} first")

@@ -43,7 +43,9 @@ def render_report(title: str, summary: Line, metrics: list[Line], before: list[L
 def _line(steps: list[Line], title: str, axis: str, names: dict[str, str], log: bool = False) -> go.Figure:
     figure = go.Figure()
     for key, label in names.items():
-        figure.add_scatter(x=[s["step"] for s in steps], y=[s.get(key) for s in steps], name=label, mode="lines+markers")
+        figure.add_scatter(
+            x=[s["step"] for s in steps], y=[s.get(key) for s in steps], name=label, mode="lines+markers"
+        )
     figure.update_layout(title=title, xaxis_title="step", yaxis_title=axis, template="simple_white", height=320)
     if log:
         figure.update_yaxes(type="log", exponentformat="power")
@@ -52,11 +54,17 @@ def _line(steps: list[Line], title: str, axis: str, names: dict[str, str], log: 
 
 def _rewards(steps: list[Line]) -> go.Figure:
     parts = {k: k.split("/")[1] for k in steps[0] if k.startswith("rewards/") and k.endswith("/mean")}
-    return _line(steps, "Reward of the training rollouts", "reward", {"reward": "reward", **(parts if len(parts) > 1 else {})})
+    return _line(
+        steps, "Reward of the training rollouts", "reward", {"reward": "reward", **(parts if len(parts) > 1 else {})}
+    )
 
 
 def _lengths(steps: list[Line]) -> go.Figure:
-    names = {"completions/mean_length": "mean", "completions/max_length": "longest", "completions/min_length": "shortest"}
+    names = {
+        "completions/mean_length": "mean",
+        "completions/max_length": "longest",
+        "completions/min_length": "shortest",
+    }
     return _line(steps, "Length of completions", "tokens", names)
 
 
@@ -70,7 +78,12 @@ def _times(steps: list[Line]) -> go.Figure:
     for key in (k for k in steps[0] if k.startswith("time/") and k != "time/step"):
         figure.add_bar(x=[s["step"] for s in steps], y=[s[key] for s in steps], name=key.removeprefix("time/"))
     figure.update_layout(
-        title="Where the time goes", barmode="stack", xaxis_title="step", yaxis_title="seconds", template="simple_white", height=320
+        title="Where the time goes",
+        barmode="stack",
+        xaxis_title="step",
+        yaxis_title="seconds",
+        template="simple_white",
+        height=320,
     )
     return figure
 

@@ -44,7 +44,9 @@ class LiveView(TrainerCallback):
         if self._live is not None:
             self._live.update(self._panel(state.global_step, state.max_steps, left))
         else:
-            self._console.print(plain_line(state.global_step, state.max_steps, logs, left), highlight=False, soft_wrap=True)
+            self._console.print(
+                plain_line(state.global_step, state.max_steps, logs, left), highlight=False, soft_wrap=True
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.stop()
@@ -66,12 +68,18 @@ class LiveView(TrainerCallback):
         table.add_row("reward", f"{logs['reward']:.3f}", Text(sparkline(rewards), style="green"))
         gaps = [entry["parity/max_abs_gap"] for entry in self._history]
         table.add_row("parity gap", f"{logs['parity/mean_abs_gap']:.1e} mean, {gaps[-1]:.1e} max", sparkline(gaps))
-        table.add_row("checked", f"{logs['parity/checked_tokens']:.0f} of {logs['parity/checked_tokens']:.0f} tokens", "")
+        table.add_row(
+            "checked", f"{logs['parity/checked_tokens']:.0f} of {logs['parity/checked_tokens']:.0f} tokens", ""
+        )
         table.add_row("tokens/s", f"{tokens_per_second(logs):.0f} sampled", "")
         table.add_row("time", time_shares(logs), "")
         progress = Table.grid(padding=(0, 2))
-        progress.add_row(f"step {step}/{steps}", ProgressBar(total=steps, completed=step, width=40), f"{clock(left)} left")
-        return Panel(Group(progress, table), title=self._title, border_style="cyan", width=min(100, self._console.width))
+        progress.add_row(
+            f"step {step}/{steps}", ProgressBar(total=steps, completed=step, width=40), f"{clock(left)} left"
+        )
+        return Panel(
+            Group(progress, table), title=self._title, border_style="cyan", width=min(100, self._console.width)
+        )
 
 
 def plain_line(step: int, steps: int, logs: dict[str, float], left: float) -> str:

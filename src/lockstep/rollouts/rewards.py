@@ -22,7 +22,11 @@ Scores = list[float | None]
 
 def reward_name(function: RewardFunction) -> str:
     """Name of a reward function in metrics."""
-    return getattr(function, "__name__", None) or getattr(getattr(function, "func", None), "__name__", None) or type(function).__name__
+    return (
+        getattr(function, "__name__", None)
+        or getattr(getattr(function, "func", None), "__name__", None)
+        or type(function).__name__
+    )
 
 
 def score_groups(
@@ -57,7 +61,9 @@ def score_groups(
 def _arguments(groups: Sequence[RolloutGroup], trainer_state: Any) -> dict[str, Any]:
     pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
     conversational = [isinstance(prompt.source, list) for prompt, _ in pairs]
-    columns: dict[str, Any] = {name: [p.columns[name] for p, _ in pairs] for name in (pairs[0][0].columns if pairs else ())}
+    columns: dict[str, Any] = {
+        name: [p.columns[name] for p, _ in pairs] for name in (pairs[0][0].columns if pairs else ())
+    }
     return {
         **columns,
         "prompts": [prompt.source for prompt, _ in pairs],
@@ -73,7 +79,7 @@ def _arguments(groups: Sequence[RolloutGroup], trainer_state: Any) -> dict[str, 
 def _call(function: RewardFunction, arguments: dict[str, Any]) -> Any:
     try:
         return function(**arguments)
-    except Exception as error:  # noqa: BLE001 - a user's function may raise anything; nothing is lost
+    except Exception as error:
         raise _raised(function, error) from error
 
 
@@ -85,7 +91,7 @@ async def _call_all(functions: dict[int, RewardFunction], arguments: dict[str, A
             return await asyncio.wait_for(answer, timeout)
         except TimeoutError as error:
             raise InputError(f"reward function {reward_name(function)} took longer than {timeout:.0f} s") from error
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:
             raise _raised(function, error) from error
 
     answers = await asyncio.gather(*(one(function) for function in functions.values()))
@@ -122,7 +128,9 @@ def _number(name: str, value: Any) -> float | None:
     return None if math.isnan(number) else number
 
 
-def _attach(groups: Sequence[RolloutGroup], columns: dict[str, Scores], weights: dict[str, float]) -> list[RolloutGroup]:
+def _attach(
+    groups: Sequence[RolloutGroup], columns: dict[str, Scores], weights: dict[str, float]
+) -> list[RolloutGroup]:
     scored, position = [], 0
     for group in groups:
         rollouts = []

@@ -58,7 +58,7 @@ def _from_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001 - a user's file may raise anything
+    except Exception as error:
         raise InputError(f"reward file {path} cannot be run: {type(error).__name__}: {error}") from error
     return module
 

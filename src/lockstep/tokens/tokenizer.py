@@ -24,7 +24,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _VOCABULARY_FILES):
         # transformers would make an empty tokenizer of the model's kind.
-        raise InputError(f"model {path} comes without a usable tokenizer: none of {', '.join(_VOCABULARY_FILES)} is there")
+        raise InputError(
+            f"model {path} comes without a usable tokenizer: none of {', '.join(_VOCABULARY_FILES)} is there"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, TypeError) as error:

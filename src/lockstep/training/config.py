@@ -36,7 +36,9 @@ class GRPOConfig(TrainingArguments):
     bf16: bool | None = field(
         default=None, metadata=_doc("bf16 autocast over fp32 weights. Default: where this machine computes bf16 fast.")
     )
-    remove_unused_columns: bool | None = field(default=False, metadata=_doc("Must stay false: rewards get all columns."))
+    remove_unused_columns: bool | None = field(
+        default=False, metadata=_doc("Must stay false: rewards get all columns.")
+    )
     dataloader_drop_last: bool = field(default=True, metadata=_doc("Must stay true: a generation is always whole."))
 
     model_init_kwargs: dict | str | None = field(
@@ -70,7 +72,8 @@ class GRPOConfig(TrainingArguments):
     reward_weights: list[float] | None = field(default=None, metadata=_doc("One weight a reward function; default 1."))
     reward_timeout: float = field(default=600.0, metadata=_doc("Seconds that coroutine reward functions may take."))
     mask_truncated_completions: bool = field(
-        default=False, metadata=_doc("Leave completions cut at the length limit out of the loss (not out of the proof).")
+        default=False,
+        metadata=_doc("Leave completions cut at the length limit out of the loss (not out of the proof)."),
     )
     vllm_importance_sampling_correction: bool = field(
         default=True, metadata=_doc("Weight tokens by the measured trainer / engine ratio, once the gap has passed.")
@@ -148,7 +151,14 @@ class GRPOConfig(TrainingArguments):
         return self.trainer_dtype if self.engine_dtype == "auto" else getattr(torch, self.engine_dtype)
 
     def _refuse_unsupported(self) -> None:
-        neutral = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "beta": 0.0, "fp16": False}
+        neutral: dict[str, object] = {
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": None,
+            "repetition_penalty": 1.0,
+            "beta": 0.0,
+            "fp16": False,
+        }
         neutral |= {"auto_find_batch_size": False, "load_best_model_at_end": False, "full_determinism": False}
         neutral |= {"vllm_mode": "colocate", "vllm_importance_sampling_mode": "token_truncate"}
         neutral |= {"remove_unused_columns": False, "dataloader_drop_last": True, "torch_compile": False}
@@ -168,10 +178,10 @@ class GRPOConfig(TrainingArguments):
                 raise InputError(f"{name}={getattr(self, name)}; it must be at least 1")
 
     def _size_generation(self) -> None:
-        if self.generation_batch_size is not None and self.steps_per_generation is not None:
-            raise InputError("give generation_batch_size or steps_per_generation, not both: one follows from the other")
         if self.num_generations < 2:
-            raise InputError(f"num_generations={self.num_generations}; an advantage needs at least 2 completions a prompt")
+            raise InputError(
+                f"num_generations={self.num_generations}; an advantage needs at least 2 completions a prompt"
+            )
         batch = self.per_device_train_batch_size
         if self.generation_batch_size is not None:
             if self.generation_batch_size % batch:
@@ -179,7 +189,13 @@ class GRPOConfig(TrainingArguments):
                     f"generation_batch_size={self.generation_batch_size} is no multiple of "
                     f"per_device_train_batch_size={batch}"
                 )
-            self.steps_per_generation = self.generation_batch_size // batch
+            steps = self.generation_batch_size // batch
+            if self.steps_per_generation not in (None, steps):
+                raise InputError(
+                    f"generation_batch_size={self.generation_batch_size} means steps_per_generation={steps}, but it is given "
+                    f"as {self.steps_per_generation}; give one of the two"
+                )
+            self.steps_per_generation = steps
         elif self.steps_per_generation is None:
             self.steps_per_generation = self.gradient_accumulation_steps
         assert self.steps_per_generation is not None

@@ -17,9 +17,7 @@ from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.training.config import GRPOConfig
 
 
-def start_engine(
-    config: GRPOConfig, model_path: str, tokenizer: PreTrainedTokenizerBase, max_model_len: int
-) -> Engine:
+def start_engine(config: GRPOConfig, model_path: str, tokenizer: PreTrainedTokenizerBase, max_model_len: int) -> Engine:
     """Start vLLM in this process, or the transformers engine where vLLM is off or not installed.
 
     Raises:
@@ -45,7 +43,9 @@ def start_engine(
     )
 
 
-def shake_hands(engine: Engine, model: PreTrainedModel, model_path: str, config: GRPOConfig, min_model_len: int) -> None:
+def shake_hands(
+    engine: Engine, model: PreTrainedModel, model_path: str, config: GRPOConfig, min_model_len: int
+) -> None:
     """Compare the engine's effective settings with what training assumes.
 
     Raises:

@@ -54,7 +54,9 @@ def prepare_generation(groups: Sequence[RolloutGroup], config: GRPOConfig, versi
     weights: list[float] = []
     for start in range(0, len(rollouts), step_size):
         kept = [
-            0 if config.mask_truncated_completions and r.completion.finish_reason == "length" else len(r.completion.token_ids)
+            0
+            if config.mask_truncated_completions and r.completion.finish_reason == "length"
+            else len(r.completion.token_ids)
             for r in rollouts[start : start + step_size]
         ]
         lengths = torch.tensor(kept)

@@ -88,7 +88,9 @@ class GRPOTrainer(Trainer):
 
         name = model if isinstance(model, str) else model.config.name_or_path
         self.model_path = resolve_model(name)
-        tokenizer = guard_tokenizer(processing_class) if processing_class is not None else load_tokenizer(self.model_path)
+        tokenizer = (
+            guard_tokenizer(processing_class) if processing_class is not None else load_tokenizer(self.model_path)
+        )
         policy = load_policy(self.model_path, args.model_init_kwargs) if isinstance(model, str) else model  # type: ignore[arg-type]
         fit_vocabulary(policy, tokenizer)
         # Dropout would make the policy that is trained another than the one that sampled.
@@ -134,7 +136,6 @@ class GRPOTrainer(Trainer):
         self._sums = UpdateSums()
         self._last_sync: SyncRecord | None = None
         self._logged: dict[str, list[float]] = {}
-        self._sampled_tokens = 0
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ class GRPOTrainer(Trainer):
             groups = collect(
                 prompts,
                 self.engine,
-                self.processing_class,  # type: ignore[arg-type]
+                self.processing_class,
                 sampling,
                 num_generations=num_generations,
                 run_seed=config.seed,
@@ -188,7 +189,7 @@ class GRPOTrainer(Trainer):
 
     # ---- one micro-step ---------------------------------------------------------------------------------------------
 
-    def training_step(self, model: torch.nn.Module, inputs: MicroBatch, num_items_in_batch: Any = None) -> torch.Tensor:  # type: ignore[override]
+    def training_step(self, model: torch.nn.Module, inputs: MicroBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Learn from one part of the current generation.
 
         Raises:
@@ -212,7 +213,8 @@ class GRPOTrainer(Trainer):
         groups = self.rollout(prompts, self.config.num_generations)
         generation = prepare_generation(groups, self.config, self.state.global_step)
         tokens = [len(r.completion.token_ids) for g in groups for r in g.rollouts]
-        self._sampled_tokens += sum(tokens)
+        # Kept in the trainer's state, and so in checkpoints.
+        self.state.num_input_tokens_seen += sum(tokens) + sum(len(g.prompt.ids) * len(g.rollouts) for g in groups)
         self._note(rollout_metrics(groups))
         if self.config.single_update:
             return generation
@@ -267,7 +269,7 @@ class GRPOTrainer(Trainer):
 
     # ---- evaluation, logs, checkpoints ------------------------------------------------------------------------------
 
-    def evaluate(  # type: ignore[override]
+    def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Mean reward on the evaluation prompts, sampled as in training.
@@ -292,14 +294,14 @@ class GRPOTrainer(Trainer):
         named = {f"{metric_key_prefix}_{name}": float(value) for name, value in metrics.items()}
         self.last_eval_groups = groups
         self.log(dict(named))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the rollouts' and the proof's numbers since the last log, and seconds by phase, to what the base class logs."""
         if "loss" in logs:
             logs |= {name: sum(values) / len(values) for name, values in self._logged.items()}
-            logs["num_tokens"] = self._sampled_tokens
+            logs["num_tokens"] = self.state.num_input_tokens_seen
             logs |= {f"time/{name}": seconds for name, seconds in self.clock.take().items()}
             self._logged.clear()
         super().log(logs, start_time)
@@ -358,14 +360,18 @@ def _check_rewards(
         raise InputError("no reward function given")
     for function in functions:
         if not callable(function) or isinstance(function, torch.nn.Module):
-            raise InputError(f"reward function {function!r:.80} is no Python function; reward models are not supported yet")
+            raise InputError(
+                f"reward function {function!r:.80} is no Python function; reward models are not supported yet"
+            )
     weights = list(args.reward_weights) if args.reward_weights is not None else [1.0] * len(functions)
     if len(weights) != len(functions):
         raise InputError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions")
     return functions, weights
 
 
-def _prompt_reader(tokenizer: PreTrainedTokenizerBase, room: int, args: GRPOConfig) -> Callable[[Any, str], list[Prompt]]:
+def _prompt_reader(
+    tokenizer: PreTrainedTokenizerBase, room: int, args: GRPOConfig
+) -> Callable[[Any, str], list[Prompt]]:
     def load(dataset: Any, name: str) -> list[Prompt]:
         return load_prompts(
             dataset,

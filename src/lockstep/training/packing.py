@@ -126,7 +126,9 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
     Raises:
         ValueError: a sequence has no prompt or no completion.
     """
-    tree, held, places = _Tree(), [], []
+    tree = _Tree()
+    held: list[TrainingSequence] = []
+    places: list[int] = []
     for sequence in sequences:
         if not sequence.prompt_ids or not sequence.completion_ids:
             raise ValueError(f"sequence {sequence.name} has no prompt or no completion")

@@ -136,7 +136,7 @@ class PromptLoader(DataLoader):
 
 def prompt_loader(prompts: list[Prompt], batches: GenerationBatches) -> PromptLoader:
     """The training dataloader; one item is one micro-step."""
-    return PromptLoader(_Prompts(prompts), batch_sampler=batches, collate_fn=_collate)  # type: ignore[arg-type]
+    return PromptLoader(_Prompts(prompts), batch_sampler=batches, collate_fn=_collate)
 
 
 def _collate(items: list[tuple[Prompt, int]]) -> MicroBatch:

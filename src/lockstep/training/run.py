@@ -92,7 +92,11 @@ def _run(trainer: GRPOTrainer, place: RunPlace, start: float) -> FinishedRun:
         time.monotonic() - start,
     )
     page = render_report(
-        f"GRPO on {trainer.model_path}", summary, metrics, before["rollouts"] if before else [], after["rollouts"] if after else []
+        f"GRPO on {trainer.model_path}",
+        summary,
+        metrics,
+        before["rollouts"] if before else [],
+        after["rollouts"] if after else [],
     )
     (folder / "report.html").write_text(page)
     (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")

@@ -43,7 +43,9 @@ def check_scorable(model: PreTrainedModel, max_length: int) -> None:
     if kinds - {"sliding_attention"}:
         raise InputError(f"the model has layers of kind {sorted(kinds)}, which packed batches do not support")
     if kinds and window is not None and window < max_length:
-        raise InputError(f"the model attends within {window} tokens, sequences may have {max_length}: not supported yet")
+        raise InputError(
+            f"the model attends within {window} tokens, sequences may have {max_length}: not supported yet"
+        )
 
 
 def score_pack(model: PreTrainedModel, pack: Pack, temperature: float, chunk_size: int) -> TokenScores:
@@ -67,7 +69,13 @@ def score_pack(model: PreTrainedModel, pack: Pack, temperature: float, chunk_siz
     logps, entropies = [], []
     for start in range(0, len(rows), chunk_size):
         inside = (place >= start) & (place < start + chunk_size)
-        arguments = (head, selected[start : start + chunk_size], place[inside] - start, pack.targets[inside], temperature)
+        arguments = (
+            head,
+            selected[start : start + chunk_size],
+            place[inside] - start,
+            pack.targets[inside],
+            temperature,
+        )
         if torch.is_grad_enabled():
             # The chunk's logits are computed again in the backward pass instead of being kept.
             logp, entropy = checkpoint(_score_rows, *arguments, use_reentrant=False)

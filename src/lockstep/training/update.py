@@ -80,14 +80,18 @@ def learn(
 
 
 @torch.no_grad()
-def score_all(policy: Policy, sequences: Sequence[TrainingSequence], config: GRPOConfig) -> tuple[dict[str, tuple[float, ...]], GapStats]:
+def score_all(
+    policy: Policy, sequences: Sequence[TrainingSequence], config: GRPOConfig
+) -> tuple[dict[str, tuple[float, ...]], GapStats]:
     """The policy's log-probs of whole sequences, by request name, and their gap to the engine's."""
     logps: dict[str, tuple[float, ...]] = {}
     gap = GapStats()
     for pack in pack_sequences(sequences, config.token_budget):
         scores = policy.score(pack, config).logps
         gap = gap + measure_gap(_behaviour(pack, scores), scores, pack.names())
-        for sequence, part in zip(pack.sequences, scores.split([len(s.completion_ids) for s in pack.sequences]), strict=True):
+        for sequence, part in zip(
+            pack.sequences, scores.split([len(s.completion_ids) for s in pack.sequences]), strict=True
+        ):
             logps[sequence.name] = tuple(part.tolist())
     return logps, gap
 

@@ -1,0 +1,86 @@
+"""The command line: one parser for file and words, and every mistake is one line with exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lockstep.cli.arguments import parse
+from lockstep.cli.main import main
+from lockstep.training.config import GRPOConfig
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.name)
+def test_every_recipe_resolves_and_its_resolution_is_a_config(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grpo", "--config", str(recipe), "--dry_run"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    for name, value in yaml.safe_load(recipe.read_text()).items():
+        assert printed[name] == value, name
+
+
+def test_a_dry_run_can_be_used_as_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["grpo", "--model_name_or_path", "m", "--num_generations", "4", "--scale_rewards", "batch", "--dry_run"])
+        == 0
+    )
+    first = capsys.readouterr().out
+    (tmp_path / "resolved.yaml").write_text(first)
+    assert main(["grpo", "--config", str(tmp_path / "resolved.yaml"), "--dry_run"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == yaml.safe_load(first)
+
+
+def test_words_win_over_the_file(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "learning_rate: 1.0e-5\nmax_steps: 7\nreward_funcs: [a, b]\nbf16: false\nmodel_init_kwargs: {revision: x}\n"
+    )
+    run, made, dry = parse(
+        ["--config", str(config), "--learning_rate", "2e-5", "--output_dir", str(tmp_path)], GRPOConfig
+    )
+    assert (made.learning_rate, made.max_steps, made.bf16, dry) == (2e-5, 7, False, False)
+    assert made.model_init_kwargs == {"revision": "x"}
+    assert run.reward_funcs == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "message"),
+    [
+        (
+            ["--learning_rat", "3"],
+            None,
+            "unknown field 'learning_rat' in the command line; did you mean 'learning_rate'?",
+        ),
+        (["--learning_rate", "fast"], None, "invalid float value: 'fast'"),
+        (["--max_steps", "2.5"], None, "invalid int value"),
+        (["--loss_type", "best"], None, "invalid choice: 'best'"),
+        (["--config", "/no/such.yaml"], None, "config file /no/such.yaml does not exist"),
+        ([], "learning_rat: 3\n", "unknown field 'learning_rat' in"),
+        ([], "learning_rate: fast\n", "invalid float value: 'fast'"),
+        ([], "- a\n- b\n", "must hold fields with values"),
+        ([], "a: [\n", "is not YAML"),
+        (["--num_generations", "3"], None, "no multiple of num_generations=3"),
+        (["--top_p", "0.9"], None, "top_p=0.9 is not supported yet"),
+        ([], None, "model_name_or_path is not set"),
+        (["--model_name_or_path", "m"], None, "dataset_name is not set"),
+        (["stray"], None, "stray"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "c.yaml").write_text(content)
+        words = ["--config", str(tmp_path / "c.yaml"), *words]
+    assert main(["grpo", *words]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("lockstep: ")
+    assert message in line
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fly"]) == 2
+    assert "no command 'fly'" in capsys.readouterr().err

@@ -1,0 +1,210 @@
+"""Whole runs as a user starts them, in processes of their own: the same again, interrupted, killed, and out of disk.
+
+Real vLLM generates, with a tiny model. What decides is `metrics.jsonl`, which must be the same up to its times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import needs_vllm
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lockstep.parity.receipt import check_chain
+
+STEPS = 8
+# Slow enough that a signal lands between two steps of one's choice.
+REWARD = """
+import os, resource, time
+calls = 0
+
+def by_length(completion_ids, answer, **_):
+    global calls
+    calls += 1
+    time.sleep(float(os.environ.get("TEST_REWARD_SLEEP", "0")))
+    if calls == int(os.environ.get("TEST_DISK_FULL_AT", "-1")):
+        # No file may grow beyond this from here on, as on a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+    return [float(len(ids) % 5 + ids[0] % 3) for ids in completion_ids]
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    rows = [{"prompt": f"what is {i} + {i}", "answer": str(2 * i)} for i in range(40)]
+    Dataset.from_list(rows).to_json(folder / "data.jsonl")
+    (folder / "rewards.py").write_text(REWARD)
+    return folder
+
+
+def command(home: Path, model: str, name: str, **fields: Any) -> list[str]:
+    base: dict[str, Any] = {
+        "model_name_or_path": model,
+        "dataset_name": home / "data.jsonl",
+        "reward_funcs": f"{home / 'rewards.py'}:by_length",
+        "eval_size": 6,
+        "num_generations_eval": 2,
+        "output_dir": home / name,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 10,
+        "max_steps": STEPS,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "bf16": False,
+    }
+    words = [word for key, value in {**base, **fields}.items() for word in (f"--{key}", str(value))]
+    return [sys.executable, "-m", "lockstep.cli.main", "grpo", *words]
+
+
+def finish(words: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, env={**os.environ, **env}, capture_output=True, text=True, timeout=300, check=False)
+
+
+def interrupt(words: list[str], metrics: Path, step: int, number: signal.Signals) -> tuple[int, str]:
+    """Start a run and send it a signal once it has logged `step`."""
+    run = subprocess.Popen(
+        words,
+        env={**os.environ, "TEST_REWARD_SLEEP": "0.4"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and run.poll() is None:
+        if metrics.exists() and any(
+            '"loss"' in line and json.loads(line)["step"] >= step for line in whole_lines(metrics)
+        ):
+            break
+        time.sleep(0.05)
+    assert run.poll() is None, run.communicate()[0]
+    run.send_signal(number)
+    output, _ = run.communicate(timeout=100)
+    return run.returncode, output
+
+
+def whole_lines(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(home: Path, untied_dir: str) -> Path:
+    done = finish(command(home, untied_dir, "whole"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return home / "whole"
+
+
+@pytest.mark.vllm
+@needs_vllm
+class TestRuns:
+    def test_a_run_leaves_what_it_promises(self, uninterrupted: Path) -> None:
+        summary = json.loads((uninterrupted / "summary.json").read_text())
+        assert summary["steps"] == STEPS
+        assert set(summary["time"]) == {"generate", "rewards", "forward_backward", "optimizer", "sync", "verify"}
+        assert {"eval_reward_before", "eval_reward_after", "wall_s", "tokens_per_s"} <= summary.keys()
+        assert summary["eval_samples"] == 12
+        parity = summary["parity"]
+        assert 0 < parity["mean_abs_gap"] < parity["max_abs_gap"] < 1e-3
+        logs = [line for line in curve(uninterrupted) if "loss" in line]
+        # 8 completions a step; all of their tokens are checked.
+        sampled = round(sum(8 * line["completions/mean_length"] for line in logs))
+        assert parity["checked_tokens"] == sampled == sum(line["parity/checked_tokens"] for line in logs)
+        assert parity["failed"] == 0
+
+        receipt = (uninterrupted / "receipt.jsonl").read_text().splitlines()
+        check_chain(receipt)
+        assert [json.loads(line)["version"] for line in receipt] == list(range(STEPS))
+
+        page = (uninterrupted / "report.html").read_text()
+        assert "Held-out rollouts, before and after" in page
+        assert 'src="http' not in page
+        last = uninterrupted / f"checkpoint-{STEPS}"
+        assert AutoModelForCausalLM.from_pretrained(last).num_parameters() > 0
+        assert AutoTokenizer.from_pretrained(last).eos_token == "<|end|>"
+
+    def test_the_same_seed_gives_the_same_run(self, home: Path, untied_dir: str, uninterrupted: Path) -> None:
+        assert finish(command(home, untied_dir, "again")).returncode == 0
+        assert curve(home / "again") == curve(uninterrupted)
+
+    def test_another_seed_gives_another_run(self, home: Path, untied_dir: str, uninterrupted: Path) -> None:
+        assert finish(command(home, untied_dir, "other", seed=5, max_steps=2)).returncode == 0
+        assert curve(home / "other")[1] != curve(uninterrupted)[1]
+
+    def test_killed_in_the_middle_it_goes_on_as_if_nothing_had_been(
+        self, home: Path, untied_dir: str, uninterrupted: Path
+    ) -> None:
+        words = command(home, untied_dir, "killed")
+        code, _ = interrupt(words, home / "killed" / "metrics.jsonl", 5, signal.SIGKILL)
+        assert code == -signal.SIGKILL
+        done = finish(words)
+        assert done.returncode == 0, done.stderr
+        assert "going on from" in done.stdout
+        assert curve(home / "killed") == curve(uninterrupted)
+        check_chain((home / "killed" / "receipt.jsonl").read_text().splitlines())
+
+    def test_interrupted_it_saves_stops_and_goes_on(self, home: Path, untied_dir: str, uninterrupted: Path) -> None:
+        words = command(home, untied_dir, "stopped")
+        code, output = interrupt(words, home / "stopped" / "metrics.jsonl", 3, signal.SIGINT)
+        assert code == 130, output
+        assert "the same command goes on from there" in output
+        assert not (home / "stopped" / "summary.json").exists()
+        done = finish(words)
+        assert done.returncode == 0, done.stderr
+        assert curve(home / "stopped") == curve(uninterrupted)
+
+
+def test_a_full_disk_is_one_error_and_keeps_the_last_good_checkpoint(home: Path, untied_dir: str) -> None:
+    words = command(home, untied_dir, "full", use_vllm=False, max_steps=4, eval_size=0)
+    # The third reward call belongs to step 3, so checkpoint-2 is whole and checkpoint-4 cannot be written.
+    failed = finish(words, TEST_DISK_FULL_AT="3")
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    (line,) = failed.stderr.strip().splitlines()
+    assert line.startswith("lockstep: checkpoint-4 could not be written")
+    assert "checkpoint-2" in line
+    assert not (home / "full" / "checkpoint-4").exists()
+    done = finish(words)
+    assert done.returncode == 0, done.stderr
+    assert [entry["step"] for entry in curve(home / "full")] == [1, 2, 3, 4]
+
+
+def test_without_vllm_the_same_command_runs_and_says_so(home: Path, untied_dir: str) -> None:
+    done = finish(command(home, untied_dir, "plain", use_vllm=False, max_steps=1))
+    assert done.returncode == 0, done.stderr
+    assert "engine: transformers" in done.stdout
+    assert json.loads((home / "plain" / "summary.json").read_text())["parity"]["failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "message"),
+    [
+        ({"dataset_name": "/no/such.jsonl"}, 2, "data file /no/such.jsonl does not exist"),
+        ({"model_name_or_path": "/no/such/model"}, 2, "model directory /no/such/model does not exist"),
+        ({"reward_funcs": "/no/such.py:f"}, 2, "reward file /no/such.py does not exist"),
+        ({"max_completion_length": 600}, 2, "model's context leaves -88"),
+        ({"eval_size": 40}, 2, "cannot be held out"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    home: Path, untied_dir: str, fields: dict[str, Any], code: int, message: str
+) -> None:
+    done = finish(command(home, untied_dir, "bad", use_vllm=False, **fields))
+    assert done.returncode == code
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("lockstep: ")
+    assert message in line
