@@ -36,7 +36,6 @@ WEIGHT_TRANSFER_BACKEND = "lockstep_inprocess"
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
 }
 
 # What a model's generation_config.json may ask an engine to do unasked.
@@ -221,6 +220,7 @@ def _start(**kwargs: Any) -> LLM:
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(kwargs["max_model_len"], 4096),
         "async_scheduling": False,
+        "use_tqdm_on_load": False,
         # The model's own generation_config keeps its stop tokens but loses its sampling defaults.
         "override_generation_config": dict(_NEUTRAL),
         "enable_prefix_caching": True,

