@@ -225,6 +225,15 @@ def test_a_push_changes_the_engine_to_the_new_weights_and_back(engine: Engine, p
     assert {k: c.token_ids for k, c in engine.generate(asked).items()} == {k: c.token_ids for k, c in original.items()}
 
 
+def test_nothing_computed_from_older_weights_survives_a_push(engine: Engine, pushed: PreTrainedModel) -> None:
+    # Long enough for several blocks of a prefix cache (fault W6).
+    asked = requests(6, Sampling(max_tokens=4), length=150)
+    engine.generate(asked)
+    moved = perturbed(pushed, scale=0.5)
+    push_weights(moved, engine, 8)
+    assert gap(moved, engine.generate(asked)) < 1e-3
+
+
 def gap(model: PreTrainedModel, answers: dict[RequestKey, Completion]) -> float:
     worst = 0.0
     for completion in answers.values():
