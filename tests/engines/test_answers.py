@@ -45,6 +45,7 @@ def test_every_other_multiset_of_answers_is_refused(given_answers: list[int]) ->
     ("changes", "proof"),
     [
         ({"prompt_ids": (0, 1, 2, 2)}, "echo"),
+        ({"prompt_ids": (1, 1, 3)}, "echo"),
         ({"token_ids": (), "logprobs": (), "weight_versions": ()}, "keys"),
         ({"logprobs": (-0.5,)}, "logprobs"),
         ({"logprobs": (-0.5, float("nan"))}, "logprobs"),

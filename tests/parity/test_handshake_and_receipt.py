@@ -53,7 +53,7 @@ def written(folder: Path, entries: int) -> list[str]:
     path.unlink(missing_ok=True)
     for i in range(entries):
         # A new object each time: the chain goes on over a restart.
-        Receipt(path).append({"step": i, "max_abs_gap": 1e-6 * i})
+        Receipt(path, i).append({"step": i + 1, "max_abs_gap": 1e-6 * i})
     return path.read_text().splitlines()
 
 
@@ -81,4 +81,17 @@ def test_a_receipt_that_was_changed_is_not_continued(tmp_path: Path) -> None:
     lines = written(tmp_path, 2)
     (tmp_path / "receipt.jsonl").write_text(lines[1] + "\n")
     with pytest.raises(InputError, match="receipt line 1"):
-        Receipt(tmp_path / "receipt.jsonl")
+        Receipt(tmp_path / "receipt.jsonl", 2)
+
+
+def test_lines_after_the_step_that_a_run_goes_on_from_are_written_again(tmp_path: Path) -> None:
+    lines = written(tmp_path, 4)
+    Receipt(tmp_path / "receipt.jsonl", 2).append({"step": 3, "max_abs_gap": 2e-6})
+    assert (tmp_path / "receipt.jsonl").read_text().splitlines() == lines[:3]
+
+
+def test_a_new_run_keeps_the_earlier_ones_receipt_beside_its_own(tmp_path: Path) -> None:
+    lines = written(tmp_path, 4)
+    Receipt(tmp_path / "receipt.jsonl", 0).append({"step": 1, "max_abs_gap": 0.0})
+    assert (tmp_path / "receipt.previous.jsonl").read_text().splitlines() == lines
+    assert len((tmp_path / "receipt.jsonl").read_text().splitlines()) == 1

@@ -51,14 +51,26 @@ def test_the_gap_catches_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch
         check_gap(stats, stats.tokens, LIMIT, 2)
 
 
-def test_a_skipped_tensor_is_noticed_by_vllms_own_parameters(tied_vllm: VLLMInProcess) -> None:
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", r"layers\.1\.mlp\.down_proj"),
+        # One part of a fused layer: vLLM itself counts the whole as loaded.
+        ("model.layers.0.self_attn.q_proj.weight", r"layers\.0\.self_attn\.qkv_proj \(\d+ of \d+ elements\)"),
+    ],
+)
+def test_a_tensor_that_was_not_sent_is_noticed_by_vllms_own_layers(
+    tied_vllm: VLLMInProcess, missing: str, named: str
+) -> None:
     whole = make_model("llama", tied=True)
 
     class Partial(torch.nn.Module):
         def named_parameters(self, *args: object, **kwargs: object):  # type: ignore[no-untyped-def]
-            return iter([(n, p) for n, p in whole.named_parameters() if n != "model.layers.1.mlp.down_proj.weight"])
+            return iter([(n, p) for n, p in whole.named_parameters() if n != missing])
 
-    with pytest.raises(ProofError, match=r"layers\.1\.mlp\.down_proj"):
+    with pytest.raises(ProofError, match=named):
         push_weights(Partial(), tied_vllm, 3)
     assert tied_vllm.version is None
     push_weights(whole, tied_vllm, 4)
+    stats = rollout_gap(tied_vllm, whole)
+    check_gap(stats, stats.tokens, LIMIT, 4)

@@ -97,6 +97,14 @@ def test_unreadable_data_is_one_clear_error(
         load(str(path), **fields)
 
 
+def test_a_split_of_data_that_has_none_is_refused_and_not_the_training_rows_again(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a"}\n' * 5)
+    with pytest.raises(InputError, match="has no split 'test'"):
+        load(str(tmp_path / "data.jsonl"), test_split="test")
+    with pytest.raises(InputError, match="arithmetic has no splits"):
+        load("arithmetic", test_split="test", train_size=5)
+
+
 def test_reasoning_gym_needs_a_name() -> None:
     with pytest.raises(InputError, match="needs dataset_config"):
         load("reasoning_gym", train_size=5)

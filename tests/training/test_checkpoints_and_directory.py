@@ -9,7 +9,13 @@ import pytest
 
 from lockstep.errors import InputError, LockstepError
 from lockstep.training.checkpoints import checkpoint_step, cut_back, guarded_save, last_checkpoint
-from lockstep.training.run_directory import open_run
+from lockstep.training.run_directory import RunPlace
+from lockstep.training.run_directory import open_run as locked_run
+
+
+def open_run(folder: Path, settings: dict[str, object]) -> RunPlace:
+    with locked_run(folder, settings) as place:
+        return place
 
 
 def checkpoint(folder: Path, step: int, *, whole: bool = True) -> Path:
@@ -79,3 +85,14 @@ def test_checkpoints_of_something_else_are_not_touched(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="checkpoints of something else"):
         open_run(tmp_path / "run", {})
     assert other.exists()
+
+
+def test_two_processes_cannot_share_a_directory(tmp_path: Path) -> None:
+    with locked_run(tmp_path / "run", {}), pytest.raises(InputError, match="another process is running in"):
+        open_run(tmp_path / "run", {})
+    open_run(tmp_path / "run", {})
+
+
+def test_a_start_that_failed_does_not_hold_the_directory_for_its_settings(tmp_path: Path) -> None:
+    open_run(tmp_path / "run", {"model": "typo"})
+    assert open_run(tmp_path / "run", {"model": "right"}).checkpoint is None

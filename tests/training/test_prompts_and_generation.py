@@ -119,7 +119,7 @@ def test_sequences_carry_their_own_groups_advantage_and_their_steps_weight() -> 
 
 def test_two_optimizer_steps_of_one_generation_are_normalised_apart() -> None:
     config = GRPOConfig(
-        output_dir="u", per_device_train_batch_size=2, steps_per_generation=2, num_generations=2, save_steps=2
+        output_dir="u", per_device_train_batch_size=2, steps_per_generation=2, num_generations=2, save_steps=10
     )
     generation = prepare_generation(scored([[1.0, 0.0], [3.0, 2.0]], [[2, 4], [1, 3]]), config, version=5)
     assert [s.weight for batch in generation.micro_batches for s in batch] == pytest.approx(

@@ -183,6 +183,27 @@ def test_a_full_disk_is_one_error_and_keeps_the_last_good_checkpoint(home: Path,
     assert [entry["step"] for entry in curve(home / "full")] == [1, 2, 3, 4]
 
 
+def test_a_run_that_only_lacks_its_last_evaluation_takes_no_further_step(home: Path, untied_dir: str) -> None:
+    words = command(home, untied_dir, "nearly", use_vllm=False, max_steps=2)
+    assert finish(words).returncode == 0
+    whole = curve(home / "nearly")
+    # As if killed between the last checkpoint and the summary.
+    (home / "nearly" / "summary.json").unlink()
+    done = finish(words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((home / "nearly" / "summary.json").read_text())["steps"] == 2
+    assert curve(home / "nearly") == whole
+
+
+def test_several_updates_a_generation_run_through_the_command_line(home: Path, untied_dir: str) -> None:
+    done = finish(command(home, untied_dir, "twice", use_vllm=False, max_steps=4, num_iterations=2))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((home / "twice" / "summary.json").read_text())
+    lines = [line for line in curve(home / "twice") if "completions/mean_length" in line and "loss" in line]
+    # Two generations, each learned from twice and counted once.
+    assert summary["parity"]["checked_tokens"] == round(sum(8 * line["completions/mean_length"] for line in lines))
+
+
 def test_without_vllm_the_same_command_runs_and_says_so(home: Path, untied_dir: str) -> None:
     done = finish(command(home, untied_dir, "plain", use_vllm=False, max_steps=1))
     assert done.returncode == 0, done.stderr
@@ -198,6 +219,7 @@ def test_without_vllm_the_same_command_runs_and_says_so(home: Path, untied_dir: 
         ({"reward_funcs": "/no/such.py:f"}, 2, "reward file /no/such.py does not exist"),
         ({"max_completion_length": 600}, 2, "model's context leaves -88"),
         ({"eval_size": 40}, 2, "cannot be held out"),
+        ({"eval_size": 0, "eval_strategy": "steps"}, 2, "eval"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError, ProofError
+from lockstep.parity.receipt import check_chain
 from lockstep.sync.push import SyncRecord
 from lockstep.tokens.tokenizer import load_tokenizer
 
@@ -143,6 +145,35 @@ def test_tokens_of_groups_that_agree_are_checked_too_and_their_step_moves_nothin
     assert all(torch.equal(p, before[n]) for n, p in run.model.named_parameters())
 
 
+def test_tokens_of_masked_completions_are_checked_too(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+    run = trainer(untied_dir, tmp_path, engine=hf_engine, mask_truncated_completions=True)
+    run.train()
+    log = run.state.log_history[0]
+    assert log["completions/clipped_ratio"] > 0
+    assert log["parity/checked_tokens"] == round(8 * log["completions/mean_length"])
+
+
+def test_weights_set_by_hand_reach_the_engine(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+    args = GRPOConfig(output_dir=str(tmp_path), max_completion_length=8, bf16=False, disable_tqdm=True)
+    run = GRPOTrainer(untied_dir, by_length, args, PROMPTS, PROMPTS.select(range(3)), engine=hf_engine)
+    before = run.evaluate()
+    with torch.no_grad():
+        run.model.get_output_embeddings().weight.mul_(0.1)
+    assert run.evaluate()["eval_reward"] != before["eval_reward"]
+
+
+def test_training_again_starts_anew_with_a_receipt_of_its_own(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    run = trainer(untied_dir, tmp_path, engine=hf_engine, max_steps=2)
+    for _ in range(2):
+        run.train()
+        lines = (tmp_path / "receipt.jsonl").read_text().splitlines()
+        check_chain(lines)
+        assert [json.loads(line)["version"] for line in lines] == [0, 1]
+    assert (tmp_path / "receipt.previous.jsonl").exists()
+
+
 def test_a_second_pass_over_a_generation_uses_the_log_probs_it_was_sampled_at(
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
@@ -161,6 +192,9 @@ def test_a_second_pass_over_a_generation_uses_the_log_probs_it_was_sampled_at(
     assert all(entry["parity/max_abs_gap"] < 1e-3 for entry in logs)
     assert logs[1]["clip_ratio/region_mean"] > 0
     assert logs[0]["clip_ratio/region_mean"] == 0
+    receipt = [json.loads(line) for line in (tmp_path / "receipt.jsonl").read_text().splitlines()]
+    # A token that is learned from twice is sampled and proven once.
+    assert [entry["version"] for entry in receipt] == [0, 2]
 
 
 def test_versions_count_optimizer_steps(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
@@ -239,6 +273,13 @@ def test_an_engine_of_another_model_is_refused(untied_dir: str, tmp_path: Path) 
         trainer(untied_dir, tmp_path, engine=engine)
 
 
+def test_attention_that_cannot_take_the_trees_mask_is_refused(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    with pytest.raises(InputError, match="packed batches need 'sdpa'"):
+        trainer(untied_dir, tmp_path, engine=hf_engine, model_init_kwargs={"attn_implementation": "eager"})
+
+
 def test_an_engine_too_short_for_the_prompts_is_refused(untied_dir: str, tmp_path: Path) -> None:
     engine = TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=14)
     with pytest.raises(ProofError, match="max_model_len is 14"):
@@ -250,9 +291,11 @@ def test_dropout_is_off_so_that_the_policy_scores_what_it_sampled(
 ) -> None:
     model = make_model()
     model.config.name_or_path = untied_dir
+    model.model.layers[0].self_attn.attention_dropout = 0.3
     model.model.layers[0].mlp.down_proj = torch.nn.Sequential(
         model.model.layers[0].mlp.down_proj, torch.nn.Dropout(0.5)
     )
     args = GRPOConfig(output_dir=str(tmp_path), bf16=False, max_completion_length=8)
     run = GRPOTrainer(model, by_length, args, PROMPTS, processing_class=make_tokenizer(), engine=hf_engine)
     assert [m.p for m in run.model.modules() if isinstance(m, torch.nn.Dropout)] == [0.0]
+    assert {layer.self_attn.attention_dropout for layer in run.model.model.layers} == {0.0}

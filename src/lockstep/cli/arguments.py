@@ -92,6 +92,7 @@ def resolved(run: RunArguments, config: Any) -> str:
         **dataclasses.asdict(run),
         **{f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init},
     }
+    fields = {k: v for k, v in fields.items() if not k.endswith("_token")}
     plain = json.loads(json.dumps(fields, default=_plain))
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
@@ -106,6 +107,8 @@ def _read(path: str) -> dict[str, Any]:
         raise InputError(f"config file {path} does not exist")
     try:
         content = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise InputError(f"config file {path} cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise InputError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import asdict
 
@@ -19,8 +18,6 @@ def run(words: list[str]) -> int:
     # Other libraries' notes about their own future would bury the run's lines.
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TQDM_DISABLE", "1")
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -60,10 +57,10 @@ def _train(arguments: RunArguments, config) -> int:
     if not rewards:
         raise InputError("reward_funcs is not set, and data of one's own has no reward function of its own")
     resolve_model(model)
-    place = open_run(config.output_dir or "runs/grpo", {**asdict(arguments), **curve_settings(config)})
-    if place.checkpoint:
-        print(f"going on from {place.checkpoint}", flush=True)
-    finished = run_grpo(config, place, model, rewards, data.train, data.evaluation)
+    with open_run(config.output_dir, {**asdict(arguments), **curve_settings(config)}) as place:
+        if place.checkpoint:
+            print(f"going on from {place.checkpoint}", flush=True)
+        finished = run_grpo(config, place, model, rewards, data.train, data.evaluation)
     print()
     for line in summary_lines(finished.summary):
         print(line)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -19,6 +20,9 @@ commands:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
+    # Read when libraries are imported: other programs' progress bars would bury the run's lines.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE, end="")
@@ -43,7 +47,8 @@ def _guarded(command: Callable[[], int]) -> int:
         print("lockstep: stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
     except InputError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        # Other libraries' messages may have several lines.
+        print(f"lockstep: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)

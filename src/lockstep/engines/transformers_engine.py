@@ -85,6 +85,8 @@ class TransformersEngine:
         self._timeout = timeout
         self._version: int | None = None
         self._end_ids = _end_ids(self._model, tokenizer)
+        # `generate` would fill what a request leaves open from the model's own defaults (a repetition penalty, say).
+        self._model.generation_config = GenerationConfig()
 
     @property
     def version(self) -> int | None:

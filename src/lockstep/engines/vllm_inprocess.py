@@ -38,6 +38,19 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
+# Engine arguments that change tokens or log-probs and that no proof reads back.
+_REFUSED = {
+    "hf_overrides",
+    "kv_cache_dtype",
+    "logits_processors",
+    "quantization",
+    "revision",
+    "speculative_config",
+    "tokenizer",
+    "tokenizer_mode",
+    "weight_transfer_config",
+}
+
 # What a model's generation_config.json may ask an engine to do unasked.
 _NEUTRAL: dict[str, float | int] = {
     "temperature": 1.0,
@@ -76,6 +89,9 @@ class VLLMInProcess:
         seed: int = 0,
         engine_kwargs: dict[str, Any] | None = None,
     ) -> None:
+        refused = _REFUSED & (engine_kwargs or {}).keys()
+        if refused:
+            raise InputError(f"vllm_engine_kwargs may not set {', '.join(sorted(refused))}: log-probs would differ")
         self._timeout = timeout
         self._version: int | None = None
         self._model = model
@@ -89,8 +105,10 @@ class VLLMInProcess:
                 **_memory_arguments(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),
                 **(engine_kwargs or {}),
             )
-        except (ValueError, RuntimeError, OSError, TypeError) as error:
+        except (ValueError, RuntimeError, OSError, TypeError, ImportError) as error:
             # pydantic's and vLLM's own errors derive from these; the engine holds nothing worth keeping then.
+            if isinstance(error, InputError):
+                raise
             raise InputError(f"vLLM cannot load {model}: {str(error).strip()[:600]}") from error
         config = self._llm.llm_engine.vllm_config
         self.supports_sleep = bool(config.model_config.enable_sleep_mode) and torch.cuda.is_available()

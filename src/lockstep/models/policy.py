@@ -19,16 +19,30 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
     Raises:
         InputError: the directory or id holds no causal language model, or its weights are quantised.
     """
+    if "revision" in (model_init_kwargs or {}):
+        # The tokenizer and the engine would load another one.
+        raise InputError("model_init_kwargs.revision is not supported; give the directory of that revision")
     kwargs = {"dtype": torch.float32, "attn_implementation": "sdpa", **(model_init_kwargs or {})}
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=kwargs.get("trust_remote_code", False))
         if getattr(config, "quantization_config", None) is not None:
             raise InputError(f"model {path} is quantised; training needs its full-precision weights")
         return AutoModelForCausalLM.from_pretrained(path, **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"cannot load a causal language model from {path}: {_first_line(error)}") from error
+
+
+def switch_off_dropout(model: torch.nn.Module) -> None:
+    """Dropout would make the policy that is trained another than the one that sampled."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        # Attention layers of transformers keep theirs as a number.
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def _first_line(error: Exception) -> str:

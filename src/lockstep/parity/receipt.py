@@ -13,18 +13,33 @@ from typing import Any
 
 from lockstep.errors import InputError
 
+RECEIPT = "receipt.jsonl"
 _FIRST = "0" * 32
 
 
 class Receipt:
-    """Appends chained lines to a file; continues the chain of an existing one."""
+    """Appends chained lines to a file; continues the chain of an existing one.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the receipt's file.
+        step: the optimizer step that the run stands at; lines after it are dropped, they will be written again. At step 0 an
+            earlier run's receipt is kept beside it as `receipt.previous.jsonl`.
+
+    Raises:
+        InputError: the existing chain is broken.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
         self._path = path
         self._last = _FIRST
         if path.exists():
             lines = path.read_text().splitlines()
+            if step == 0 and lines:
+                path.rename(path.with_name("receipt.previous.jsonl"))
+                return
+            lines = [line for line in lines if json.loads(line)["step"] <= step]
             check_chain(lines)
+            path.write_text("".join(f"{line}\n" for line in lines))
             if lines:
                 self._last = json.loads(lines[-1])["hash"]
 

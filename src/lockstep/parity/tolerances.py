@@ -33,4 +33,4 @@ _HALF = Tolerance(mean=0.15, max=2.0, k3=0.02)
 
 def tolerance(engine: torch.dtype, trainer: torch.dtype) -> Tolerance:
     """Limits for an engine dtype and the dtype in which the trainer computes its forward."""
-    return _SINGLE if engine == trainer == torch.float32 else _HALF
+    return _SINGLE if {engine, trainer} <= {torch.float32, torch.float64} else _HALF

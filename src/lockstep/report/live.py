@@ -39,7 +39,10 @@ class LiveView(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs:
             return
-        self._history.append(dict(logs))
+        # A step that learns from an earlier step's rollouts has no reward of its own.
+        last = self._history[-1] if self._history else {"reward": float("nan")}
+        logs = {"reward": last["reward"], **logs}
+        self._history.append(logs)
         left = self._seconds_left(state.global_step, state.max_steps)
         if self._live is not None:
             self._live.update(self._panel(state.global_step, state.max_steps, left))
@@ -68,9 +71,7 @@ class LiveView(TrainerCallback):
         table.add_row("reward", f"{logs['reward']:.3f}", Text(sparkline(rewards), style="green"))
         gaps = [entry["parity/max_abs_gap"] for entry in self._history]
         table.add_row("parity gap", f"{logs['parity/mean_abs_gap']:.1e} mean, {gaps[-1]:.1e} max", sparkline(gaps))
-        table.add_row(
-            "checked", f"{logs['parity/checked_tokens']:.0f} of {logs['parity/checked_tokens']:.0f} tokens", ""
-        )
+        table.add_row("checked", f"{logs['parity/checked_tokens']:.0f} tokens, all that were sampled", "")
         table.add_row("tokens/s", f"{tokens_per_second(logs):.0f} sampled", "")
         table.add_row("time", time_shares(logs), "")
         progress = Table.grid(padding=(0, 2))
@@ -105,7 +106,9 @@ def time_shares(logs: dict[str, float]) -> str:
 
 def sparkline(values: list[float], width: int = 32) -> str:
     """The last values as blocks of eight heights."""
-    shown = values[-width:]
+    shown = [value for value in values[-width:] if value == value]
+    if not shown:
+        return ""
     low, high = min(shown), max(shown)
     span = (high - low) or 1.0
     return "".join(_BLOCKS[round((value - low) / span * (len(_BLOCKS) - 1))] for value in shown)

@@ -15,8 +15,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from lockstep.engines.protocol import LoadedWeights
 
@@ -72,12 +73,32 @@ class InProcessWeightTransfer(WeightTransferEngine[InProcessInit, InProcessUpdat
         self.acknowledgement = LoadedWeights(specs, untouched)
 
     def finish_weight_update(self) -> None:
+        ack = self.acknowledgement
+        self.acknowledgement = LoadedWeights(ack.tensors, ack.untouched + _half_loaded(self.model))
         finalize_layerwise_reload(self.model, self.model_config)
         repack_heads(self.model)
         self._open = False
 
     def shutdown(self) -> None:
         pass
+
+
+def _half_loaded(model: torch.nn.Module) -> tuple[str, ...]:
+    """Layers that got some of their elements and not all: one projection of a fused one, say.
+
+    To be asked before `finalize_layerwise_reload`, which forgets. vLLM counts a fused parameter as loaded with its first
+    part. Embeddings and heads may hold padding that is never sent; whole ones are covered by name.
+    """
+    half = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if (
+            info.can_load()
+            and 0 < info.load_numel < info.load_numel_total
+            and not isinstance(layer, VocabParallelEmbedding)
+        ):
+            half.append(f"{name} ({info.load_numel} of {info.load_numel_total} elements)")
+    return tuple(half)
 
 
 def repack_heads(model: torch.nn.Module) -> None:

@@ -55,6 +55,8 @@ def load_data(
     Raises:
         InputError: nothing by that name, a format that is not read, or too few rows.
     """
+    if name in ("arithmetic", "reasoning_gym") and test_split is not None:
+        raise InputError(f"{name} has no splits; drop dataset_test_split and set eval_size")
     if name == "arithmetic":
         train, held_out = arithmetic(subset or "larger", train_size, eval_size, seed)
         return TaskData(train, held_out if eval_size else None, (exact_match,))
@@ -82,15 +84,25 @@ def _load_split(name: str, subset: str | None, split: str) -> Dataset:
                 raise InputError(f"data file {path} does not exist")
             if path.stat().st_size == 0:
                 raise InputError(f"data file {path} is empty")
+            _no_split(name, split)
             return load_dataset(_READERS[path.suffix], data_files=str(path), split="train")
         if path.is_dir():
             saved = load_from_disk(str(path))
-            return saved[split] if isinstance(saved, DatasetDict) else saved
+            if isinstance(saved, DatasetDict):
+                return saved[split]
+            _no_split(name, split)
+            return saved
         return load_dataset(name, subset, split=split)
     except InputError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
         raise InputError(f"cannot read data {name!r}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _no_split(name: str, split: str) -> None:
+    """A split named for data that has none would silently be the same rows again."""
+    if split != "train":
+        raise InputError(f"{name} has no split {split!r}, only one set of rows; hold some out with eval_size instead")
 
 
 def _limited(data: Dataset, rows: int) -> Dataset:

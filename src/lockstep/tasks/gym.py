@@ -35,8 +35,8 @@ def reasoning_gym_problems(
         InputError: reasoning-gym has no such data set.
     """
     try:
-        source = reasoning_gym.create_dataset(name, seed=seed, size=train_size)
-        held_out = reasoning_gym.create_dataset(name, seed=seed + _EVAL_OFFSET, size=eval_size)
+        source = reasoning_gym.create_dataset(name, seed=seed, size=max(train_size, 1))
+        held_out = reasoning_gym.create_dataset(name, seed=seed + _EVAL_OFFSET, size=max(eval_size, 1))
         worked = reasoning_gym.create_dataset(name, seed=seed + _EXAMPLE_OFFSET, size=max(examples, 1))
     except ValueError as error:
         raise InputError(f"reasoning-gym has no data set {name!r}: {error}") from error

@@ -66,5 +66,5 @@ def _from_file(path: Path) -> Any:
 def _from_package(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise InputError(f"reward module {name!r} cannot be imported: {error}") from error

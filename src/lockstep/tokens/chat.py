@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
@@ -38,14 +39,17 @@ def render_prompt(
         if tokenizer.chat_template is None:
             raise InputError("prompts are messages but the tokenizer has no chat template; give prompts as text")
         continues = prompt[-1]["role"] == "assistant"
-        rendered = tokenizer.apply_chat_template(
-            prompt,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-            tokenize=True,
-            return_dict=True,
-            **(chat_template_kwargs or {}),
-        )
+        try:
+            rendered = tokenizer.apply_chat_template(
+                prompt,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                tokenize=True,
+                return_dict=True,
+                **(chat_template_kwargs or {}),
+            )
+        except TemplateError as error:
+            raise InputError(f"the chat template refuses these messages: {error}") from error
         ids = list(rendered["input_ids"])
     else:
         raise InputError(f"a prompt must be text or a non-empty list of messages with a role, got {prompt!r:.200}")

@@ -16,7 +16,8 @@ from transformers.trainer_utils import sort_checkpoints
 
 from lockstep.errors import LockstepError
 
-_LAST_WRITTEN = "trainer_state.json"
+# The last file that a checkpoint gets: what has it is whole.
+TRAINER_STATE = "trainer_state.json"
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
@@ -29,7 +30,7 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
 
 def checkpoint_step(checkpoint: Path) -> int:
     """Optimizer steps that a checkpoint stands after."""
-    return int(json.loads((checkpoint / _LAST_WRITTEN).read_text())["global_step"])
+    return int(json.loads((checkpoint / TRAINER_STATE).read_text())["global_step"])
 
 
 @contextmanager
@@ -44,7 +45,8 @@ def guarded_save(output_dir: str | Path, step: int) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         # A full disk shows as any of the three: Python's files, safetensors' and torch's writers differ.
-        shutil.rmtree(target, ignore_errors=True)
+        if not _is_complete(target):
+            shutil.rmtree(target, ignore_errors=True)
         good = last_checkpoint(output_dir)
         keeps = f"the last good one is {good}" if good else "there is no earlier one"
         free = shutil.disk_usage(output_dir).free / 2**30
@@ -72,7 +74,7 @@ def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
 
 def _is_complete(checkpoint: Path) -> bool:
     try:
-        json.loads((checkpoint / _LAST_WRITTEN).read_text())
+        json.loads((checkpoint / TRAINER_STATE).read_text())
     except (OSError, json.JSONDecodeError):
         return False
     return True

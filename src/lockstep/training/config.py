@@ -162,20 +162,41 @@ class GRPOConfig(TrainingArguments):
         neutral |= {"auto_find_batch_size": False, "load_best_model_at_end": False, "full_determinism": False}
         neutral |= {"vllm_mode": "colocate", "vllm_importance_sampling_mode": "token_truncate"}
         neutral |= {"remove_unused_columns": False, "dataloader_drop_last": True, "torch_compile": False}
+        # Fields of TrainingArguments that the step here does not go through, or that would take it apart.
+        neutral |= {"deepspeed": None, "label_smoothing_factor": 0.0, "neftune_noise_alpha": None}
+        neutral |= {"save_only_model": False, "include_num_input_tokens_seen": "no", "torch_empty_cache_steps": None}
+        neutral |= {"dataloader_num_workers": 0, "resume_from_checkpoint": None, "train_sampling_strategy": "random"}
         for name, value in neutral.items():
             if getattr(self, name) != value:
                 raise InputError(f"{name}={getattr(self, name)!r} is not supported yet; only {value!r} is")
-        if self.world_size > 1:
-            raise InputError(f"{self.world_size} trainer processes are not supported yet; start one")
+        if self.world_size > 1 or self.fsdp or self.n_gpu > 1:
+            raise InputError(
+                "several processes or GPUs, FSDP and DeepSpeed are not supported yet; start one process on one device"
+            )
+        if str(self.save_strategy) in ("best", "SaveStrategy.BEST"):
+            raise InputError("save_strategy=best is not supported yet; use steps, epoch or no")
+        optimizer = str(getattr(self.optim, "value", self.optim))
+        if "layerwise" in optimizer or optimizer.startswith(("lomo", "adalomo", "schedule_free")):
+            raise InputError(f"optim={optimizer} steps inside the backward pass, before the proof; it is not supported")
         if self.temperature <= 0:
             raise InputError(f"temperature={self.temperature} leaves nothing to learn from; it must be above 0")
         if self.scale_rewards not in ("group", "batch", "none"):
             raise InputError(f"scale_rewards={self.scale_rewards!r}; it must be group, batch or none")
         if self.loss_type not in ("grpo", "dr_grpo", "dapo", "bnpo"):
             raise InputError(f"loss_type={self.loss_type!r}; it must be grpo, dr_grpo, dapo or bnpo")
-        for name in ("max_completion_length", "num_iterations", "token_budget", "logits_chunk_size"):
-            if getattr(self, name) < 1:
+        at_least_one = (
+            "max_completion_length",
+            "num_iterations",
+            "token_budget",
+            "logits_chunk_size",
+            "steps_per_generation",
+        )
+        for name in (*at_least_one, "gradient_accumulation_steps", "per_device_train_batch_size", "vllm_max_num_seqs"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}; it must be at least 1")
+        for name in ("model_init_kwargs", "chat_template_kwargs", "vllm_engine_kwargs"):
+            if not isinstance(getattr(self, name), dict | None):
+                raise InputError(f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}')
 
     def _size_generation(self) -> None:
         if self.num_generations < 2:
@@ -212,9 +233,19 @@ class GRPOConfig(TrainingArguments):
             )
 
     def _check_saves(self) -> None:
+        """A run goes on exactly only from where a generation ends and a log has just been written."""
         updates = self.micro_batches_per_generation // self.gradient_accumulation_steps
-        if updates > 1 and self.save_strategy == "steps" and self.save_steps % updates:
-            raise InputError(
-                f"save_steps={self.save_steps} is no multiple of the {updates} optimizer steps of a generation: a run resumed "
-                "in between would not repeat itself"
-            )
+        saves = {"max_steps": self.max_steps} if self.max_steps > 0 and self.save_strategy != "no" else {}
+        if self.save_strategy == "steps":
+            saves["save_steps"] = int(self.save_steps)
+            if self.logging_strategy == "steps" and self.save_steps % self.logging_steps:
+                raise InputError(
+                    f"save_steps={self.save_steps} is no multiple of logging_steps={self.logging_steps}: a run resumed between two "
+                    "logs would not repeat its metrics"
+                )
+        for name, value in saves.items():
+            if value % updates:
+                raise InputError(
+                    f"{name}={value} is no multiple of the {updates} optimizer steps of a generation: a run resumed in "
+                    "between would not repeat itself"
+                )

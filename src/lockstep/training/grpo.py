@@ -10,6 +10,7 @@ Departures from the paper and from TRL, with reasons: docs/migrating-from-trl.md
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 
 from lockstep.engines.protocol import Engine, Sampling
 from lockstep.errors import InputError
-from lockstep.models.policy import load_policy
+from lockstep.models.policy import load_policy, switch_off_dropout
 from lockstep.models.resolve import resolve_model
 from lockstep.parity.gap import GapStats, check_gap
-from lockstep.parity.receipt import Receipt
+from lockstep.parity.receipt import RECEIPT, Receipt
 from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.collect import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
@@ -43,6 +44,9 @@ from lockstep.training.prompts import (
 from lockstep.training.rollout_metrics import mean_with_interval, rollout_metrics
 from lockstep.training.scoring import check_scorable
 from lockstep.training.update import Policy, UpdateSums, learn, score_all
+
+# Completions that an evaluation asks an engine for in one call.
+_EVALUATION_PART = 2048
 
 
 class GRPOTrainer(Trainer):
@@ -93,10 +97,7 @@ class GRPOTrainer(Trainer):
         )
         policy = load_policy(self.model_path, args.model_init_kwargs) if isinstance(model, str) else model  # type: ignore[arg-type]
         fit_vocabulary(policy, tokenizer)
-        # Dropout would make the policy that is trained another than the one that sampled.
-        for module in policy.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
+        switch_off_dropout(policy)
 
         context = args.vllm_max_model_length or policy.config.get_text_config().max_position_embeddings
         load = _prompt_reader(tokenizer, context - args.max_completion_length, args)
@@ -124,13 +125,15 @@ class GRPOTrainer(Trainer):
         )
         self.config: GRPOConfig = args
         self.clock = PhaseClock()
-        self.add_callback(_OptimizerTime(self.clock))
+        self.add_callback(_StepEvents(self))
         self._owns_engine = engine is None
         max_model_len = args.vllm_max_model_length or longest
         self.engine = engine or start_engine(args, self.model_path, tokenizer, max_model_len)
         shake_hands(self.engine, policy, self.model_path, args, longest)
 
-        self.receipt: Receipt | None = None
+        # bf16 autocast, or the dtype that the weights were loaded in.
+        self._compute_dtype = torch.bfloat16 if args.bf16 else policy.dtype
+        self._receipt: Receipt | None = None
         self.last_eval_groups: list[RolloutGroup] = []
         self._generation: Generation | None = None
         self._sums = UpdateSums()
@@ -153,11 +156,13 @@ class GRPOTrainer(Trainer):
     # ---- weights and rollouts ---------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """Bring the engine to the policy's weights, version `global_step`, unless it holds them already."""
-        version = self.state.global_step
-        if self.engine.version != version or self._last_sync is None or self._last_sync.version != version:
-            with self.clock.phase("sync"):
-                self._last_sync = push_weights(self._policy_model(), self.engine, version)
+        """Push the policy's weights to the engine, as version `global_step`.
+
+        Always, even where the version would not change: a version does not see weights that were set by hand, and the reset of
+        caches makes every generation start alike, in a run that goes on too.
+        """
+        with self.clock.phase("sync"):
+            self._last_sync = push_weights(self._policy_model(), self.engine, self.state.global_step)
 
     def rollout(self, prompts: list[Prompt] | tuple[Prompt, ...], num_generations: int) -> list[RolloutGroup]:
         """Sample and score completions of prompts with the policy as it is now."""
@@ -223,6 +228,7 @@ class GRPOTrainer(Trainer):
             sequences = [s for batch in generation.micro_batches for s in batch]
             old_logps, gap = score_all(self._policy(), sequences, self.config)
         self._prove(gap, sum(tokens), generation.version)
+        self._write_receipt(gap, sum(tokens), generation.version)
         return generation.with_old_logps(old_logps)
 
     def _finish_step(self, generation: Generation, part: int) -> None:
@@ -234,32 +240,44 @@ class GRPOTrainer(Trainer):
         expected = sum(len(s.completion_ids) for batch in batches for s in batch)
         with self.clock.phase("verify"):
             self._prove(sums.gap, expected, generation.version)
+        if config.single_update:
+            # Else the receipt has these tokens already, from before the policy moved.
+            self._write_receipt(sums.gap, expected, generation.version)
         for parameter in self._policy_model().parameters():
             # A step whose groups all agree has gradient zero, which still moves AdamW; None would not.
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self._note(_update_metrics(sums))
+        self._note(sums.metrics())
         self._sums = UpdateSums()
 
     def _prove(self, gap: GapStats, expected_tokens: int, version: int) -> None:
-        config = self.config
-        limit = tolerance(config.engine_torch_dtype, config.trainer_dtype)
-        check_gap(gap, expected_tokens, limit, version)
-        if self.receipt is not None:
-            assert self._last_sync is not None
-            self.receipt.append(
-                {
-                    "step": self.state.global_step + 1,
-                    "version": version,
-                    "manifest": self._last_sync.digest,
-                    "tensors": self._last_sync.tensors,
-                    "sampled_tokens": expected_tokens,
-                    "checked_tokens": gap.tokens,
-                    "sum_abs_gap": gap.sum_abs,
-                    "max_abs_gap": gap.max_abs,
-                    "sum_k3": gap.sum_k3,
-                }
-            )
+        check_gap(gap, expected_tokens, tolerance(self.config.engine_torch_dtype, self._compute_dtype), version)
+
+    def _write_receipt(self, gap: GapStats, sampled_tokens: int, version: int) -> None:
+        assert self._receipt is not None
+        assert self._last_sync is not None
+        self._receipt.append(
+            {
+                "step": self.state.global_step + 1,
+                "version": version,
+                "manifest": self._last_sync.digest,
+                "tensors": self._last_sync.tensors,
+                "sampled_tokens": sampled_tokens,
+                "checked_tokens": gap.tokens,
+                "sum_abs_gap": gap.sum_abs,
+                "max_abs_gap": gap.max_abs,
+                "sum_k3": gap.sum_k3,
+            }
+        )
+
+    def begin_training(self) -> None:
+        """Forget what an earlier, perhaps interrupted, call of `train` left, and open the receipt. Called by the loop."""
+        self._generation, self._sums = None, UpdateSums()
+        self._logged.clear()
+        self.clock.take()
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._receipt = Receipt(folder / RECEIPT, self.state.global_step)
 
     def _policy(self) -> Policy:
         return Policy(self._policy_model(), self.accelerator.autocast, self.accelerator.backward)
@@ -280,9 +298,9 @@ class GRPOTrainer(Trainer):
         if eval_dataset is not None or not self._eval_prompts:
             raise InputError("give the evaluation set as eval_dataset when the trainer is made")
         samples = self.config.num_generations_eval or self.config.num_generations
-        groups = self.rollout(self._eval_prompts, samples)
-        # An evaluation's time is not charged to the step that happens to follow it.
-        self.clock.take()
+        # An evaluation's time is not charged to a step.
+        with self.clock.aside():
+            groups = self._evaluate_prompts(samples)
         mean, half_width = mean_with_interval(groups)
         metrics = {
             **rollout_metrics(groups),
@@ -297,10 +315,18 @@ class GRPOTrainer(Trainer):
         self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
 
+    def _evaluate_prompts(self, samples: int) -> list[RolloutGroup]:
+        # In parts, since one call to an engine has a time limit.
+        size = max(_EVALUATION_PART // samples, 1)
+        parts = range(0, len(self._eval_prompts), size)
+        return [group for start in parts for group in self.rollout(self._eval_prompts[start : start + size], samples)]
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the rollouts' and the proof's numbers since the last log, and seconds by phase, to what the base class logs."""
         if "loss" in logs:
             logs |= {name: sum(values) / len(values) for name, values in self._logged.items()}
+            # A count, like the seconds: all since the last log.
+            logs["parity/checked_tokens"] = sum(self._logged.get("parity/checked_tokens", ()))
             logs["num_tokens"] = self.state.num_input_tokens_seen
             logs |= {f"time/{name}": seconds for name, seconds in self.clock.take().items()}
             self._logged.clear()
@@ -320,36 +346,20 @@ class GRPOTrainer(Trainer):
             self.engine.close()
 
 
-class _OptimizerTime(TrainerCallback):
-    """Times clipping-to-step, which the base class does between two of its events."""
+class _StepEvents(TrainerCallback):
+    """What the trainer must do at events of the base class's loop."""
 
-    def __init__(self, clock: PhaseClock) -> None:
-        self._clock = clock
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.begin_training()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._clock.start("optimizer")
+        self._trainer.clock.start("optimizer")
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._clock.stop("optimizer")
-
-
-def _update_metrics(sums: UpdateSums) -> dict[str, float]:
-    """TRL's names for what the update measured, and the parity gap's own."""
-    return {
-        "entropy": sums.entropy / sums.tokens,
-        "clip_ratio/low_mean": sums.low_clipped / sums.tokens,
-        "clip_ratio/high_mean": sums.high_clipped / sums.tokens,
-        "clip_ratio/region_mean": (sums.low_clipped + sums.high_clipped) / sums.tokens,
-        "sampling/sampling_logp_difference/mean": sums.gap.mean_abs,
-        "sampling/sampling_logp_difference/max": sums.gap.max_abs,
-        "sampling/importance_sampling_ratio/min": sums.ratio_min,
-        "sampling/importance_sampling_ratio/mean": sums.ratio_sum / sums.tokens,
-        "sampling/importance_sampling_ratio/max": sums.ratio_max,
-        "parity/mean_abs_gap": sums.gap.mean_abs,
-        "parity/max_abs_gap": sums.gap.max_abs,
-        "parity/k3": sums.gap.k3,
-        "parity/checked_tokens": sums.gap.tokens,
-    }
+        self._trainer.clock.stop("optimizer")
 
 
 def _check_rewards(

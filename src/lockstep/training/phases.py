@@ -10,10 +10,9 @@ PHASES = ("generate", "rewards", "forward_backward", "optimizer", "sync", "verif
 
 
 class PhaseClock:
-    """Accumulates wall seconds a phase: since the last `take`, and over the whole run."""
+    """Accumulates wall seconds a phase since the last `take`."""
 
     def __init__(self) -> None:
-        self.total = dict.fromkeys(PHASES, 0.0)
         self._recent = dict.fromkeys(PHASES, 0.0)
         self._open: dict[str, float] = {}
         self._since = time.perf_counter()
@@ -31,9 +30,17 @@ class PhaseClock:
         self._open[name] = time.perf_counter()
 
     def stop(self, name: str) -> None:
-        seconds = time.perf_counter() - self._open.pop(name)
-        self.total[name] += seconds
-        self._recent[name] += seconds
+        self._recent[name] += time.perf_counter() - self._open.pop(name)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave a block (an evaluation) out of the account."""
+        recent, start = dict(self._recent), time.perf_counter()
+        try:
+            yield
+        finally:
+            self._recent = recent
+            self._since += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since the last call, with all wall seconds under `step`; then start again."""

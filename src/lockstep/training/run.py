@@ -7,6 +7,7 @@ Comes from: `cli/` (or a user's script). Leaves in the output directory: checkpo
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from dataclasses import asdict, dataclass
@@ -14,15 +15,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback, TrainerState
 
-from lockstep.errors import LockstepError
-from lockstep.parity.receipt import Receipt
+from lockstep.errors import InputError, LockstepError
+from lockstep.parity.receipt import RECEIPT
 from lockstep.report.html import render_report
 from lockstep.report.live import LiveView
 from lockstep.report.summary import summarise
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.rewards import RewardFunction
+from lockstep.training.checkpoints import TRAINER_STATE, checkpoint_step
 from lockstep.training.config import GRPOConfig
 from lockstep.training.grpo import GRPOTrainer
 from lockstep.training.run_directory import SUMMARY, RunPlace, read_lines
@@ -59,24 +61,33 @@ def run_grpo(
     start = time.monotonic()
     config.output_dir = str(place.folder)
     config.disable_tqdm = True
-    trainer = GRPOTrainer(model, reward_funcs, config, train_dataset, eval_dataset)
+    trainer = _trainer(model, reward_funcs, config, train_dataset, eval_dataset)
     try:
         return _run(trainer, place, start)
     finally:
         trainer.close()
 
 
+def _trainer(model: str, rewards: list[RewardFunction], config: GRPOConfig, train: Any, evaluation: Any) -> GRPOTrainer:
+    try:
+        return GRPOTrainer(model, rewards, config, train, evaluation)
+    except LockstepError:
+        raise
+    except (ValueError, RuntimeError, ImportError) as error:
+        # The base class refuses fields that contradict each other, or a tracker that is not installed.
+        raise InputError(str(error)) from error
+
+
 def _run(trainer: GRPOTrainer, place: RunPlace, start: float) -> FinishedRun:
     folder = place.folder
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(MetricsFile(folder / "metrics.jsonl"))
-    trainer.receipt = Receipt(folder / "receipt.jsonl")
     before = _evaluation(trainer, folder / "before.json", again=place.checkpoint is None)
     view, stop = LiveView(f"GRPO · {trainer.engine.settings().engine} in lockstep"), StopOnInterrupt(trainer.config)
     trainer.add_callback(view)
     trainer.add_callback(stop)
     try:
-        trainer.train(resume_from_checkpoint=str(place.checkpoint) if place.checkpoint else None)
+        _train(trainer, place.checkpoint)
     finally:
         view.stop()
         stop.restore()
@@ -86,7 +97,7 @@ def _run(trainer: GRPOTrainer, place: RunPlace, start: float) -> FinishedRun:
     metrics = read_lines(folder / "metrics.jsonl")
     summary = summarise(
         metrics,
-        read_lines(folder / "receipt.jsonl"),
+        read_lines(folder / RECEIPT),
         before["metrics"] if before else None,
         after["metrics"] if after else None,
         time.monotonic() - start,
@@ -101,6 +112,18 @@ def _run(trainer: GRPOTrainer, place: RunPlace, start: float) -> FinishedRun:
     (folder / "report.html").write_text(page)
     (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     return FinishedRun(summary, folder / "report.html")
+
+
+def _train(trainer: GRPOTrainer, checkpoint: Path | None) -> None:
+    """Train to the end, from the start or from a checkpoint, which may stand at the end already."""
+    if checkpoint is None:
+        trainer.train()
+    elif 0 < trainer.args.max_steps <= checkpoint_step(checkpoint):
+        # The base class would take one step more.
+        trainer._load_from_checkpoint(str(checkpoint))
+        trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
+    else:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
 def _evaluation(trainer: GRPOTrainer, path: Path, *, again: bool) -> dict[str, Any] | None:
@@ -143,15 +166,16 @@ class StopOnInterrupt(TrainerCallback):
 
     def __init__(self, config: GRPOConfig) -> None:
         self.requested = False
-        self._updates = config.micro_batches_per_generation // config.gradient_accumulation_steps
+        # Only between generations, whose rollouts are not saved, and at a log, whose sums are not saved.
+        updates = config.micro_batches_per_generation // config.gradient_accumulation_steps
+        self._every = math.lcm(updates, max(int(config.logging_steps), 1))
         self._earlier: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._earlier = signal.signal(signal.SIGINT, self._handle)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Only between generations: the rollouts of one in progress are not saved.
-        if self.requested and state.global_step % self._updates == 0:
+        if self.requested and state.global_step % self._every == 0:
             control.should_save = control.should_training_stop = True
 
     def restore(self) -> None:
@@ -170,5 +194,5 @@ class StopOnInterrupt(TrainerCallback):
 def curve_settings(config: GRPOConfig) -> dict[str, Any]:
     """The fields that decide what a run computes; a run may only be continued with the same ones."""
     ignored = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "report_to", "log_level", "save_total_limit"}
-    ignored |= {"save_steps", "logging_steps", "accelerator_config", "vllm_server_timeout", "reward_timeout"}
-    return {k: v for k, v in asdict(config).items() if k not in ignored}
+    ignored |= {"accelerator_config", "vllm_server_timeout", "reward_timeout"}
+    return {k: v for k, v in asdict(config).items() if k not in ignored and not k.endswith("_token")}

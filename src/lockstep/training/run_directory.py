@@ -6,7 +6,10 @@ goes beside it. `run.json` keeps the settings, since a run continued with others
 
 from __future__ import annotations
 
+import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +28,34 @@ class RunPlace:
     checkpoint: Path | None
 
 
-def open_run(output_dir: str | Path, settings: dict[str, Any]) -> RunPlace:
-    """Choose the directory, cut it back to its last checkpoint, and write the settings.
+@contextmanager
+def open_run(output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPlace]:
+    """Choose the directory, cut it back to its last checkpoint, write the settings, and keep other processes out meanwhile.
+
+    The lock goes with the process that holds it, however it ends.
 
     Raises:
-        InputError: the directory holds an interrupted run with other settings.
+        InputError: another process runs there, or the directory holds an interrupted run with other settings.
     """
     folder = _unfinished(Path(output_dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"another process is running in {folder}; wait for it, or give another output_dir"
+            ) from error
+        yield _prepare(folder, settings)
+
+
+def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
     known = folder / SETTINGS
     plain = json.loads(json.dumps(settings, default=str))
-    checkpoint = None
-    if known.exists():
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is not None and not known.exists():
+        raise InputError(f"{folder} holds checkpoints of something else (no {SETTINGS}); give another output_dir")
+    if checkpoint is not None:
         earlier = json.loads(known.read_text())
         changed = sorted(k for k in earlier.keys() | plain.keys() if earlier.get(k) != plain.get(k))
         if changed:
@@ -43,11 +63,8 @@ def open_run(output_dir: str | Path, settings: dict[str, Any]) -> RunPlace:
             raise InputError(
                 f"{folder} holds an interrupted run with other settings ({what}); give another output_dir, or delete it"
             )
-        checkpoint = last_checkpoint(folder)
+    if known.exists():
         cut_back(folder, checkpoint)
-    elif last_checkpoint(folder) is not None:
-        raise InputError(f"{folder} holds checkpoints of something else (no {SETTINGS}); give another output_dir")
-    folder.mkdir(parents=True, exist_ok=True)
     known.write_text(json.dumps(plain, indent=1) + "\n")
     return RunPlace(folder, checkpoint)
 

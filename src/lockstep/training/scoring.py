@@ -38,11 +38,15 @@ def check_scorable(model: PreTrainedModel, max_length: int) -> None:
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, name, None) not in (None, 1.0):
             raise InputError(f"the model's config has {name}={getattr(config, name)}, which is not supported yet")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if config._attn_implementation != "sdpa":
+        # The others add a boolean mask to the scores, or cannot take one.
+        raise InputError(f"attn_implementation is {config._attn_implementation!r}; packed batches need 'sdpa'")
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and set(kinds) - {"full_attention", "sliding_attention"}:
+        raise InputError(f"the model has layers of kind {sorted(set(kinds))}, which packed batches do not support")
     window = getattr(config, "sliding_window", None)
-    if kinds - {"sliding_attention"}:
-        raise InputError(f"the model has layers of kind {sorted(kinds)}, which packed batches do not support")
-    if kinds and window is not None and window < max_length:
+    slides = kinds is None or "sliding_attention" in kinds
+    if slides and window is not None and window < max_length:
         raise InputError(
             f"the model attends within {window} tokens, sequences may have {max_length}: not supported yet"
         )

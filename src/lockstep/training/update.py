@@ -42,6 +42,24 @@ class UpdateSums:
     ratio_min: float = float("inf")
     ratio_max: float = float("-inf")
 
+    def metrics(self) -> dict[str, float]:
+        """TRL's names for what the update measured, and the parity gap's own."""
+        return {
+            "entropy": self.entropy / self.tokens,
+            "clip_ratio/low_mean": self.low_clipped / self.tokens,
+            "clip_ratio/high_mean": self.high_clipped / self.tokens,
+            "clip_ratio/region_mean": (self.low_clipped + self.high_clipped) / self.tokens,
+            "sampling/sampling_logp_difference/mean": self.gap.mean_abs,
+            "sampling/sampling_logp_difference/max": self.gap.max_abs,
+            "sampling/importance_sampling_ratio/min": self.ratio_min,
+            "sampling/importance_sampling_ratio/mean": self.ratio_sum / self.tokens,
+            "sampling/importance_sampling_ratio/max": self.ratio_max,
+            "parity/mean_abs_gap": self.gap.mean_abs,
+            "parity/max_abs_gap": self.gap.max_abs,
+            "parity/k3": self.gap.k3,
+            "parity/checked_tokens": self.gap.tokens,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
