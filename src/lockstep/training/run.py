@@ -81,16 +81,18 @@ def _trainer(model: str, rewards: list[RewardFunction], config: GRPOConfig, trai
 def _run(trainer: GRPOTrainer, place: RunPlace, start: float) -> FinishedRun:
     folder = place.folder
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(MetricsFile(folder / "metrics.jsonl"))
     before = _evaluation(trainer, folder / "before.json", again=place.checkpoint is None)
     view, stop = LiveView(f"GRPO · {trainer.engine.settings().engine} in lockstep"), StopOnInterrupt(trainer.config)
-    trainer.add_callback(view)
-    trainer.add_callback(stop)
+    # The evaluations before and after have files of their own.
+    metrics_file = MetricsFile(folder / "metrics.jsonl")
+    for callback in (metrics_file, view, stop):
+        trainer.add_callback(callback)
     try:
         _train(trainer, place.checkpoint)
     finally:
         view.stop()
         stop.restore()
+        trainer.remove_callback(metrics_file)
     if stop.requested and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(f"stopped after step {trainer.state.global_step}; the same command goes on from there")
     after = _evaluation(trainer, folder / "after.json", again=True)
