@@ -33,7 +33,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=TEMPLATE)
 
 
-def make_model(kind: str = "qwen2", *, tied: bool = False, seed: int = 0) -> PreTrainedModel:
+def make_model(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, scale: float = 0.3) -> PreTrainedModel:
     """Two layers of random weights, scaled up so that its distributions are not flat and faults show."""
     settings = {
         "vocab_size": 384,
@@ -45,7 +45,7 @@ def make_model(kind: str = "qwen2", *, tied: bool = False, seed: int = 0) -> Pre
         "head_dim": 32,
         "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": tied,
-        "initializer_range": 0.3,
+        "initializer_range": scale,
         "eos_token_id": 0,
         "bos_token_id": None,
         "pad_token_id": None,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_vllm
 from datasets import Dataset
 from tiny import CONTEXT, make_model, make_tokenizer, save_model
 from transformers import TrainerCallback
@@ -299,3 +300,20 @@ def test_dropout_is_off_so_that_the_policy_scores_what_it_sampled(
     run = GRPOTrainer(model, by_length, args, PROMPTS, processing_class=make_tokenizer(), engine=hf_engine)
     assert [m.p for m in run.model.modules() if isinstance(m, torch.nn.Dropout)] == [0.0]
     assert {layer.self_attn.attention_dropout for layer in run.model.model.layers} == {0.0}
+
+
+@pytest.mark.parametrize("engine_kind", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])])
+def test_in_bf16_on_both_sides_the_gap_is_within_its_table(tmp_path: Path, engine_kind: str) -> None:
+    # Weights of a usual scale: logits of the other tests' models are so large that bf16 rounds them by whole nats.
+    model = make_model(scale=0.05)
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    fields = {"bf16": True, "use_vllm": engine_kind == "vllm", "max_steps": 2, "learning_rate": 1e-4}
+    run = trainer(str(tmp_path / "model"), tmp_path, **fields)
+    run.train()
+    run.close()
+    settings, log = run.engine.settings() if engine_kind == "vllm" else None, run.state.log_history[0]
+    assert settings is None or settings.dtype == torch.bfloat16
+    # Different roundings on both sides: not zero, and within the limits of bf16.
+    assert 1e-5 < log["parity/mean_abs_gap"] < 0.15
+    assert log["sampling/importance_sampling_ratio/max"] > 1.0
