@@ -146,6 +146,49 @@ def test_tokens_of_groups_that_agree_are_checked_too_and_their_step_moves_nothin
     assert all(torch.equal(p, before[n]) for n, p in run.model.named_parameters())
 
 
+def test_a_step_whose_groups_agree_has_gradient_zero_and_not_none(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    calls: list[int] = []
+
+    def agree_the_second_time(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        calls.append(1)
+        return by_length(completion_ids) if len(calls) == 1 else [1.0] * len(completion_ids)
+
+    seen: list[torch.Tensor] = []
+
+    class Weights(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            seen.append(model.get_output_embeddings().weight.detach().clone())
+
+    run = trainer(
+        untied_dir, tmp_path, engine=hf_engine, reward=agree_the_second_time, max_steps=2, lr_scheduler_type="constant"
+    )
+    run.add_callback(Weights())
+    run.train()
+    # AdamW moves on with its momentum, as it does on a gradient of zero; without a gradient it would stand still.
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_what_a_broken_call_of_train_left_does_not_reach_the_next(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(untied_dir, tmp_path, engine=hf_engine, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    real, calls = lockstep.training.grpo.learn, []
+
+    def breaks_at_the_second(*args: Any) -> float:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(lockstep.training.grpo, "learn", breaks_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    run.train()
+    assert run.state.global_step == 1
+
+
 def test_tokens_of_masked_completions_are_checked_too(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
     run = trainer(untied_dir, tmp_path, engine=hf_engine, mask_truncated_completions=True)
     run.train()
