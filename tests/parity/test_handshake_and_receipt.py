@@ -90,6 +90,13 @@ def test_lines_after_the_step_that_a_run_goes_on_from_are_written_again(tmp_path
     assert (tmp_path / "receipt.jsonl").read_text().splitlines() == lines[:3]
 
 
+def test_a_line_that_a_kill_cut_short_is_dropped_and_written_again(tmp_path: Path) -> None:
+    lines = written(tmp_path, 3)
+    (tmp_path / "receipt.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:20])
+    Receipt(tmp_path / "receipt.jsonl", 2).append({"step": 3, "max_abs_gap": 2e-6})
+    assert (tmp_path / "receipt.jsonl").read_text().splitlines() == lines
+
+
 def test_a_new_run_keeps_the_earlier_ones_receipt_beside_its_own(tmp_path: Path) -> None:
     lines = written(tmp_path, 4)
     Receipt(tmp_path / "receipt.jsonl", 0).append({"step": 1, "max_abs_gap": 0.0})

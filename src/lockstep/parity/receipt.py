@@ -37,7 +37,7 @@ class Receipt:
             if step == 0 and lines:
                 path.rename(path.with_name("receipt.previous.jsonl"))
                 return
-            lines = [line for line in lines if json.loads(line)["step"] <= step]
+            lines = lines_up_to(lines, step)
             check_chain(lines)
             path.write_text("".join(f"{line}\n" for line in lines))
             if lines:
@@ -49,6 +49,11 @@ class Receipt:
         self._last = _hash(body)
         with self._path.open("a") as file:
             file.write(json.dumps({**body, "hash": self._last}) + "\n")
+
+
+def lines_up_to(lines: list[str], step: int) -> list[str]:
+    """The entries of a run's log up to and including a step, without a last line that a kill cut short."""
+    return [line for line in lines if _step_of(line, otherwise=step + 1) <= step]
 
 
 def check_chain(lines: list[str]) -> None:
@@ -67,6 +72,13 @@ def check_chain(lines: list[str]) -> None:
         if body.get("previous") != previous or claimed != _hash(body):
             raise InputError(f"receipt line {number} does not fit the chain: it or the line before was changed")
         previous = claimed
+
+
+def _step_of(line: str, otherwise: int) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except json.JSONDecodeError:
+        return otherwise
 
 
 def _hash(body: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import sort_checkpoints
 
 from lockstep.errors import LockstepError
+from lockstep.parity.receipt import RECEIPT, lines_up_to
 
 # The last file that a checkpoint gets: what has it is whole.
 TRAINER_STATE = "trainer_state.json"
@@ -63,12 +64,12 @@ def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
     for path in folder.glob("checkpoint-*"):
         if checkpoint is None or not _is_complete(path) or checkpoint_step(path) > step:
             shutil.rmtree(path)
-    for name in ("metrics.jsonl", "receipt.jsonl"):
+    for name in ("metrics.jsonl", RECEIPT):
         path = folder / name
         if checkpoint is None:
             path.unlink(missing_ok=True)
         elif path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line, step + 1) <= step]
+            kept = lines_up_to(path.read_text().splitlines(), step)
             path.write_text("".join(f"{line}\n" for line in kept))
 
 
@@ -78,11 +79,3 @@ def _is_complete(checkpoint: Path) -> bool:
     except (OSError, json.JSONDecodeError):
         return False
     return True
-
-
-def _step_of(line: str, otherwise: int) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except json.JSONDecodeError:
-        # A line that a kill cut short.
-        return otherwise
