@@ -24,8 +24,25 @@ def line(step: int, **changes: Any) -> dict[str, Any]:
 
 
 RECEIPT = [
-    {"step": 1, "sampled_tokens": 40, "checked_tokens": 40, "sum_abs_gap": 4e-5, "max_abs_gap": 1e-5, "sum_k3": 1e-9},
-    {"step": 2, "sampled_tokens": 60, "checked_tokens": 60, "sum_abs_gap": 6e-5, "max_abs_gap": 3e-5, "sum_k3": 1e-9},
+    {"kind": "start", "step": 0},
+    {
+        "kind": "step",
+        "step": 1,
+        "sampled_tokens": 40,
+        "checked_tokens": 40,
+        "sum_abs_gap": 4e-5,
+        "max_abs_gap": 1e-5,
+        "sum_k3": 1e-9,
+    },
+    {
+        "kind": "step",
+        "step": 2,
+        "sampled_tokens": 60,
+        "checked_tokens": 60,
+        "sum_abs_gap": 6e-5,
+        "max_abs_gap": 3e-5,
+        "sum_k3": 1e-9,
+    },
 ]
 BEFORE = {"eval_reward": 0.4, "eval_reward_ci95": 0.05, "eval_samples": 800.0, "eval_problems": 200.0}
 
@@ -50,7 +67,7 @@ def test_the_summary_adds_up_its_files() -> None:
 
 
 def test_a_run_without_evaluation_has_a_summary_too() -> None:
-    summary = summarise([line(1)], RECEIPT[:1], None, None, 5.0)
+    summary = summarise([line(1)], RECEIPT[:2], None, None, 5.0)
     assert "eval_reward_before" not in summary
     assert summary_lines(summary)[0].startswith("parity")
 

@@ -9,6 +9,7 @@ import torch
 from tiny import make_model
 
 from lockstep.engines.protocol import LoadedWeights
+from lockstep.engines.tensor_specs import tensor_digest, tensor_specs
 from lockstep.errors import ProofError
 from lockstep.sync.push import check_loaded, push_weights
 from lockstep.sync.source import PlainSource
@@ -17,11 +18,12 @@ from lockstep.sync.source import PlainSource
 class Recorder:
     """A receiver that does what it is told, and writes down the order of events."""
 
-    def __init__(self, loses: str | None = None, resets: bool = True) -> None:
+    def __init__(self, loses: str | None = None, resets: bool = True, damages: str | None = None) -> None:
         self.events: list[str] = []
         self.version: int | None = 3
         self._loses = loses
         self._resets = resets
+        self._damages = damages
 
     def begin_update(self) -> None:
         self.events.append("begin")
@@ -29,8 +31,15 @@ class Recorder:
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
         self.events.append("load")
-        specs = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors if n != self._loses]
-        return LoadedWeights(tuple(specs), ())
+        arrived = [(n, self._damage(n, t)) for n, t in tensors if n != self._loses]
+        return LoadedWeights(tensor_specs(arrived), ())
+
+    def _damage(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name != self._damages:
+            return tensor
+        changed = tensor.clone()
+        changed.view(torch.int32).flatten()[-1] ^= 1
+        return changed
 
     def reset_caches(self) -> bool:
         self.events.append("reset")
@@ -53,6 +62,32 @@ def test_a_tensor_that_did_not_arrive_stops_the_push() -> None:
     with pytest.raises(ProofError, match=r"model\.norm\.weight"):
         push_weights(make_model(), receiver, 4)
     assert receiver.version is None
+
+
+def test_one_flipped_bit_stops_the_push_and_names_the_tensor() -> None:
+    receiver = Recorder(damages="model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(ProofError, match=r"bytes of 1 of \d+ tensors .*layers\.1\.mlp\.up_proj") as failed:
+        push_weights(make_model(), receiver, 4)
+    assert failed.value.check == "digest"
+    assert receiver.version is None
+
+
+def test_the_digest_is_that_of_the_bytes() -> None:
+    model = make_model()
+    before = PlainSource(model).manifest(1).digest
+    assert PlainSource(make_model()).manifest(7).digest == before
+    with torch.no_grad():
+        # Two rows of one matrix change places: every sum over the tensor stays as it was.
+        model.model.layers[0].mlp.up_proj.weight[[3, 5]] = model.model.layers[0].mlp.up_proj.weight[[5, 3]]
+    assert PlainSource(model).manifest(1).digest != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_digest_does_not_depend_on_how_a_tensor_lies_in_memory(dtype: torch.dtype) -> None:
+    tensor = (torch.randn(6, 10) * 50).to(dtype)
+    assert tensor_digest(tensor.T.contiguous().T) == tensor_digest(tensor)
+    assert tensor_digest(tensor[2:3]) == tensor_digest(tensor[2].clone())
+    assert tensor_digest(torch.empty(0)) == tensor_digest(torch.empty(0, 4))
 
 
 def test_a_cache_reset_that_is_not_confirmed_stops_the_push() -> None:

@@ -13,7 +13,7 @@ from datasets import Dataset
 from tiny import CONTEXT, make_model, make_tokenizer, save_model
 from transformers import TrainerCallback
 
-import lockstep.training.grpo
+import lockstep.training.proofs
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
@@ -96,7 +96,7 @@ def test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(untied_dir, tmp_path, engine=hf_engine, max_steps=3)
-    real = lockstep.training.grpo.push_weights
+    real = lockstep.training.proofs.push_weights
     moved: dict[str, torch.Tensor] = {}
 
     def skip_the_second(model: Any, engine: Engine, version: int) -> SyncRecord:
@@ -106,9 +106,10 @@ def test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves(
         engine.commit_version(version)
         return SyncRecord(version, "", 0, 0, 0.0)
 
-    monkeypatch.setattr(lockstep.training.grpo, "push_weights", skip_the_second)
-    with pytest.raises(ProofError, match=r"at version 1, over .* sampled tokens"):
+    monkeypatch.setattr(lockstep.training.proofs, "push_weights", skip_the_second)
+    with pytest.raises(ProofError, match=r"(?s)at version 1 .* the load was acknowledged without effect") as failed:
         run.train()
+    assert failed.value.check == "module_probe"
     assert run.state.global_step == 1
     assert all(torch.equal(p, moved[n]) for n, p in run.model.named_parameters())
 
@@ -124,7 +125,7 @@ def test_raw_log_probs_at_another_temperature_are_refused(
         return honest(logits, type(sampling)(max_tokens=1), prompt_ids, output_ids)
 
     monkeypatch.setattr(module, "processed_logprobs", raw_reported)
-    with pytest.raises(ProofError, match="score different distributions"):
+    with pytest.raises(ProofError, match=r"(?s)semantics 0\.[1-9].*those of the raw distribution"):
         trainer(untied_dir, tmp_path, engine=hf_engine, temperature=0.7).train()
 
 
@@ -214,7 +215,7 @@ def test_training_again_starts_anew_with_a_receipt_of_its_own(
         run.train()
         lines = (tmp_path / "receipt.jsonl").read_text().splitlines()
         check_chain(lines)
-        assert [json.loads(line)["version"] for line in lines] == [0, 1]
+        assert [(e["kind"], e["version"]) for e in map(json.loads, lines)] == [("start", 0), ("step", 0), ("step", 1)]
     assert (tmp_path / "receipt.previous.jsonl").exists()
 
 
@@ -238,7 +239,10 @@ def test_a_second_pass_over_a_generation_uses_the_log_probs_it_was_sampled_at(
     assert logs[0]["clip_ratio/region_mean"] == 0
     receipt = [json.loads(line) for line in (tmp_path / "receipt.jsonl").read_text().splitlines()]
     # A token that is learned from twice is sampled and proven once.
-    assert [entry["version"] for entry in receipt] == [0, 2]
+    assert [entry["version"] for entry in receipt if entry["kind"] == "step"] == [0, 2]
+    # The second pass is off by what the policy has moved, and the metrics say so.
+    assert logs[0]["parity/gap_staleness"] < 1e-6 < 1e-3 < logs[1]["parity/gap_staleness"]
+    assert all(entry["parity/gap_defect"] == 0 for entry in logs)
 
 
 def test_versions_count_optimizer_steps(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:

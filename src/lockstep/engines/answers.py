@@ -6,7 +6,7 @@ Called by the engines themselves, so that no caller can forget it. Both are pure
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.errors import InputError, ProofError
@@ -19,13 +19,7 @@ def check_requests(requests: Sequence[GenerationRequest], version: int | None, m
         ProofError: no weight version is committed.
         InputError: a key is used twice, a prompt is empty, or prompt and completion do not fit the context.
     """
-    if version is None:
-        raise ProofError(
-            "version",
-            "the engine was asked to generate while it holds no committed weights",
-            "no weights were pushed yet, or an update failed half-way",
-            "push the weights (lockstep.sync.push_weights) before generating",
-        )
+    _check_committed(version, "generate")
     seen: set[RequestKey] = set()
     for request in requests:
         if request.key in seen:
@@ -64,6 +58,41 @@ def check_answers(
     if missing:
         raise _unlike("keys", f"{len(missing)} of {len(asked)} requests were not answered, {min(missing)} among them")
     return found
+
+
+def check_scoring(sequences: Mapping[str, tuple[int, ...]], version: int | None, max_model_len: int) -> None:
+    """Refuse sequences that an engine cannot score whole.
+
+    Raises:
+        ProofError: no weight version is committed.
+        InputError: a sequence has fewer than two ids or leaves no room for a token in the context.
+    """
+    _check_committed(version, "score")
+    for name, ids in sequences.items():
+        if not 2 <= len(ids) < max_model_len:
+            raise InputError(f"sequence {name} has {len(ids)} ids; an engine can score 2 to {max_model_len - 1}")
+
+
+def check_scores(sequences: Mapping[str, tuple[int, ...]], scores: Mapping[str, tuple[float, ...]]) -> None:
+    """Check that every id but the first of each sequence got a finite log-prob.
+
+    Raises:
+        ProofError: a log-prob is missing, unasked for or not finite.
+    """
+    for name in sequences.keys() | scores.keys():
+        wanted, found = len(sequences.get(name, ())) - 1, scores.get(name, ())
+        if len(found) != wanted or not all(math.isfinite(value) for value in found):
+            raise _unlike("logprobs", f"sequence {name} came back with {len(found)} of {wanted} finite log-probs")
+
+
+def _check_committed(version: int | None, verb: str) -> None:
+    if version is None:
+        raise ProofError(
+            "version",
+            f"the engine was asked to {verb} while it holds no committed weights",
+            "no weights were pushed yet, or an update failed half-way",
+            f"push the weights (lockstep.sync.push_weights) before you {verb}",
+        )
 
 
 def _check_one(request: GenerationRequest, answer: Completion, version: int) -> None:

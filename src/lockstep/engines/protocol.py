@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from lockstep.engines.probe import EngineModules
 from lockstep.errors import InputError
 
 FinishReason = Literal["stop", "length"]
@@ -104,16 +105,25 @@ class EngineSettings:
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
 
 
+class TensorSpec(NamedTuple):
+    """One tensor of a push: its checkpoint name, dtype as sent, shape, and the digest of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
     """An engine's acknowledgement of one load.
 
     Attributes:
-        tensors: what arrived, in order: name, dtype as sent, shape.
+        tensors: what arrived, in order, described from the arrived tensors themselves.
         untouched: parameters of the engine that no arriving tensor was written to.
     """
 
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    tensors: tuple[TensorSpec, ...]
     untouched: tuple[str, ...]
 
 
@@ -133,7 +143,25 @@ class WeightReceiver(Protocol):
         """Serve again, stamping `version` on every token."""
 
 
-class Engine(WeightReceiver, Protocol):
+class ProbedEngine(Protocol):
+    """The half of an engine that the module probe and the canary look into."""
+
+    def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
+        """The modules that the engine runs, named by the trainer's parameters (tied ones under each of their names)."""
+
+    def probe(self, names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
+        """Each named module's answer to its probe input (`engines/probe.py`): 1-D float32 tensors on CPU."""
+
+    def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
+        """Log-probs at temperature 1 of every id but the first of each sequence, computed anew, past every cache.
+
+        Raises:
+            InputError: a sequence has fewer than two ids, or fills the engine's context to the last token.
+            ProofError: no version is committed, or a log-prob is missing or not finite.
+        """
+
+
+class Engine(WeightReceiver, ProbedEngine, Protocol):
     """An inference engine. It does not serve before a version has been committed."""
 
     supports_sleep: bool

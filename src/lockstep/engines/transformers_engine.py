@@ -8,7 +8,7 @@ own generator and keeps the exact log-prob of what it sampled.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from lockstep.engines.answers import check_answers, check_requests
+from lockstep.engines.answers import check_answers, check_requests, check_scores, check_scoring
+from lockstep.engines.probe import EngineModules, ModuleKind, ProbedModule, probe_rows, probe_vector
 from lockstep.engines.protocol import (
     Completion,
     EngineSettings,
@@ -33,6 +34,7 @@ from lockstep.engines.protocol import (
     RequestKey,
 )
 from lockstep.engines.sampling import processed_logprobs
+from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import InputError, LockstepError
 
 
@@ -149,12 +151,39 @@ class TransformersEngine:
             finish_reason=row.finish_reason,
         )
 
+    def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
+        probed: dict[str, ProbedModule] = {}
+        unreached: list[str] = []
+        for name, module in self._model.named_modules():
+            own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
+            kind = _kind(module)
+            if kind is None or not set(own) <= set(checkpoint_names):
+                unreached += own
+            elif own:
+                probed[name] = ProbedModule(name, kind, tuple(own) if kind == "values" else (f"{name}.weight",))
+        return EngineModules(probed, tuple(unreached))
+
+    @torch.no_grad()
+    def probe(self, names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
+        return {name: _answer(name, self._model.get_submodule(name), seed).float().cpu() for name in names}
+
+    @torch.no_grad()
+    def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
+        check_scoring(sequences, self._version, self._max_model_len)
+        scores = {}
+        for name, ids in sequences.items():
+            row = torch.tensor([ids], device=self._model.device)
+            logprobs = self._model(input_ids=row[:, :-1]).logits[0].float().log_softmax(-1)
+            scores[name] = tuple(logprobs.gather(1, row[0, 1:, None])[:, 0].tolist())
+        check_scores(sequences, scores)
+        return scores
+
     def begin_update(self) -> None:
         self._version = None
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
         own = dict(self._model.named_parameters())
-        specs, written = [], set()
+        arrived, written = [], set()
         for name, tensor in tensors:
             if name in own:
                 if own[name].shape != tensor.shape:
@@ -163,8 +192,8 @@ class TransformersEngine:
                     )
                 own[name].data.copy_(tensor)
                 written.add(name)
-                specs.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
-        return LoadedWeights(tuple(specs), tuple(name for name in own if name not in written))
+                arrived.append((name, tensor))
+        return LoadedWeights(tensor_specs(arrived), tuple(name for name in own if name not in written))
 
     def reset_caches(self) -> bool:
         # Nothing outlives a call of `generate`.
@@ -236,6 +265,24 @@ class _RowsDone(StoppingCriteria):
             if any(stop in text for stop in sampling.stop):
                 return "stop"
         return "length" if len(row.token_ids) >= sampling.max_tokens else None
+
+
+def _kind(module: torch.nn.Module) -> ModuleKind | None:
+    if isinstance(module, torch.nn.Embedding):
+        return "embedding"
+    if isinstance(module, torch.nn.Linear):
+        return "linear"
+    return "values" if all(p.dim() == 1 for p in module.parameters(recurse=False)) else None
+
+
+def _answer(name: str, module: torch.nn.Module, seed: int) -> torch.Tensor:
+    """A module's answer to its probe input; see `engines/probe.py`."""
+    if isinstance(module, torch.nn.Embedding):
+        found = module(probe_rows(seed, name, module.num_embeddings).to(module.weight.device)).float()
+        return found @ probe_vector(seed, name, module.embedding_dim).to(found.device)
+    if isinstance(module, torch.nn.Linear):
+        return module(probe_vector(seed, name, module.in_features).to(module.weight)[None])[0]
+    return torch.cat([p.detach().flatten() for p in module.parameters(recurse=False)])
 
 
 def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -9,21 +9,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.engines.answers import check_answers, check_requests
-from lockstep.engines.protocol import (
-    Completion,
-    EngineSettings,
-    FinishReason,
-    GenerationRequest,
-    LoadedWeights,
-    RequestKey,
-    Sampling,
-)
+from lockstep.engines.answers import check_answers, check_requests, check_scores, check_scoring
+from lockstep.engines.probe import EngineModules
+from lockstep.engines.protocol import Completion, EngineSettings, GenerationRequest, LoadedWeights, RequestKey
+from lockstep.engines.vllm_requests import completion, prefix_waves, prompt_logprobs, sampling_params, scoring_params
 from lockstep.errors import InputError, LockstepError, ProofError
 
 if TYPE_CHECKING:
@@ -114,6 +108,10 @@ class VLLMInProcess:
         self.supports_sleep = bool(config.model_config.enable_sleep_mode) and torch.cuda.is_available()
 
     @property
+    def _max_model_len(self) -> int:
+        return self._llm.llm_engine.vllm_config.model_config.max_model_len
+
+    @property
     def version(self) -> int | None:
         return self._version
 
@@ -142,26 +140,36 @@ class VLLMInProcess:
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
-        max_model_len = self._llm.llm_engine.vllm_config.model_config.max_model_len
-        check_requests(requests, self._version, max_model_len)
+        check_requests(requests, self._version, self._max_model_len)
         assert self._version is not None
         by_id = {str(request.key): request for request in requests}
+        outputs = self._run(
+            [
+                {name: (request.prompt_ids, sampling_params(request)) for name, request in wave.items()}
+                for wave in prefix_waves(by_id)
+            ]
+        )
+        return check_answers(requests, [completion(by_id[o.request_id].key, o) for o in outputs], self._version)
+
+    def _run(self, waves: list[dict[str, tuple[tuple[int, ...], Any]]]) -> list[RequestOutput]:
+        """Drive vLLM's loop until every request is answered; waves start a step apart."""
         engine = self._llm.llm_engine
+        names = {name for wave in waves for name in wave}
         deadline = time.monotonic() + self._timeout
         finished: list[RequestOutput] = []
         try:
-            for wave in _prefix_waves(by_id):
-                for name, request in wave.items():
-                    engine.add_request(name, {"prompt_token_ids": list(request.prompt_ids)}, _sampling_params(request))
+            for wave in waves:
+                for name, (prompt_ids, params) in wave.items():
+                    engine.add_request(name, {"prompt_token_ids": list(prompt_ids)}, params)
                 finished += [output for output in engine.step() if output.finished]
             while engine.has_unfinished_requests():
                 finished += [output for output in engine.step() if output.finished]
-                self._check_deadline(deadline, by_id.keys() - {output.request_id for output in finished})
+                self._check_deadline(deadline, names - {output.request_id for output in finished})
         except BaseException:
             # Nothing of a broken call may be answered to the next one.
-            engine.abort_request(list(by_id))
+            engine.abort_request(list(names))
             raise
-        return check_answers(requests, [_completion(by_id[o.request_id].key, o) for o in finished], self._version)
+        return finished
 
     def _check_deadline(self, deadline: float, waiting: set[str]) -> None:
         if waiting and time.monotonic() > deadline:
@@ -169,6 +177,26 @@ class VLLMInProcess:
                 f"vLLM did not finish {len(waiting)} requests within {self._timeout:.0f} s ({min(waiting)} among them); "
                 "raise vllm_server_timeout or lower max_completion_length"
             )
+
+    def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
+        from lockstep.engines.vllm_probe import list_modules
+
+        (found,) = self._llm.collective_rpc(list_modules, args=(checkpoint_names,))
+        return found
+
+    def probe(self, names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
+        from lockstep.engines.vllm_probe import probe_modules
+
+        (answers,) = self._llm.collective_rpc(probe_modules, args=(tuple(names), seed))
+        return answers
+
+    def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
+        check_scoring(sequences, self._version, self._max_model_len)
+        params = scoring_params()
+        outputs = self._run([{f"score/{name}": (ids, params) for name, ids in sequences.items()}])
+        scores = {output.request_id.removeprefix("score/"): prompt_logprobs(output) for output in outputs}
+        check_scores(sequences, scores)
+        return scores
 
     def begin_update(self) -> None:
         self._version = None
@@ -270,71 +298,6 @@ def _memory_arguments(
 
 # The smallest that vLLM's CPU attention takes: small blocks let the samples of a short prompt share its prefill.
 _CPU_BLOCK = 32
-
-
-def _prefix_waves(by_id: dict[str, GenerationRequest]) -> list[dict[str, GenerationRequest]]:
-    """One request alone, then one a prompt, then the others, a step apart: each wave finds the prefix of the one before
-    in the cache, where requests of one step would all compute it."""
-    waves: tuple[dict[str, GenerationRequest], ...] = ({}, {}, {})
-    prompts: set[tuple[int, ...]] = set()
-    for name, request in by_id.items():
-        waves[0 if not prompts else 2 if request.prompt_ids in prompts else 1][name] = request
-        prompts.add(request.prompt_ids)
-    return [wave for wave in waves if wave]
-
-
-def _sampling_params(request: GenerationRequest) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    sampling: Sampling = request.sampling
-    return SamplingParams(
-        n=1,
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        stop=list(sampling.stop) or None,
-        seed=request.seed,
-        logprobs=0,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _completion(key: RequestKey, output: RequestOutput) -> Completion:
-    (sample,) = output.outputs
-    logprobs = sample.logprobs or []
-    token_ids = tuple(sample.token_ids)
-    if len(logprobs) != len(token_ids):
-        raise ProofError(
-            "logprobs",
-            f"request {key} has {len(token_ids)} tokens and {len(logprobs)} log-probs",
-            "vLLM was started without log-probs",
-            "keep the engine arguments that Lockstep sets",
-        )
-    if sample.finish_reason not in ("stop", "length"):
-        raise LockstepError(f"request {key} ended with finish reason {sample.finish_reason!r}")
-    return Completion(
-        key=key,
-        prompt_ids=tuple(output.prompt_token_ids or ()),
-        token_ids=token_ids,
-        # By token id: the first of the list need not be the sampled one.
-        logprobs=tuple(entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)),
-        weight_versions=_versions(sample.weight_versions, len(token_ids)),
-        finish_reason=cast(FinishReason, sample.finish_reason),
-    )
-
-
-def _versions(spans: Any, tokens: int) -> tuple[int, ...]:
-    versions: list[int] = []
-    for span in spans or ():
-        versions += [int(span.version)] * (span.end - span.start)
-    return tuple(versions[:tokens])
 
 
 def _acknowledgement(worker: Any) -> LoadedWeights:

@@ -86,11 +86,11 @@ def measure_gap(behaviour: torch.Tensor, policy: torch.Tensor, names: list[str])
     )
 
 
-def check_gap(stats: GapStats, expected_tokens: int, limit: Tolerance, version: int) -> None:
-    """Pass or stop, before the optimizer step.
+def check_count(stats: GapStats, expected_tokens: int, version: int) -> None:
+    """Check that every sampled token was compared.
 
     Raises:
-        ProofError: not every sampled token was compared, or the gap is over a limit.
+        ProofError: it was not.
     """
     if stats.tokens != expected_tokens:
         raise ProofError(
@@ -99,31 +99,25 @@ def check_gap(stats: GapStats, expected_tokens: int, limit: Tolerance, version: 
             "the training batch does not hold what the engine sampled",
             "this is a defect of Lockstep: report it with this message",
         )
-    over = [
-        f"{name} {value:.3g} > {bound:.3g}"
-        for name, value, bound in (
-            ("mean_abs_gap", stats.mean_abs, limit.mean),
-            ("max_abs_gap", stats.max_abs, limit.max),
-            ("k3", stats.k3, limit.k3),
-        )
-        # Not `value > bound`: NaN must fail.
-        if not value <= bound
-    ]
-    if not over:
-        return
-    raise ProofError(
-        "gap",
-        f"at version {version}, over {stats.tokens} sampled tokens: {', '.join(over)} nats "
-        f"(mean {stats.mean_abs:.3g}, max {stats.max_abs:.3g} in request {stats.worst}, k3 {stats.k3:.3g})",
-        _likely_cause(stats, limit),
-        "do not raise the tolerance before the cause is known: the step that would have been taken is on wrong data",
+
+
+def over_limits(stats: GapStats, limit: Tolerance) -> list[str]:
+    """The limits that a gap exceeds, with its figures; empty if it passes."""
+    figures = (
+        ("mean_abs_gap", stats.mean_abs, limit.mean),
+        ("max_abs_gap", stats.max_abs, limit.max),
+        ("k3", stats.k3, limit.k3),
     )
+    # Not `value > bound`: NaN must fail.
+    return [f"{name} {value:.3g} > {bound:.3g}" for name, value, bound in figures if not value <= bound]
 
 
-def _likely_cause(stats: GapStats, limit: Tolerance) -> str:
-    if stats.mean_abs > limit.mean:
-        return (
-            "most tokens disagree: the engine computes with other weights than the trainer (a layer that the sync missed), "
-            "or the two score different distributions (temperature, logits processing)"
-        )
-    return "few tokens disagree by much: a request's tokens were mixed up, or an attention or position mask differs"
+def gap_error(stats: GapStats, limit: Tolerance, version: int, parts: str, cause: str, fix: str) -> ProofError:
+    """The error for a gap over its limits, with where it comes from (`parity/decomposition.py`)."""
+    return ProofError(
+        "gap",
+        f"at version {version}, over {stats.tokens} sampled tokens: {', '.join(over_limits(stats, limit))} nats "
+        f"(mean {stats.mean_abs:.3g}, max {stats.max_abs:.3g} in request {stats.worst}, k3 {stats.k3:.3g}); of a sample: {parts}",
+        cause,
+        f"{fix}. Do not raise the tolerance before the cause is known: the step would be taken on wrong data",
+    )

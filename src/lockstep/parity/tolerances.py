@@ -34,3 +34,8 @@ _HALF = Tolerance(mean=0.15, max=2.0, k3=0.02)
 def tolerance(engine: torch.dtype, trainer: torch.dtype) -> Tolerance:
     """Limits for an engine dtype and the dtype in which the trainer computes its forward."""
     return _SINGLE if {engine, trainer} <= {torch.float32, torch.float64} else _HALF
+
+
+def probe_limit(engine: torch.dtype) -> float:
+    """Limit on max |engine − trainer| ÷ rms(trainer) of a module's outputs, for the dtype that the engine computes in."""
+    return 1e-4 if engine in (torch.float32, torch.float64) else 0.05

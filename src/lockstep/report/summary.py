@@ -25,6 +25,7 @@ def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, aft
         for name in (steps[0] if steps else {})
         if name.startswith("time/") and name != "time/step"
     }
+    receipt = [line for line in receipt if line["kind"] == "step"]
     tokens = sum(line["sampled_tokens"] for line in receipt)
     seconds = sum(line["time/step"] for line in steps)
     return {

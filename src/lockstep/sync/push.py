@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.engines.protocol import LoadedWeights, WeightReceiver
+from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
 from lockstep.errors import ProofError
 from lockstep.sync.source import Manifest, PlainSource
 
@@ -61,17 +61,28 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
     """Compare an acknowledgement with the manifest it answers.
 
     Raises:
-        ProofError: a tensor is missing, extra or of another shape or dtype, or an engine parameter got nothing.
+        ProofError: a tensor is missing, extra or of another shape, dtype or content, or an engine parameter got nothing.
     """
-    if loaded.tensors != manifest.tensors:
-        sent, arrived = set(manifest.tensors), set(loaded.tensors)
-        odd = sorted(sent ^ arrived)
+    sent, arrived = {t.name: t for t in manifest.tensors}, {t.name: t for t in loaded.tensors}
+    odd = [
+        n for n in sent.keys() | arrived.keys() if n not in sent or n not in arrived or sent[n][:3] != arrived[n][:3]
+    ]
+    if odd or len(manifest.tensors) != len(loaded.tensors):
+        first = min(odd, default="none by name")
         raise ProofError(
             "manifest",
-            f"{len(manifest.tensors)} tensors were sent and {len(loaded.tensors)} arrived"
-            + (f"; first difference: {odd[0]}" if odd else "; their order differs"),
+            f"{len(manifest.tensors)} tensors were sent and {len(loaded.tensors)} arrived; first difference: {first}, "
+            f"sent as {_described(sent.get(first))}, arrived as {_described(arrived.get(first))}",
             "the transport dropped, renamed or converted tensors",
             "this is a defect of the weight transport; report it with this message",
+        )
+    changed = [name for name in sent if sent[name].digest != arrived[name].digest]
+    if changed:
+        raise ProofError(
+            "digest",
+            f"the bytes of {len(changed)} of {len(sent)} tensors are not those that were sent, {changed[0]} first",
+            "the transport damaged tensors, or the model was changed while it was being sent",
+            "do not change the model during a push; otherwise this is a defect of the weight transport: report it",
         )
     if loaded.untouched:
         raise ProofError(
@@ -80,3 +91,7 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
             "the trained model lacks parameters that the engine serves, or names them differently",
             "give trainer and engine the same model; adapters and partial models are not supported here",
         )
+
+
+def _described(tensor: TensorSpec | None) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}" if tensor else "nothing"

@@ -12,19 +12,20 @@ from dataclasses import dataclass
 
 import torch
 
-TensorSpec = tuple[str, str, tuple[int, ...]]
+from lockstep.engines.protocol import TensorSpec
+from lockstep.engines.tensor_specs import tensor_specs
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one push sends: the version, and name, dtype and shape of every tensor in order."""
+    """What one push sends: the version, and name, dtype, shape and byte digest of every tensor in order."""
 
     version: int
     tensors: tuple[TensorSpec, ...]
 
     @property
     def digest(self) -> str:
-        """Hex digest of names, dtypes and shapes (not yet of the bytes)."""
+        """Hex digest of the whole push: equal digests mean equal names, dtypes, shapes and bytes."""
         return hashlib.blake2b(json.dumps(self.tensors).encode(), digest_size=16).hexdigest()
 
 
@@ -35,8 +36,7 @@ class PlainSource:
         self._model = model
 
     def manifest(self, version: int) -> Manifest:
-        specs = tuple((n, str(p.dtype).removeprefix("torch."), tuple(p.shape)) for n, p in self._named())
-        return Manifest(version, specs)
+        return Manifest(version, tensor_specs(list(self)))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self._named():

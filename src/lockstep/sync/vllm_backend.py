@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from lockstep.engines.protocol import LoadedWeights
+from lockstep.engines.tensor_specs import tensor_specs
 
 
 @dataclass
@@ -68,7 +69,7 @@ class InProcessWeightTransfer(WeightTransferEngine[InProcessInit, InProcessUpdat
     def receive_weights(self, update_info: InProcessUpdate) -> None:
         arrived = list(zip(update_info.names, update_info.tensors, strict=True))
         written = self.model.load_weights(iter(arrived))
-        specs = tuple((name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in arrived)
+        specs = tensor_specs(arrived)
         untouched = tuple(name for name in self._parameters if name not in (written or ()))
         self.acknowledgement = LoadedWeights(specs, untouched)
 

@@ -12,6 +12,7 @@ import torch
 
 from lockstep.algorithms.advantages import group_advantages
 from lockstep.algorithms.policy_loss import token_weights
+from lockstep.engines.protocol import Completion, Sampling
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.config import GRPOConfig
 from lockstep.training.packing import TrainingSequence
@@ -32,6 +33,22 @@ class Generation:
     micro_batches: tuple[tuple[TrainingSequence, ...], ...]
 
     @property
+    def completions(self) -> list[Completion]:
+        """Every completion, as the engine answered it."""
+        return [rollout.completion for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the engine sampled, counted at the engine's answers and not at what was made of them."""
+        return sum(len(c.token_ids) for c in self.completions)
+
+    def tokens_of_step(self, last_part: int, accumulated: int) -> int:
+        """Tokens of the micro-batches of the optimizer step that ends with `last_part`."""
+        parts = range(last_part + 1 - accumulated, last_part + 1)
+        batches = [self.micro_batches[part % len(self.micro_batches)] for part in parts]
+        return sum(len(s.completion_ids) for batch in batches for s in batch)
+
+    @property
     def prompt_ids(self) -> tuple[str, ...]:
         return tuple(group.prompt.prompt_id for group in self.groups)
 
@@ -39,6 +56,15 @@ class Generation:
         """The same generation, each sequence with the policy's log-probs at sampling time."""
         batches = tuple(tuple(replace(s, old_logps=old_logps[s.name]) for s in batch) for batch in self.micro_batches)
         return replace(self, micro_batches=batches)
+
+
+def sampling_of(config: GRPOConfig) -> Sampling:
+    """The distribution that a run samples from."""
+    return Sampling(
+        max_tokens=config.max_completion_length,
+        temperature=config.temperature,
+        stop=tuple(config.stop_strings or ()),
+    )
 
 
 def prepare_generation(groups: Sequence[RolloutGroup], config: GRPOConfig, version: int) -> Generation:

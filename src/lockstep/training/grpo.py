@@ -16,22 +16,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
-from lockstep.engines.protocol import Engine, Sampling
+from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy, switch_off_dropout
 from lockstep.models.resolve import resolve_model
-from lockstep.parity.gap import GapStats, check_gap
-from lockstep.parity.receipt import RECEIPT, Receipt
-from lockstep.parity.tolerances import tolerance
+from lockstep.parity.gap import GapStats, check_count
 from lockstep.rollouts.collect import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.rewards import RewardFunction, score_groups
-from lockstep.sync.push import SyncRecord, push_weights
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.checkpoints import guarded_save
 from lockstep.training.config import GRPOConfig
 from lockstep.training.engine import shake_hands, start_engine
-from lockstep.training.generation import Generation, prepare_generation
+from lockstep.training.generation import Generation, prepare_generation, sampling_of
 from lockstep.training.phases import PhaseClock
 from lockstep.training.prompts import (
     GenerationBatches,
@@ -41,6 +38,7 @@ from lockstep.training.prompts import (
     load_prompts,
     prompt_loader,
 )
+from lockstep.training.proofs import Proofs
 from lockstep.training.rollout_metrics import mean_with_interval, rollout_metrics
 from lockstep.training.scoring import check_scorable
 from lockstep.training.update import Policy, UpdateSums, learn, score_all
@@ -132,12 +130,11 @@ class GRPOTrainer(Trainer):
         shake_hands(self.engine, policy, self.model_path, args, longest)
 
         # bf16 autocast, or the dtype that the weights were loaded in.
-        self._compute_dtype = torch.bfloat16 if args.bf16 else policy.dtype
-        self._receipt: Receipt | None = None
+        compute_dtype = torch.bfloat16 if args.bf16 else policy.dtype
+        self.proofs = Proofs(policy, self.engine, args, compute_dtype, self.clock)
         self.last_eval_groups: list[RolloutGroup] = []
         self._generation: Generation | None = None
         self._sums = UpdateSums()
-        self._last_sync: SyncRecord | None = None
         self._logged: dict[str, list[float]] = {}
 
     # ---- data -------------------------------------------------------------------------------------------------------
@@ -161,28 +158,23 @@ class GRPOTrainer(Trainer):
         Always, even where the version would not change: a version does not see weights that were set by hand, and the reset of
         caches makes every generation start alike, in a run that goes on too.
         """
-        with self.clock.phase("sync"):
-            self._last_sync = push_weights(self._policy_model(), self.engine, self.state.global_step)
+        self.proofs.sync(self.state.global_step)
 
     def rollout(self, prompts: list[Prompt] | tuple[Prompt, ...], num_generations: int) -> list[RolloutGroup]:
         """Sample and score completions of prompts with the policy as it is now."""
         self.sync_weights()
         config = self.config
-        sampling = Sampling(
-            max_tokens=config.max_completion_length,
-            temperature=config.temperature,
-            stop=tuple(config.stop_strings or ()),
-        )
         with self.clock.phase("generate"):
             groups = collect(
                 prompts,
                 self.engine,
                 self.processing_class,
-                sampling,
+                sampling_of(config),
                 num_generations=num_generations,
                 run_seed=config.seed,
                 version=self.state.global_step,
             )
+        self.proofs.check_groups(groups)
         with self.clock.phase("rewards"):
             return score_groups(
                 groups,
@@ -217,9 +209,9 @@ class GRPOTrainer(Trainer):
     def _generate(self, prompts: tuple[Prompt, ...]) -> Generation:
         groups = self.rollout(prompts, self.config.num_generations)
         generation = prepare_generation(groups, self.config, self.state.global_step)
-        tokens = [len(r.completion.token_ids) for g in groups for r in g.rollouts]
         # Kept in the trainer's state, and so in checkpoints.
-        self.state.num_input_tokens_seen += sum(tokens) + sum(len(g.prompt.ids) * len(g.rollouts) for g in groups)
+        prompts_seen = sum(len(g.prompt.ids) * len(g.rollouts) for g in groups)
+        self.state.num_input_tokens_seen += generation.sampled_tokens + prompts_seen
         self._note(rollout_metrics(groups))
         if self.config.single_update:
             return generation
@@ -227,57 +219,36 @@ class GRPOTrainer(Trainer):
         with self.clock.phase("verify"):
             sequences = [s for batch in generation.micro_batches for s in batch]
             old_logps, gap = score_all(self._policy(), sequences, self.config)
-        self._prove(gap, sum(tokens), generation.version)
-        self._write_receipt(gap, sum(tokens), generation.version)
+        self.proofs.check_gap(gap, generation.sampled_tokens, generation.completions, generation.version)
+        self._write_receipt(gap, generation)
         return generation.with_old_logps(old_logps)
 
     def _finish_step(self, generation: Generation, part: int) -> None:
         """Everything between the last backward and the optimizer: the proof, and the step's numbers."""
-        config, sums = self.config, self._sums
-        first = part + 1 - config.gradient_accumulation_steps
-        assert config.steps_per_generation is not None
-        batches = [generation.micro_batches[p % config.steps_per_generation] for p in range(first, part + 1)]
-        expected = sum(len(s.completion_ids) for batch in batches for s in batch)
-        with self.clock.phase("verify"):
-            self._prove(sums.gap, expected, generation.version)
-        if config.single_update:
-            # Else the receipt has these tokens already, from before the policy moved.
-            self._write_receipt(sums.gap, expected, generation.version)
+        sums = self._sums
+        if self.config.single_update:
+            self.proofs.check_gap(sums.gap, generation.sampled_tokens, generation.completions, generation.version)
+            self._write_receipt(sums.gap, generation)
+        else:
+            # The gap of these tokens was proven, and written down, before the policy moved.
+            accumulated = self.config.gradient_accumulation_steps
+            check_count(sums.gap, generation.tokens_of_step(part, accumulated), generation.version)
         for parameter in self._policy_model().parameters():
             # A step whose groups all agree has gradient zero, which still moves AdamW; None would not.
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        self._note(sums.metrics())
+        self._note(sums.metrics(self.proofs.limit))
         self._sums = UpdateSums()
 
-    def _prove(self, gap: GapStats, expected_tokens: int, version: int) -> None:
-        check_gap(gap, expected_tokens, tolerance(self.config.engine_torch_dtype, self._compute_dtype), version)
-
-    def _write_receipt(self, gap: GapStats, sampled_tokens: int, version: int) -> None:
-        assert self._receipt is not None
-        assert self._last_sync is not None
-        self._receipt.append(
-            {
-                "step": self.state.global_step + 1,
-                "version": version,
-                "manifest": self._last_sync.digest,
-                "tensors": self._last_sync.tensors,
-                "sampled_tokens": sampled_tokens,
-                "checked_tokens": gap.tokens,
-                "sum_abs_gap": gap.sum_abs,
-                "max_abs_gap": gap.max_abs,
-                "sum_k3": gap.sum_k3,
-            }
-        )
+    def _write_receipt(self, gap: GapStats, generation: Generation) -> None:
+        self.proofs.write(gap, generation.sampled_tokens, self.state.global_step + 1, generation.version)
 
     def begin_training(self) -> None:
         """Forget what an earlier, perhaps interrupted, call of `train` left, and open the receipt. Called by the loop."""
         self._generation, self._sums = None, UpdateSums()
         self._logged.clear()
+        self.proofs.start(Path(self.args.output_dir), self.state.global_step)
         self.clock.take()
-        folder = Path(self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._receipt = Receipt(folder / RECEIPT, self.state.global_step)
 
     def _policy(self) -> Policy:
         return Policy(self._policy_model(), self.accelerator.autocast, self.accelerator.backward)

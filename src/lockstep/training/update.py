@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 
 from lockstep.algorithms.corrections import truncated_token_weights
 from lockstep.algorithms.policy_loss import clipped_policy_loss
+from lockstep.parity.decomposition import split_gap
 from lockstep.parity.gap import GapStats, measure_gap
+from lockstep.parity.tolerances import Tolerance
 from lockstep.training.config import GRPOConfig
 from lockstep.training.packing import Pack, TrainingSequence, pack_sequences
 from lockstep.training.phases import PhaseClock
@@ -29,12 +31,14 @@ class UpdateSums:
     Attributes:
         loss: the step's loss so far.
         gap: parity gap against the policy at sampling time.
+        drift: sum of |log-prob now − at sampling time|, of the policy; 0 unless it has moved since.
         ratio_min, ratio_max, ratio_sum: importance ratios trainer / engine, before truncation.
     """
 
     loss: float = 0.0
     tokens: int = 0
     gap: GapStats = field(default_factory=GapStats)
+    drift: float = 0.0
     entropy: float = 0.0
     low_clipped: float = 0.0
     high_clipped: float = 0.0
@@ -42,8 +46,9 @@ class UpdateSums:
     ratio_min: float = float("inf")
     ratio_max: float = float("-inf")
 
-    def metrics(self) -> dict[str, float]:
-        """TRL's names for what the update measured, and the parity gap's own."""
+    def metrics(self, limit: Tolerance) -> dict[str, float]:
+        """TRL's names for what the update measured, and the parity gap's own with its parts."""
+        parts = split_gap(self.gap.mean_abs, self.drift / self.tokens, limit)
         return {
             "entropy": self.entropy / self.tokens,
             "clip_ratio/low_mean": self.low_clipped / self.tokens,
@@ -58,6 +63,7 @@ class UpdateSums:
             "parity/max_abs_gap": self.gap.max_abs,
             "parity/k3": self.gap.k3,
             "parity/checked_tokens": self.gap.tokens,
+            **parts.metrics(),
         }
 
 
@@ -138,6 +144,7 @@ def _add_scores(pack: Pack, scores: TokenScores, sums: UpdateSums) -> None:
     sums.ratio_sum += ratio.sum().item()
     sums.ratio_min = min(sums.ratio_min, ratio.min().item())
     sums.ratio_max = max(sums.ratio_max, ratio.max().item())
+    sums.drift += (scores.logps.detach() - old).abs().sum().item()
     sums.entropy += scores.entropies.sum().item()
     sums.tokens += len(ratio)
 

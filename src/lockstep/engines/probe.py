@@ -1,0 +1,57 @@
+"""What an engine says about the modules that it runs, and the inputs that both sides put through them.
+
+The engine's half answers with outputs; `parity/module_probe.py` computes the same products from the trainer's weights. Only
+names, seeds and short vectors cross, so that the same probe works in one process and over a wire.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+# Rows of an embedding that one probe looks up.
+EMBEDDING_ROWS = 4096
+
+ModuleKind = Literal["linear", "embedding", "values"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedModule:
+    """One module as the engine runs it.
+
+    Attributes:
+        name: the engine's name for it.
+        kind: `linear` maps a vector, `embedding` looks rows up, `values` (norms and other vectors) is compared as it is.
+        tensors: checkpoint names of its weights; those of a fused module in the order of its output.
+    """
+
+    name: str
+    kind: ModuleKind
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModules:
+    """The modules that an engine can be probed at, and its parameters that no probe reaches."""
+
+    probed: Mapping[str, ProbedModule]
+    unreached: tuple[str, ...]
+
+
+def probe_vector(seed: int, module: str, size: int) -> torch.Tensor:
+    """(size,) float32 standard normal vector, the same on both sides."""
+    return torch.randn(size, generator=_generator(seed, module))
+
+
+def probe_rows(seed: int, module: str, rows: int) -> torch.Tensor:
+    """Ids that an embedding of `rows` rows is asked for: all in random order, or a sample of a large one."""
+    return torch.randperm(rows, generator=_generator(seed, f"{module}\x1frows"))[:EMBEDDING_ROWS]
+
+
+def _generator(seed: int, text: str) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}\x1f{text}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)

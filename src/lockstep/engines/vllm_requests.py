@@ -1,0 +1,99 @@
+"""Requests in vLLM's form, and vLLM's outputs as ours.
+
+Called by the engines that run vLLM. Comes from: `GenerationRequest`. Goes to: `engines/answers.py`, which checks every answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, RequestKey, Sampling
+from lockstep.errors import LockstepError, ProofError
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+
+def prefix_waves(by_id: dict[str, GenerationRequest]) -> list[dict[str, GenerationRequest]]:
+    """Requests in the order that lets each find its prompt's prefix in the cache.
+
+    One request alone, then one a prompt, then the others, a step apart: each wave finds the prefix of the one before
+    in the cache, where requests of one step would all compute it.
+    """
+    waves: tuple[dict[str, GenerationRequest], ...] = ({}, {}, {})
+    prompts: set[tuple[int, ...]] = set()
+    for name, request in by_id.items():
+        waves[0 if not prompts else 2 if request.prompt_ids in prompts else 1][name] = request
+        prompts.add(request.prompt_ids)
+    return [wave for wave in waves if wave]
+
+
+def sampling_params(request: GenerationRequest) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    sampling: Sampling = request.sampling
+    return SamplingParams(
+        n=1,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        stop=list(sampling.stop) or None,
+        seed=request.seed,
+        logprobs=0,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def completion(key: RequestKey, output: RequestOutput) -> Completion:
+    (sample,) = output.outputs
+    logprobs = sample.logprobs or []
+    token_ids = tuple(sample.token_ids)
+    if len(logprobs) != len(token_ids):
+        raise ProofError(
+            "logprobs",
+            f"request {key} has {len(token_ids)} tokens and {len(logprobs)} log-probs",
+            "vLLM was started without log-probs",
+            "keep the engine arguments that Lockstep sets",
+        )
+    if sample.finish_reason not in ("stop", "length"):
+        raise LockstepError(f"request {key} ended with finish reason {sample.finish_reason!r}")
+    return Completion(
+        key=key,
+        prompt_ids=tuple(output.prompt_token_ids or ()),
+        token_ids=token_ids,
+        # By token id: the first of the list need not be the sampled one.
+        logprobs=tuple(entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)),
+        weight_versions=_versions(sample.weight_versions, len(token_ids)),
+        finish_reason=cast(FinishReason, sample.finish_reason),
+    )
+
+
+def _versions(spans: Any, tokens: int) -> tuple[int, ...]:
+    versions: list[int] = []
+    for span in spans or ():
+        versions += [int(span.version)] * (span.end - span.start)
+    return tuple(versions[:tokens])
+
+
+def scoring_params() -> Any:
+    """Ask for the log-probs of the prompt itself; vLLM then neither reads its prefix cache nor applies a temperature."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+
+def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:
+    """Log-prob of every prompt id but the first, which has none."""
+    ids = output.prompt_token_ids or []
+    entries = output.prompt_logprobs or []
+    return tuple(entry[token].logprob for entry, token in zip(entries[1:], ids[1:], strict=False) if entry)

@@ -1,0 +1,41 @@
+"""The canary: a few fixed sequences, scored by both sides at one version.
+
+Comes from: `Engine.score`, which computes anew, and the trainer's plain forward. It needs no rollouts: it speaks before the first
+one is paid for, and it is what is left where rollouts are older than the weights.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.engines.protocol import ProbedEngine, Sampling
+from lockstep.parity.gap import GapStats, measure_gap
+from lockstep.parity.rescoring import Precision, completion_logps
+
+_SEQUENCES, _LENGTH = 4, 24
+
+
+def canary_sequences(vocab_size: int, max_model_len: int) -> dict[str, tuple[int, ...]]:
+    """Sequences of ids drawn from the whole vocabulary, always the same for a model and an engine."""
+    draw = random.Random(0)
+    length = max(2, min(_LENGTH, max_model_len - 1))
+    return {f"canary{i}": tuple(draw.randrange(vocab_size) for _ in range(length)) for i in range(_SEQUENCES)}
+
+
+def sing(model: PreTrainedModel, engine: ProbedEngine, max_model_len: int, precision: Precision) -> GapStats:
+    """Gap between engine and trainer over the canary's tokens, at temperature 1.
+
+    Raises:
+        ProofError: the engine holds no committed weights, or a log-prob is not finite.
+    """
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    sequences = canary_sequences(vocab_size, max_model_len)
+    scores = engine.score(sequences)
+    gap = GapStats()
+    for name, ids in sequences.items():
+        policy = completion_logps(model, ids[:1], ids[1:], Sampling(max_tokens=1), precision)
+        gap = gap + measure_gap(torch.tensor(scores[name]), policy, [name] * len(policy))
+    return gap

@@ -1,0 +1,196 @@
+"""Where a parity gap comes from: settings, dtypes, old weights, or a defect.
+
+Comes from: completions whose gap is to be explained, the policy, and the engine at the same version. The same tokens are scored
+again in other ways, one change at a time; the way that makes the gap vanish names its origin. Goes to: the error that stops a
+run, and `lockstep verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.engines.protocol import Completion, ProbedEngine, Sampling
+from lockstep.errors import InputError
+from lockstep.parity.module_probe import ModuleProbe
+from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.parity.tolerances import Tolerance
+
+# An explanation must leave less than this share of the gap.
+_EXPLAINS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class GapParts:
+    """Parts of a mean |g|, in nats; they add up to `total`.
+
+    Attributes:
+        semantics: vanishes when the trainer scores another distribution (raw instead of processed).
+        numerics: vanishes when the trainer computes in another dtype, or lies within the dtypes' limit on the mean.
+        staleness: from tokens sampled at another version.
+        defect: what nothing explains.
+    """
+
+    total: float
+    semantics: float
+    numerics: float
+    staleness: float
+    defect: float
+
+    def metrics(self) -> dict[str, float]:
+        """Columns of the metrics."""
+        names = ("semantics", "numerics", "staleness", "defect")
+        return {f"parity/gap_{name}": getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        return (
+            f"mean |g| {self.total:.3g} = semantics {self.semantics:.3g} + numerics {self.numerics:.3g} "
+            f"+ staleness {self.staleness:.3g} + defect {self.defect:.3g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decomposition:
+    """An explained gap: its parts, the layers that a full module probe named, and what to do."""
+
+    parts: GapParts
+    layers: tuple[str, ...]
+    cause: str
+    fix: str
+
+
+def split_gap(
+    fresh: float, stale: float, limit: Tolerance, *, raw: float | None = None, other_dtype: float | None = None
+) -> GapParts:
+    """Attribute a mean gap.
+
+    Args:
+        fresh: part of mean |g| from tokens of the current version.
+        stale: part of mean |g| from tokens of other versions.
+        limit: what dtypes alone may do.
+        raw: mean gap of the fresh tokens against the raw distribution, where that is another one.
+        other_dtype: their smallest mean gap when the trainer computes in another dtype.
+    """
+    semantics = fresh - raw if raw is not None and raw < _EXPLAINS * fresh else 0.0
+    rest = fresh - semantics
+    numerics = min(rest, limit.mean)
+    if other_dtype is not None and other_dtype < _EXPLAINS * rest:
+        numerics = max(numerics, rest - other_dtype)
+    return GapParts(fresh + stale, semantics, numerics, stale, rest - numerics)
+
+
+def decompose(
+    model: PreTrainedModel,
+    engine: ProbedEngine,
+    completions: Sequence[Completion],
+    sampling: Sampling,
+    precision: Precision,
+    engine_dtype: torch.dtype,
+    version: int,
+    limit: Tolerance,
+) -> Decomposition:
+    """Explain the gap of a few completions (a handful is enough: every way of scoring is a forward each).
+
+    Args:
+        sampling: the distribution that the trainer assumes was sampled.
+        precision: how the trainer computed the gap.
+        version: the current one, which the engine still holds.
+    """
+    behaviour = torch.tensor([value for c in completions for value in c.logprobs])
+    fresh = torch.tensor([v == version for c in completions for v in c.weight_versions])
+
+    def mean_gap(other: torch.Tensor, among: torch.Tensor) -> float:
+        gap = (behaviour - other).abs()
+        return float(gap[among].sum()) / len(gap)
+
+    def scores(how: Precision, what: Sampling = sampling) -> torch.Tensor:
+        return torch.cat([completion_logps(model, c.prompt_ids, c.token_ids, what, how) for c in completions])
+
+    own = scores(precision)
+    raw = scores(precision, Sampling(max_tokens=1)) if sampling != replace(Sampling(1), stop=sampling.stop) else None
+    dtypes = {name: mean_gap(scores(how), fresh) for name, how in _other_precisions(precision).items()}
+    nearest = min(dtypes, key=lambda name: dtypes[name])
+    parts = split_gap(
+        mean_gap(own, fresh),
+        mean_gap(own, ~fresh),
+        limit,
+        raw=None if raw is None else mean_gap(raw, fresh),
+        other_dtype=dtypes[nearest],
+    )
+    layers = _stale_layers(model, engine, engine_dtype, version)
+    again = None if layers else _answers_again(model, engine, completions, precision)
+    return Decomposition(parts, layers, *_reading(parts, nearest, layers, again, limit))
+
+
+def _other_precisions(precision: Precision) -> dict[str, Precision]:
+    """One change at a time, by what it would mean for the engine."""
+    half, single = torch.bfloat16, torch.float32
+    others = {
+        "everything in bfloat16": Precision(autocast=half),
+        "everything in the weights' dtype": Precision(),
+        "its output head in bfloat16": Precision(precision.autocast, half),
+        "its output head in float32": Precision(precision.autocast, single),
+    }
+    return {name: how for name, how in others.items() if how != precision}
+
+
+def _stale_layers(
+    model: PreTrainedModel, engine: ProbedEngine, engine_dtype: torch.dtype, version: int
+) -> tuple[str, ...]:
+    probe = ModuleProbe(model, engine, engine_dtype)
+    return tuple(probe.measure(probe.names(None), version).failed)
+
+
+def _answers_again(
+    model: PreTrainedModel, engine: ProbedEngine, completions: Sequence[Completion], precision: Precision
+) -> float | None:
+    """Mean gap when the engine scores the same tokens anew at temperature 1; None if it cannot (no room for a token)."""
+    try:
+        found = engine.score({str(c.key): (*c.prompt_ids, *c.token_ids) for c in completions})
+    except InputError:
+        return None
+    gaps = []
+    for c in completions:
+        own = completion_logps(model, c.prompt_ids, c.token_ids, Sampling(max_tokens=1), precision)
+        gaps.append((torch.tensor(found[str(c.key)][-len(own) :]) - own).abs())
+    return float(torch.cat(gaps).mean())
+
+
+def _reading(
+    parts: GapParts, nearest: str, layers: tuple[str, ...], again: float | None, limit: Tolerance
+) -> tuple[str, str]:
+    """Cause and fix, from the largest of what was found."""
+    if parts.numerics > limit.mean:
+        return (
+            f"trainer and engine compute in different dtypes: the engine seems to compute {nearest}",
+            "set engine_dtype and bf16 so that both sides agree, and leave dtypes of single layers alone",
+        )
+    if parts.semantics > max(parts.staleness, parts.defect):
+        return (
+            "the engine's log-probs are those of the raw distribution, not of the one that was sampled",
+            "start the engine with logprobs_mode=processed_logprobs and without sampling settings of its own",
+        )
+    if layers:
+        return (
+            f"the engine computes with other weights than the trainer in {len(layers)} places, {layers[0]} worst",
+            "push the weights again; if it comes back, report the model, this layer and the engine's version",
+        )
+    if parts.staleness > parts.defect:
+        return (
+            "tokens were sampled by older weights than the policy's",
+            "push the weights before every generation, or score old tokens with the weights that sampled them",
+        )
+    if again is not None and again <= limit.mean:
+        return (
+            "the engine's weights are right, and asked again it agrees with the trainer: the answers were computed from caches "
+            "of older weights, or belong to other requests or settings",
+            "reset the engine's caches at every push, and look up answers by request; report this if Lockstep did both",
+        )
+    return (
+        "weights agree layer by layer but whole sequences do not: positions, attention mask, a part that no probe reaches, "
+        "or the trainer's own forward",
+        "run 'lockstep verify' on this model; attention implementation and context extension (rope) are the usual suspects",
+    )

@@ -1,0 +1,182 @@
+"""The proofs of a training run, in the order in which a step meets them, and the receipt they leave.
+
+start: settings, one push probed at every module, the canary. Every push: transport digest, acknowledgement, caches, version, a
+sampled module probe. Every generation: samples. Every optimizer step: the gap over all sampled tokens, before the optimizer.
+The checks themselves are in `parity/`; this is where a trainer calls them, and `lockstep verify` with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.engines.protocol import Completion, Engine
+from lockstep.parity.canary import sing
+from lockstep.parity.decomposition import decompose, split_gap
+from lockstep.parity.gap import GapStats, check_count, gap_error, over_limits
+from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
+from lockstep.parity.receipt import RECEIPT, Receipt
+from lockstep.parity.rescoring import Precision
+from lockstep.parity.samples import check_samples
+from lockstep.parity.tolerances import tolerance
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.sync.push import SyncRecord, push_weights
+from lockstep.training.config import GRPOConfig
+from lockstep.training.generation import sampling_of
+from lockstep.training.phases import PhaseClock
+
+# Completions that a failed gap is explained on.
+_EXPLAINED = 6
+
+
+class Proofs:
+    """Everything that stands between an engine's answers and an optimizer step.
+
+    Args:
+        model: the trained model; only read.
+        engine: the engine that samples for it.
+        config: the run's.
+        compute_dtype: dtype of the trainer's forward.
+        clock: pushes are charged to `sync`, proofs to `verify`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, engine: Engine, config: GRPOConfig, compute_dtype: torch.dtype, clock: PhaseClock
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._config = config
+        self._clock = clock
+        self.engine_dtype = config.engine_torch_dtype
+        self.limit = tolerance(self.engine_dtype, compute_dtype)
+        self.precision = Precision(autocast=torch.bfloat16 if config.bf16 else None)
+        self._probe = ModuleProbe(model, engine, self.engine_dtype)
+        self._receipt: Receipt | None = None
+        self._push: SyncRecord | None = None
+        self._probed: ProbeRecord | None = None
+
+    def start(self, folder: Path, step: int) -> None:
+        """Open the receipt, and prove the engine before the first rollout is paid for.
+
+        Raises:
+            ProofError: a push, any module, or the canary fails.
+            InputError: the receipt of the run that is to be continued is broken.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._receipt = Receipt(folder / RECEIPT, step)
+        self.sync(step, every_module=True)
+        assert self._probed is not None
+        settings = self._engine.settings()
+        canary = sing(self._model, self._engine, settings.max_model_len, self.precision)
+        self.check_gap(canary, canary.tokens, (), step)
+        name, error = self._probed.worst
+        self._receipt.append(
+            {
+                "kind": "start",
+                "step": step,
+                "version": step,
+                "engine": {key: str(value) for key, value in asdict(settings).items()},
+                "trainer": {"compute": str(self.precision.autocast or self._model.dtype)},
+                "temperature": self._config.temperature,
+                "limits": {**asdict(self.limit), "module_probe": self._probed.limit},
+                "modules": {"probed": self._probed.modules, "unreached": list(self._probed.unreached)},
+                "worst_module": {"name": name, "error": error},
+                "canary": _figures(canary),
+            }
+        )
+
+    def sync(self, version: int, *, every_module: bool = False) -> None:
+        """Push the weights and probe the engine.
+
+        Raises:
+            ProofError: the engine did not get, load or commit them, or computes with others.
+        """
+        with self._clock.phase("sync"):
+            self._push = push_weights(self._model, self._engine, version)
+        with self._clock.phase("verify"):
+            seed = self._config.seed * 1_000_003 + version
+            self._probed = self._probe.measure(self._probe.names(None if every_module else seed), seed)
+            check_probe(self._probed, version)
+
+    def check_groups(self, groups: Sequence[RolloutGroup]) -> None:
+        """Check what a generation as a whole must be.
+
+        Raises:
+            ProofError: the samples of a group are copies of each other.
+        """
+        with self._clock.phase("verify"):
+            check_samples([[r.completion for r in group.rollouts] for group in groups])
+
+    def check_gap(self, gap: GapStats, sampled: int, completions: Sequence[Completion], version: int) -> None:
+        """Pass or stop, before the optimizer step.
+
+        Args:
+            gap: over everything that was scored.
+            sampled: tokens that the engine sampled.
+            completions: what was sampled, to explain a failure on.
+
+        Raises:
+            ProofError: tokens are missing, or the gap is over a limit; with where it comes from.
+        """
+        with self._clock.phase("verify"):
+            check_count(gap, sampled, version)
+            if not over_limits(gap, self.limit):
+                return
+            raise self._explained(gap, completions, version)
+
+    def _explained(self, gap: GapStats, completions: Sequence[Completion], version: int) -> Exception:
+        if not completions:
+            parts = split_gap(gap.mean_abs, 0.0, self.limit)
+            return gap_error(
+                gap,
+                self.limit,
+                version,
+                str(parts),
+                "the canary's tokens, which nobody sampled, score differently although every probed module agrees: positions, "
+                "attention mask, or a part of the model that no probe reaches",
+                "compare the model's configuration on both sides (rope scaling, sliding window, soft-capping)",
+            )
+        chosen = sorted(completions, key=lambda c: str(c.key) != gap.worst)[:_EXPLAINED]
+        found = decompose(
+            self._model,
+            self._engine,
+            chosen,
+            sampling_of(self._config),
+            self.precision,
+            self.engine_dtype,
+            version,
+            self.limit,
+        )
+        return gap_error(gap, self.limit, version, str(found.parts), found.cause, found.fix)
+
+    def write(self, gap: GapStats, sampled: int, step: int, version: int) -> None:
+        """One line of the receipt, for a step whose proofs have passed."""
+        assert self._receipt is not None
+        assert self._push is not None
+        assert self._probed is not None
+        name, error = self._probed.worst
+        self._receipt.append(
+            {
+                "kind": "step",
+                "step": step,
+                "version": version,
+                "digest": self._push.digest,
+                "tensors": self._push.tensors,
+                "modules_probed": self._probed.modules,
+                "worst_module": {"name": name, "error": error},
+                "sampled_tokens": sampled,
+                "checked_tokens": gap.tokens,
+                "sum_abs_gap": gap.sum_abs,
+                "max_abs_gap": gap.max_abs,
+                "sum_k3": gap.sum_k3,
+                "worst_request": gap.worst,
+            }
+        )
+
+
+def _figures(gap: GapStats) -> dict[str, float]:
+    return {"tokens": gap.tokens, "mean_abs_gap": gap.mean_abs, "max_abs_gap": gap.max_abs, "k3": gap.k3}
