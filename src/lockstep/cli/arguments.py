@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import json
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 from transformers import HfArgumentParser
@@ -48,20 +48,28 @@ class RunArguments:
     )
 
 
+Arguments = TypeVar("Arguments", bound=RunArguments)
+
+
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(message)
 
 
-def parse(words: list[str], config_class: type) -> tuple[RunArguments, Any, bool]:
+def parse(words: list[str], config_class: type, arguments_class: type[Arguments]) -> tuple[Arguments, Any, bool]:
     """Parse a command line.
 
+    Args:
+        config_class: the trainer's configuration.
+        arguments_class: `RunArguments`, or what a command adds to it.
+
     Returns:
-        The run's arguments, the trainer's configuration, and whether only a dry run was asked for.
+        The command's arguments, the trainer's configuration, and whether only a dry run was asked for.
 
     Raises:
         InputError: a missing or malformed file, an unknown field, a value of the wrong type, contradictory fields.
     """
+    words = [_underscored(word) for word in words]
     switches = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     switches.add_argument("--config")
     switches.add_argument("--dry_run", action="store_true")
@@ -69,8 +77,8 @@ def parse(words: list[str], config_class: type) -> tuple[RunArguments, Any, bool
         known, rest = switches.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
-    parser = _Parser([RunArguments, config_class], allow_abbrev=False)
-    fields = _fields(config_class)
+    parser = _Parser([arguments_class, config_class], allow_abbrev=False)
+    fields = _fields(arguments_class, config_class)
     if {"-h", "--help"} & set(rest):
         parser.print_help()
         raise SystemExit(0)
@@ -95,6 +103,12 @@ def resolved(run: RunArguments, config: Any) -> str:
     fields = {k: v for k, v in fields.items() if not k.endswith("_token")}
     plain = json.loads(json.dumps(fields, default=_plain))
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def _underscored(word: str) -> str:
+    """`--self-test=x` is `--self_test=x`, as transformers' own parser has it."""
+    name, equals, value = word.partition("=")
+    return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
 
 
 def _plain(value: Any) -> Any:
@@ -132,8 +146,8 @@ def _words(content: dict[str, Any], fields: set[str], path: str) -> list[str]:
     return words
 
 
-def _fields(config_class: type) -> set[str]:
-    return {f.name for cls in (RunArguments, config_class) for f in dataclasses.fields(cls) if f.init}
+def _fields(*classes: type) -> set[str]:
+    return {f.name for cls in classes for f in dataclasses.fields(cls) if f.init}
 
 
 def _check_names(names: list[str], fields: set[str], where: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import asdict
 
 from lockstep.cli.arguments import RunArguments, parse, resolved
+from lockstep.cli.quiet import quiet_libraries
 from lockstep.errors import InputError
 
 
@@ -15,17 +15,10 @@ def run(words: list[str]) -> int:
     Raises:
         LockstepError: as `lockstep.training.run.run_grpo`; bad input before anything is started.
     """
-    # Other libraries' notes about their own future would bury the run's lines.
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
+    quiet_libraries()
     from lockstep.training.config import GRPOConfig
 
-    arguments, config, dry_run = parse(words, GRPOConfig)
+    arguments, config, dry_run = parse(words, GRPOConfig, RunArguments)
     if dry_run:
         print(resolved(arguments, config), end="")
         return 0

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
 
 from lockstep.errors import InputError, LockstepError
 
+_COMMANDS = ("grpo", "verify")
 _USAGE = """usage: lockstep COMMAND [--config FILE] [--field value …]
 
 commands:
   grpo    train with GRPO (lockstep grpo --config recipes/arithmetic.yaml; --help lists every field)
+  verify  prove that trainer and engine agree on a model, before a long run (lockstep verify --model DIRECTORY)
 """
 
 
@@ -27,12 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE, end="")
         return 0 if words else 2
-    if words[0] != "grpo":
-        print(f"lockstep: no command {words[0]!r}; there is: grpo", file=sys.stderr)
+    if words[0] not in _COMMANDS:
+        print(f"lockstep: no command {words[0]!r}; there is: {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
-    from lockstep.cli.grpo import run
-
-    return _guarded(lambda: run(words[1:]))
+    command = importlib.import_module(f"lockstep.cli.{words[0]}")
+    return _guarded(lambda: command.run(words[1:]))
 
 
 def _guarded(command: Callable[[], int]) -> int:

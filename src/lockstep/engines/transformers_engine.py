@@ -36,6 +36,7 @@ from lockstep.engines.protocol import (
 from lockstep.engines.sampling import processed_logprobs
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import InputError, LockstepError
+from lockstep.tokens.end import end_ids
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class TransformersEngine:
         self._max_num_seqs = max_num_seqs
         self._timeout = timeout
         self._version: int | None = None
-        self._end_ids = _end_ids(self._model, tokenizer)
+        self._end_ids = end_ids(self._model, tokenizer)
         # `generate` would fill what a request leaves open from the model's own defaults (a repetition penalty, say).
         self._model.generation_config = GenerationConfig()
 
@@ -283,11 +284,3 @@ def _answer(name: str, module: torch.nn.Module, seed: int) -> torch.Tensor:
     if isinstance(module, torch.nn.Linear):
         return module(probe_vector(seed, name, module.in_features).to(module.weight)[None])[0]
     return torch.cat([p.detach().flatten() for p in module.parameters(recurse=False)])
-
-
-def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The end tokens that vLLM would use: the tokenizer's, and those of the model's generation config."""
-    ids = [tokenizer.eos_token_id]
-    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids += configured if isinstance(configured, list) else [configured]
-    return tuple(dict.fromkeys(int(i) for i in ids if i is not None))

@@ -200,6 +200,9 @@ class VLLMInProcess:
 
     def begin_update(self) -> None:
         self._version = None
+        if any(self._llm.collective_rpc(_inside_an_update)):
+            # An update that its trainer left: vLLM would refuse another for ever.
+            self._llm.finish_weight_update()
         self._llm.start_weight_update()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
@@ -302,3 +305,7 @@ _CPU_BLOCK = 32
 
 def _acknowledgement(worker: Any) -> LoadedWeights:
     return worker.weight_transfer_engine.acknowledgement
+
+
+def _inside_an_update(worker: Any) -> bool:
+    return worker._weight_update_active

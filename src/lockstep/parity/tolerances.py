@@ -39,3 +39,8 @@ def tolerance(engine: torch.dtype, trainer: torch.dtype) -> Tolerance:
 def probe_limit(engine: torch.dtype) -> float:
     """Limit on max |engine − trainer| ÷ rms(trainer) of a module's outputs, for the dtype that the engine computes in."""
     return 1e-4 if engine in (torch.float32, torch.float64) else 0.05
+
+
+def outside_limit(engine: torch.dtype) -> float:
+    """Share of sampled tokens that the trainer's top-k, top-p or min-p may exclude: rounding moves the border of the support."""
+    return 0.0 if engine in (torch.float32, torch.float64) else 0.05

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from lockstep.engines.answers import check_answers
 from lockstep.engines.protocol import Engine, GenerationRequest, RequestKey, Sampling, request_seed
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
@@ -48,7 +49,8 @@ def collect(
         for prompt in prompts
         for key in (RequestKey(prompt.prompt_id, sample) for sample in range(num_generations))
     ]
-    answers = engine.generate(requests)
+    # The engine has checked its own answers; this end checks that they are to what it asked.
+    answers = check_answers(requests, engine.generate(requests).values(), version)
     groups = []
     for prompt in prompts:
         completions = [answers[RequestKey(prompt.prompt_id, sample)] for sample in range(num_generations)]

@@ -1,0 +1,171 @@
+"""`lockstep verify`: the proofs on one's own model, engine and settings; their self-test; receipts explained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.cli.arguments import RunArguments, parse
+from lockstep.cli.quiet import quiet_libraries
+from lockstep.errors import InputError, ProofError
+
+
+@dataclass
+class VerifyArguments(RunArguments):
+    """What to verify, and how."""
+
+    model: str | None = field(default=None, metadata={"help": "Name, directory or hub id; as model_name_or_path."})
+    engine: str | None = field(
+        default=None, metadata={"help": "vllm, transformers, or server. Default: as training would choose."}
+    )
+    dtype: str | None = field(
+        default=None, metadata={"help": "float32 or bfloat16 on both sides. Default: as training would choose."}
+    )
+    json: str | None = field(default=None, metadata={"help": "File to write the table to, with every layer's figure."})
+    self_test: bool = field(
+        default=False, metadata={"help": "Inject the known faults and show which proof catches each."}
+    )
+    receipt: str | None = field(default=None, metadata={"help": "Re-check the chain of a receipt file, and stop."})
+    explain: str | None = field(
+        default=None, metadata={"help": "Read a run directory's receipt and say where its gap comes from."}
+    )
+    plain_prompts: bool = field(default=False, metadata={"help": "Verify with text instead of chat messages."})
+
+
+def run(words: list[str]) -> int:
+    """Run the command; returns 0 if every proof passes (every fault is caught), 1 if one does not.
+
+    Raises:
+        InputError: the proofs could not be run.
+    """
+    quiet_libraries()
+    from lockstep.training.config import GRPOConfig
+    from lockstep.verify.stage import SIZES
+
+    # The user's words win over nothing but these sizes, which decide only how long it takes.
+    sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
+    arguments, config, _ = parse([*_with_dtype(words), *sizes], GRPOConfig, VerifyArguments)
+    if arguments.receipt is not None:
+        return _check_receipt(Path(arguments.receipt))
+    if arguments.explain is not None:
+        from lockstep.verify.explain import explain_run
+
+        print(explain_run(Path(arguments.explain)))
+        return 0
+    return _verify(arguments, config)
+
+
+def _verify(arguments: VerifyArguments, config: Any) -> int:
+    from rich.console import Console
+
+    from lockstep.models.resolve import resolve_model
+    from lockstep.verify.rows import Row, print_rows, write_json
+    from lockstep.verify.run import CHECKS, failed_row, run_checks
+    from lockstep.verify.self_test import FAULTS, print_verdicts, run_self_test
+    from lockstep.verify.stage import open_stage
+
+    name = arguments.model or arguments.model_name_or_path
+    if name is None:
+        raise InputError("say which model to verify: --model NAME, DIRECTORY or hub id (or --config FILE)")
+    config.use_vllm = _use_vllm(arguments.engine, config)
+    resolve_model(name)
+    console, rows = Console(), list[Row]()
+    steps = 1 + (len(FAULTS) if arguments.self_test else len(CHECKS))
+    with _progress(steps) as progress:
+        progress("loading both sides")
+        try:
+            with open_stage(name, config, _prompts(arguments), plain=arguments.plain_prompts) as stage:
+                settings = {"model": stage.trainer.model_path, "engine": stage.engine.settings()}
+                if arguments.self_test:
+                    verdicts = run_self_test(stage, progress)
+                else:
+                    rows = run_checks(stage, progress)
+        except ProofError as error:
+            # Trainer and engine do not even start together: that is what there is to report.
+            rows, settings, arguments.self_test = [failed_row("start", error)], {"model": name}, False
+    if arguments.self_test:
+        return print_verdicts(verdicts, console, arguments.json)
+    print_rows(rows, console)
+    if arguments.json:
+        write_json(Path(arguments.json), rows, settings)
+    return 0 if all(row.passed for row in rows) else 1
+
+
+def _check_receipt(path: Path) -> int:
+    from lockstep.parity.receipt import check_chain
+
+    if not path.is_file():
+        raise InputError(f"receipt {path} does not exist")
+    lines = path.read_text().splitlines()
+    try:
+        check_chain(lines)
+    except InputError as error:
+        print(f"FAIL  {path}: {error}")
+        return 1
+    print(f"PASS  {path}: {len(lines)} lines, the chain is whole")
+    return 0
+
+
+def _use_vllm(engine: str | None, config: Any) -> bool | None:
+    if engine is None:
+        return config.use_vllm
+    if engine == "server":
+        raise InputError("engine server: there is no server mode yet; use vllm (in this process) or transformers")
+    if engine not in ("vllm", "transformers"):
+        raise InputError(f"engine {engine!r}: it must be vllm, transformers or server")
+    return engine == "vllm"
+
+
+def _with_dtype(words: list[str]) -> list[str]:
+    """`--dtype X` as the two fields that it stands for."""
+    for i, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name == "--dtype":
+            value = value or "".join(words[i + 1 : i + 2])
+            if value not in ("float32", "bfloat16"):
+                raise InputError(f"dtype {value!r}: it must be float32 or bfloat16")
+            return [*words, "--bf16", str(value == "bfloat16"), "--engine_dtype", value]
+    return words
+
+
+def _prompts(arguments: VerifyArguments) -> Any | None:
+    """The user's own training prompts, where a data set is named."""
+    if arguments.dataset_name is None:
+        return None
+    from lockstep.tasks.data import load_data
+
+    data = load_data(
+        arguments.dataset_name,
+        subset=arguments.dataset_config,
+        train_split=arguments.dataset_train_split,
+        test_split=arguments.dataset_test_split,
+        train_size=arguments.train_size,
+        eval_size=arguments.eval_size,
+        seed=arguments.dataset_seed,
+    )
+    if len(data.train) < 2:
+        raise InputError(f"dataset {arguments.dataset_name} has fewer than two rows")
+    return data.train
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal's error stream; plain lines elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda name: print(f"verify: {name}", flush=True)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=steps, completed=-1)
+
+        def begin(name: str) -> None:
+            bar.update(task, advance=1, description=name)
+
+        yield begin

@@ -1,0 +1,105 @@
+"""`lockstep verify --explain RUN_DIR`: where a run's gap comes from, read from what the run left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import InputError
+from lockstep.parity.receipt import RECEIPT, check_chain
+
+Line = dict[str, Any]
+_PARTS = ("semantics", "numerics", "staleness", "defect")
+
+
+def explain_run(folder: Path) -> str:
+    """A page of text about the receipt and the metrics of a run.
+
+    Raises:
+        InputError: there is no receipt, or its chain is broken.
+    """
+    receipt = folder / RECEIPT
+    if not receipt.is_file():
+        raise InputError(f"{folder} has no {RECEIPT}: is it the output directory of a run?")
+    lines = receipt.read_text().splitlines()
+    check_chain(lines)
+    entries = [json.loads(line) for line in lines]
+    starts = [e for e in entries if e.get("kind") == "start"]
+    steps = [e for e in entries if e.get("kind") == "step"]
+    if not starts or not steps:
+        raise InputError(f"{receipt} holds no step yet")
+    return "\n".join([*_about(starts), "", *_gaps(steps, starts[-1]), "", *_parts(folder), *_weights(steps, starts)])
+
+
+def _about(starts: list[Line]) -> list[str]:
+    last = starts[-1]
+    engine, canary = last["engine"], last["canary"]
+    lines = [
+        f"engine      {engine['engine']}, {engine['architecture']}, {engine['dtype']} (head {engine['head_dtype']}), "
+        f"{engine['logprobs_mode']}; trainer computes in {last['trainer']['compute']}, temperature {last['temperature']}",
+        f"at start    canary gap mean {canary['mean_abs_gap']:.1e}, max {canary['max_abs_gap']:.1e}; "
+        f"{last['modules']['probed']} modules probed, worst {last['worst_module']['name']} "
+        f"{last['worst_module']['error']:.1e} (limit {last['limits']['module_probe']:.0e})",
+    ]
+    if len(starts) > 1:
+        lines.append(f"starts      {len(starts)}: at steps {', '.join(str(s['step']) for s in starts)}")
+    return lines
+
+
+def _gaps(steps: list[Line], start: Line) -> list[str]:
+    checked = sum(s["checked_tokens"] for s in steps)
+    mean = sum(s["sum_abs_gap"] for s in steps) / checked
+    worst = max(steps, key=lambda s: s["max_abs_gap"])
+    third = max(len(steps) // 3, 1)
+    early, late = (_mean(part) for part in (steps[:third], steps[-third:]))
+    limit = start["limits"]
+    trend = "grows" if late > 2 * early else "falls" if early > 2 * late else "is steady"
+    return [
+        f"gap         mean {mean:.1e} (limit {limit['mean']:.0e}), max {worst['max_abs_gap']:.1e} (limit {limit['max']:.0e}) "
+        f"at step {worst['step']}, request {worst['worst_request']}",
+        f"            {checked} tokens checked in {len(steps)} steps; it {trend}: {early:.1e} in the first third, "
+        f"{late:.1e} in the last",
+    ]
+
+
+def _parts(folder: Path) -> list[str]:
+    """Means of the decomposition's columns in the metrics, where the run wrote them."""
+    path = folder / "metrics.jsonl"
+    logged = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    logged = [line for line in logged if f"parity/gap_{_PARTS[0]}" in line]
+    if not logged:
+        return []
+    means = {part: sum(line[f"parity/gap_{part}"] for line in logged) / len(logged) for part in _PARTS}
+    reasons = {
+        "semantics": "settings: trainer and engine score different distributions",
+        "numerics": "numerics: dtypes and the order of sums; nothing to mend",
+        "staleness": "staleness: the policy moves while it learns from one generation",
+        "defect": "a defect, which no setting explains",
+    }
+    largest = max(means, key=lambda part: means[part])
+    return [
+        "parts       " + ", ".join(f"{part} {value:.1e}" for part, value in means.items()),
+        f"            mostly {reasons[largest]}",
+    ]
+
+
+def _weights(steps: list[Line], starts: list[Line]) -> list[str]:
+    worst = max(steps, key=lambda s: s["worst_module"]["error"])
+    stale = [s["step"] for s in steps if s["version"] != s["step"] - 1]
+    lines = [
+        f"weights     {steps[-1]['tensors']} tensors a push; worst module of all probes: {worst['worst_module']['name']} "
+        f"{worst['worst_module']['error']:.1e} at step {worst['step']}"
+    ]
+    if stale:
+        lines.append(
+            f"            {len(stale)} steps learned from rollouts of an earlier version (steps_per_generation, num_iterations)"
+        )
+    unreached = starts[-1]["modules"]["unreached"]
+    if unreached:
+        lines.append(f"            no probe reaches {', '.join(unreached[:4])}: only the gap speaks for them")
+    return lines
+
+
+def _mean(steps: list[Line]) -> float:
+    return sum(s["sum_abs_gap"] for s in steps) / sum(s["checked_tokens"] for s in steps)

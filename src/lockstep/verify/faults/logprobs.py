@@ -1,0 +1,132 @@
+"""Faults of log-probs: P1 to P5."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import lockstep.engines.transformers_engine as transformers_engine
+import lockstep.engines.vllm_inprocess as vllm_inprocess
+from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.parity.rescoring import sequence_logits
+from lockstep.verify.faults.seams import Fault, Patch, answers_become, is_vllm, requests_become, vllm_worker
+from lockstep.verify.stage import Stage
+
+
+@contextlib.contextmanager
+def _raw(stage: Stage) -> Iterator[None]:
+    """Log-probs before the temperature, at a temperature that is not 1."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(stage.config, "temperature", 0.7))
+        if is_vllm(stage):
+            sampler = vllm_worker(stage).model_runner.sampler
+            stack.enter_context(patch.object(sampler, "logprobs_mode", "raw_logprobs"))
+            stack.enter_context(patch.object(sampler.topk_topp_sampler, "logprobs_mode", "raw_logprobs"))
+        else:
+            honest = transformers_engine.processed_logprobs
+
+            def raw(logits: torch.Tensor, sampling: Any, prompt_ids: Any, output_ids: Any) -> torch.Tensor:
+                return honest(logits, replace(sampling, temperature=1.0), prompt_ids, output_ids)
+
+            stack.enter_context(patch.object(transformers_engine, "processed_logprobs", raw))
+        yield
+
+
+def _top_k_unasked(stage: Stage) -> Patch:
+    return requests_become(stage, lambda rs: [replace(r, sampling=replace(r.sampling, top_k=3)) for r in rs])
+
+
+def _first_becomes(stage: Stage, value: float) -> Patch:
+    def changed(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
+        # The least likely token: one that the model is sure of has a log-prob near 0 by right.
+        unsure = min(answers, key=lambda a: min(a.logprobs))
+        place = unsure.logprobs.index(min(unsure.logprobs))
+        logprobs = (*unsure.logprobs[:place], value, *unsure.logprobs[place + 1 :])
+        return [replace(a, logprobs=logprobs) if a is unsure else a for a in answers]
+
+    return answers_become(stage, changed)
+
+
+def _missing(stage: Stage) -> Patch:
+    return _first_becomes(stage, float("nan"))
+
+
+def _default_value(stage: Stage) -> Patch:
+    return _first_becomes(stage, 0.0)
+
+
+def _top_one(stage: Stage) -> Patch:
+    """The most likely token's log-prob passes for the sampled one's."""
+    if not is_vllm(stage):
+
+        def top(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
+            return [replace(a, logprobs=_best(stage, a)) for a in answers]
+
+        return answers_become(stage, top)
+    return _first_of_vllms_list()
+
+
+@contextlib.contextmanager
+def _first_of_vllms_list() -> Iterator[None]:
+    params, made = vllm_inprocess.sampling_params, vllm_inprocess.completion
+
+    def with_top(request: GenerationRequest) -> Any:
+        found = params(request)
+        found.logprobs = 1
+        return found
+
+    def first(key: Any, output: Any) -> Completion:
+        best = [max(entry.values(), key=lambda e: e.logprob).logprob for entry in output.outputs[0].logprobs]
+        return replace(made(key, output), logprobs=tuple(best))
+
+    with patch.object(vllm_inprocess, "sampling_params", with_top), patch.object(vllm_inprocess, "completion", first):
+        yield
+
+
+def _best(stage: Stage, answer: Completion) -> tuple[float, ...]:
+    logits = sequence_logits(stage.model, [*answer.prompt_ids, *answer.token_ids[:-1]], stage.precision)
+    scaled = logits[len(answer.prompt_ids) - 1 :] / stage.config.temperature
+    return tuple(scaled.log_softmax(-1).max(-1).values.tolist())
+
+
+@contextlib.contextmanager
+def _half_head(stage: Stage) -> Iterator[None]:
+    """The engine computes its head in bf16 while everything else is fp32."""
+
+    def rounded(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def apply(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return real(layer, x.bfloat16().to(x.dtype), *args, **kwargs).bfloat16().to(x.dtype)
+
+        return apply
+
+    if is_vllm(stage):
+        head = vllm_worker(stage).model_runner.model.lm_head.quant_method
+        with patch.object(head, "apply", rounded(head.apply)):
+            yield
+        return
+    head = stage.engine._model.get_output_embeddings()  # type: ignore[attr-defined]
+    hook = head.register_forward_hook(lambda module, inputs, output: output.bfloat16().to(output.dtype))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _needs_single(stage: Stage) -> str:
+    dtype = stage.trainer.proofs.engine_dtype
+    return "" if dtype == torch.float32 else "both heads are in half precision"
+
+
+FAULTS = (
+    Fault("P1", "raw log-probs at temperature 0.7", _raw),
+    Fault("P2", "top-k that nobody asked for", _top_k_unasked),
+    Fault("P3", "a log-prob that is missing (NaN)", _missing),
+    Fault("P3b", "a missing log-prob became 0.0", _default_value),
+    Fault("P4", "the most likely token's log-prob passes for the sampled one's", _top_one),
+    Fault("P5", "the engine's head in bf16, the trainer's in fp32", _half_head, needs=_needs_single),
+)

@@ -1,0 +1,101 @@
+"""Faults of the trainer's own step: A1 to A6."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import lockstep.rollouts.collect as collecting
+import lockstep.training.grpo as trainer_module
+import lockstep.training.update as updating
+import lockstep.verify.logprob_checks as checks
+from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.training.generation import Generation
+from lockstep.training.packing import TrainingSequence
+from lockstep.verify.faults.seams import Fault, Patch, answers_become
+from lockstep.verify.stage import Stage
+
+Batch = tuple[TrainingSequence, ...]
+
+
+@contextlib.contextmanager
+def _generations_become(change: Callable[[Generation], Generation]) -> Iterator[None]:
+    real = trainer_module.prepare_generation
+
+    def changed(*args: Any) -> Generation:
+        return change(real(*args))
+
+    with (
+        patch.object(trainer_module, "prepare_generation", changed),
+        patch.object(checks, "prepare_generation", changed),
+    ):
+        yield
+
+
+def _mean_of_parts(generation: Generation, share: float) -> Generation:
+    """Every micro-batch normalised by its own tokens, and counted with `share`."""
+
+    def weighted(batch: Batch) -> Batch:
+        tokens = sum(len(s.completion_ids) for s in batch)
+        return tuple(replace(s, weight=share / tokens) for s in batch)
+
+    return replace(generation, micro_batches=tuple(weighted(batch) for batch in generation.micro_batches))
+
+
+def _summed(stage: Stage) -> Patch:
+    return _generations_become(lambda generation: _mean_of_parts(generation, 1.0))
+
+
+def _averaged(stage: Stage) -> Patch:
+    return _generations_become(lambda g: _mean_of_parts(g, 1.0 / len(g.micro_batches)))
+
+
+def _attends_to_others(stage: Stage) -> Patch:
+    """A token sees every token before it in its row, its siblings' and the padding's too."""
+    real = updating.pack_sequences
+
+    def packed(sequences: Sequence[TrainingSequence], budget: int) -> Iterator[Any]:
+        for pack in real(sequences, budget):
+            size = pack.input_ids.shape[1]
+            yield replace(pack, attention_mask=torch.ones(1, 1, size, size, dtype=torch.bool).tril())
+
+    return patch.object(updating, "pack_sequences", packed)
+
+
+def _guessed_reason(stage: Stage) -> Patch:
+    def guessed(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
+        end = stage.tokenizer.eos_token_id
+        return [replace(a, finish_reason="stop" if a.token_ids[-1] == end else "length") for a in answers]
+
+    return answers_become(stage, guessed)
+
+
+def _one_seed(stage: Stage) -> Patch:
+    return patch.object(collecting, "request_seed", lambda run_seed, version, key: run_seed)
+
+
+def _long_ones_dropped(stage: Stage) -> Patch:
+    def dropped(generation: Generation) -> Generation:
+        longest = max(len(s.completion_ids) for batch in generation.micro_batches for s in batch)
+        batches = tuple(
+            tuple(s for s in batch if len(s.completion_ids) < longest) or batch[:1]
+            for batch in generation.micro_batches
+        )
+        return replace(generation, micro_batches=batches)
+
+    return _generations_become(dropped)
+
+
+FAULTS = (
+    Fault("A1", "gradients of micro-batches summed, not averaged", _summed, check="exact accounting"),
+    Fault("A2", "the loss normalised per micro-batch, not per step", _averaged, check="exact accounting"),
+    Fault("A3", "tokens attend to padding and to other rows", _attends_to_others),
+    Fault("A4", "truncation guessed from the last token", _guessed_reason, check="finish reasons"),
+    Fault("A5", "one seed for all requests: a group of equal completions", _one_seed),
+    Fault("A6", "long rollouts left out of the step", _long_ones_dropped),
+)

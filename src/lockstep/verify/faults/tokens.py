@@ -1,0 +1,126 @@
+"""Faults of tokens and of identity: T1, T2, T4 and L1 to L5."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import lockstep.training.grpo as trainer_module
+from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.training.generation import Generation
+from lockstep.training.packing import TrainingSequence
+from lockstep.verify.faults.seams import Fault, Patch, answers_become, requests_become
+from lockstep.verify.stage import Stage
+
+Requests = Sequence[GenerationRequest]
+Answers = list[Completion]
+
+
+def _encoded_again(stage: Stage) -> Patch:
+    def again(request: GenerationRequest) -> GenerationRequest:
+        text = stage.tokenizer.decode(request.prompt_ids)
+        return replace(request, prompt_ids=tuple(stage.tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+    return requests_become(stage, lambda requests: [again(r) for r in requests])
+
+
+def _special_token_doubled(stage: Stage) -> Patch:
+    def doubled(requests: list[GenerationRequest]) -> list[GenerationRequest]:
+        # Not in the longest prompt, which fills the engine's context.
+        longest = max(len(r.prompt_ids) for r in requests)
+        return [
+            r if len(r.prompt_ids) == longest else replace(r, prompt_ids=(r.prompt_ids[0], *r.prompt_ids))
+            for r in requests
+        ]
+
+    return requests_become(stage, doubled)
+
+
+def _masked_by_value(stage: Stage) -> Patch:
+    """Tokens that equal the pad token are masked; here that is the token that the first completion ended with."""
+    real = trainer_module.prepare_generation
+
+    def masked(*args: Any) -> Generation:
+        generation = real(*args)
+        pad = generation.completions[0].token_ids[-1]
+
+        def without_pad(sequence: TrainingSequence) -> TrainingSequence:
+            kept = [i for i, token in enumerate(sequence.completion_ids) if token != pad] or [0]
+            return replace(
+                sequence,
+                completion_ids=tuple(sequence.completion_ids[i] for i in kept),
+                behaviour_logps=tuple(sequence.behaviour_logps[i] for i in kept),
+            )
+
+        batches = tuple(tuple(without_pad(s) for s in batch) for batch in generation.micro_batches)
+        return replace(generation, micro_batches=batches)
+
+    return patch.object(trainer_module, "prepare_generation", masked)
+
+
+def _flattened_twice(stage: Stage) -> Patch:
+    def flat(requests: Requests, answers: Answers) -> Answers:
+        return [
+            replace(
+                a,
+                token_ids=a.token_ids[i : i + 1],
+                logprobs=a.logprobs[i : i + 1],
+                weight_versions=a.weight_versions[:1],
+            )
+            for a in answers
+            for i in range(len(a.token_ids))
+        ]
+
+    return answers_become(stage, flat)
+
+
+def _half_dropped(stage: Stage) -> Patch:
+    return answers_become(stage, lambda requests, answers: answers[::2])
+
+
+def _across_prompts(stage: Stage) -> Patch:
+    """Completions of one prompt under the keys of another, echo and all else in order."""
+
+    def across(requests: Requests, answers: Answers) -> Answers:
+        asked = {r.key: r.prompt_ids for r in requests}
+        moved = [*answers[1:], answers[0]]
+        return [replace(m, key=a.key, prompt_ids=asked[a.key]) for a, m in zip(answers, moved, strict=True)]
+
+    return answers_become(stage, across)
+
+
+def _another_ranks(stage: Stage) -> Patch:
+    def strangers(requests: Requests, answers: Answers) -> Answers:
+        return [replace(a, key=RequestKey(f"rank1/{a.key.prompt_id}", a.key.sample)) for a in answers]
+
+    return answers_become(stage, strangers)
+
+
+def _the_call_before(stage: Stage) -> Patch:
+    """The second call gets the first call's completions, under its own keys and versions."""
+    first: dict[tuple[str, int], Completion] = {}
+
+    def earlier(requests: Requests, answers: Answers) -> Answers:
+        if not first:
+            first.update({a.key: a for a in answers})
+            return answers
+        return [
+            replace(first.get(a.key, a), weight_versions=(a.weight_versions[0],) * len(first.get(a.key, a).token_ids))
+            for a in answers
+        ]
+
+    return answers_become(stage, earlier)
+
+
+FAULTS = (
+    Fault("T1", "prompts decoded and encoded again on their way", _encoded_again),
+    Fault("T2", "a special token doubled in front of the prompt", _special_token_doubled),
+    Fault("T4", "tokens masked because they equal the pad token", _masked_by_value),
+    Fault("L1", "completion lists flattened twice: a token is a completion", _flattened_twice),
+    Fault("L2", "every second completion dropped", _half_dropped),
+    Fault("L3", "completions paired across prompts", _across_prompts),
+    Fault("L4", "another rank's completions", _another_ranks),
+    Fault("L5", "a second call answered with the first call's completions", _the_call_before),
+)

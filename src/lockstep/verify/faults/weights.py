@@ -1,0 +1,167 @@
+"""Faults of weights: W1 to W8, and small ones that log-probs hardly show."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from unittest.mock import patch
+
+import torch
+
+import lockstep.sync.vllm_backend as backend
+import lockstep.training.proofs as proofs_module
+from lockstep.engines.protocol import LoadedWeights, WeightReceiver
+from lockstep.sync.push import SyncRecord
+from lockstep.verify.faults.seams import Fault, Named, Patch, is_vllm, loads_instead, weights_now
+from lockstep.verify.stage import Stage
+
+
+def _never_arrived(stage: Stage) -> Patch:
+    first = weights_now(stage)
+    return loads_instead(stage, lambda sent: [(name, first[name]) for name, _ in sent])
+
+
+def _stale_head(stage: Stage) -> Patch:
+    if is_vllm(stage) and _tied(stage):
+        # As it is in vLLM 0.32.0 without our mend.
+        return patch.object(backend, "repack_heads", lambda model: None)
+    head = stage.model.get_output_embeddings().weight
+    (name,) = [n for n, p in stage.model.named_parameters() if p is head]
+    old = head.detach().clone()
+    return loads_instead(stage, lambda sent: [(n, old if n == name else t) for n, t in sent])
+
+
+def _wrong_place(stage: Stage) -> Patch:
+    """Two tensors of one shape change places, as when a fused layer is filled in the wrong order."""
+    one, other = _twins(stage)
+
+    def swapped(sent: Named) -> Named:
+        by_name = dict(sent)
+        by_name[one], by_name[other] = by_name[other], by_name[one]
+        return [(name, by_name[name]) for name, _ in sent]
+
+    return loads_instead(stage, swapped)
+
+
+def _nothing_loaded(stage: Stage) -> Patch:
+    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+        return LoadedWeights((), ())
+
+    return patch.object(stage.engine, "load", load)
+
+
+def _reset_refused(stage: Stage) -> Patch:
+    return patch.object(stage.engine, "reset_caches", lambda: False)
+
+
+def _drift(stage: Stage) -> Patch:
+    """Each sync leaves the policy rounded, as a bf16 merge and unmerge of an adapter does."""
+    real = stage.engine.commit_version
+
+    def commit(version: int) -> None:
+        real(version)
+        with torch.no_grad():
+            for p in stage.model.parameters():
+                p.copy_((p.to(torch.bfloat16) * 1.01).to(torch.bfloat16) / 1.01)
+
+    return patch.object(stage.engine, "commit_version", commit)
+
+
+def _cache_survives(stage: Stage) -> Patch:
+    return patch.object(stage.engine, "reset_caches", lambda: True)
+
+
+def _half_an_update(stage: Stage) -> Patch:
+    real = stage.engine.load
+    return patch.object(stage.engine, "load", lambda tensors: real(list(tensors)[::2]))
+
+
+def _restarted(stage: Stage) -> Patch:
+    """The engine comes back with its first weights, and claims the current version."""
+    first, real = weights_now(stage), stage.engine.commit_version
+
+    def commit(version: int) -> None:
+        stage.engine.begin_update()
+        stage.engine.load(list(first.items()))
+        real(version)
+
+    return patch.object(stage.engine, "commit_version", commit)
+
+
+def _one_layer_off(stage: Stage) -> Patch:
+    name = _twins(stage)[0]
+
+    def off(sent: Named) -> Named:
+        noise = torch.Generator().manual_seed(0)
+        return [(n, t * (1 + 1e-3 * torch.randn(t.shape, generator=noise).to(t)) if n == name else t) for n, t in sent]
+
+    return loads_instead(stage, off)
+
+
+def _rows_swapped(stage: Stage) -> Patch:
+    name = _twins(stage)[0]
+
+    def swapped(sent: Named) -> Named:
+        order = torch.arange(len(dict(sent)[name]))
+        order[[2, 5]] = order[[5, 2]]
+        return [(n, t[order] if n == name else t) for n, t in sent]
+
+    return loads_instead(stage, swapped)
+
+
+@contextlib.contextmanager
+def _sync_skipped(stage: Stage) -> Iterator[None]:
+    """One push of two is left out, at a step so small (1e-6) that no log-prob shows it."""
+    real, calls = proofs_module.push_weights, iter(range(1_000_000))
+
+    def every_second(model: torch.nn.Module, engine: WeightReceiver, version: int) -> SyncRecord:
+        with torch.no_grad():
+            for p in stage.model.parameters():
+                p += 1e-6 * p.sign()
+        return SyncRecord(version, "", 0, 0, 0.0) if next(calls) % 2 else real(model, engine, version)
+
+    # The step that a fault is given moves the weights by far more; here only by this.
+    with patch.object(proofs_module, "push_weights", every_second), patch.object(stage, "scale", 0.0):
+        yield
+
+
+def _tied(stage: Stage) -> bool:
+    return stage.model.get_output_embeddings().weight is stage.model.get_input_embeddings().weight
+
+
+def _twins(stage: Stage) -> tuple[str, str]:
+    """Two matrices of one shape in the middle of the model that an engine may mix up."""
+    layers = [
+        (n, p.shape) for n, p in stage.model.named_parameters() if (p.dim() == 2 and ".layers." in n) or ".h." in n
+    ]
+    middle = layers[len(layers) // 2 :] + layers
+    for i, (name, shape) in enumerate(middle):
+        for other, other_shape in middle[i + 1 :]:
+            if shape == other_shape and other != name and name.split(".")[2] == other.split(".")[2]:
+                return name, other
+    return middle[0][0], middle[1][0]
+
+
+def _needs_cache(stage: Stage) -> str:
+    return "" if stage.engine.settings().prefix_caching else "this engine keeps no cache between calls"
+
+
+def _needs_single(stage: Stage) -> str:
+    dtype = stage.trainer.proofs.engine_dtype
+    return "" if dtype == torch.float32 else "smaller than the rounding of this engine's dtype"
+
+
+FAULTS = (
+    Fault("W1", "weights acknowledged and never put to use", _never_arrived),
+    Fault("W2", "the output head keeps an older copy", _stale_head),
+    Fault("W3", "two tensors of one layer in each other's place", _wrong_place),
+    Fault("W4", "an empty load taken for a success", _nothing_loaded),
+    Fault("W4b", "a refused cache reset taken for a success", _reset_refused),
+    Fault("W5", "each sync leaves the policy itself rounded", _drift),
+    Fault("W6", "the prefix cache survives the update", _cache_survives, needs=_needs_cache),
+    Fault("W7", "half an update goes into service", _half_an_update),
+    Fault("W8", "a restarted engine serves its first weights under the current version", _restarted),
+    Fault("small-1", "one layer off by 1e-3 of its size", _one_layer_off, needs=_needs_single),
+    Fault("small-2", "two rows of one matrix swapped", _rows_swapped),
+    Fault("small-3", "one sync skipped at a learning rate of 1e-6", _sync_skipped),
+)

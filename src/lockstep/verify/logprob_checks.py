@@ -1,0 +1,129 @@
+"""Proofs about log-probs: which distribution, how close by dtype, and that a step adds up."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.engines.protocol import Completion, Sampling
+from lockstep.parity.gap import GapStats, measure_gap
+from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.parity.tolerances import outside_limit, tolerance
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.training.generation import prepare_generation
+from lockstep.training.phases import PhaseClock
+from lockstep.training.update import UpdateSums, learn
+from lockstep.verify.rows import Row, gap_row
+from lockstep.verify.stage import Stage
+
+# Relative distance of two gradients of the same rollouts; measured: 1e-7 to 1e-6 in float32.
+_ACCOUNTING_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+def semantics(stage: Stage) -> list[Row]:
+    """The engine's log-probs are those of the distribution that was sampled, whatever it is."""
+    tokens = stage.config.max_completion_length
+    cases = {
+        "T = 1": Sampling(tokens),
+        "T = 0.7": Sampling(tokens, temperature=0.7),
+        "T = 0.7, top-k 20": Sampling(tokens, temperature=0.7, top_k=20),
+        "T = 1, top-p 0.9": Sampling(tokens, top_p=0.9),
+        "T = 1, min-p 0.05": Sampling(tokens, min_p=0.05),
+    }
+    return [_semantics_row(stage, name, sampling) for name, sampling in cases.items()]
+
+
+def _semantics_row(stage: Stage, name: str, sampling: Sampling) -> Row:
+    completions = stage.sample(sampling, samples=2)
+    gap, outside = _gap_inside(stage, completions, sampling)
+    dtype = stage.trainer.proofs.engine_dtype
+    allowed = outside_limit(dtype) * (gap.tokens + outside)
+    row = gap_row(
+        f"log-probs, {name}",
+        gap,
+        stage.trainer.proofs.limit,
+        "the engine reports log-probs of another distribution than it samples; set logprobs_mode=processed_logprobs",
+        f", {outside} outside the trainer's support" if outside else "",
+    )
+    if outside <= allowed:
+        return row
+    fix = "the engine samples tokens that these settings exclude for the trainer"
+    return Row(row.proof, row.figure, row.limit, False, fix, row.details)
+
+
+def _gap_inside(stage: Stage, completions: Sequence[Completion], sampling: Sampling) -> tuple[GapStats, int]:
+    """The gap over tokens that both sides give a probability, and how many the trainer gives none."""
+    gap, outside = GapStats(), 0
+    for c in completions:
+        own = completion_logps(stage.model, c.prompt_ids, c.token_ids, sampling, stage.precision)
+        inside = torch.isfinite(own)
+        outside += int((~inside).sum())
+        gap = gap + measure_gap(torch.tensor(c.logprobs)[inside], own[inside], [str(c.key)] * int(inside.sum()))
+    return gap, outside
+
+
+def parity_by_dtype(stage: Stage) -> list[Row]:
+    """The same tokens, scored by the trainer in each dtype that it could compute in."""
+    sampling = stage.sampling()
+    completions = stage.sample(sampling)
+    engine = stage.trainer.proofs.engine_dtype
+    rows = []
+    for trainer, precision in ((torch.float32, Precision()), (torch.bfloat16, Precision(autocast=torch.bfloat16))):
+        gap = stage.gap(completions, sampling, precision)
+        name = f"parity gap, engine {_short(engine)}, trainer {_short(trainer)}"
+        ours = " (this run)" if precision == stage.precision else ""
+        rows.append(gap_row(name + ours, gap, tolerance(engine, trainer), "see which proof above failed first"))
+    return rows
+
+
+def training_step(stage: Stage) -> list[Row]:
+    """One step of the real trainer: every sampled token through the packed forward."""
+    tokens = stage.step()
+    receipt_gap = stage.trainer._logged
+    mean, largest = receipt_gap["parity/mean_abs_gap"][-1], receipt_gap["parity/max_abs_gap"][-1]
+    limit = stage.trainer.proofs.limit
+    figure = f"mean {mean:.1e}, max {largest:.1e}, {tokens} tokens, all of them checked"
+    return [Row("training step", figure, f"{limit.mean:g}, {limit.max:g}", True)]
+
+
+def accounting(stage: Stage) -> list[Row]:
+    """The same rollouts in one micro-batch and in several give the same gradient."""
+    generation = stage.trainer._generation
+    assert generation is not None
+    whole = _gradient(stage, generation.groups, 1)
+    apart = max(_distance(whole, _gradient(stage, generation.groups, parts)) for parts in (2, 4))
+    dtype = torch.bfloat16 if stage.config.bf16 else torch.float32
+    return [
+        Row(
+            "exact accounting",
+            f"gradients of 1, 2 and 4 micro-batches differ by {apart:.1e} of their size",
+            f"{_ACCOUNTING_LIMIT[dtype]:g}",
+            apart <= _ACCOUNTING_LIMIT[dtype],
+            "the loss depends on how a step is cut into micro-batches: a mean is taken over a part instead of the step",
+        )
+    ]
+
+
+def _gradient(stage: Stage, groups: Sequence[RolloutGroup], parts: int) -> list[torch.Tensor]:
+    config = copy.copy(stage.config)
+    config.per_device_train_batch_size = stage.config.per_device_train_batch_size // parts
+    config.gradient_accumulation_steps = config.steps_per_generation = parts
+    generation = prepare_generation(groups, config, stage.version)
+    sums = UpdateSums()
+    stage.model.zero_grad(set_to_none=True)
+    for batch in generation.micro_batches:
+        learn(stage.trainer._policy(), batch, config, PhaseClock(), sums)
+    gradient = [p.grad for p in stage.model.parameters() if p.grad is not None]
+    stage.model.zero_grad(set_to_none=True)
+    return gradient
+
+
+def _distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    apart = sum(float((a - b).double().square().sum()) for a, b in zip(one, other, strict=True))
+    return (apart / sum(float(a.double().square().sum()) for a in one)) ** 0.5
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,72 @@
+"""What `lockstep verify` found: one row a proof, as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.parity.gap import GapStats
+from lockstep.parity.tolerances import Tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One proof.
+
+    Attributes:
+        proof: its name.
+        figure: what was measured.
+        limit: what it may be.
+        fix: what to change, where it failed.
+        details: figures for the JSON file only (every layer, say).
+    """
+
+    proof: str
+    figure: str
+    limit: str
+    passed: bool
+    fix: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def gap_row(proof: str, gap: GapStats, limit: Tolerance, fix: str, note: str = "") -> Row:
+    """A row for a parity gap."""
+    passed = gap.mean_abs <= limit.mean and gap.max_abs <= limit.max and gap.k3 <= limit.k3
+    figure = f"mean {gap.mean_abs:.1e}, max {gap.max_abs:.1e}, k3 {gap.k3:.0e}, {gap.tokens} tokens{note}"
+    allowed = f"{limit.mean:g}, {limit.max:g}, {limit.k3:g}"
+    details = {"tokens": gap.tokens, "mean": gap.mean_abs, "max": gap.max_abs, "k3": gap.k3, "worst": gap.worst}
+    return Row(proof, figure, allowed, passed, "" if passed else fix, details)
+
+
+def print_rows(rows: list[Row], console: Console) -> None:
+    """The table, and under it what to change."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("proof", "found", "limit", ""):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(row.proof, row.figure, row.limit, "[green]PASS" if row.passed else "[bold red]FAIL")
+    console.print(table)
+    failed = [row for row in rows if not row.passed]
+    console.print(f"\n{len(rows)} proofs, {len(failed)} failed", highlight=False)
+    for row in failed:
+        console.print(f"\n[bold]{row.proof}[/]: {row.figure}\n  what to change: {row.fix}", highlight=False)
+
+
+def write_json(path: Path, rows: list[Row], settings: dict[str, Any]) -> None:
+    """The rows with their details, and what they were found on. Numbers that JSON does not have become text."""
+    content = {"passed": all(row.passed for row in rows), "settings": settings, "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(_plain(content), indent=1, default=str) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

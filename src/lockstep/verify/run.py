@@ -1,0 +1,70 @@
+"""`lockstep verify`: every proof in turn, each failure a row instead of the end.
+
+Comes from: `verify/stage.py`. Goes to: `cli/verify.py`, which prints the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep.errors import ProofError
+from lockstep.verify import logprob_checks, token_checks, weight_checks
+from lockstep.verify.rows import Row
+from lockstep.verify.stage import Stage
+
+Check = Callable[[Stage], list[Row]]
+
+# From what is cheap and comes first in the way of the data, to what needs all of it.
+CHECKS: dict[str, Check] = {
+    "tokenizer guards": token_checks.tokenizer_guards,
+    "vocabulary": token_checks.vocabulary,
+    "chat template": token_checks.chat_template,
+    "settings handshake": token_checks.handshake,
+    "token echo": token_checks.echo,
+    "finish reasons": token_checks.finish_reasons,
+    "group layout": token_checks.groups,
+    "repeated request": token_checks.repetition,
+    "module probe": weight_checks.module_probe,
+    "canary": weight_checks.canary,
+    "log-prob semantics": logprob_checks.semantics,
+    "parity gap by dtype": logprob_checks.parity_by_dtype,
+    "training step": logprob_checks.training_step,
+    "exact accounting": logprob_checks.accounting,
+    "weight sync": weight_checks.sync,
+    "caches after a sync": weight_checks.caches,
+    "weight versions": weight_checks.versions,
+}
+
+
+def run_checks(stage: Stage, progress: Callable[[str], None], checks: dict[str, Check] = CHECKS) -> list[Row]:
+    """The rows of every check, in order.
+
+    Args:
+        progress: told the name of each check as it begins.
+
+    Raises:
+        InputError: a check cannot be run at all.
+    """
+    rows: list[Row] = []
+    for name, check in checks.items():
+        progress(name)
+        try:
+            rows += check(stage)
+        except ProofError as error:
+            rows.append(failed_row(name, error))
+            recover(stage)
+    return rows
+
+
+def failed_row(name: str, error: ProofError) -> Row:
+    """A check that ended in an error."""
+    return Row(name, f"{error.check}: {error.found}", "no error", False, f"{error.cause}; {error.fix}")
+
+
+def recover(stage: Stage) -> None:
+    """Bring the engine back to the model's weights after a failed check; if that fails too, the next check says so."""
+    stage.model.zero_grad(set_to_none=True)
+    try:
+        stage.push()
+    except ProofError:
+        stage.engine.begin_update()

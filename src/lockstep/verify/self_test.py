@@ -1,0 +1,101 @@
+"""`lockstep verify --self-test`: the proofs themselves, tested by the faults that they exist for.
+
+Each fault is injected into the running stage; then the trainer takes steps, and, where a step has no reason to stop, the check of
+`lockstep verify` that is named for it runs. A fault that goes through is a failure of Lockstep.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.errors import ProofError
+from lockstep.verify.faults import logprobs, steps, tokens, weights
+from lockstep.verify.faults.seams import Fault
+from lockstep.verify.run import CHECKS, recover
+from lockstep.verify.stage import Stage
+
+FAULTS = (*tokens.FAULTS, *weights.FAULTS, *logprobs.FAULTS, *steps.FAULTS)
+
+# Steps that a fault gets to be caught in.
+_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one fault.
+
+    Attributes:
+        caught_by: the proof that stopped it; empty if none did.
+        message: what that proof said.
+        tokens: tokens that the engine had answered by then.
+        steps: optimizer steps that had been let through.
+        left_out: why the fault cannot happen here, or empty.
+    """
+
+    id: str
+    what: str
+    caught_by: str = ""
+    message: str = ""
+    tokens: int = 0
+    steps: int = 0
+    left_out: str = ""
+
+
+def run_self_test(stage: Stage, progress: Callable[[str], None], faults: tuple[Fault, ...] = FAULTS) -> list[Verdict]:
+    """The verdict on every fault; the stage is as before afterwards."""
+    verdicts = []
+    for fault in faults:
+        progress(f"{fault.id} {fault.what}")
+        reason = fault.needs(stage)
+        if reason:
+            verdicts.append(Verdict(fault.id, fault.what, left_out=reason))
+            continue
+        with stage.kept_weights():
+            verdicts.append(_put_to_the_test(stage, fault))
+        recover(stage)
+    return verdicts
+
+
+def _put_to_the_test(stage: Stage, fault: Fault) -> Verdict:
+    taken, answered = 0, 0
+    with ExitStack() as stack:
+        counted = stack.enter_context(stage.counted_tokens())
+        stack.enter_context(fault.inject(stage))
+        try:
+            for _ in range(_STEPS):
+                stage.move(stage.scale)
+                stage.step()
+                taken += 1
+            if fault.check is not None:
+                failed = [row for row in CHECKS[fault.check](stage) if not row.passed]
+                if failed:
+                    return Verdict(fault.id, fault.what, f"verify: {fault.check}", failed[0].figure, counted(), taken)
+        except ProofError as error:
+            return Verdict(fault.id, fault.what, error.check, error.found, counted(), taken)
+        answered = counted()
+    return Verdict(fault.id, fault.what, tokens=answered, steps=taken)
+
+
+def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) -> int:
+    """The table, "N injected, N caught", and the JSON file; returns the exit code."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("fault", "injected", "caught by", "after"):
+        table.add_column(name, overflow="fold")
+    for v in verdicts:
+        caught = f"[dim]left out: {v.left_out}" if v.left_out else v.caught_by or "[bold red]NOTHING"
+        table.add_row(v.id, v.what, caught, "" if v.left_out else f"{v.steps} steps, {v.tokens} tokens")
+    console.print(table)
+    injected = [v for v in verdicts if not v.left_out]
+    stopped = sum(bool(v.caught_by) for v in injected)
+    console.print(f"\n{len(injected)} injected, {stopped} caught", highlight=False)
+    if file:
+        content = {"passed": stopped == len(injected), "injected": len(injected), "caught": stopped}
+        Path(file).write_text(json.dumps({**content, "faults": [asdict(v) for v in verdicts]}, indent=1) + "\n")
+    return 0 if stopped == len(injected) else 1

@@ -1,0 +1,102 @@
+"""Proofs about weights: a real sync, the module probe layer by layer, caches, versions."""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.errors import ProofError
+from lockstep.parity.canary import sing
+from lockstep.parity.module_probe import ModuleProbe
+from lockstep.verify.rows import Row, gap_row
+from lockstep.verify.stage import Stage
+
+_SYNC_FIX = "the engine does not compute with the weights it was sent; see which layers the module probe names"
+
+
+def canary(stage: Stage) -> list[Row]:
+    """Fixed sequences, scored by both sides."""
+    found = sing(stage.model, stage.engine, stage.engine.settings().max_model_len, stage.precision)
+    return [gap_row("canary", found, stage.trainer.proofs.limit, _SYNC_FIX)]
+
+
+def module_probe(stage: Stage) -> list[Row]:
+    """Every module that the engine runs, for two probe vectors."""
+    probe = ModuleProbe(stage.model, stage.engine, stage.trainer.proofs.engine_dtype)
+    records = [probe.measure(probe.names(None), seed) for seed in (1, 2)]
+    errors = {name: max(r.errors[name] for r in records) for name in records[0].errors}
+    name = max(errors, key=lambda n: errors[n])
+    failed = sorted({n for r in records for n in r.failed})
+    unreached = records[0].unreached
+    note = f"; not reached: {', '.join(unreached[:3])}{' …' if len(unreached) > 3 else ''}" if unreached else ""
+    return [
+        Row(
+            "module probe",
+            f"{records[0].of_modules} modules, {len(errors)} weights; worst {name} {errors[name]:.1e}{note}",
+            f"{records[0].limit:g}",
+            not failed,
+            f"these weights are not in use as they were sent: {', '.join(failed[:8])}",
+            {"errors": errors, "unreached": list(unreached)},
+        )
+    ]
+
+
+def sync(stage: Stage) -> list[Row]:
+    """Moved weights are pushed and sampled from, then the first ones are pushed back."""
+    limit = stage.trainer.proofs.limit
+    sampling = stage.sampling(temperature=1.0)
+    with stage.moved(_visible(stage)):
+        stage.push(every_module=True)
+        moved = stage.sample(sampling)
+        there = stage.gap(moved, sampling)
+    apart = stage.gap(moved, sampling)
+    stage.push(every_module=True)
+    back = stage.gap(stage.sample(sampling), sampling)
+    return [
+        gap_row("sync: moved weights", there, limit, _SYNC_FIX, f" ({apart.mean_abs:.2g} against the old weights)"),
+        gap_row("sync: pushed back", back, limit, _SYNC_FIX),
+    ]
+
+
+def caches(stage: Stage) -> list[Row]:
+    """A prompt longer than a cache block, before and after a push: nothing of the old weights is left."""
+    sampling = stage.sampling(temperature=1.0)
+    longest = max(stage.prompts, key=lambda p: len(p.ids))
+    stage.sample(sampling, [longest], samples=4)
+    with stage.moved(_visible(stage), seed=1):
+        stage.push()
+        found = stage.gap(stage.sample(sampling, [longest], samples=4), sampling)
+    stage.push()
+    fix = (
+        "keys and values of older weights outlive a push: the engine confirmed a reset of its caches that it did not do"
+    )
+    note = f", prompt of {len(longest.ids)}"
+    return [gap_row("caches after a sync", found, stage.trainer.proofs.limit, fix, note)]
+
+
+def versions(stage: Stage) -> list[Row]:
+    """Tokens carry the version that sampled them, and no token is served between two versions."""
+    stage.push()
+    found = stage.sample(stage.sampling(), samples=1)
+    stamped = all(set(c.weight_versions) == {stage.version} for c in found)
+    stage.engine.begin_update()
+    try:
+        stage.engine.generate([])
+        closed = False
+    except ProofError as error:
+        closed = error.check == "version"
+    stage.push()
+    return [
+        Row(
+            "weight versions",
+            f"{'every token stamped' if stamped else 'tokens without their version'}; "
+            f"{'closed' if closed else 'open'} during an update",
+            "stamped, closed",
+            stamped and closed,
+            "the engine serves tokens whose weights nobody can name",
+        )
+    ]
+
+
+def _visible(stage: Stage) -> float:
+    """A move of the weights that shows in log-probs over the rounding of the engine's dtype."""
+    return 0.05 if stage.trainer.proofs.engine_dtype == torch.float32 else 0.3
