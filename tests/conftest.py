@@ -17,12 +17,14 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "training")]
 
+from stages import stage_on
 from tiny import CONTEXT, save_model
 
 from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm_inprocess import VLLMInProcess, vllm_installed
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.verify.stage import Stage
 
 needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed here")
 
@@ -50,6 +52,22 @@ def engine(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
     started = start(request.param, untied_dir)
     yield started
     started.close()
+
+
+STAGES = [
+    "transformers-untied",
+    pytest.param("vllm-untied", marks=[pytest.mark.vllm, needs_vllm]),
+    pytest.param("vllm-tied", marks=[pytest.mark.vllm, needs_vllm]),
+]
+
+
+@pytest.fixture(scope="module", params=STAGES)
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Trainer and engine of each kind, as `lockstep verify` sets them up; tests leave the weights as they were."""
+    engine, kind = request.param.split("-")
+    model = request.getfixturevalue(f"{kind}_dir")
+    with stage_on(model, tmp_path_factory.mktemp("stage"), use_vllm=engine == "vllm", bf16=False) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,9 @@ def run(words: list[str]) -> int:
 
 
 def _train(arguments: RunArguments, config) -> int:
+    from lockstep.cli.data import data_of
     from lockstep.models.resolve import resolve_model
     from lockstep.report.summary import summary_lines
-    from lockstep.tasks.data import load_data
     from lockstep.tasks.rewards import load_reward
     from lockstep.training.run import curve_settings, run_grpo
     from lockstep.training.run_directory import open_run
@@ -37,15 +37,7 @@ def _train(arguments: RunArguments, config) -> int:
     if model is None or dataset is None:
         raise InputError(f"{'model_name_or_path' if model is None else 'dataset_name'} is not set")
     named = [load_reward(name) for name in arguments.reward_funcs or ()]
-    data = load_data(
-        dataset,
-        subset=arguments.dataset_config,
-        train_split=arguments.dataset_train_split,
-        test_split=arguments.dataset_test_split,
-        train_size=arguments.train_size,
-        eval_size=arguments.eval_size,
-        seed=arguments.dataset_seed,
-    )
+    data = data_of(arguments)
     rewards = named or list(data.rewards)
     if not rewards:
         raise InputError("reward_funcs is not set, and data of one's own has no reward function of its own")

@@ -135,17 +135,9 @@ def _prompts(arguments: VerifyArguments) -> Any | None:
     """The user's own training prompts, where a data set is named."""
     if arguments.dataset_name is None:
         return None
-    from lockstep.tasks.data import load_data
+    from lockstep.cli.data import data_of
 
-    data = load_data(
-        arguments.dataset_name,
-        subset=arguments.dataset_config,
-        train_split=arguments.dataset_train_split,
-        test_split=arguments.dataset_test_split,
-        train_size=arguments.train_size,
-        eval_size=arguments.eval_size,
-        seed=arguments.dataset_seed,
-    )
+    data = data_of(arguments)
     if len(data.train) < 2:
         raise InputError(f"dataset {arguments.dataset_name} has fewer than two rows")
     return data.train

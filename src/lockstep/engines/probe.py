@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 # Rows of an embedding that one probe looks up.
-EMBEDDING_ROWS = 4096
+EMBEDDING_ROWS = 2048
 
 ModuleKind = Literal["linear", "embedding", "values"]
 

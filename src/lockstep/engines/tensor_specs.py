@@ -3,12 +3,17 @@
 The sending end is `sync/source.py`, the receiving end is each engine; `sync/push.py` compares the two. xxh3 reads memory at its
 full speed (540 MB in 0.02 s on two cores), so that every byte of every push is covered. It finds faults, not forgeries: whoever
 can change the weights on purpose can also change the program.
+
+Within one process a tensor may arrive as the very memory that was sent. `one_push` lets such memory be read once; anything that was
+copied, converted or changed in between is read again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 import xxhash
@@ -19,9 +24,30 @@ from lockstep.engines.protocol import TensorSpec
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="lockstep-digest")
 
 
+_Identity = tuple[object, ...]
+_read_in_this_push: ContextVar[dict[_Identity, str] | None] = ContextVar("read_in_this_push", default=None)
+
+
+@contextmanager
+def one_push() -> Iterator[None]:
+    """Inside, memory that has been digested and not written to since is not read again."""
+    token = _read_in_this_push.set({})
+    try:
+        yield
+    finally:
+        _read_in_this_push.reset(token)
+
+
 def tensor_specs(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[TensorSpec, ...]:
     """Name, dtype, shape and byte digest of each tensor."""
-    digests = _POOL.map(tensor_digest, [tensor for _, tensor in named])
+    known = _read_in_this_push.get()
+    if known is None:
+        digests = list(_POOL.map(tensor_digest, [tensor for _, tensor in named]))
+    else:
+        identities = [_identity(tensor) for _, tensor in named]
+        unread = {i: tensor for i, (_, tensor) in zip(identities, named, strict=True) if i not in known}
+        known.update(zip(unread, _POOL.map(tensor_digest, unread.values()), strict=True))
+        digests = [known[identity] for identity in identities]
     return tuple(
         TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest)
         for (name, tensor), digest in zip(named, digests, strict=True)
@@ -32,3 +58,9 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """Hex xxh3-128 of a tensor's elements in row-major order."""
     flat = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
     return xxhash.xxh3_128_hexdigest(flat.numpy().data)
+
+
+def _identity(tensor: torch.Tensor) -> _Identity:
+    """Equal only for views of one memory that nothing has written to in between (as autograd counts writes)."""
+    writes = object() if tensor.is_inference() else tensor._version
+    return (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), writes)

@@ -109,19 +109,17 @@ def decompose(
     def scores(how: Precision, what: Sampling = sampling) -> torch.Tensor:
         return torch.cat([completion_logps(model, c.prompt_ids, c.token_ids, what, how) for c in completions])
 
-    own = scores(precision)
-    raw = scores(precision, Sampling(max_tokens=1)) if sampling != replace(Sampling(1), stop=sampling.stop) else None
-    dtypes = {name: mean_gap(scores(how), fresh) for name, how in _other_precisions(precision).items()}
-    nearest = min(dtypes, key=lambda name: dtypes[name])
-    parts = split_gap(
-        mean_gap(own, fresh),
-        mean_gap(own, ~fresh),
-        limit,
-        raw=None if raw is None else mean_gap(raw, fresh),
-        other_dtype=dtypes[nearest],
-    )
+    own, neutral = scores(precision), replace(Sampling(1), stop=sampling.stop)
+    raw = None if sampling == neutral else mean_gap(scores(precision, neutral), fresh)
     layers = _stale_layers(model, engine, engine_dtype, version)
-    again = None if layers else _answers_again(model, engine, completions, precision)
+    gap, stale = mean_gap(own, fresh), mean_gap(own, ~fresh)
+    explained = raw is not None and raw < _EXPLAINS * gap
+    # Another dtype can only be the reason where no layer but the head is off.
+    dtypes = {} if explained or len(layers) > 1 else _other_precisions(precision)
+    gaps = {name: mean_gap(scores(how), fresh) for name, how in dtypes.items()}
+    nearest = min(gaps, key=lambda name: gaps[name], default="")
+    parts = split_gap(gap, stale, limit, raw=raw, other_dtype=gaps.get(nearest))
+    again = None if layers or explained else _answers_again(model, engine, completions, precision)
     return Decomposition(parts, layers, *_reading(parts, nearest, layers, again, limit))
 
 
@@ -141,7 +139,7 @@ def _stale_layers(
     model: PreTrainedModel, engine: ProbedEngine, engine_dtype: torch.dtype, version: int
 ) -> tuple[str, ...]:
     probe = ModuleProbe(model, engine, engine_dtype)
-    return tuple(probe.measure(probe.names(None), version).failed)
+    return tuple(probe.measure(version, every=True).failed)
 
 
 def _answers_again(

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lockstep.engines.probe import ProbedModule, probe_rows, probe_vector
+from lockstep.engines.probe import EMBEDDING_ROWS, ProbedModule, probe_rows, probe_vector
 from lockstep.engines.protocol import ProbedEngine
 from lockstep.errors import InputError, ProofError
 from lockstep.parity.tolerances import probe_limit
 
-# Linear modules that a sampled probe takes, beside embeddings, heads and vectors, which it always does.
+# Linear layers, and vectors (norms), that a sampled probe takes beside embeddings and heads, which it always does.
 _SAMPLE = 8
 
 
@@ -70,61 +69,81 @@ class ModuleProbe:
         self._model = model
         self._engine = engine
         self._dtype = engine_dtype
-        self._modules = engine.modules(tuple(name for name, _ in model.named_parameters(remove_duplicate=False)))
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._modules = engine.modules(tuple(self._parameters))
         if not self._modules.probed:
             raise InputError("the engine runs no module under the trained model's names; it cannot be proven")
 
-    def names(self, seed: int | None) -> list[str]:
-        """Modules to probe: all of them, or with a seed all but the linear layers, of which a sample is drawn."""
-        probed = self._modules.probed
-        if seed is None:
-            return list(probed)
-        layers = [name for name, module in probed.items() if module.kind == "linear" and not self._is_head(module)]
-        drawn = set(random.Random(seed).sample(layers, min(_SAMPLE, len(layers))))
-        return [name for name in probed if name in drawn or name not in layers]
-
     @torch.no_grad()
-    def measure(self, names: Sequence[str], seed: int) -> ProbeRecord:
-        """Errors of the named modules for the probe input of `seed`."""
+    def measure(self, seed: int, *, every: bool) -> ProbeRecord:
+        """Errors of the modules for the probe input of `seed`.
+
+        Args:
+            every: probe all modules and compare all of their outputs; else a sample, as at a push of a run.
+        """
         start = time.perf_counter()
+        names = list(self._modules.probed) if every else self._sample(seed)
         answers = self._engine.probe(names, seed)
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
         errors: dict[str, float] = {}
         for name in names:
             module = self._modules.probed[name]
-            parts = [self._expected(module, tensor, seed, parameters) for tensor in module.tensors]
-            found = answers[name].split([len(part) for part in parts]) if _fits(answers[name], parts) else None
+            sizes = [self._outputs(module, tensor) for tensor in module.tensors]
+            found = answers[name].split(sizes) if len(answers[name]) == sum(sizes) else None
             for i, tensor in enumerate(module.tensors):
-                error = _relative_error(found[i], parts[i].cpu()) if found else float("inf")
+                error = float("inf") if found is None else self._error(module, tensor, seed, found[i], every)
                 errors[tensor] = max(errors.get(tensor, 0.0), error)
         seconds = time.perf_counter() - start
         limit = probe_limit(self._dtype)
         return ProbeRecord(errors, len(names), len(self._modules.probed), self._modules.unreached, limit, seconds)
 
-    def _expected(
-        self, module: ProbedModule, tensor: str, seed: int, parameters: dict[str, torch.nn.Parameter]
-    ) -> torch.Tensor:
-        weight = self._cast(parameters[tensor])
+    def _sample(self, seed: int) -> list[str]:
+        """Embeddings and heads, and some of the layers and of the vectors."""
+        probed, head = self._modules.probed, self._model.get_output_embeddings().weight
+        layers = [
+            name
+            for name, module in probed.items()
+            if module.kind == "linear" and all(self._parameters[tensor] is not head for tensor in module.tensors)
+        ]
+        vectors = [name for name, module in probed.items() if module.kind == "values"]
+        draw = random.Random(seed)
+        drawn = {name for kind in (layers, vectors) for name in draw.sample(kind, min(_SAMPLE, len(kind)))}
+        return [name for name in probed if name in drawn or name not in {*layers, *vectors}]
+
+    def _outputs(self, module: ProbedModule, tensor: str) -> int:
+        """How many outputs of a module belong to one of its tensors."""
+        weight = self._parameters[tensor]
         if module.kind == "values":
-            return weight.flatten()
+            return weight.numel()
+        if module.kind == "embedding":
+            return min(len(weight), EMBEDDING_ROWS)
+        return weight.shape[1] if self._transposed(tensor) else len(weight)
+
+    def _error(self, module: ProbedModule, tensor: str, seed: int, found: torch.Tensor, every: bool) -> float:
+        """max |engine − trainer| ÷ rms(trainer) over one tensor's outputs."""
+        weight, bias = self._parameters[tensor], self._parameters.get(tensor.removesuffix("weight") + "bias")
+        if module.kind == "values":
+            return _relative_error(found, self._cast(weight).flatten())
         if module.kind == "embedding":
             rows = probe_rows(seed, module.name, len(weight)).to(weight.device)
-            return weight[rows] @ probe_vector(seed, module.name, weight.shape[1]).to(weight.device)
-        if isinstance(self._model.get_submodule(tensor.rpartition(".")[0]), Conv1D):
+            vector = probe_vector(seed, module.name, weight.shape[1]).to(weight.device)
+            return _relative_error(found, self._cast(weight[rows]) @ vector)
+        if self._transposed(tensor):
             weight = weight.T
+        elif not every and len(weight) > 2 * EMBEDDING_ROWS:
+            # A vocabulary's worth of outputs: a sample of them tells a stale head as well.
+            rows = probe_rows(seed, module.name, len(weight)).to(weight.device)
+            weight, found, bias = weight[rows], found[rows.cpu()], None if bias is None else bias[rows]
         vector = probe_vector(seed, module.name, weight.shape[1]).to(weight.device, self._dtype).float()
-        output = weight @ vector
-        bias = parameters.get(tensor.removesuffix("weight") + "bias")
-        return output if bias is None else output + self._cast(bias)
+        expected = self._cast(weight) @ vector
+        return _relative_error(found, expected if bias is None else expected + self._cast(bias))
 
-    def _cast(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def _transposed(self, tensor: str) -> bool:
+        """Whether the trainer keeps this weight as (inputs, outputs), as GPT-2 does."""
+        return isinstance(self._model.get_submodule(tensor.rpartition(".")[0]), Conv1D)
+
+    def _cast(self, parameter: torch.Tensor) -> torch.Tensor:
         """The values that the engine should hold, in float32."""
         return parameter.detach().to(self._dtype).float()
-
-    def _is_head(self, module: ProbedModule) -> bool:
-        head = self._model.get_output_embeddings().weight
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        return any(parameters[tensor] is head for tensor in module.tensors)
 
 
 def check_probe(record: ProbeRecord, version: int) -> None:
@@ -154,12 +173,9 @@ def _cause(record: ProbeRecord, failed: list[str]) -> str:
     return "a part of the push is not in use, or was written into the wrong places"
 
 
-def _fits(answer: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-    return len(answer) == sum(len(part) for part in parts)
-
-
 def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    size = float(expected.square().mean().sqrt()) or 1.0
+    expected = expected.cpu()
+    size = float(expected.norm()) / len(expected) ** 0.5 or 1.0
     error = float((found - expected).abs().max()) / size
     # max() of a tensor with NaN is NaN, which no comparison would pass on.
     return error if error == error else float("inf")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
+from lockstep.engines.tensor_specs import one_push
 from lockstep.errors import ProofError
 from lockstep.sync.source import Manifest, PlainSource
 
@@ -40,10 +41,11 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
     """
     start = time.perf_counter()
     source = PlainSource(model)
-    manifest = source.manifest(version)
-    engine.begin_update()
-    with torch.no_grad():
-        loaded = engine.load(source)
+    with one_push():
+        manifest = source.manifest(version)
+        engine.begin_update()
+        with torch.no_grad():
+            loaded = engine.load(source)
     check_loaded(manifest, loaded)
     if not engine.reset_caches():
         raise ProofError(

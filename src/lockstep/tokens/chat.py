@@ -31,11 +31,13 @@ def render_prompt(
     generation prompt, or, where the last message is the assistant's, continue that message (TRL's convention).
 
     Raises:
-        InputError: the prompt is empty or of another type, or there is no chat template for messages.
+        InputError: the prompt is empty, of another type or holds more than text, or there is no chat template for messages.
     """
     if isinstance(prompt, str):
         ids = list(tokenizer(prompt)["input_ids"])
     elif is_conversational(prompt) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
+        if any(not isinstance(m.get("content"), str | None) for m in prompt):
+            raise InputError("a message's content must be text; images and other parts are not supported yet")
         if tokenizer.chat_template is None:
             raise InputError("prompts are messages but the tokenizer has no chat template; give prompts as text")
         continues = prompt[-1]["role"] == "assistant"

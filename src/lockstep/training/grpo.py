@@ -127,11 +127,14 @@ class GRPOTrainer(Trainer):
         self._owns_engine = engine is None
         max_model_len = args.vllm_max_model_length or longest
         self.engine = engine or start_engine(args, self.model_path, tokenizer, max_model_len)
-        shake_hands(self.engine, policy, self.model_path, args, longest)
-
         # bf16 autocast, or the dtype that the weights were loaded in.
         compute_dtype = torch.bfloat16 if args.bf16 else policy.dtype
-        self.proofs = Proofs(policy, self.engine, args, compute_dtype, self.clock)
+        try:
+            shake_hands(self.engine, policy, self.model_path, args, longest)
+            self.proofs = Proofs(policy, self.engine, args, compute_dtype, self.clock)
+        except BaseException:
+            self.close()
+            raise
         self.last_eval_groups: list[RolloutGroup] = []
         self._generation: Generation | None = None
         self._sums = UpdateSums()

@@ -24,7 +24,7 @@ def check_dataset(dataset: Any, name: str) -> None:
     """Refuse a dataset that cannot be trained on, before a model is loaded.
 
     Raises:
-        InputError: no `prompt` column, no rows, or not a map-style dataset.
+        InputError: no `prompt` column, no rows, images, or not a map-style dataset.
     """
     if not isinstance(dataset, Dataset):
         raise InputError(f"the {name} dataset must be a datasets.Dataset, got {type(dataset).__name__}")
@@ -32,6 +32,12 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise InputError(f"the {name} dataset is empty")
     if "prompt" not in dataset.column_names:
         raise InputError(f"the {name} dataset has no 'prompt' column, only {dataset.column_names}")
+    images = {"image", "images"} & set(dataset.column_names)
+    if images:
+        # TRL would show them to the model; passed over in silence, the model would answer without having seen them.
+        raise InputError(
+            f"the {name} dataset has a column {min(images)!r}: images are not supported yet; drop the column"
+        )
 
 
 def load_prompts(

@@ -30,7 +30,7 @@ from lockstep.training.generation import sampling_of
 from lockstep.training.phases import PhaseClock
 
 # Completions that a failed gap is explained on.
-_EXPLAINED = 6
+_EXPLAINED = 3
 
 
 class Proofs:
@@ -99,7 +99,7 @@ class Proofs:
             self._push = push_weights(self._model, self._engine, version)
         with self._clock.phase("verify"):
             seed = self._config.seed * 1_000_003 + version
-            self._probed = self._probe.measure(self._probe.names(None if every_module else seed), seed)
+            self._probed = self._probe.measure(seed, every=every_module)
             check_probe(self._probed, version)
 
     def check_groups(self, groups: Sequence[RolloutGroup]) -> None:

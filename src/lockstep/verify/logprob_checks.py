@@ -11,7 +11,7 @@ from lockstep.engines.protocol import Completion, Sampling
 from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.parity.tolerances import outside_limit, tolerance
-from lockstep.rollouts.group import RolloutGroup
+from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.training.generation import prepare_generation
 from lockstep.training.phases import PhaseClock
 from lockstep.training.update import UpdateSums, learn
@@ -90,10 +90,9 @@ def training_step(stage: Stage) -> list[Row]:
 
 def accounting(stage: Stage) -> list[Row]:
     """The same rollouts in one micro-batch and in several give the same gradient."""
-    generation = stage.trainer._generation
-    assert generation is not None
-    whole = _gradient(stage, generation.groups, 1)
-    apart = max(_distance(whole, _gradient(stage, generation.groups, parts)) for parts in (2, 4))
+    groups = _uneven_groups(stage)
+    whole = _gradient(stage, groups, 1)
+    apart = max(_distance(whole, _gradient(stage, groups, parts)) for parts in (2, 4))
     dtype = torch.bfloat16 if stage.config.bf16 else torch.float32
     return [
         Row(
@@ -104,6 +103,16 @@ def accounting(stage: Stage) -> list[Row]:
             "the loss depends on how a step is cut into micro-batches: a mean is taken over a part instead of the step",
         )
     ]
+
+
+def _uneven_groups(stage: Stage) -> list[RolloutGroup]:
+    """A group a prompt with mixed rewards, each of another length: equal lengths would hide a mean over a part."""
+    made = []
+    for i, prompt in enumerate(stage.prompts):
+        most = max(stage.config.max_completion_length * (i + 1) // len(stage.prompts), 1)
+        completions = stage.sample(stage.sampling(max_tokens=most), [prompt], samples=stage.config.num_generations)
+        made.append(RolloutGroup(prompt, tuple(Rollout(c, "", {}, float(j % 2)) for j, c in enumerate(completions))))
+    return made
 
 
 def _gradient(stage: Stage, groups: Sequence[RolloutGroup], parts: int) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from lockstep.verify.stage import Stage
 
 FAULTS = (*tokens.FAULTS, *weights.FAULTS, *logprobs.FAULTS, *steps.FAULTS)
 
+_CONTROL = Fault("-", "nothing: a control", lambda stage: nullcontext())
 # Steps that a fault gets to be caught in.
 _STEPS = 3
 
@@ -49,8 +50,11 @@ class Verdict:
 
 
 def run_self_test(stage: Stage, progress: Callable[[str], None], faults: tuple[Fault, ...] = FAULTS) -> list[Verdict]:
-    """The verdict on every fault; the stage is as before afterwards."""
-    verdicts = []
+    """The verdict on nothing at all and on every fault; the stage is as before afterwards."""
+    progress("nothing injected")
+    with stage.kept_weights():
+        # The control: what stops a step without a fault is a false alarm.
+        verdicts = [_put_to_the_test(stage, _CONTROL)]
     for fault in faults:
         progress(f"{fault.id} {fault.what}")
         reason = fault.needs(stage)
@@ -88,14 +92,20 @@ def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) 
     table = Table(box=None, pad_edge=False)
     for name in ("fault", "injected", "caught by", "after"):
         table.add_column(name, overflow="fold")
-    for v in verdicts:
+    control, faults = verdicts[0], verdicts[1:]
+    for v in faults:
         caught = f"[dim]left out: {v.left_out}" if v.left_out else v.caught_by or "[bold red]NOTHING"
         table.add_row(v.id, v.what, caught, "" if v.left_out else f"{v.steps} steps, {v.tokens} tokens")
     console.print(table)
-    injected = [v for v in verdicts if not v.left_out]
+    injected = [v for v in faults if not v.left_out]
     stopped = sum(bool(v.caught_by) for v in injected)
+    passed = stopped == len(injected) and not control.caught_by
     console.print(f"\n{len(injected)} injected, {stopped} caught", highlight=False)
+    if control.caught_by:
+        console.print(
+            f"[bold red]false alarm[/]: without a fault, {control.caught_by} said: {control.message}", highlight=False
+        )
     if file:
-        content = {"passed": stopped == len(injected), "injected": len(injected), "caught": stopped}
+        content = {"passed": passed, "injected": len(injected), "caught": stopped}
         Path(file).write_text(json.dumps({**content, "faults": [asdict(v) for v in verdicts]}, indent=1) + "\n")
-    return 0 if stopped == len(injected) else 1
+    return 0 if passed else 1

@@ -17,10 +17,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling
+from lockstep.errors import InputError
+from lockstep.models.resolve import resolve_model
 from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.rollouts.collect import collect
 from lockstep.rollouts.group import Prompt
+from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.config import GRPOConfig
 from lockstep.training.grpo import GRPOTrainer
 from lockstep.training.prompts import MicroBatch
@@ -187,6 +190,10 @@ def open_stage(
     """
     import datasets
 
+    if not plain and load_tokenizer(resolve_model(model)).chat_template is None:
+        raise InputError(
+            f"the tokenizer of {model} has no chat template; add --plain_prompts to verify it with plain text"
+        )
     texts = [*_QUESTIONS, "Which is it?"]
     prompts = texts if plain else [[{"role": "user", "content": text}] for text in texts]
     if dataset is not None:

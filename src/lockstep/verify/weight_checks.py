@@ -22,7 +22,7 @@ def canary(stage: Stage) -> list[Row]:
 def module_probe(stage: Stage) -> list[Row]:
     """Every module that the engine runs, for two probe vectors."""
     probe = ModuleProbe(stage.model, stage.engine, stage.trainer.proofs.engine_dtype)
-    records = [probe.measure(probe.names(None), seed) for seed in (1, 2)]
+    records = [probe.measure(seed, every=True) for seed in (1, 2)]
     errors = {name: max(r.errors[name] for r in records) for name in records[0].errors}
     name = max(errors, key=lambda n: errors[n])
     failed = sorted({n for r in records for n in r.failed})

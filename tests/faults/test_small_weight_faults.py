@@ -1,0 +1,99 @@
+"""Small faults in single tensors: the module probe finds each, and names it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lockstep.errors import ProofError
+from lockstep.parity.module_probe import ModuleProbe, check_probe
+from lockstep.verify.faults.seams import loads_instead
+from lockstep.verify.stage import Stage
+
+
+def matrices(stage: Stage) -> list[str]:
+    return [name for name, p in stage.model.named_parameters() if p.dim() == 2]
+
+
+def failing(stage: Stage) -> list[str]:
+    probe = ModuleProbe(stage.model, stage.engine, torch.float32)
+    record = probe.measure(stage.version, every=True)
+    return record.failed
+
+
+@pytest.fixture(autouse=True)
+def clean(stage: Stage):  # type: ignore[no-untyped-def]
+    yield
+    stage.push(every_module=True)
+
+
+def push_unproven(stage: Stage) -> None:
+    """What a trainer without a probe would do."""
+    from lockstep.sync.push import push_weights
+
+    stage.trainer.state.global_step += 1
+    push_weights(stage.model, stage.engine, stage.version)
+
+
+def expected(stage: Stage, name: str) -> set[str]:
+    """A tied embedding is looked up and multiplied with: both of its modules are off."""
+    tied = dict(stage.model.named_parameters(remove_duplicate=False))
+    return {other for other, p in tied.items() if p is tied[name]}
+
+
+def test_any_matrix_off_by_a_thousandth_is_named(stage: Stage) -> None:
+    for name in matrices(stage):
+        noise = torch.Generator().manual_seed(1)
+        with loads_instead(
+            stage,
+            lambda sent, name=name, noise=noise: [
+                (n, t * (1 + 1e-3 * torch.randn(t.shape, generator=noise)) if n == name else t) for n, t in sent
+            ],
+        ):
+            push_unproven(stage)
+        assert set(failing(stage)) == expected(stage, name)
+
+
+def test_any_matrix_with_two_rows_swapped_is_named(stage: Stage) -> None:
+    for name in matrices(stage):
+
+        def swapped(sent, name=name):  # type: ignore[no-untyped-def]
+            return [(n, torch.cat([t[1:2], t[:1], t[2:]]) if n == name else t) for n, t in sent]
+
+        with loads_instead(stage, swapped):
+            push_unproven(stage)
+        assert set(failing(stage)) == expected(stage, name)
+
+
+def test_a_norm_or_bias_off_by_a_thousandth_is_named(stage: Stage) -> None:
+    for name, p in stage.model.named_parameters():
+        if p.dim() != 1 or (name.endswith("bias") and not p.abs().max() > 0):
+            continue
+
+        def off(sent, name=name):  # type: ignore[no-untyped-def]
+            return [(n, t * 1.001 if n == name else t) for n, t in sent]
+
+        with loads_instead(stage, off):
+            push_unproven(stage)
+        assert failing(stage) == [name.removesuffix("bias") + "weight" if name.endswith("bias") else name]
+
+
+def test_what_every_sample_holds_and_what_it_draws(stage: Stage) -> None:
+    probe = ModuleProbe(stage.model, stage.engine, torch.float32)
+    every = set(probe.measure(0, every=True).errors)
+    samples = [set(probe.measure(seed, every=False).errors) for seed in range(40)]
+    assert all(sample <= every for sample in samples)
+    always = set.intersection(*samples)
+    assert {name for name in every if "embed" in name or "lm_head" in name} <= always
+    # Layers that one sample leaves out are drawn by others.
+    assert set.union(*samples) == every
+
+
+def test_the_error_names_the_layers_and_the_limit(stage: Stage) -> None:
+    name = matrices(stage)[-1]
+    with loads_instead(stage, lambda sent: [(n, t * 2 if n == name else t) for n, t in sent]):
+        push_unproven(stage)
+    probe = ModuleProbe(stage.model, stage.engine, torch.float32)
+    with pytest.raises(ProofError, match=r"limit 1e-04 .*weight by [12]") as failed:
+        check_probe(probe.measure(1, every=True), 1)
+    assert failed.value.check == "module_probe"

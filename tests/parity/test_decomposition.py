@@ -1,0 +1,122 @@
+"""A gap is split into parts that add up, and each origin is recognised on a real engine."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.engines.protocol import Completion
+from lockstep.parity.decomposition import Decomposition, decompose, split_gap
+from lockstep.parity.tolerances import tolerance
+from lockstep.verify.faults import logprobs, tokens
+from lockstep.verify.faults.seams import loads_instead
+from lockstep.verify.stage import Stage
+
+SINGLE = tolerance(torch.float32, torch.float32)
+gaps = st.floats(0, 50)
+
+
+@given(fresh=gaps, stale=gaps, raw=st.none() | gaps, other=st.none() | gaps)
+def test_the_parts_add_up_and_none_is_negative(
+    fresh: float, stale: float, raw: float | None, other: float | None
+) -> None:
+    parts = split_gap(fresh, stale, SINGLE, raw=raw, other_dtype=other)
+    every = (parts.semantics, parts.numerics, parts.staleness, parts.defect)
+    assert min(every) >= 0
+    assert sum(every) == pytest.approx(parts.total) == pytest.approx(fresh + stale)
+
+
+def test_a_gap_within_the_dtypes_limit_is_numerics_and_over_it_a_defect() -> None:
+    assert split_gap(9e-5, 0.0, SINGLE).metrics() == {
+        "parity/gap_semantics": 0.0,
+        "parity/gap_numerics": 9e-5,
+        "parity/gap_staleness": 0.0,
+        "parity/gap_defect": 0.0,
+    }
+    assert split_gap(0.3, 0.0, SINGLE).defect == pytest.approx(0.3 - SINGLE.mean)
+
+
+def explained(stage: Stage, completions: list[Completion], version: int | None = None) -> Decomposition:
+    return decompose(
+        stage.model,
+        stage.engine,
+        completions[:3],
+        stage.sampling(),
+        stage.precision,
+        torch.float32,
+        stage.version if version is None else version,
+        SINGLE,
+    )
+
+
+def injected(stage: Stage, fault_id: str) -> AbstractContextManager:
+    (fault,) = [f for f in (*logprobs.FAULTS, *tokens.FAULTS) if f.id == fault_id]
+    return fault.inject(stage)
+
+
+@pytest.fixture(autouse=True)
+def clean(stage: Stage) -> None:
+    stage.push(every_module=True)
+
+
+def test_a_clean_sample_is_numerics(stage: Stage) -> None:
+    found = explained(stage, stage.sample(stage.sampling()))
+    assert found.parts.total == found.parts.numerics < SINGLE.mean
+    assert found.layers == ()
+
+
+def test_raw_log_probs_are_semantics(stage: Stage) -> None:
+    with injected(stage, "P1"):
+        found = explained(stage, stage.sample(stage.sampling()))
+    assert found.parts.semantics > 0.9 * found.parts.total > 0.01
+    assert "raw distribution" in found.cause
+    assert "processed_logprobs" in found.fix
+
+
+def test_older_tokens_are_staleness(stage: Stage) -> None:
+    completions = stage.sample(stage.sampling())
+    with stage.moved(0.05):
+        stage.push()
+        found = explained(stage, completions)
+    assert found.parts.staleness == found.parts.total > 0.01
+    assert "older weights" in found.cause
+
+
+def test_a_head_in_another_dtype_is_numerics_with_its_name(stage: Stage) -> None:
+    with injected(stage, "P5"):
+        found = explained(stage, stage.sample(stage.sampling()))
+    assert found.parts.numerics > 0.5 * found.parts.total > SINGLE.mean
+    assert "output head in bfloat16" in found.cause
+
+
+def test_a_stale_layer_is_a_defect_with_its_name(stage: Stage) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    with loads_instead(stage, lambda sent: [(n, t * 1.5 if n == name else t) for n, t in sent]):
+        # Sampled as if no probe had stopped it.
+        from lockstep.sync.push import push_weights
+
+        stage.trainer.state.global_step += 1
+        push_weights(stage.model, stage.engine, stage.version)
+        found = explained(stage, stage.sample(stage.sampling()))
+    assert found.layers == (name,)
+    assert name in found.cause
+    assert found.parts.defect > 0.9 * found.parts.total
+
+
+def test_answers_of_other_requests_are_a_defect_that_the_engine_does_not_repeat(stage: Stage) -> None:
+    with injected(stage, "L3"):
+        found = explained(stage, stage.sample(stage.sampling()))
+    assert found.parts.defect > 0.9 * found.parts.total
+    assert "asked again it agrees" in found.cause
+
+
+def test_one_wrong_log_prob_among_many_is_explained_too(stage: Stage) -> None:
+    completion = stage.sample(stage.sampling())[0]
+    wrong = replace(completion, logprobs=(completion.logprobs[0] - 3, *completion.logprobs[1:]))
+    found = explained(stage, [wrong])
+    assert found.parts.defect == pytest.approx(3 / len(wrong.logprobs), rel=0.01)

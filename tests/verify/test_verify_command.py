@@ -1,0 +1,172 @@
+"""`lockstep verify` from its command line: what passes, what fails, and what cannot be run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import needs_vllm
+from tiny import make_model, make_tokenizer, save_model
+from transformers import AutoConfig
+
+from lockstep.cli.main import main
+from lockstep.verify.run import CHECKS
+
+ROWS = [
+    "tokenizer guards",
+    "vocabulary",
+    "chat template",
+    "settings handshake",
+    "token echo",
+    "finish reasons",
+    "group layout",
+    "repeated request",
+    "module probe",
+    "canary",
+    "log-probs, T = 1",
+    "log-probs, T = 0.7",
+    "log-probs, T = 0.7, top-k 20",
+    "log-probs, T = 1, top-p 0.9",
+    "log-probs, T = 1, min-p 0.05",
+    "parity gap, engine float32, trainer float32 (this run)",
+    "parity gap, engine float32, trainer bfloat16",
+    "training step",
+    "exact accounting",
+    "sync: moved weights",
+    "sync: pushed back",
+    "caches after a sync",
+    "weight versions",
+]
+
+
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])])
+def test_a_good_model_passes_every_row(
+    engine: str, untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    words = ["verify", "--model", untied_dir, "--engine", engine, "--dtype", "float32", "--json", str(file)]
+    assert main(words) == 0
+    found = json.loads(file.read_text())
+    assert [row["proof"] for row in found["rows"]] == ROWS
+    assert found["passed"]
+    assert all(row["passed"] for row in found["rows"])
+    (probe,) = [row for row in found["rows"] if row["proof"] == "module probe"]
+    names = {name for name, _ in make_model().named_parameters() if not name.endswith("bias")}
+    assert set(probe["details"]["errors"]) == names
+    out = capsys.readouterr().out
+    assert f"{len(ROWS)} proofs, 0 failed" in out
+    assert "PASS" in out
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_bf16_on_both_sides_passes(untied_dir: str) -> None:
+    assert main(["verify", "--model", untied_dir, "--engine", "vllm", "--dtype", "bfloat16"]) == 0
+
+
+def test_settings_that_differ_are_a_failed_row_with_the_fix(
+    untied_dir: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    from lockstep.engines.transformers_engine import TransformersEngine
+
+    real = TransformersEngine.settings
+    monkeypatch.setattr(TransformersEngine, "settings", lambda self: replace(real(self), logprobs_mode="raw_logprobs"))
+    assert main(["verify", "--model", untied_dir, "--engine", "transformers", "--dtype", "float32"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL" in out
+    assert "logprobs_mode is 'raw_logprobs'" in " ".join(out.split())
+    assert "what to change" in out
+
+
+def test_a_failed_check_does_not_end_the_others(
+    untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lockstep.errors import ProofError
+
+    def fails(stage: object) -> list:
+        raise ProofError("gap", "found", "cause", "fix")
+
+    monkeypatch.setitem(CHECKS, "token echo", fails)
+    file = tmp_path / "rows.json"
+    words = ["verify", "--model", untied_dir, "--engine", "transformers", "--dtype", "float32", "--json", str(file)]
+    assert main(words) == 1
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["proof"] for row in rows] == ROWS
+    assert [row["proof"] for row in rows if not row["passed"]] == ["token echo"]
+
+
+def test_the_users_own_prompts_are_verified(untied_dir: str, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"hello world {i}"}) + "\n" for i in range(4)))
+    words = ["verify", "--model", untied_dir, "--engine", "transformers", "--dtype", "float32", "--plain-prompts"]
+    assert main([*words, "--dataset_name", str(data)]) == 0
+
+
+class TestBadInput:
+    """One clear line, exit code 2."""
+
+    def refused(self, words: list[str], capsys: pytest.CaptureFixture[str], *expected: str) -> None:
+        assert main(["verify", *words]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("lockstep: ")
+        assert error.count("\n") == 1
+        for part in expected:
+            assert part in error
+
+    def test_no_model(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.refused([], capsys, "--model")
+
+    def test_no_such_model(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.refused(["--model", "./nowhere"], capsys, "does not exist")
+
+    def test_a_server_that_is_not_there(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.refused(["--model", untied_dir, "--engine", "server"], capsys, "no server mode yet")
+
+    def test_an_engine_that_nobody_knows(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.refused(["--model", untied_dir, "--engine", "sglang"], capsys, "'sglang'", "vllm, transformers")
+
+    def test_a_dtype_that_nobody_knows(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.refused(["--model", untied_dir, "--dtype", "int3"], capsys, "'int3'", "bfloat16")
+
+    def test_a_tokenizer_without_a_chat_template(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        make_model().save_pretrained(tmp_path)
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = None
+        tokenizer.save_pretrained(tmp_path)
+        words = ["--model", str(tmp_path), "--engine", "transformers", "--dtype", "float32"]
+        self.refused(words, capsys, "no chat template", "--plain_prompts")
+        assert main(["verify", *words, "--plain_prompts"]) == 0
+
+    def test_a_quantised_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        save_model(tmp_path)
+        config = AutoConfig.from_pretrained(tmp_path)
+        config.quantization_config = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+        config.save_pretrained(tmp_path)
+        self.refused(["--model", str(tmp_path)], capsys, "is quantised", "full-precision")
+
+    @pytest.mark.vllm
+    @needs_vllm
+    def test_a_model_that_the_engine_cannot_load(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        from transformers import AutoModelForCausalLM, Qwen2Config
+
+        # Attention heads of 16, which vLLM's CPU kernels do not have.
+        small = Qwen2Config(
+            vocab_size=384, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=512, eos_token_id=0, bos_token_id=None,
+        )  # fmt: skip
+        AutoModelForCausalLM.from_config(small, dtype=torch.float32).save_pretrained(tmp_path)
+        make_tokenizer().save_pretrained(tmp_path)
+        self.refused(["--model", str(tmp_path), "--engine", "vllm"], capsys, "vLLM cannot load")
+
+    def test_sampling_that_training_refuses(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.refused(["--model", untied_dir, "--top_p", "0.9"], capsys, "top_p=0.9 is not supported yet")
+
+    def test_a_missing_receipt(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.refused(["--receipt", str(tmp_path / "receipt.jsonl")], capsys, "does not exist")
+
+    def test_a_directory_that_is_no_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.refused(["--explain", str(tmp_path)], capsys, "has no receipt.jsonl")
