@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.cli.arguments import parse
+from lockstep.cli.arguments import RunArguments, parse
 from lockstep.cli.main import main
 from lockstep.training.config import GRPOConfig
 
@@ -39,7 +39,7 @@ def test_words_win_over_the_file(tmp_path: Path) -> None:
         "learning_rate: 1.0e-5\nmax_steps: 7\nreward_funcs: [a, b]\nbf16: false\nmodel_init_kwargs: {revision: x}\n"
     )
     run, made, dry = parse(
-        ["--config", str(config), "--learning_rate", "2e-5", "--output_dir", str(tmp_path)], GRPOConfig
+        ["--config", str(config), "--learning_rate", "2e-5", "--output_dir", str(tmp_path)], GRPOConfig, RunArguments
     )
     assert (made.learning_rate, made.max_steps, made.bf16, dry) == (2e-5, 7, False, False)
     assert made.model_init_kwargs == {"revision": "x"}

@@ -99,6 +99,8 @@ class VLLMInProcess:
                 **_memory_arguments(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),
                 **(engine_kwargs or {}),
             )
+            # Kernels that lack a shape say so only when they first run.
+            self._run([{"trial": ((0, 0), scoring_params())}])
         except (ValueError, RuntimeError, OSError, TypeError, ImportError) as error:
             # pydantic's and vLLM's own errors derive from these; the engine holds nothing worth keeping then.
             if isinstance(error, InputError):
@@ -165,9 +167,11 @@ class VLLMInProcess:
             while engine.has_unfinished_requests():
                 finished += [output for output in engine.step() if output.finished]
                 self._check_deadline(deadline, names - {output.request_id for output in finished})
-        except BaseException:
+        except BaseException as error:
             # Nothing of a broken call may be answered to the next one.
             engine.abort_request(list(names))
+            if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
+                raise LockstepError(f"vLLM failed while it answered: {str(error).strip()[:600]}") from error
             raise
         return finished
 

@@ -125,7 +125,8 @@ class GRPOTrainer(Trainer):
         self.clock = PhaseClock()
         self.add_callback(_StepEvents(self))
         self._owns_engine = engine is None
-        max_model_len = args.vllm_max_model_length or longest
+        # One more, where the model has it: an engine scores a sequence anew only with room for a token behind it.
+        max_model_len = args.vllm_max_model_length or min(longest + 1, context)
         self.engine = engine or start_engine(args, self.model_path, tokenizer, max_model_len)
         # bf16 autocast, or the dtype that the weights were loaded in.
         compute_dtype = torch.bfloat16 if args.bf16 else policy.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -98,19 +98,16 @@ def _best(stage: Stage, answer: Completion) -> tuple[float, ...]:
 def _half_head(stage: Stage) -> Iterator[None]:
     """The engine computes its head in bf16 while everything else is fp32."""
 
-    def rounded(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def apply(layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return real(layer, x.bfloat16().to(x.dtype), *args, **kwargs).bfloat16().to(x.dtype)
-
-        return apply
+    def half(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()).to(x.dtype)
 
     if is_vllm(stage):
         head = vllm_worker(stage).model_runner.model.lm_head.quant_method
-        with patch.object(head, "apply", rounded(head.apply)):
+        with patch.object(head, "apply", lambda layer, x, *args, **kwargs: half(x, layer.weight)):
             yield
         return
     head = stage.engine._model.get_output_embeddings()  # type: ignore[attr-defined]
-    hook = head.register_forward_hook(lambda module, inputs, output: output.bfloat16().to(output.dtype))
+    hook = head.register_forward_hook(lambda module, inputs, output: half(inputs[0], module.weight))
     try:
         yield
     finally:
