@@ -33,6 +33,7 @@ RECEIPT = [
         "sum_abs_gap": 4e-5,
         "max_abs_gap": 1e-5,
         "sum_k3": 1e-9,
+        "worst_module": {"name": "a", "error": 4e-6},
     },
     {
         "kind": "step",
@@ -42,6 +43,7 @@ RECEIPT = [
         "sum_abs_gap": 6e-5,
         "max_abs_gap": 3e-5,
         "sum_k3": 1e-9,
+        "worst_module": {"name": "a", "error": 4e-6},
     },
 ]
 BEFORE = {"eval_reward": 0.4, "eval_reward_ci95": 0.05, "eval_samples": 800.0, "eval_problems": 200.0}
@@ -56,6 +58,7 @@ def test_the_summary_adds_up_its_files() -> None:
     assert (summary["steps"], summary["wall_s"], summary["tokens_per_s"]) == (2, 12.3, 12.5)
     assert summary["parity"] == {
         "mean_abs_gap": pytest.approx(1e-6),
+        "worst_module_error": 4e-6,
         "max_abs_gap": 3e-5,
         "k3": pytest.approx(2e-11),
         "checked_tokens": 100,

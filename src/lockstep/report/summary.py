@@ -56,6 +56,7 @@ def _parity(receipt: list[Line]) -> Line:
         "max_abs_gap": max((line["max_abs_gap"] for line in receipt), default=0.0),
         "k3": sum(line["sum_k3"] for line in receipt) / checked if checked else 0.0,
         "checked_tokens": checked,
+        "worst_module_error": max((line["worst_module"]["error"] for line in receipt), default=0.0),
         # A failed check stops the run before its step; a run that has a summary had none.
         "failed": sum(line["checked_tokens"] != line["sampled_tokens"] for line in receipt),
     }
@@ -72,7 +73,8 @@ def summary_lines(summary: Line) -> list[str]:
         )
     lines.append(
         f"parity           {parity['checked_tokens']} tokens checked, {parity['failed']} failed; gap mean "
-        f"{parity['mean_abs_gap']:.1e}, max {parity['max_abs_gap']:.1e}, k3 {parity['k3']:.1e}"
+        f"{parity['mean_abs_gap']:.1e}, max {parity['max_abs_gap']:.1e}, k3 {parity['k3']:.1e}; worst module "
+        f"{parity['worst_module_error']:.1e}"
     )
     shares = "  ".join(f"{name} {seconds:.0f}s" for name, seconds in summary["time"].items())
     lines.append(f"time             {summary['steps']} steps, {summary['wall_s']:.0f} s in all: {shares}")
