@@ -44,6 +44,8 @@ def main() -> None:
 
 def measure(steps: int, folder: str) -> list[dict[str, float]]:
     """Seconds by part of every step of a run."""
+    from transformers import PrinterCallback
+
     import lockstep.sync.source as sending
     import lockstep.sync.vllm_backend as receiving
     from lockstep.cli.arguments import RunArguments, parse
@@ -58,6 +60,7 @@ def measure(steps: int, folder: str) -> list[dict[str, float]]:
     arguments, config, _ = parse([*line, "--disable_tqdm", "True"], GRPOConfig, RunArguments)
     data = data_of(arguments)
     trainer = GRPOTrainer(arguments.model_name_or_path, list(data.rewards), config, data.train)
+    trainer.remove_callback(PrinterCallback)
     digests, probes = [], []
     with contextlib.ExitStack() as stack:
         stack.callback(trainer.close)

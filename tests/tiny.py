@@ -54,6 +54,11 @@ def make_model(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, scale:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = 0
+    with torch.no_grad():
+        # Zero as they are initialised, no test would see a bias that is lost.
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=scale)
     return model
 
 

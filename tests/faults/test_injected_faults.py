@@ -22,6 +22,7 @@ CAUGHT_BY = {
     "W1": {"module_probe"},
     "W2": {"module_probe"},
     "W3": {"module_probe", "gap"},
+    "W3b": {"digest"},
     "W4": {"manifest"},
     "W4b": {"caches"},
     "W5": {"module_probe"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import datasets
@@ -20,7 +21,15 @@ def run_dir(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     engine = start("transformers", untied_dir)
     data = datasets.Dataset.from_dict({"prompt": ["hello", "world", "fox"] * 4})
-    fields = {"max_steps": 4, "num_iterations": 2, "logging_steps": 1, "learning_rate": 1e-3, "bf16": False}
+    fields = {
+        "max_steps": 4,
+        "num_iterations": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "bf16": False,
+        "save_strategy": "steps",
+        "save_steps": 4,
+    }
     trainer = GRPOTrainer(
         untied_dir, lambda completions, **_: [float(i % 2) for i in range(len(completions))], config(folder, **fields),
         data, engine=engine,
@@ -61,13 +70,25 @@ def test_a_changed_line_is_found(run_dir: Path, tmp_path: Path, capsys: pytest.C
     assert "line 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_receipt_that_was_cut_short_does_not_fit_its_checkpoint(
+    run_dir: Path, tmp_path: Path, kept: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (run_dir / "receipt.jsonl").read_text().splitlines()
+    (tmp_path / "receipt.jsonl").write_text("".join(f"{line}\n" for line in lines[:kept]))
+    shutil.copytree(run_dir / "checkpoint-4", tmp_path / "checkpoint-4")
+    assert main(["verify", "--receipt", str(tmp_path / "receipt.jsonl")]) == 1
+    assert "checkpoint-4 was written with another receipt" in capsys.readouterr().out
+
+
 def test_a_run_is_explained(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--explain", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert "transformers, Qwen2ForCausalLM" in out
     # The policy learned twice from each generation, at a high learning rate.
     assert "mostly staleness" in out
-    assert "0 semantics" not in out
+    assert "semantics 0.0e+00" in out
+    assert "defect 0.0e+00" in out
     assert "canary gap mean" in out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ def run(words: list[str]) -> int:
     # The user's words win over nothing but these sizes, which decide only how long it takes.
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
     arguments, config, _ = parse([*_with_dtype(words), *sizes], GRPOConfig, VerifyArguments)
+    if arguments.dtype is not None and not any(word.startswith("--dtype") for word in words):
+        raise InputError("give dtype on the command line; in a file it is bf16 and engine_dtype")
     if arguments.receipt is not None:
         return _check_receipt(Path(arguments.receipt))
     if arguments.explain is not None:
@@ -70,6 +73,8 @@ def _verify(arguments: VerifyArguments, config: Any) -> int:
     name = arguments.model or arguments.model_name_or_path
     if name is None:
         raise InputError("say which model to verify: --model NAME, DIRECTORY or hub id (or --config FILE)")
+    if arguments.json and not Path(arguments.json).resolve().parent.is_dir():
+        raise InputError(f"the folder of {arguments.json} does not exist")
     config.use_vllm = _use_vllm(arguments.engine, config)
     resolve_model(name)
     console, rows = Console(), list[Row]()
@@ -95,17 +100,16 @@ def _verify(arguments: VerifyArguments, config: Any) -> int:
 
 
 def _check_receipt(path: Path) -> int:
-    from lockstep.parity.receipt import check_chain
+    from lockstep.parity.receipt import check_receipt
 
     if not path.is_file():
         raise InputError(f"receipt {path} does not exist")
-    lines = path.read_text().splitlines()
     try:
-        check_chain(lines)
+        lines = check_receipt(path)
     except InputError as error:
         print(f"FAIL  {path}: {error}")
         return 1
-    print(f"PASS  {path}: {len(lines)} lines, the chain is whole")
+    print(f"PASS  {path}: {lines} lines, the chain is whole")
     return 0
 
 
@@ -151,7 +155,7 @@ def _progress(steps: int) -> Iterator[Callable[[str], None]]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda name: print(f"verify: {name}", flush=True)
+        yield lambda name: print(f"verify: {name}", file=sys.stderr, flush=True)
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as bar:

@@ -13,8 +13,11 @@ from typing import Literal
 
 import torch
 
-# Rows of an embedding that one probe looks up.
-EMBEDDING_ROWS = 2048
+# Rows of an embedding that a sampled probe looks up.
+SAMPLED_ROWS = 2048
+
+# A power of two, exact in every dtype: what a weight does must stand out beside a large bias.
+_SCALE = 64.0
 
 ModuleKind = Literal["linear", "embedding", "values"]
 
@@ -27,11 +30,15 @@ class ProbedModule:
         name: the engine's name for it.
         kind: `linear` maps a vector, `embedding` looks rows up, `values` (norms and other vectors) is compared as it is.
         tensors: checkpoint names of its weights; those of a fused module in the order of its output.
+        outputs: how many values one input gives.
+        biased: whether the module adds a bias; it then answers a zero input too.
     """
 
     name: str
     kind: ModuleKind
     tensors: tuple[str, ...]
+    outputs: int
+    biased: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +50,21 @@ class EngineModules:
 
 
 def probe_vector(seed: int, module: str, size: int) -> torch.Tensor:
-    """(size,) float32 standard normal vector, the same on both sides."""
-    return torch.randn(size, generator=_generator(seed, module))
+    """(size,) float32 normal vector, the same on both sides."""
+    return _SCALE * torch.randn(size, generator=_generator(seed, module))
 
 
-def probe_rows(seed: int, module: str, rows: int) -> torch.Tensor:
-    """Ids that an embedding of `rows` rows is asked for: all in random order, or a sample of a large one."""
-    return torch.randperm(rows, generator=_generator(seed, f"{module}\x1frows"))[:EMBEDDING_ROWS]
+def probe_inputs(seed: int, module: str, size: int, *, biased: bool) -> torch.Tensor:
+    """(1, size) the probe vector; (2, size) with a row of zeros below it for a module with a bias."""
+    vector = probe_vector(seed, module, size)[None]
+    return torch.cat([vector, torch.zeros_like(vector)]) if biased else vector
+
+
+def probe_rows(seed: int, module: str, rows: int, *, every: bool) -> torch.Tensor:
+    """Ids that an embedding of `rows` rows is asked for: all of them, or a sample in random order."""
+    if every:
+        return torch.arange(rows)
+    return torch.randperm(rows, generator=_generator(seed, f"{module}\x1frows"))[:SAMPLED_ROWS]
 
 
 def _generator(seed: int, text: str) -> torch.Generator:

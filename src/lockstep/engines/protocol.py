@@ -149,8 +149,12 @@ class ProbedEngine(Protocol):
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
         """The modules that the engine runs, named by the trainer's parameters (tied ones under each of their names)."""
 
-    def probe(self, names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
-        """Each named module's answer to its probe input (`engines/probe.py`): 1-D float32 tensors on CPU."""
+    def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
+        """Each named module's answer to its probe input (`engines/probe.py`): 1-D float32 tensors on CPU.
+
+        Args:
+            every: ask embeddings for all of their rows, not a sample.
+        """
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         """Log-probs at temperature 1 of every id but the first of each sequence, computed anew, past every cache.

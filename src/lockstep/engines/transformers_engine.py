@@ -22,9 +22,10 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.pytorch_utils import Conv1D
 
 from lockstep.engines.answers import check_answers, check_requests, check_scores, check_scoring
-from lockstep.engines.probe import EngineModules, ModuleKind, ProbedModule, probe_rows, probe_vector
+from lockstep.engines.probe import EngineModules, ModuleKind, ProbedModule, probe_inputs, probe_rows, probe_vector
 from lockstep.engines.protocol import (
     Completion,
     EngineSettings,
@@ -161,12 +162,14 @@ class TransformersEngine:
             if kind is None or not set(own) <= set(checkpoint_names):
                 unreached += own
             elif own:
-                probed[name] = ProbedModule(name, kind, tuple(own) if kind == "values" else (f"{name}.weight",))
+                tensors = tuple(own) if kind == "values" else (f"{name}.weight",)
+                biased = kind == "linear" and module.bias is not None
+                probed[name] = ProbedModule(name, kind, tensors, _outputs(module), biased)
         return EngineModules(probed, tuple(unreached))
 
     @torch.no_grad()
-    def probe(self, names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
-        return {name: _answer(name, self._model.get_submodule(name), seed).float().cpu() for name in names}
+    def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
+        return {name: _answer(name, self._model.get_submodule(name), seed, every).float().cpu() for name in names}
 
     @torch.no_grad()
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
@@ -271,16 +274,27 @@ class _RowsDone(StoppingCriteria):
 def _kind(module: torch.nn.Module) -> ModuleKind | None:
     if isinstance(module, torch.nn.Embedding):
         return "embedding"
-    if isinstance(module, torch.nn.Linear):
+    if isinstance(module, torch.nn.Linear | Conv1D):
         return "linear"
     return "values" if all(p.dim() == 1 for p in module.parameters(recurse=False)) else None
 
 
-def _answer(name: str, module: torch.nn.Module, seed: int) -> torch.Tensor:
+def _outputs(module: torch.nn.Module) -> int:
+    if isinstance(module, torch.nn.Embedding):
+        return module.num_embeddings
+    if isinstance(module, torch.nn.Linear | Conv1D):
+        return module.weight.shape[1 if isinstance(module, Conv1D) else 0]
+    return sum(p.numel() for p in module.parameters(recurse=False))
+
+
+def _answer(name: str, module: torch.nn.Module, seed: int, every: bool) -> torch.Tensor:
     """A module's answer to its probe input; see `engines/probe.py`."""
     if isinstance(module, torch.nn.Embedding):
-        found = module(probe_rows(seed, name, module.num_embeddings).to(module.weight.device)).float()
+        rows = probe_rows(seed, name, module.num_embeddings, every=every).to(module.weight.device)
+        # Not the module's own forward: some scale what they look up, or take positions instead of ids.
+        found = module.weight[rows].float()
         return found @ probe_vector(seed, name, module.embedding_dim).to(found.device)
-    if isinstance(module, torch.nn.Linear):
-        return module(probe_vector(seed, name, module.in_features).to(module.weight)[None])[0]
+    if isinstance(module, torch.nn.Linear | Conv1D):
+        size = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
+        return module(probe_inputs(seed, name, size, biased=module.bias is not None).to(module.weight)).flatten()
     return torch.cat([p.detach().flatten() for p in module.parameters(recurse=False)])

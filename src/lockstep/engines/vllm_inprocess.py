@@ -101,8 +101,10 @@ class VLLMInProcess:
             )
             # Kernels that lack a shape say so only when they first run.
             self._run([{"trial": ((0, 0), scoring_params())}])
-        except (ValueError, RuntimeError, OSError, TypeError, ImportError) as error:
+        except (ValueError, RuntimeError, OSError, TypeError, ImportError, KeyError, AssertionError) as error:
             # pydantic's and vLLM's own errors derive from these; the engine holds nothing worth keeping then.
+            if hasattr(self, "_llm"):
+                self.close()
             if isinstance(error, InputError):
                 raise
             raise InputError(f"vLLM cannot load {model}: {str(error).strip()[:600]}") from error
@@ -188,10 +190,10 @@ class VLLMInProcess:
         (found,) = self._llm.collective_rpc(list_modules, args=(checkpoint_names,))
         return found
 
-    def probe(self, names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
+    def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
         from lockstep.engines.vllm_probe import probe_modules
 
-        (answers,) = self._llm.collective_rpc(probe_modules, args=(tuple(names), seed))
+        (answers,) = self._llm.collective_rpc(probe_modules, args=(tuple(names), seed, every))
         return answers
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:

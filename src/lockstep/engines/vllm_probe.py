@@ -7,15 +7,17 @@ A linear module is called as vLLM calls it (packed, fused, tied, padded or quant
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from lockstep.engines.probe import EngineModules, ModuleKind, ProbedModule, probe_rows, probe_vector
+from lockstep.engines.probe import EngineModules, ModuleKind, ProbedModule, probe_inputs, probe_rows, probe_vector
 
 _AS_HEAD = ":as_head"
+_SHARD_ORDER = ("q", "k", "v")
 
 
 def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModules:
@@ -30,32 +32,42 @@ def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModule
         if kind is None or not all(p in names for p in parameters):
             unreached += [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
         else:
-            probed[name] = ProbedModule(name, kind, tensors)
+            biased = kind == "linear" and getattr(module, "bias", None) is not None
+            probed[name] = ProbedModule(name, kind, tensors, _outputs(module), biased)
     _reach_shared_head(probed)
     return EngineModules(probed, tuple(unreached))
 
 
-def probe_modules(worker: Any, names: tuple[str, ...], seed: int) -> dict[str, torch.Tensor]:
+def probe_modules(worker: Any, names: tuple[str, ...], seed: int, every: bool) -> dict[str, torch.Tensor]:
     """Output of each named module for its probe input, as 1-D float32 tensors on CPU."""
     modules: dict[str, Any] = dict(worker.model_runner.model.named_modules())
     with torch.inference_mode():
-        return {name: _output(name, modules[name.removesuffix(_AS_HEAD)], seed).float().cpu() for name in names}
+        return {name: _output(name, modules[name.removesuffix(_AS_HEAD)], seed, every).float().cpu() for name in names}
 
 
-def _output(name: str, module: Any, seed: int) -> torch.Tensor:
+def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
     if isinstance(module, ParallelLMHead) or name.endswith(_AS_HEAD):
-        vector = probe_vector(seed, name, module.embedding_dim).to(module.weight)[None]
-        logits = module.quant_method.apply(module, vector, bias=getattr(module, "bias", None))
-        return logits[0, : module.org_vocab_size]
+        bias = getattr(module, "bias", None)
+        inputs = probe_inputs(seed, name, module.embedding_dim, biased=bias is not None).to(module.weight)
+        return module.quant_method.apply(module, inputs, bias=bias)[:, : module.org_vocab_size].flatten()
     if isinstance(module, VocabParallelEmbedding):
-        found = module(probe_rows(seed, name, module.org_vocab_size).to(module.weight.device)).float()
+        rows = probe_rows(seed, name, module.org_vocab_size, every=every).to(module.weight.device)
+        found = module(rows).float()
         return found @ probe_vector(seed, name, found.shape[-1]).to(found.device)
     if isinstance(module, LinearBase):
-        device = next(module.parameters()).device
-        answer = module(probe_vector(seed, name, module.input_size).to(device, module.params_dtype)[None])
+        inputs = probe_inputs(seed, name, module.input_size, biased=module.bias is not None)
+        answer = module(inputs.to(next(module.parameters()).device, module.params_dtype))
         output, bias = answer if isinstance(answer, tuple) else (answer, None)
-        return output[0] if bias is None else output[0] + bias
+        return (output if bias is None else output + bias).flatten()
     return torch.cat([p.detach().flatten() for _, p in module.named_parameters(recurse=False)])
+
+
+def _outputs(module: Any) -> int:
+    if isinstance(module, ParallelLMHead | VocabParallelEmbedding):
+        return module.org_vocab_size
+    if isinstance(module, LinearBase):
+        return module.output_size
+    return sum(p.numel() for p in module.parameters(recurse=False))
 
 
 def _with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -81,7 +93,7 @@ def _reach_shared_head(probed: dict[str, ProbedModule]) -> None:
     embeddings = [m for m in probed.values() if m.kind == "embedding"]
     if len(embeddings) == 1 and not any("lm_head" in name for name in probed):
         (shared,) = embeddings
-        probed[shared.name + _AS_HEAD] = ProbedModule(shared.name + _AS_HEAD, "linear", shared.tensors)
+        probed[shared.name + _AS_HEAD] = replace(shared, name=shared.name + _AS_HEAD, kind="linear")
 
 
 def _by_engine_name(model: Any, checkpoint_names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -90,15 +102,22 @@ def _by_engine_name(model: Any, checkpoint_names: tuple[str, ...]) -> dict[str, 
     packed = getattr(model, "packed_modules_mapping", None) or {}
     shards: dict[str, dict[int, str]] = {}
     for name in checkpoint_names:
-        mapped = mapper.map_name(name) if mapper is not None else name
-        if mapped is None:
+        found = mapper._map_name_with_shard(name) if mapper is not None else (name, None)
+        if found is None:
             continue
-        owner, _, kind = mapped.rpartition(".")
-        part = name.rpartition(".")[0].rpartition(".")[2]
-        outer, _, last = owner.rpartition(".")
-        position = 0
-        for fused, parts in packed.items():
-            if part in parts and last in (fused, part):
-                mapped, position = f"{outer}.{fused}.{kind}", parts.index(part)
+        mapped, shard = found
+        position = _SHARD_ORDER.index(shard) if shard in _SHARD_ORDER else shard if isinstance(shard, int) else 0
+        if shard is None:
+            mapped, position = _packed_into(mapped, packed)
         shards.setdefault(mapped, {})[position] = name
     return {engine_name: tuple(found[i] for i in sorted(found)) for engine_name, found in shards.items()}
+
+
+def _packed_into(name: str, packed: dict[str, list[str]]) -> tuple[str, int]:
+    """The fused parameter that holds a part, and the part's place in it; the name itself where it is none."""
+    owner, _, parameter = name.rpartition(".")
+    outer, _, part = owner.rpartition(".")
+    for fused, parts in packed.items():
+        if part in parts:
+            return f"{outer}.{fused}.{parameter}", parts.index(part)
+    return name, 0

@@ -8,7 +8,7 @@ run, and `lockstep verify`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -109,7 +109,7 @@ def decompose(
     def scores(how: Precision, what: Sampling = sampling) -> torch.Tensor:
         return torch.cat([completion_logps(model, c.prompt_ids, c.token_ids, what, how) for c in completions])
 
-    own, neutral = scores(precision), replace(Sampling(1), stop=sampling.stop)
+    own, neutral = scores(precision), Sampling(sampling.max_tokens, stop=sampling.stop)
     raw = None if sampling == neutral else mean_gap(scores(precision, neutral), fresh)
     layers = _stale_layers(model, engine, engine_dtype, version)
     gap, stale = mean_gap(own, fresh), mean_gap(own, ~fresh)

@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lockstep.engines.probe import EMBEDDING_ROWS, ProbedModule, probe_rows, probe_vector
+from lockstep.engines.probe import SAMPLED_ROWS, EngineModules, ProbedModule, probe_rows, probe_vector
 from lockstep.engines.protocol import ProbedEngine
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.tolerances import probe_limit
+from lockstep.parity.tolerances import output_rounding, probe_limit
 
 # Linear layers, and vectors (norms), that a sampled probe takes beside embeddings and heads, which it always does.
 _SAMPLE = 8
@@ -29,7 +29,7 @@ class ProbeRecord:
     """What one probe found; figures of the receipt.
 
     Attributes:
-        errors: for each checkpoint tensor probed, max |engine − trainer| ÷ rms(trainer) over its outputs.
+        errors: for each checkpoint tensor probed, the largest difference of its outputs, less their rounding, ÷ their rms.
         modules: how many modules were probed, of how many that can be.
         unreached: engine parameters that no probe reaches.
     """
@@ -70,7 +70,7 @@ class ModuleProbe:
         self._engine = engine
         self._dtype = engine_dtype
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._modules = engine.modules(tuple(self._parameters))
+        self._modules = self._comparable(engine.modules(tuple(self._parameters)))
         if not self._modules.probed:
             raise InputError("the engine runs no module under the trained model's names; it cannot be proven")
 
@@ -83,18 +83,34 @@ class ModuleProbe:
         """
         start = time.perf_counter()
         names = list(self._modules.probed) if every else self._sample(seed)
-        answers = self._engine.probe(names, seed)
+        answers = self._engine.probe(names, seed, every=every)
         errors: dict[str, float] = {}
         for name in names:
             module = self._modules.probed[name]
-            sizes = [self._outputs(module, tensor) for tensor in module.tensors]
-            found = answers[name].split(sizes) if len(answers[name]) == sum(sizes) else None
-            for i, tensor in enumerate(module.tensors):
-                error = float("inf") if found is None else self._error(module, tensor, seed, found[i], every)
+            for tensor, found in self._parts(module, answers[name]).items():
+                error = float("inf") if found is None else self._error(module, tensor, seed, found, every)
                 errors[tensor] = max(errors.get(tensor, 0.0), error)
         seconds = time.perf_counter() - start
         limit = probe_limit(self._dtype)
         return ProbeRecord(errors, len(names), len(self._modules.probed), self._modules.unreached, limit, seconds)
+
+    def reached(self) -> float:
+        """Share of the trainer's weights (their elements) that a probe reaches."""
+        weights = {id(p): p.numel() for name, p in self._parameters.items() if not name.endswith("bias")}
+        reached = {
+            id(self._parameters[tensor]) for module in self._modules.probed.values() for tensor in module.tensors
+        }
+        return sum(size for key, size in weights.items() if key in reached) / sum(weights.values())
+
+    def _comparable(self, found: EngineModules) -> EngineModules:
+        """Without modules whose outputs are not those of the named weights one after the other (a loader that pads or merges)."""
+        probed, unreached = {}, list(found.unreached)
+        for name, module in found.probed.items():
+            if sum(self._outputs(module, tensor) for tensor in module.tensors) == module.outputs:
+                probed[name] = module
+            else:
+                unreached.append(f"{name}.weight")
+        return EngineModules(probed, tuple(unreached))
 
     def _sample(self, seed: int) -> list[str]:
         """Embeddings and heads, and some of the layers and of the vectors."""
@@ -114,28 +130,51 @@ class ModuleProbe:
         weight = self._parameters[tensor]
         if module.kind == "values":
             return weight.numel()
-        if module.kind == "embedding":
-            return min(len(weight), EMBEDDING_ROWS)
         return weight.shape[1] if self._transposed(tensor) else len(weight)
 
+    def _parts(self, module: ProbedModule, answer: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """An answer cut into those of the module's tensors, (inputs, outputs) each; None where its size is wrong."""
+        if module.kind == "embedding":
+            return {module.tensors[0]: answer}
+        inputs = 2 if module.biased else 1
+        if len(answer) != inputs * module.outputs:
+            return dict.fromkeys(module.tensors)
+        parts = answer.view(inputs, -1).split([self._outputs(module, tensor) for tensor in module.tensors], dim=1)
+        return dict(zip(module.tensors, parts, strict=True))
+
     def _error(self, module: ProbedModule, tensor: str, seed: int, found: torch.Tensor, every: bool) -> float:
-        """max |engine − trainer| ÷ rms(trainer) over one tensor's outputs."""
+        """Error of one tensor's outputs (see `_distance`), the bias's own included."""
         weight, bias = self._parameters[tensor], self._parameters.get(tensor.removesuffix("weight") + "bias")
         if module.kind == "values":
-            return _relative_error(found, self._cast(weight).flatten())
+            expected = self._cast(weight).flatten()
+            return self._distance(found[0], expected, expected)
+        vector = probe_vector(seed, module.name, self._inputs(tensor)).to(weight.device)
         if module.kind == "embedding":
-            rows = probe_rows(seed, module.name, len(weight)).to(weight.device)
-            vector = probe_vector(seed, module.name, weight.shape[1]).to(weight.device)
-            return _relative_error(found, self._cast(weight[rows]) @ vector)
+            rows = probe_rows(seed, module.name, len(weight), every=every).to(weight.device)
+            expected = self._cast(weight[rows]) @ vector
+            return self._distance(found, expected, expected)
         if self._transposed(tensor):
             weight = weight.T
-        elif not every and len(weight) > 2 * EMBEDDING_ROWS:
+        elif not every and len(weight) > 2 * SAMPLED_ROWS:
             # A vocabulary's worth of outputs: a sample of them tells a stale head as well.
-            rows = probe_rows(seed, module.name, len(weight)).to(weight.device)
-            weight, found, bias = weight[rows], found[rows.cpu()], None if bias is None else bias[rows]
-        vector = probe_vector(seed, module.name, weight.shape[1]).to(weight.device, self._dtype).float()
-        expected = self._cast(weight) @ vector
-        return _relative_error(found, expected if bias is None else expected + self._cast(bias))
+            rows = probe_rows(seed, module.name, len(weight), every=False).to(weight.device)
+            weight, found, bias = weight[rows], found[:, rows.cpu()], None if bias is None else bias[rows]
+        product = self._cast(weight) @ vector.to(self._dtype).float()
+        if not module.biased or bias is None:
+            return self._distance(found[0], product, product)
+        added = self._cast(bias)
+        return max(self._distance(found[0], product + added, product), self._distance(found[1], added, added))
+
+    def _inputs(self, tensor: str) -> int:
+        return self._parameters[tensor].shape[0 if self._transposed(tensor) else 1]
+
+    def _distance(self, found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> float:
+        """max over outputs of |engine − trainer|, less what rounding does to the output itself, ÷ rms(size)."""
+        expected = expected.cpu()
+        beyond = ((found - expected).abs() - output_rounding(self._dtype) * expected.abs()).max().clamp(min=0.0)
+        error = float(beyond) / (float(size.norm()) / len(size) ** 0.5 or 1.0)
+        # NaN passes every comparison with a limit.
+        return error if error == error else float("inf")
 
     def _transposed(self, tensor: str) -> bool:
         """Whether the trainer keeps this weight as (inputs, outputs), as GPT-2 does."""
@@ -171,11 +210,3 @@ def _cause(record: ProbeRecord, failed: list[str]) -> str:
     if len(failed) <= 2:
         return "the engine kept an older copy of this layer, or wrote the sent one into the wrong place (packing, tying, order)"
     return "a part of the push is not in use, or was written into the wrong places"
-
-
-def _relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    expected = expected.cpu()
-    size = float(expected.norm()) / len(expected) ** 0.5 or 1.0
-    error = float((found - expected).abs().max()) / size
-    # max() of a tensor with NaN is NaN, which no comparison would pass on.
-    return error if error == error else float("inf")

@@ -14,6 +14,8 @@ from typing import Any
 from lockstep.errors import InputError
 
 RECEIPT = "receipt.jsonl"
+# In a checkpoint: the hash of the receipt's last line when it was written.
+RECEIPT_HEAD = "receipt_head.txt"
 _FIRST = "0" * 32
 
 
@@ -43,12 +45,42 @@ class Receipt:
             if lines:
                 self._last = json.loads(lines[-1])["hash"]
 
+    @property
+    def head(self) -> str:
+        """Hash of the last line."""
+        return self._last
+
     def append(self, entry: dict[str, Any]) -> None:
         """Write one entry and flush it."""
         body = {**entry, "previous": self._last}
         self._last = _hash(body)
         with self._path.open("a") as file:
             file.write(json.dumps({**body, "hash": self._last}) + "\n")
+
+
+def check_receipt(path: Path) -> int:
+    """Re-compute a receipt's chain, and look in it for the heads that the checkpoints beside it remember.
+
+    Returns:
+        Number of lines.
+
+    Raises:
+        InputError: a line was changed, removed or added, or the receipt is not the one the checkpoints were written with.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not a text file") from error
+    if not lines:
+        raise InputError(f"{path} is empty")
+    check_chain(lines)
+    hashes = {json.loads(line)["hash"] for line in lines}
+    for head in sorted(path.parent.glob(f"checkpoint-*/{RECEIPT_HEAD}")):
+        if head.read_text().strip() not in hashes:
+            raise InputError(
+                f"{head.parent.name} was written with another receipt: lines were cut off or all written anew"
+            )
+    return len(lines)
 
 
 def lines_up_to(lines: list[str], step: int) -> list[str]:
@@ -67,7 +99,7 @@ def check_chain(lines: list[str]) -> None:
         try:
             body = json.loads(line)
             claimed = body.pop("hash")
-        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
             raise InputError(f"receipt line {number} is not an entry of a receipt") from error
         if body.get("previous") != previous or claimed != _hash(body):
             raise InputError(f"receipt line {number} does not fit the chain: it or the line before was changed")

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from lockstep.engines.protocol import Completion
 from lockstep.errors import ProofError
 
-# Chance, a group, of stopping a run without a fault. P(all n equal and p(s)^(n−1) ≤ α) ≤ α for independent samples.
+# Chance of stopping without a fault, for a group and for a generation.
+# A group: P(all n equal and p(s)^(n−1) ≤ α) ≤ α for independent samples.
+# A generation: e = ½ + ½·[all equal]·p(s)^(−(n−1)/2) has mean ≤ 1, so the product over its groups exceeds 1/α with chance ≤ α.
 _ALPHA = 1e-9
 
 
@@ -22,12 +24,13 @@ def check_samples(groups: Iterable[Sequence[Completion]]) -> None:
     Raises:
         ProofError: the samples of a prompt are equal, and by their log-probs they should not be.
     """
+    evidence = 0.0
     for completions in groups:
         first = completions[0]
-        if len({c.token_ids for c in completions}) > 1:
-            continue
+        repeats = len(completions) > 1 and len({c.token_ids for c in completions}) == 1
         log_chance = (len(completions) - 1) * sum(first.logprobs)
-        if log_chance < math.log(_ALPHA):
+        evidence += _log_evidence(log_chance) if repeats else math.log(0.5)
+        if repeats and log_chance < math.log(_ALPHA):
             raise ProofError(
                 "samples",
                 f"all {len(completions)} completions of prompt {first.key.prompt_id} are the same {len(first.token_ids)} tokens; "
@@ -35,3 +38,16 @@ def check_samples(groups: Iterable[Sequence[Completion]]) -> None:
                 "the engine samples every request with the same seed, or answers several requests with one completion",
                 "give every request its own seed, and turn off anything that de-duplicates requests",
             )
+    if evidence > -math.log(_ALPHA):
+        raise ProofError(
+            "samples",
+            f"completions repeat in group after group of a generation: the chance of that is below {_ALPHA:.0e}",
+            "the engine samples every request with the same seed, or answers several requests with one completion",
+            "give every request its own seed, and turn off anything that de-duplicates requests",
+        )
+
+
+def _log_evidence(log_chance: float) -> float:
+    """log(½ + ½·exp(−log_chance / 2)), without overflow."""
+    half = -log_chance / 2
+    return math.log(0.5) + half + math.log1p(math.exp(-half))

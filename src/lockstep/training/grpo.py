@@ -314,6 +314,7 @@ class GRPOTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with guarded_save(self.args.output_dir or ".", self.state.global_step):
             super()._save_checkpoint(model, trial)
+            self.proofs.remember_receipt(Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}")
 
     def close(self) -> None:
         """Release the engine, if the trainer started it."""

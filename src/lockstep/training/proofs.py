@@ -19,7 +19,7 @@ from lockstep.parity.canary import sing
 from lockstep.parity.decomposition import decompose, split_gap
 from lockstep.parity.gap import GapStats, check_count, gap_error, over_limits
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
-from lockstep.parity.receipt import RECEIPT, Receipt
+from lockstep.parity.receipt import RECEIPT, RECEIPT_HEAD, Receipt
 from lockstep.parity.rescoring import Precision
 from lockstep.parity.samples import check_samples
 from lockstep.parity.tolerances import tolerance
@@ -31,6 +31,7 @@ from lockstep.training.phases import PhaseClock
 
 # Completions that a failed gap is explained on.
 _EXPLAINED = 3
+_EXPLAINED_TOKENS = 2048
 
 
 class Proofs:
@@ -89,6 +90,11 @@ class Proofs:
             }
         )
 
+    def remember_receipt(self, checkpoint: Path) -> None:
+        """Leave the receipt's head in a checkpoint, so that a receipt that is cut short or written anew shows."""
+        assert self._receipt is not None
+        (checkpoint / RECEIPT_HEAD).write_text(self._receipt.head + "\n")
+
     def sync(self, version: int, *, every_module: bool = False) -> None:
         """Push the weights and probe the engine.
 
@@ -140,17 +146,24 @@ class Proofs:
                 "attention mask, or a part of the model that no probe reaches",
                 "compare the model's configuration on both sides (rope scaling, sliding window, soft-capping)",
             )
-        chosen = sorted(completions, key=lambda c: str(c.key) != gap.worst)[:_EXPLAINED]
-        found = decompose(
-            self._model,
-            self._engine,
-            chosen,
-            sampling_of(self._config),
-            self.precision,
-            self.engine_dtype,
-            version,
-            self.limit,
-        )
+        chosen = _short_enough(sorted(completions, key=lambda c: str(c.key) != gap.worst)[:_EXPLAINED])
+        try:
+            found = decompose(
+                self._model,
+                self._engine,
+                chosen,
+                sampling_of(self._config),
+                self.precision,
+                self.engine_dtype,
+                version,
+                self.limit,
+            )
+        except (RuntimeError, MemoryError) as error:
+            # Out of memory, most often. What was found must be said even where it cannot be explained.
+            why = f"it could not be taken apart ({type(error).__name__}: {str(error)[:200]})"
+            return gap_error(
+                gap, self.limit, version, why, "not known", "run 'lockstep verify' on this model and engine"
+            )
         return gap_error(gap, self.limit, version, str(found.parts), found.cause, found.fix)
 
     def write(self, gap: GapStats, sampled: int, step: int, version: int) -> None:
@@ -176,6 +189,18 @@ class Proofs:
                 "worst_request": gap.worst,
             }
         )
+
+
+def _short_enough(completions: Sequence[Completion]) -> list[Completion]:
+    """The first, and as many more as keep their whole logits within memory."""
+    kept: list[Completion] = []
+    tokens = 0
+    for c in completions:
+        tokens += len(c.prompt_ids) + len(c.token_ids)
+        if kept and tokens > _EXPLAINED_TOKENS:
+            break
+        kept.append(c)
+    return kept
 
 
 def _figures(gap: GapStats) -> dict[str, float]:

@@ -66,7 +66,9 @@ def _gaps(steps: list[Line], start: Line) -> list[str]:
 def _parts(folder: Path) -> list[str]:
     """Means of the decomposition's columns in the metrics, where the run wrote them."""
     path = folder / "metrics.jsonl"
-    logged = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    # A last line that a kill has cut short is no line.
+    lines = [line for line in path.read_text().splitlines() if line.endswith("}")] if path.is_file() else []
+    logged = [json.loads(line) for line in lines]
     logged = [line for line in logged if f"parity/gap_{_PARTS[0]}" in line]
     if not logged:
         return []

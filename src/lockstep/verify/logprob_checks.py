@@ -93,7 +93,7 @@ def accounting(stage: Stage) -> list[Row]:
     groups = _uneven_groups(stage)
     whole = _gradient(stage, groups, 1)
     apart = max(_distance(whole, _gradient(stage, groups, parts)) for parts in (2, 4))
-    dtype = torch.bfloat16 if stage.config.bf16 else torch.float32
+    dtype = torch.bfloat16 if stage.config.bf16 or stage.model.dtype != torch.float32 else torch.float32
     return [
         Row(
             "exact accounting",
@@ -110,7 +110,7 @@ def _uneven_groups(stage: Stage) -> list[RolloutGroup]:
     made = []
     for i, prompt in enumerate(stage.prompts):
         most = max(stage.config.max_completion_length * (i + 1) // len(stage.prompts), 1)
-        completions = stage.sample(stage.sampling(max_tokens=most), [prompt], samples=stage.config.num_generations)
+        completions = stage.sample(Sampling(most), [prompt], samples=stage.config.num_generations)
         made.append(RolloutGroup(prompt, tuple(Rollout(c, "", {}, float(j % 2)) for j, c in enumerate(completions))))
     return made
 
@@ -119,6 +119,8 @@ def _gradient(stage: Stage, groups: Sequence[RolloutGroup], parts: int) -> list[
     config = copy.copy(stage.config)
     config.per_device_train_batch_size = stage.config.per_device_train_batch_size // parts
     config.gradient_accumulation_steps = config.steps_per_generation = parts
+    # Short completions are all cut at the limit, and cold ones all alike: neither would leave a gradient to compare.
+    config.mask_truncated_completions, config.temperature = False, 1.0
     generation = prepare_generation(groups, config, stage.version)
     sums = UpdateSums()
     stage.model.zero_grad(set_to_none=True)
@@ -131,7 +133,8 @@ def _gradient(stage: Stage, groups: Sequence[RolloutGroup], parts: int) -> list[
 
 def _distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     apart = sum(float((a - b).double().square().sum()) for a, b in zip(one, other, strict=True))
-    return (apart / sum(float(a.double().square().sum()) for a in one)) ** 0.5
+    size = sum(float(a.double().square().sum()) for a in one)
+    return (apart / size) ** 0.5 if size > 0 else float("inf")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lockstep.parity.gap import GapStats
@@ -50,12 +51,14 @@ def print_rows(rows: list[Row], console: Console) -> None:
     for name in ("proof", "found", "limit", ""):
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(row.proof, row.figure, row.limit, "[green]PASS" if row.passed else "[bold red]FAIL")
+        table.add_row(row.proof, escape(row.figure), row.limit, "[green]PASS" if row.passed else "[bold red]FAIL")
     console.print(table)
     failed = [row for row in rows if not row.passed]
     console.print(f"\n{len(rows)} proofs, {len(failed)} failed", highlight=False)
     for row in failed:
-        console.print(f"\n[bold]{row.proof}[/]: {row.figure}\n  what to change: {row.fix}", highlight=False)
+        console.print(
+            f"\n[bold]{row.proof}[/]: {escape(row.figure)}\n  what to change: {escape(row.fix)}", highlight=False
+        )
 
 
 def write_json(path: Path, rows: list[Row], settings: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.errors import ProofError
+from lockstep.errors import LockstepError, ProofError
 from lockstep.verify import logprob_checks, token_checks, weight_checks
 from lockstep.verify.rows import Row
 from lockstep.verify.stage import Stage
@@ -41,23 +41,22 @@ def run_checks(stage: Stage, progress: Callable[[str], None], checks: dict[str, 
 
     Args:
         progress: told the name of each check as it begins.
-
-    Raises:
-        InputError: a check cannot be run at all.
     """
     rows: list[Row] = []
     for name, check in checks.items():
         progress(name)
         try:
             rows += check(stage)
-        except ProofError as error:
+        except LockstepError as error:
             rows.append(failed_row(name, error))
             recover(stage)
     return rows
 
 
-def failed_row(name: str, error: ProofError) -> Row:
+def failed_row(name: str, error: LockstepError) -> Row:
     """A check that ended in an error."""
+    if not isinstance(error, ProofError):
+        return Row(name, str(error), "no error", False, "see the message")
     return Row(name, f"{error.check}: {error.found}", "no error", False, f"{error.cause}; {error.fix}")
 
 

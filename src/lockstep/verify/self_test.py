@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from lockstep.errors import ProofError
+from lockstep.errors import InputError, ProofError
 from lockstep.verify.faults import logprobs, steps, tokens, weights
 from lockstep.verify.faults.seams import Fault
 from lockstep.verify.run import CHECKS, recover
@@ -83,6 +84,8 @@ def _put_to_the_test(stage: Stage, fault: Fault) -> Verdict:
                     return Verdict(fault.id, fault.what, f"verify: {fault.check}", failed[0].figure, counted(), taken)
         except ProofError as error:
             return Verdict(fault.id, fault.what, error.check, error.found, counted(), taken)
+        except InputError as error:
+            return Verdict(fault.id, fault.what, left_out=f"it cannot be injected here: {error}")
         answered = counted()
     return Verdict(fault.id, fault.what, tokens=answered, steps=taken)
 
@@ -94,8 +97,8 @@ def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) 
         table.add_column(name, overflow="fold")
     control, faults = verdicts[0], verdicts[1:]
     for v in faults:
-        caught = f"[dim]left out: {v.left_out}" if v.left_out else v.caught_by or "[bold red]NOTHING"
-        table.add_row(v.id, v.what, caught, "" if v.left_out else f"{v.steps} steps, {v.tokens} tokens")
+        caught = f"[dim]left out: {escape(v.left_out)}" if v.left_out else v.caught_by or "[bold red]NOTHING"
+        table.add_row(v.id, escape(v.what), caught, "" if v.left_out else f"{v.steps} steps, {v.tokens} tokens")
     console.print(table)
     injected = [v for v in faults if not v.left_out]
     stopped = sum(bool(v.caught_by) for v in injected)
@@ -103,7 +106,8 @@ def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) 
     console.print(f"\n{len(injected)} injected, {stopped} caught", highlight=False)
     if control.caught_by:
         console.print(
-            f"[bold red]false alarm[/]: without a fault, {control.caught_by} said: {control.message}", highlight=False
+            f"[bold red]false alarm[/]: without a fault, {control.caught_by} said: {escape(control.message)}",
+            highlight=False,
         )
     if file:
         content = {"passed": passed, "injected": len(injected), "caught": stopped}

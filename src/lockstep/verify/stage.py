@@ -43,6 +43,7 @@ SIZES = {
     "shuffle_dataset": "False",
     "learning_rate": 1e-6,
 }
+_SCALES = (0.05, 0.1, 0.2, 0.4, 0.8)
 _QUESTIONS = (
     "Which number is larger, 38 or 61?",
     "Repeat the following words in reverse order, one by one: " + "red green blue yellow black white " * 6,
@@ -61,7 +62,7 @@ class Stage:
 
     trainer: GRPOTrainer
     prompts: tuple[Prompt, ...]
-    scale: float = 0.05
+    scale: float = _SCALES[0]
 
     @property
     def engine(self) -> Engine:
@@ -190,24 +191,41 @@ def open_stage(
     """
     import datasets
 
+    own = list(dataset.select(range(2))["prompt"]) if dataset is not None else []
+    texts = [*_QUESTIONS[len(own) :], "Which is it?"]
+    plain = isinstance(own[0], str) if own else plain
     if not plain and load_tokenizer(resolve_model(model)).chat_template is None:
         raise InputError(
             f"the tokenizer of {model} has no chat template; add --plain_prompts to verify it with plain text"
         )
-    texts = [*_QUESTIONS, "Which is it?"]
-    prompts = texts if plain else [[{"role": "user", "content": text}] for text in texts]
-    if dataset is not None:
-        prompts[:2] = dataset.select(range(2))["prompt"]
+    prompts = [*own, *(texts if plain else [[{"role": "user", "content": text}] for text in texts])]
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        config.output_dir = folder
+        config.output_dir, config.reward_weights = folder, None
         trainer = GRPOTrainer(
             model, _alternating, config, datasets.Dataset.from_dict({"prompt": prompts}), engine=engine
         )
         try:
             trainer.begin_training()
-            yield Stage(trainer, _with_foreign_ids(trainer))
+            stage = Stage(trainer, _with_foreign_ids(trainer))
+            stage.scale = _visible_scale(stage)
+            yield stage
         finally:
             trainer.close()
+
+
+def _visible_scale(stage: Stage) -> float:
+    """A move of the weights that changes log-probs by more than the engine's dtype may."""
+    prompt = min(stage.prompts, key=lambda p: len(p.ids)).ids
+
+    def scores() -> torch.Tensor:
+        return completion_logps(stage.model, prompt[:1], prompt[1:], Sampling(1), stage.precision)
+
+    before = scores()
+    for scale in _SCALES:
+        with stage.moved(scale):
+            if float((scores() - before).abs().mean()) > 3 * stage.trainer.proofs.limit.mean:
+                break
+    return scale
 
 
 def _with_foreign_ids(trainer: GRPOTrainer) -> tuple[Prompt, ...]:

@@ -58,7 +58,9 @@ def chat_template(stage: Stage) -> list[Row]:
         [*question, {"role": "assistant", "content": "61"}], tokenize=True, return_dict=True, **kwargs
     )["input_ids"]
     keeps = tuple(answered[: len(opened)]) == opened
-    ends = [i for i in answered if i in end_ids(stage.model, stage.tokenizer)]
+    # What comes after the answer; the user's own turn may end with the same token.
+    tail = answered[len(opened) :] if keeps else answered[-3:]
+    ends = [i for i in tail if i in end_ids(stage.model, stage.tokenizer)]
     closing = stage.tokenizer.decode(answered[-2:])
     return [
         Row(
@@ -112,18 +114,20 @@ def finish_reasons(stage: Stage) -> list[Row]:
     """The length limit, an end token and a stop string each give their own reason."""
     limit = stage.config.max_completion_length
     found = stage.sample(stage.sampling(temperature=1.0), samples=4)
+    short = stage.sample(stage.sampling(temperature=1.0, max_tokens=1), samples=4)
     ends = end_ids(stage.model, stage.tokenizer)
-    wrong = [c for c in found if (c.finish_reason == "stop") != (c.token_ids[-1] in ends)]
+    wrong = [c for c in (*found, *short) if (c.finish_reason == "stop") != (c.token_ids[-1] in ends)]
     wrong += [c for c in found if c.finish_reason == "length" and len(c.token_ids) != limit]
-    seen = {c.finish_reason for c in found}
-    cut = _stopped_by_string(stage, [c for c in found if c.finish_reason == "length"])
+    wrong += [c for c in short if len(c.token_ids) != 1]
+    seen = {"end token" if c.finish_reason == "stop" else "length" for c in (*found, *short)}
+    cut = _stopped_by_string(stage, found)
     if cut is not None:
-        seen.add("stop string")  # type: ignore[arg-type]
+        seen.add("stop string")
         wrong += [] if cut.finish_reason == "stop" else [cut]
     return [
         Row(
             "finish reasons",
-            f"{len(found) + (cut is not None) - len(wrong)} right, {len(wrong)} wrong; seen: {', '.join(sorted(seen))}",
+            f"{len(found) + len(short) + bool(cut) - len(wrong)} right, {len(wrong)} wrong; seen: {', '.join(sorted(seen))}",
             "none wrong",
             not wrong,
             "the engine's finish reason does not fit its tokens: look for a wrapper that rewrites it or strips end tokens",
@@ -163,6 +167,8 @@ def groups(stage: Stage) -> list[Row]:
 
 def repetition(stage: Stage) -> list[Row]:
     """The same requests at the same weights give the same tokens."""
+    # A push before each, as in training: what the cache holds changes the shapes of the forward.
+    stage.trainer.proofs.sync(stage.version)
     first = stage.sample(stage.sampling(temperature=1.0))
     stage.trainer.proofs.sync(stage.version)
     again = stage.sample(stage.sampling(temperature=1.0))
@@ -180,10 +186,11 @@ def repetition(stage: Stage) -> list[Row]:
     ]
 
 
-def _stopped_by_string(stage: Stage, long: list[Completion]) -> Completion | None:
-    """A completion that went to the limit, asked for again with some of its own text as a stop string."""
-    for c in long:
-        text = stage.tokenizer.decode(c.token_ids, skip_special_tokens=True)
+def _stopped_by_string(stage: Stage, found: list[Completion]) -> Completion | None:
+    """A completion asked for again with some of its own text as a stop string."""
+    for c in found:
+        # Without its last token: it must end before it would have ended anyway.
+        text = stage.tokenizer.decode(c.token_ids[:-1], skip_special_tokens=True)
         # Not a piece of a character that is spread over several tokens.
         whole = [letter for letter in text if letter != "\ufffd" and not letter.isspace()]
         if whole:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
 from lockstep.errors import ProofError
 from lockstep.parity.canary import sing
+from lockstep.parity.gap import GapStats
 from lockstep.parity.module_probe import ModuleProbe
+from lockstep.parity.tolerances import Tolerance
 from lockstep.verify.rows import Row, gap_row
 from lockstep.verify.stage import Stage
 
@@ -27,11 +29,11 @@ def module_probe(stage: Stage) -> list[Row]:
     name = max(errors, key=lambda n: errors[n])
     failed = sorted({n for r in records for n in r.failed})
     unreached = records[0].unreached
-    note = f"; not reached: {', '.join(unreached[:3])}{' …' if len(unreached) > 3 else ''}" if unreached else ""
+    note = f"; no probe reaches {', '.join(unreached[:3])}{' …' if len(unreached) > 3 else ''}" if unreached else ""
     return [
         Row(
             "module probe",
-            f"{records[0].of_modules} modules, {len(errors)} weights; worst {name} {errors[name]:.1e}{note}",
+            f"{records[0].of_modules} modules, {probe.reached():.0%} of the weights; worst {name} {errors[name]:.1e}{note}",
             f"{records[0].limit:g}",
             not failed,
             f"these weights are not in use as they were sent: {', '.join(failed[:8])}",
@@ -44,15 +46,16 @@ def sync(stage: Stage) -> list[Row]:
     """Moved weights are pushed and sampled from, then the first ones are pushed back."""
     limit = stage.trainer.proofs.limit
     sampling = stage.sampling(temperature=1.0)
-    with stage.moved(_visible(stage)):
+    with stage.moved(stage.scale):
         stage.push(every_module=True)
         moved = stage.sample(sampling)
         there = stage.gap(moved, sampling)
     apart = stage.gap(moved, sampling)
     stage.push(every_module=True)
     back = stage.gap(stage.sample(sampling), sampling)
+    note = f" ({apart.mean_abs:.2g} against the old weights)"
     return [
-        gap_row("sync: moved weights", there, limit, _SYNC_FIX, f" ({apart.mean_abs:.2g} against the old weights)"),
+        _conclusive(gap_row("sync: moved weights", there, limit, _SYNC_FIX, note), apart, limit),
         gap_row("sync: pushed back", back, limit, _SYNC_FIX),
     ]
 
@@ -62,15 +65,18 @@ def caches(stage: Stage) -> list[Row]:
     sampling = stage.sampling(temperature=1.0)
     longest = max(stage.prompts, key=lambda p: len(p.ids))
     stage.sample(sampling, [longest], samples=4)
-    with stage.moved(_visible(stage), seed=1):
+    with stage.moved(stage.scale, seed=1):
         stage.push()
-        found = stage.gap(stage.sample(sampling, [longest], samples=4), sampling)
+        moved = stage.sample(sampling, [longest], samples=4)
+        found = stage.gap(moved, sampling)
+    apart = stage.gap(moved, sampling)
     stage.push()
     fix = (
         "keys and values of older weights outlive a push: the engine confirmed a reset of its caches that it did not do"
     )
     note = f", prompt of {len(longest.ids)}"
-    return [gap_row("caches after a sync", found, stage.trainer.proofs.limit, fix, note)]
+    limit = stage.trainer.proofs.limit
+    return [_conclusive(gap_row("caches after a sync", found, limit, fix, note), apart, limit)]
 
 
 def versions(stage: Stage) -> list[Row]:
@@ -97,6 +103,12 @@ def versions(stage: Stage) -> list[Row]:
     ]
 
 
-def _visible(stage: Stage) -> float:
-    """A move of the weights that shows in log-probs over the rounding of the engine's dtype."""
-    return 0.05 if stage.trainer.proofs.engine_dtype == torch.float32 else 0.3
+def _conclusive(row: Row, apart: GapStats, limit: Tolerance) -> Row:
+    """The row, failed if the weights before the move would have passed too."""
+    if apart.mean_abs > limit.mean:
+        return row
+    return replace(
+        row,
+        passed=False,
+        fix=f"nothing was shown: old weights are only {apart.mean_abs:.1e} away, within the limit for these dtypes; use float32",
+    )

@@ -14,7 +14,15 @@ import lockstep.engines.transformers_engine as transformers_engine
 import lockstep.engines.vllm_inprocess as vllm_inprocess
 from lockstep.engines.protocol import Completion, GenerationRequest
 from lockstep.parity.rescoring import sequence_logits
-from lockstep.verify.faults.seams import Fault, Patch, answers_become, is_vllm, requests_become, vllm_worker
+from lockstep.verify.faults.seams import (
+    Fault,
+    Patch,
+    answers_become,
+    at_temperature_one,
+    is_vllm,
+    requests_become,
+    vllm_worker,
+)
 from lockstep.verify.stage import Stage
 
 
@@ -115,6 +123,8 @@ def _half_head(stage: Stage) -> Iterator[None]:
 
 
 def _needs_single(stage: Stage) -> str:
+    if is_vllm(stage) and not hasattr(vllm_worker(stage).model_runner.model, "lm_head"):
+        return "this model's head is inside another module"
     dtype = stage.trainer.proofs.engine_dtype
     return "" if dtype == torch.float32 else "both heads are in half precision"
 
@@ -123,7 +133,9 @@ FAULTS = (
     Fault("P1", "raw log-probs at temperature 0.7", _raw),
     Fault("P2", "top-k that nobody asked for", _top_k_unasked),
     Fault("P3", "a log-prob that is missing (NaN)", _missing),
-    Fault("P3b", "a missing log-prob became 0.0", _default_value),
-    Fault("P4", "the most likely token's log-prob passes for the sampled one's", _top_one),
+    Fault("P3b", "a missing log-prob became 0.0", lambda stage: at_temperature_one(stage, _default_value)),
+    Fault(
+        "P4", "the most likely token's log-prob passes for the sampled one's", lambda s: at_temperature_one(s, _top_one)
+    ),
     Fault("P5", "the engine's head in bf16, the trainer's in fp32", _half_head, needs=_needs_single),
 )

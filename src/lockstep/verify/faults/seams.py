@@ -7,8 +7,8 @@ trainer makes of it. No proof is patched.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -71,6 +71,13 @@ def loads_instead(stage: Stage, change: Callable[[Named], Named]) -> Patch:
         return LoadedWeights(tensor_specs(sent), real(change(sent)).untouched)
 
     return patch.object(stage.engine, "load", load)
+
+
+@contextmanager
+def at_temperature_one(stage: Stage, inject: Callable[[Stage], Patch]) -> Iterator[None]:
+    """A fault that a cold or very sure model would not show."""
+    with patch.object(stage.config, "temperature", 1.0), inject(stage):
+        yield
 
 
 def weights_now(stage: Stage) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ import lockstep.verify.logprob_checks as checks
 from lockstep.engines.protocol import Completion, GenerationRequest
 from lockstep.training.generation import Generation
 from lockstep.training.packing import TrainingSequence
-from lockstep.verify.faults.seams import Fault, Patch, answers_become
+from lockstep.verify.faults.seams import Fault, Patch, answers_become, at_temperature_one
 from lockstep.verify.stage import Stage
 
 Batch = tuple[TrainingSequence, ...]
@@ -96,6 +96,6 @@ FAULTS = (
     Fault("A2", "the loss normalised per micro-batch, not per step", _averaged, check="exact accounting"),
     Fault("A3", "tokens attend to padding and to other rows", _attends_to_others),
     Fault("A4", "truncation guessed from the last token", _guessed_reason, check="finish reasons"),
-    Fault("A5", "one seed for all requests: a group of equal completions", _one_seed),
+    Fault("A5", "one seed for all requests: a group of equal completions", lambda s: at_temperature_one(s, _one_seed)),
     Fault("A6", "long rollouts left out of the step", _long_ones_dropped),
 )

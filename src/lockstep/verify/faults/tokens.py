@@ -21,21 +21,18 @@ Answers = list[Completion]
 def _encoded_again(stage: Stage) -> Patch:
     def again(request: GenerationRequest) -> GenerationRequest:
         text = stage.tokenizer.decode(request.prompt_ids)
-        return replace(request, prompt_ids=tuple(stage.tokenizer(text, add_special_tokens=False)["input_ids"]))
+        ids = tuple(stage.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return replace(request, prompt_ids=ids) if _fits(stage, request, ids) else request
 
     return requests_become(stage, lambda requests: [again(r) for r in requests])
 
 
 def _special_token_doubled(stage: Stage) -> Patch:
-    def doubled(requests: list[GenerationRequest]) -> list[GenerationRequest]:
-        # Not in the longest prompt, which fills the engine's context.
-        longest = max(len(r.prompt_ids) for r in requests)
-        return [
-            r if len(r.prompt_ids) == longest else replace(r, prompt_ids=(r.prompt_ids[0], *r.prompt_ids))
-            for r in requests
-        ]
+    def doubled(request: GenerationRequest) -> GenerationRequest:
+        ids = (request.prompt_ids[0], *request.prompt_ids)
+        return replace(request, prompt_ids=ids) if _fits(stage, request, ids) else request
 
-    return requests_become(stage, doubled)
+    return requests_become(stage, lambda requests: [doubled(r) for r in requests])
 
 
 def _masked_by_value(stage: Stage) -> Patch:
@@ -112,6 +109,10 @@ def _the_call_before(stage: Stage) -> Patch:
         ]
 
     return answers_become(stage, earlier)
+
+
+def _fits(stage: Stage, request: GenerationRequest, ids: tuple[int, ...]) -> bool:
+    return len(ids) + request.sampling.max_tokens <= stage.engine.settings().max_model_len
 
 
 FAULTS = (

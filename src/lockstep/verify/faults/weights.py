@@ -22,7 +22,7 @@ def _never_arrived(stage: Stage) -> Patch:
 
 
 def _stale_head(stage: Stage) -> Patch:
-    if is_vllm(stage) and _tied(stage):
+    if is_vllm(stage) and _tied(stage) and not torch.cuda.is_available():
         # As it is in vLLM 0.32.0 without our mend.
         return patch.object(backend, "repack_heads", lambda model: None)
     head = stage.model.get_output_embeddings().weight
@@ -41,6 +41,18 @@ def _wrong_place(stage: Stage) -> Patch:
         return [(name, by_name[name]) for name, _ in sent]
 
     return loads_instead(stage, swapped)
+
+
+def _damaged_on_the_way(stage: Stage) -> Patch:
+    """One bit of one tensor flips in the transport; the engine reports what it got."""
+    name, real = _twins(stage)[0], stage.engine.load
+
+    def flipped(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        copy.view(torch.uint8).flatten()[-2] ^= 1
+        return copy
+
+    return patch.object(stage.engine, "load", lambda sent: real([(n, flipped(t) if n == name else t) for n, t in sent]))
 
 
 def _nothing_loaded(stage: Stage) -> Patch:
@@ -154,14 +166,15 @@ def _needs_single(stage: Stage) -> str:
 FAULTS = (
     Fault("W1", "weights acknowledged and never put to use", _never_arrived),
     Fault("W2", "the output head keeps an older copy", _stale_head),
-    Fault("W3", "two tensors of one layer in each other's place", _wrong_place),
+    Fault("W3", "two tensors of one layer in each other's place", _wrong_place, check="module probe"),
+    Fault("W3b", "one bit of one tensor flips on the way", _damaged_on_the_way),
     Fault("W4", "an empty load taken for a success", _nothing_loaded),
     Fault("W4b", "a refused cache reset taken for a success", _reset_refused),
-    Fault("W5", "each sync leaves the policy itself rounded", _drift),
+    Fault("W5", "each sync leaves the policy itself rounded", _drift, needs=_needs_single),
     Fault("W6", "the prefix cache survives the update", _cache_survives, needs=_needs_cache),
     Fault("W7", "half an update goes into service", _half_an_update),
     Fault("W8", "a restarted engine serves its first weights under the current version", _restarted),
-    Fault("small-1", "one layer off by 1e-3 of its size", _one_layer_off, needs=_needs_single),
-    Fault("small-2", "two rows of one matrix swapped", _rows_swapped),
+    Fault("small-1", "one layer off by 1e-3 of its size", _one_layer_off, needs=_needs_single, check="module probe"),
+    Fault("small-2", "two rows of one matrix swapped", _rows_swapped, check="module probe"),
     Fault("small-3", "one sync skipped at a learning rate of 1e-6", _sync_skipped),
 )
