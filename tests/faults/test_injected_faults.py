@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from conftest import needs_vllm
+from stages import stage_on
 
 from lockstep.verify.faults.seams import Fault
 from lockstep.verify.run import recover
@@ -54,6 +58,16 @@ def test_the_fault_is_caught_by_its_proof(stage: Stage, fault: Fault) -> None:
     if verdict.left_out:
         pytest.skip(verdict.left_out)
     assert verdict.caught_by in CAUGHT_BY[fault.id], f"{verdict.caught_by}: {verdict.message}"
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_in_bf16_every_fault_that_its_rounding_leaves_is_caught(tied_dir: str, tmp_path: Path) -> None:
+    with stage_on(tied_dir, tmp_path, use_vllm=True, bf16=True) as stage:
+        control, *verdicts = run_self_test(stage, lambda name: None)
+    assert control.caught_by == "", control.message
+    assert {v.id for v in verdicts if v.left_out} == {"W5", "small-1", "P5"}
+    assert [v.id for v in verdicts if not v.left_out and not v.caught_by] == []
 
 
 def test_the_table_is_that_of_the_faults() -> None:

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator
 from unittest.mock import patch
 
 import torch
+from torch.nn.functional import linear
 
 import lockstep.sync.vllm_backend as backend
 import lockstep.training.proofs as proofs_module
 from lockstep.engines.protocol import LoadedWeights, WeightReceiver
 from lockstep.sync.push import SyncRecord
-from lockstep.verify.faults.seams import Fault, Named, Patch, is_vllm, loads_instead, weights_now
+from lockstep.verify.faults.seams import Fault, Named, Patch, is_vllm, loads_instead, vllm_worker, weights_now
 from lockstep.verify.stage import Stage
 
 
@@ -22,9 +23,13 @@ def _never_arrived(stage: Stage) -> Patch:
 
 
 def _stale_head(stage: Stage) -> Patch:
-    if is_vllm(stage) and _tied(stage) and not torch.cuda.is_available():
-        # As it is in vLLM 0.32.0 without our mend.
-        return patch.object(backend, "repack_heads", lambda model: None)
+    if is_vllm(stage) and _tied(stage):
+        if stage.trainer.proofs.engine_dtype == torch.float32 and not torch.cuda.is_available():
+            # As it is in vLLM 0.32.0 without our mend; elsewhere the head is not packed into a copy.
+            return patch.object(backend, "repack_heads", lambda model: None)
+        layer = vllm_worker(stage).model_runner.model.lm_head
+        kept = layer.weight.detach().clone()
+        return patch.object(layer.quant_method, "apply", lambda layer, x, bias=None: linear(x, kept, bias))
     head = stage.model.get_output_embeddings().weight
     (name,) = [n for n, p in stage.model.named_parameters() if p is head]
     old = head.detach().clone()
