@@ -1,6 +1,6 @@
 """What the proofs cost on the recipe of the main job: as a share of a sync, and of a training step.
 
-    make bench            (12 steps of recipes/arithmetic.yaml; about two minutes on two cores)
+    make bench            (recipes/arithmetic.yaml, without its evaluations; about five minutes on two cores)
 
 The recipe runs as it is, on real vLLM, in this process; nothing is switched off to make a baseline. Seconds are those of the run
 itself; the transport digest, which is inside a push, is timed at both of its ends. Seconds are medians over the steps after the
@@ -31,7 +31,7 @@ _WARM_UP = 2
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--steps", type=int, default=12)
+    words.add_argument("--steps", type=int, default=40)
     words.add_argument("--json", type=Path, default=Path("runs/bench/proof_overhead.json"))
     asked = words.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -61,10 +61,11 @@ def probe_inputs(seed: int, module: str, size: int, *, biased: bool) -> torch.Te
 
 
 def probe_rows(seed: int, module: str, rows: int, *, every: bool) -> torch.Tensor:
-    """Ids that an embedding of `rows` rows is asked for: all of them, or a sample in random order."""
-    if every:
+    """Ids that an embedding of `rows` rows is asked for: all of them, or a random sample."""
+    if every or rows <= SAMPLED_ROWS:
         return torch.arange(rows)
-    return torch.randperm(rows, generator=_generator(seed, f"{module}\x1frows"))[:SAMPLED_ROWS]
+    # With repetitions: a permutation of a whole vocabulary would cost more than the probe.
+    return torch.randint(rows, (SAMPLED_ROWS,), generator=_generator(seed, f"{module}\x1frows"))
 
 
 def _generator(seed: int, text: str) -> torch.Generator:

@@ -40,9 +40,12 @@ def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModule
 
 def probe_modules(worker: Any, names: tuple[str, ...], seed: int, every: bool) -> dict[str, torch.Tensor]:
     """Output of each named module for its probe input, as 1-D float32 tensors on CPU."""
-    modules: dict[str, Any] = dict(worker.model_runner.model.named_modules())
+    model = worker.model_runner.model
     with torch.inference_mode():
-        return {name: _output(name, modules[name.removesuffix(_AS_HEAD)], seed, every).float().cpu() for name in names}
+        return {
+            name: _output(name, model.get_submodule(name.removesuffix(_AS_HEAD)), seed, every).float().cpu()
+            for name in names
+        }
 
 
 def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:

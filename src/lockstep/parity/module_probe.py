@@ -21,7 +21,7 @@ from lockstep.errors import InputError, ProofError
 from lockstep.parity.tolerances import output_rounding, probe_limit
 
 # Linear layers, and vectors (norms), that a sampled probe takes beside embeddings and heads, which it always does.
-_SAMPLE = 8
+_SAMPLE = 6
 
 
 @dataclass(frozen=True, slots=True)
