@@ -120,6 +120,13 @@ def test_the_users_own_prompts_are_verified(untied_dir: str, tmp_path: Path) -> 
     assert main([*words, "--dataset_name", str(data)]) == 0
 
 
+def test_a_dry_run_prints_what_would_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--model", "./nowhere", "--temperature", "0.7", "--dry_run"]) == 0
+    out = capsys.readouterr().out
+    assert "temperature: 0.7" in out
+    assert "max_completion_length: 12" in out
+
+
 class TestBadInput:
     """One clear line, exit code 2."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.arguments import RunArguments, parse
+from lockstep.cli.arguments import RunArguments, parse, resolved
 from lockstep.cli.quiet import quiet_libraries
 from lockstep.errors import InputError, ProofError
 
@@ -48,7 +48,10 @@ def run(words: list[str]) -> int:
 
     # The user's words win over nothing but these sizes, which decide only how long it takes.
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    arguments, config, _ = parse([*_with_dtype(words), *sizes], GRPOConfig, VerifyArguments)
+    arguments, config, dry_run = parse([*_with_dtype(words), *sizes], GRPOConfig, VerifyArguments)
+    if dry_run:
+        print(resolved(arguments, config), end="")
+        return 0
     if arguments.dtype is not None and not any(word.startswith("--dtype") for word in words):
         raise InputError("give dtype on the command line; in a file it is bf16 and engine_dtype")
     if arguments.receipt is not None:
@@ -142,8 +145,8 @@ def _prompts(arguments: VerifyArguments) -> Any | None:
     from lockstep.cli.data import data_of
 
     data = data_of(arguments)
-    if len(data.train) < 2:
-        raise InputError(f"dataset {arguments.dataset_name} has fewer than two rows")
+    if len(data.train) == 0:
+        raise InputError(f"dataset {arguments.dataset_name} is empty")
     return data.train
 
 

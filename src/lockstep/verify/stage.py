@@ -181,7 +181,7 @@ def open_stage(
     """Load both sides, shake hands, and prove the first push.
 
     Args:
-        dataset: the user's own prompts (the first two rows are used), or None for built-in ones.
+        dataset: the user's own prompts (the first is used, beside a long one that fills cache blocks), or None.
         plain: whether the built-in prompts are text rather than messages.
         engine: a running engine to use; it stays the caller's to close.
 
@@ -191,7 +191,7 @@ def open_stage(
     """
     import datasets
 
-    own = list(dataset.select(range(2))["prompt"]) if dataset is not None else []
+    own = list(dataset.select(range(1))["prompt"]) if dataset is not None else []
     texts = [*_QUESTIONS[len(own) :], "Which is it?"]
     plain = isinstance(own[0], str) if own else plain
     if not plain and load_tokenizer(resolve_model(model)).chat_template is None:
