@@ -50,29 +50,34 @@ def clean_syncs(model: str, count: int, dtype: str) -> dict[str, float]:
     from lockstep.errors import ProofError
     from lockstep.parity.canary import sing
     from lockstep.parity.gap import over_limits
-    from lockstep.verify.stage import open_stage
+    from lockstep.parity.tolerances import probe_limit
+    from lockstep.verify.stage import open_stage, stage_config
 
     worst = {"module_probe": 0.0, "canary_mean": 0.0, "canary_max": 0.0, "canary_k3": 0.0}
     alarms, noise = 0, torch.randn(1 << 21)
-    with tempfile.TemporaryDirectory() as folder, open_stage(model, _config(folder, dtype)) as stage:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_stage(model, stage_config(folder, bf16=dtype == "bfloat16")) as stage,
+    ):
         proofs, context = stage.trainer.proofs, stage.engine.settings().max_model_len
         for done in range(count):
             _nudge(stage.model, noise, done)
             try:
-                stage.push(every_module=True)
+                probed = stage.push(every_module=True)
             except ProofError as error:
                 alarms += 1
                 print(error, flush=True)
                 continue
-            assert proofs._probed is not None
             gap = sing(stage.model, stage.engine, context, stage.precision)
-            figures = (proofs._probed.worst[1], gap.mean_abs, gap.max_abs, gap.k3)
+            figures = (probed.worst[1], gap.mean_abs, gap.max_abs, gap.k3)
             alarms += bool(over_limits(gap, proofs.limit))
             worst = {name: max(old, new) for (name, old), new in zip(worst.items(), figures, strict=True)}
             _progress("syncs", done + 1, count)
-        limits = (proofs._probed.limit, proofs.limit.mean, proofs.limit.max, proofs.limit.k3)  # type: ignore[union-attr]
-    over = ", ".join(f"{n} {v:.2g} of {limit:g}" for (n, v), limit in zip(worst.items(), limits, strict=True))
-    print(f"{count} clean syncs of {model}, {dtype}: {alarms} alarms; largest figures: {over}", flush=True)
+        limits = (probe_limit(proofs.engine_dtype), proofs.limit.mean, proofs.limit.max, proofs.limit.k3)
+    print(
+        f"{count} clean syncs of {model}, {dtype}: {alarms} alarms; largest figures: {_against(worst, limits)}",
+        flush=True,
+    )
     return {"count": count, "alarms": alarms, **worst}
 
 
@@ -91,10 +96,12 @@ def clean_steps(count: int, dtype: str) -> dict[str, float]:
     from transformers import PrinterCallback
 
     from lockstep.training.grpo import GRPOTrainer
+    from lockstep.verify.stage import stage_config
 
     with tempfile.TemporaryDirectory() as folder:
         model = str(save_model(Path(folder) / "model", kind="llama", tied=True))
-        config = _config(folder, dtype, max_steps=count, learning_rate=1e-4, logging_steps=1)
+        changes = {"max_steps": count, "learning_rate": 1e-4, "logging_steps": 1, "disable_tqdm": True}
+        config = stage_config(folder, bf16=dtype == "bfloat16", shuffle_dataset=True, **changes)
         data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {7 * i}" for i in range(60)]})
         trainer = GRPOTrainer(model, _alternating, config, data)
         trainer.remove_callback(PrinterCallback)
@@ -107,21 +114,21 @@ def clean_steps(count: int, dtype: str) -> dict[str, float]:
     worst = {name: max(entry[f"parity/{name}"] for entry in logs) for name in ("mean_abs_gap", "max_abs_gap", "k3")}
     tokens = sum(entry["parity/checked_tokens"] for entry in logs)
     limits = (limit.mean, limit.max, limit.k3)
-    over = ", ".join(f"{n} {v:.2g} of {bound:g}" for (n, v), bound in zip(worst.items(), limits, strict=True))
-    print(f"{len(logs)} clean steps, {tokens:.0f} tokens, {dtype}: 0 alarms; largest figures: {over}", flush=True)
+    print(
+        f"{len(logs)} clean steps, {tokens:.0f} tokens, {dtype}: 0 alarms; largest figures: {_against(worst, limits)}",
+        flush=True,
+    )
     return {"count": len(logs), "alarms": 0, "tokens": tokens, **worst}
-
-
-def _config(folder: str, dtype: str, **changes: Any) -> Any:
-    from lockstep.training.config import GRPOConfig
-    from lockstep.verify.stage import SIZES
-
-    fields = {**SIZES, "shuffle_dataset": True, "disable_tqdm": True, "bf16": dtype == "bfloat16", **changes}
-    return GRPOConfig(output_dir=folder, **fields)
 
 
 def _alternating(completions: list, **columns: Any) -> list[float]:
     return [float(len(completion) % 2) for completion in completions]
+
+
+def _against(worst: dict[str, float], limits: tuple[float, ...]) -> str:
+    return ", ".join(
+        f"{name} {value:.2g} of {limit:g}" for (name, value), limit in zip(worst.items(), limits, strict=True)
+    )
 
 
 def _progress(what: str, done: int, of: int) -> None:

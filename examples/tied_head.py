@@ -19,29 +19,26 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 def main() -> None:
     from lockstep.cli.quiet import quiet_libraries
-    from lockstep.training.config import GRPOConfig
-    from lockstep.verify.stage import SIZES, open_stage
+    from lockstep.verify.stage import open_stage, stage_config
 
     quiet_libraries()
     model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m-instruct"
-    with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            **{**SIZES, "output_dir": folder, "shuffle_dataset": False, "use_vllm": True, "bf16": False}
-        )
-        with open_stage(model, config) as stage:
-            import lockstep.sync.vllm_backend as backend
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_stage(model, stage_config(folder, use_vllm=True, bf16=False)) as stage,
+    ):
+        import lockstep.sync.vllm_backend as backend
 
-            if stage.model.get_output_embeddings().weight is not stage.model.get_input_embeddings().weight:
-                sys.exit(f"{model} has a head of its own; the story needs a tied one")
-            with stage.moved(0.01, seed=1):
-                show(stage, "with the mend")
-            with stage.moved(0.01, seed=2), patch.object(backend, "repack_heads", lambda model: None):
-                show(stage, "without it")
+        if stage.model.get_output_embeddings().weight is not stage.model.get_input_embeddings().weight:
+            sys.exit(f"{model} has a head of its own; the story needs a tied one")
+        with stage.moved(0.01, seed=1):
+            show(stage, "with the mend")
+        with stage.moved(0.01, seed=2), patch.object(backend, "repack_heads", lambda model: None):
+            show(stage, "without it")
 
 
 def show(stage, title: str) -> None:  # type: ignore[no-untyped-def]
     """Push the weights as they are, and print what each side has to say about it."""
-    from lockstep.parity.module_probe import ModuleProbe
     from lockstep.sync.push import push_weights
 
     stage.trainer.state.global_step += 1
@@ -51,7 +48,7 @@ def show(stage, title: str) -> None:  # type: ignore[no-untyped-def]
     )
     gap = stage.gap(stage.sample(stage.sampling()), stage.sampling())
     print(f"  gap:    mean {gap.mean_abs:.1e}, max {gap.max_abs:.1e} over {gap.tokens} sampled tokens")
-    found = ModuleProbe(stage.model, stage.engine, stage.trainer.proofs.engine_dtype).measure(1, every=True)
+    found = stage.trainer.proofs.probe.measure(1, every=True)
     named = ", ".join(f"{name} off by {found.errors[name]:.1e} of its size" for name in found.failed)
     print(f"  probe:  {found.modules} modules, {named or 'all as they were sent'}")
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from lockstep.engines.protocol import Engine
 from lockstep.training.config import GRPOConfig
-from lockstep.verify.stage import SIZES, Stage, open_stage
+from lockstep.verify.stage import Stage, open_stage, stage_config
 
 
 def config(folder: Path, **changes: object) -> GRPOConfig:
     """What the command line makes of no words at all."""
-    fields = {**SIZES, "shuffle_dataset": False, "generation_batch_size": 12, **changes}
-    return GRPOConfig(output_dir=str(folder), **fields)  # type: ignore[arg-type]
+    return stage_config(str(folder), **changes)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def explained(stage: Stage, completions: list[Completion], version: int | None =
         completions[:3],
         stage.sampling(),
         stage.precision,
-        torch.float32,
+        stage.trainer.proofs.probe,
         stage.version if version is None else version,
         SINGLE,
     )

@@ -70,7 +70,7 @@ def _verify(arguments: VerifyArguments, config: Any) -> int:
     from lockstep.models.resolve import resolve_model
     from lockstep.verify.rows import Row, print_rows, write_json
     from lockstep.verify.run import CHECKS, failed_row, run_checks
-    from lockstep.verify.self_test import FAULTS, print_verdicts, run_self_test
+    from lockstep.verify.self_test import FAULTS, Verdict, print_verdicts, run_self_test
     from lockstep.verify.stage import open_stage
 
     name = arguments.model or arguments.model_name_or_path
@@ -80,7 +80,9 @@ def _verify(arguments: VerifyArguments, config: Any) -> int:
         raise InputError(f"the folder of {arguments.json} does not exist")
     config.use_vllm = _use_vllm(arguments.engine, config)
     resolve_model(name)
-    console, rows = Console(), list[Row]()
+    console = Console()
+    rows: list[Row] = []
+    verdicts: list[Verdict] = []
     steps = 1 + (len(FAULTS) if arguments.self_test else len(CHECKS))
     with _progress(steps) as progress:
         progress("loading both sides")
@@ -93,8 +95,8 @@ def _verify(arguments: VerifyArguments, config: Any) -> int:
                     rows = run_checks(stage, progress)
         except ProofError as error:
             # Trainer and engine do not even start together: that is what there is to report.
-            rows, settings, arguments.self_test = [failed_row("start", error)], {"model": name}, False
-    if arguments.self_test:
+            rows, settings = [failed_row("start", error)], {"model": name}
+    if verdicts:
         return print_verdicts(verdicts, console, arguments.json)
     print_rows(rows, console)
     if arguments.json:

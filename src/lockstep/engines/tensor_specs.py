@@ -49,9 +49,14 @@ def tensor_specs(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[TensorSpec,
         known.update(zip(unread, _POOL.map(tensor_digest, unread.values()), strict=True))
         digests = [known[identity] for identity in identities]
     return tuple(
-        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest)
+        TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), digest)
         for (name, tensor), digest in zip(named, digests, strict=True)
     )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

@@ -17,6 +17,7 @@ import torch
 from lockstep.engines.answers import check_answers, check_requests, check_scores, check_scoring
 from lockstep.engines.probe import EngineModules
 from lockstep.engines.protocol import Completion, EngineSettings, GenerationRequest, LoadedWeights, RequestKey
+from lockstep.engines.tensor_specs import dtype_name
 from lockstep.engines.vllm_requests import completion, prefix_waves, prompt_logprobs, sampling_params, scoring_params
 from lockstep.errors import InputError, LockstepError, ProofError
 
@@ -92,7 +93,7 @@ class VLLMInProcess:
         try:
             self._llm = _start(
                 model=model,
-                dtype=str(dtype).removeprefix("torch."),
+                dtype=dtype_name(dtype),
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 seed=seed,

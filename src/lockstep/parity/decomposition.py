@@ -88,7 +88,7 @@ def decompose(
     completions: Sequence[Completion],
     sampling: Sampling,
     precision: Precision,
-    engine_dtype: torch.dtype,
+    probe: ModuleProbe,
     version: int,
     limit: Tolerance,
 ) -> Decomposition:
@@ -97,6 +97,7 @@ def decompose(
     Args:
         sampling: the distribution that the trainer assumes was sampled.
         precision: how the trainer computed the gap.
+        probe: compares the modules of `model` and `engine`.
         version: the current one, which the engine still holds.
     """
     behaviour = torch.tensor([value for c in completions for value in c.logprobs])
@@ -111,7 +112,7 @@ def decompose(
 
     own, neutral = scores(precision), Sampling(sampling.max_tokens, stop=sampling.stop)
     raw = None if sampling == neutral else mean_gap(scores(precision, neutral), fresh)
-    layers = _stale_layers(model, engine, engine_dtype, version)
+    layers = tuple(probe.measure(version, every=True).failed)
     gap, stale = mean_gap(own, fresh), mean_gap(own, ~fresh)
     explained = raw is not None and raw < _EXPLAINS * gap
     # Another dtype can only be the reason where no layer but the head is off.
@@ -133,13 +134,6 @@ def _other_precisions(precision: Precision) -> dict[str, Precision]:
         "its output head in float32": Precision(precision.autocast, single),
     }
     return {name: how for name, how in others.items() if how != precision}
-
-
-def _stale_layers(
-    model: PreTrainedModel, engine: ProbedEngine, engine_dtype: torch.dtype, version: int
-) -> tuple[str, ...]:
-    probe = ModuleProbe(model, engine, engine_dtype)
-    return tuple(probe.measure(version, every=True).failed)
 
 
 def _answers_again(

@@ -58,6 +58,22 @@ class Receipt:
             file.write(json.dumps({**body, "hash": self._last}) + "\n")
 
 
+def read_receipt(path: Path) -> list[dict[str, Any]]:
+    """The entries of a receipt whose chain is whole.
+
+    Raises:
+        InputError: it is empty or no text, or a line was changed, removed or added.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not a text file") from error
+    if not lines:
+        raise InputError(f"{path} is empty")
+    check_chain(lines)
+    return [json.loads(line) for line in lines]
+
+
 def check_receipt(path: Path) -> int:
     """Re-compute a receipt's chain, and look in it for the heads that the checkpoints beside it remember.
 
@@ -67,20 +83,14 @@ def check_receipt(path: Path) -> int:
     Raises:
         InputError: a line was changed, removed or added, or the receipt is not the one the checkpoints were written with.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not a text file") from error
-    if not lines:
-        raise InputError(f"{path} is empty")
-    check_chain(lines)
-    hashes = {json.loads(line)["hash"] for line in lines}
+    entries = read_receipt(path)
+    hashes = {entry["hash"] for entry in entries}
     for head in sorted(path.parent.glob(f"checkpoint-*/{RECEIPT_HEAD}")):
         if head.read_text().strip() not in hashes:
             raise InputError(
                 f"{head.parent.name} was written with another receipt: lines were cut off or all written anew"
             )
-    return len(lines)
+    return len(entries)
 
 
 def lines_up_to(lines: list[str], step: int) -> list[str]:

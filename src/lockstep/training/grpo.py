@@ -205,6 +205,8 @@ class GRPOTrainer(Trainer):
         config = self.config
         assert config.steps_per_generation is not None
         sequences = generation.micro_batches[inputs.part % config.steps_per_generation]
+        if inputs.part % config.gradient_accumulation_steps == 0:
+            self._sums = UpdateSums()
         loss = learn(self._policy(), sequences, config, self.clock, self._sums)
         if (inputs.part + 1) % config.gradient_accumulation_steps == 0:
             self._finish_step(generation, inputs.part)
@@ -242,14 +244,13 @@ class GRPOTrainer(Trainer):
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._note(sums.metrics(self.proofs.limit))
-        self._sums = UpdateSums()
 
     def _write_receipt(self, gap: GapStats, generation: Generation) -> None:
         self.proofs.write(gap, generation.sampled_tokens, self.state.global_step + 1, generation.version)
 
     def begin_training(self) -> None:
         """Forget what an earlier, perhaps interrupted, call of `train` left, and open the receipt. Called by the loop."""
-        self._generation, self._sums = None, UpdateSums()
+        self._generation = None
         self._logged.clear()
         self.proofs.start(Path(self.args.output_dir), self.state.global_step)
         self.clock.take()

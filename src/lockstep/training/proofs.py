@@ -55,7 +55,7 @@ class Proofs:
         self.engine_dtype = config.engine_torch_dtype
         self.limit = tolerance(self.engine_dtype, compute_dtype)
         self.precision = Precision(autocast=torch.bfloat16 if config.bf16 else None)
-        self._probe = ModuleProbe(model, engine, self.engine_dtype)
+        self.probe = ModuleProbe(model, engine, self.engine_dtype)
         self._receipt: Receipt | None = None
         self._push: SyncRecord | None = None
         self._probed: ProbeRecord | None = None
@@ -69,12 +69,11 @@ class Proofs:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._receipt = Receipt(folder / RECEIPT, step)
-        self.sync(step, every_module=True)
-        assert self._probed is not None
+        probed = self.sync(step, every_module=True)
         settings = self._engine.settings()
         canary = sing(self._model, self._engine, settings.max_model_len, self.precision)
-        self.check_gap(canary, canary.tokens, (), step)
-        name, error = self._probed.worst
+        self._check_canary(canary, step)
+        name, error = probed.worst
         self._receipt.append(
             {
                 "kind": "start",
@@ -83,8 +82,8 @@ class Proofs:
                 "engine": {key: str(value) for key, value in asdict(settings).items()},
                 "trainer": {"compute": str(self.precision.autocast or self._model.dtype)},
                 "temperature": self._config.temperature,
-                "limits": {**asdict(self.limit), "module_probe": self._probed.limit},
-                "modules": {"probed": self._probed.modules, "unreached": list(self._probed.unreached)},
+                "limits": {**asdict(self.limit), "module_probe": probed.limit},
+                "modules": {"probed": probed.modules, "unreached": list(probed.unreached)},
                 "worst_module": {"name": name, "error": error},
                 "canary": _figures(canary),
             }
@@ -95,7 +94,7 @@ class Proofs:
         assert self._receipt is not None
         (checkpoint / RECEIPT_HEAD).write_text(self._receipt.head + "\n")
 
-    def sync(self, version: int, *, every_module: bool = False) -> None:
+    def sync(self, version: int, *, every_module: bool = False) -> ProbeRecord:
         """Push the weights and probe the engine.
 
         Raises:
@@ -105,8 +104,9 @@ class Proofs:
             self._push = push_weights(self._model, self._engine, version)
         with self._clock.phase("verify"):
             seed = self._config.seed * 1_000_003 + version
-            self._probed = self._probe.measure(seed, every=every_module)
+            self._probed = self.probe.measure(seed, every=every_module)
             check_probe(self._probed, version)
+        return self._probed
 
     def check_groups(self, groups: Sequence[RolloutGroup]) -> None:
         """Check what a generation as a whole must be.
@@ -134,18 +134,19 @@ class Proofs:
                 return
             raise self._explained(gap, completions, version)
 
-    def _explained(self, gap: GapStats, completions: Sequence[Completion], version: int) -> Exception:
-        if not completions:
-            parts = split_gap(gap.mean_abs, 0.0, self.limit)
-            return gap_error(
+    def _check_canary(self, gap: GapStats, version: int) -> None:
+        if over_limits(gap, self.limit):
+            raise gap_error(
                 gap,
                 self.limit,
                 version,
-                str(parts),
+                str(split_gap(gap.mean_abs, 0.0, self.limit)),
                 "the canary's tokens, which nobody sampled, score differently although every probed module agrees: positions, "
                 "attention mask, or a part of the model that no probe reaches",
                 "compare the model's configuration on both sides (rope scaling, sliding window, soft-capping)",
             )
+
+    def _explained(self, gap: GapStats, completions: Sequence[Completion], version: int) -> Exception:
         chosen = _short_enough(sorted(completions, key=lambda c: str(c.key) != gap.worst)[:_EXPLAINED])
         try:
             found = decompose(
@@ -154,7 +155,7 @@ class Proofs:
                 chosen,
                 sampling_of(self._config),
                 self.precision,
-                self.engine_dtype,
+                self.probe,
                 version,
                 self.limit,
             )

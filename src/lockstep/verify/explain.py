@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep.parity.receipt import RECEIPT, check_chain
+from lockstep.parity.receipt import RECEIPT, read_receipt
 
 Line = dict[str, Any]
 _PARTS = ("semantics", "numerics", "staleness", "defect")
@@ -22,9 +22,7 @@ def explain_run(folder: Path) -> str:
     receipt = folder / RECEIPT
     if not receipt.is_file():
         raise InputError(f"{folder} has no {RECEIPT}: is it the output directory of a run?")
-    lines = receipt.read_text().splitlines()
-    check_chain(lines)
-    entries = [json.loads(line) for line in lines]
+    entries = read_receipt(receipt)
     starts = [e for e in entries if e.get("kind") == "start"]
     steps = [e for e in entries if e.get("kind") == "step"]
     if not starts or not steps:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.engines.protocol import Completion, Sampling
+from lockstep.engines.tensor_specs import dtype_name
 from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.parity.tolerances import outside_limit, tolerance
@@ -72,7 +73,7 @@ def parity_by_dtype(stage: Stage) -> list[Row]:
     rows = []
     for trainer, precision in ((torch.float32, Precision()), (torch.bfloat16, Precision(autocast=torch.bfloat16))):
         gap = stage.gap(completions, sampling, precision)
-        name = f"parity gap, engine {_short(engine)}, trainer {_short(trainer)}"
+        name = f"parity gap, engine {dtype_name(engine)}, trainer {dtype_name(trainer)}"
         ours = " (this run)" if precision == stage.precision else ""
         rows.append(gap_row(name + ours, gap, tolerance(engine, trainer), "see which proof above failed first"))
     return rows
@@ -135,7 +136,3 @@ def _distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     apart = sum(float((a - b).double().square().sum()) for a, b in zip(one, other, strict=True))
     size = sum(float(a.double().square().sum()) for a in one)
     return (apart / size) ** 0.5 if size > 0 else float("inf")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

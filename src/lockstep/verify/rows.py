@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lockstep.parity.gap import GapStats
+from lockstep.parity.gap import GapStats, over_limits
 from lockstep.parity.tolerances import Tolerance
 
 
@@ -38,7 +38,7 @@ class Row:
 
 def gap_row(proof: str, gap: GapStats, limit: Tolerance, fix: str, note: str = "") -> Row:
     """A row for a parity gap."""
-    passed = gap.mean_abs <= limit.mean and gap.max_abs <= limit.max and gap.k3 <= limit.k3
+    passed = not over_limits(gap, limit)
     figure = f"mean {gap.mean_abs:.1e}, max {gap.max_abs:.1e}, k3 {gap.k3:.0e}, {gap.tokens} tokens{note}"
     allowed = f"{limit.mean:g}, {limit.max:g}, {limit.k3:g}"
     details = {"tokens": gap.tokens, "mean": gap.mean_abs, "max": gap.max_abs, "k3": gap.k3, "worst": gap.worst}

@@ -20,9 +20,10 @@ from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Req
 from lockstep.errors import InputError
 from lockstep.models.resolve import resolve_model
 from lockstep.parity.gap import GapStats, measure_gap
+from lockstep.parity.module_probe import ProbeRecord
 from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.rollouts.collect import collect
-from lockstep.rollouts.group import Prompt
+from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.config import GRPOConfig
 from lockstep.training.grpo import GRPOTrainer
@@ -40,7 +41,7 @@ SIZES = {
     "save_strategy": "no",
     "eval_strategy": "no",
     "report_to": "none",
-    "shuffle_dataset": "False",
+    "shuffle_dataset": False,
     "learning_rate": 1e-6,
 }
 _SCALES = (0.05, 0.1, 0.2, 0.4, 0.8)
@@ -88,10 +89,10 @@ class Stage:
     def precision(self) -> Precision:
         return self.trainer.proofs.precision
 
-    def push(self, *, every_module: bool = False) -> None:
+    def push(self, *, every_module: bool = False) -> ProbeRecord:
         """A new version of the weights as they are, proven as in training."""
         self.trainer.state.global_step += 1
-        self.trainer.proofs.sync(self.version, every_module=every_module)
+        return self.trainer.proofs.sync(self.version, every_module=every_module)
 
     def step(self) -> int:
         """One training step up to where the optimizer would move the weights; tokens that it proved.
@@ -100,16 +101,15 @@ class Stage:
             ProofError: as training would.
         """
         self.trainer.state.global_step += 1
-        self.trainer._sums = type(self.trainer._sums)()
         self.trainer.training_step(self.trainer.model, MicroBatch(self.prompts, 0))
         self.model.zero_grad(set_to_none=True)
         generation = self.trainer._generation
         return generation.sampled_tokens if generation is not None else 0
 
-    def sample(self, sampling: Sampling, prompts: Sequence[Prompt] | None = None, samples: int = 2) -> list[Completion]:
-        """Completions by the engine as it is."""
-        groups = collect(
-            self.prompts if prompts is None else prompts,
+    def groups(self, sampling: Sampling, prompts: Sequence[Prompt], samples: int) -> list[RolloutGroup]:
+        """Rollout groups by the engine as it is."""
+        return collect(
+            prompts,
             self.engine,
             self.tokenizer,
             sampling,
@@ -117,7 +117,15 @@ class Stage:
             run_seed=self.config.seed,
             version=self.version,
         )
+
+    def sample(self, sampling: Sampling, prompts: Sequence[Prompt] | None = None, samples: int = 2) -> list[Completion]:
+        """Completions by the engine as it is."""
+        groups = self.groups(sampling, self.prompts if prompts is None else prompts, samples)
         return [rollout.completion for group in groups for rollout in group.rollouts]
+
+    def encoded_again(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """What becomes of ids that are decoded and encoded."""
+        return tuple(self.tokenizer(self.tokenizer.decode(ids), add_special_tokens=False)["input_ids"])
 
     def gap(
         self, completions: Sequence[Completion], sampling: Sampling, precision: Precision | None = None
@@ -172,6 +180,11 @@ class Stage:
 
         with patch.object(self.engine, "generate", counting):
             yield lambda: answered
+
+
+def stage_config(output_dir: str, **changes: Any) -> GRPOConfig:
+    """The configuration of a stage, as the command line makes it of no words at all."""
+    return GRPOConfig(output_dir=output_dir, **{**SIZES, **changes})
 
 
 @contextmanager

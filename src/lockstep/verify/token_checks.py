@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling, request_seed
-from lockstep.rollouts.collect import collect
+from lockstep.engines.tensor_specs import dtype_name
 from lockstep.rollouts.group import Prompt
 from lockstep.tokens.chat import render_prompt
 from lockstep.tokens.end import end_ids
@@ -82,7 +82,8 @@ def handshake(stage: Stage) -> list[Row]:
     return [
         Row(
             "settings handshake",
-            f"{found.engine}, {found.architecture}, {_short(found.dtype)}, head {_short(found.head_dtype)}, {found.logprobs_mode}",
+            f"{found.engine}, {found.architecture}, {dtype_name(found.dtype)}, head {dtype_name(found.head_dtype)}, "
+            f"{found.logprobs_mode}",
             "as training assumes",
             True,
         )
@@ -98,7 +99,7 @@ def echo(stage: Stage) -> list[Row]:
     prompts += [tuple(draw.randrange(rows) for _ in range(min(24, longest))) for _ in range(4)]
     answers = stage.sample(Sampling(1), [Prompt(f"echo/{i}", ids, "") for i, ids in enumerate(prompts)], samples=1)
     equal = sum(answer.prompt_ids == ids for answer, ids in zip(answers, prompts, strict=True))
-    changed = sum(_encoded_again(stage, ids) != ids for ids in prompts)
+    changed = sum(stage.encoded_again(ids) != ids for ids in prompts)
     return [
         Row(
             "token echo",
@@ -138,15 +139,7 @@ def finish_reasons(stage: Stage) -> list[Row]:
 def groups(stage: Stage) -> list[Row]:
     """Every prompt gets its own completions, in its own group, each with its own seed."""
     size = stage.config.num_generations
-    made = collect(
-        stage.prompts,
-        stage.engine,
-        stage.tokenizer,
-        stage.sampling(temperature=1.0),
-        num_generations=size,
-        run_seed=stage.config.seed,
-        version=stage.version,
-    )
+    made = stage.groups(stage.sampling(temperature=1.0), stage.prompts, size)
     stage.trainer.proofs.check_groups(made)
     right = all(
         [r.completion.key for r in group.rollouts] == [RequestKey(prompt.prompt_id, i) for i in range(size)]
@@ -200,12 +193,3 @@ def _stopped_by_string(stage: Stage, found: list[Completion]) -> Completion | No
             request = GenerationRequest(c.key, prompt.ids, sampling, seed)
             return stage.engine.generate([request])[c.key]
     return None
-
-
-def _encoded_again(stage: Stage, ids: tuple[int, ...]) -> tuple[int, ...]:
-    text = stage.tokenizer.decode(ids)
-    return tuple(stage.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _short(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

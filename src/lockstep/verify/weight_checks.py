@@ -7,7 +7,6 @@ from dataclasses import replace
 from lockstep.errors import ProofError
 from lockstep.parity.canary import sing
 from lockstep.parity.gap import GapStats
-from lockstep.parity.module_probe import ModuleProbe
 from lockstep.parity.tolerances import Tolerance
 from lockstep.verify.rows import Row, gap_row
 from lockstep.verify.stage import Stage
@@ -23,7 +22,7 @@ def canary(stage: Stage) -> list[Row]:
 
 def module_probe(stage: Stage) -> list[Row]:
     """Every module that the engine runs, for two probe vectors."""
-    probe = ModuleProbe(stage.model, stage.engine, stage.trainer.proofs.engine_dtype)
+    probe = stage.trainer.proofs.probe
     records = [probe.measure(seed, every=True) for seed in (1, 2)]
     errors = {name: max(r.errors[name] for r in records) for name in records[0].errors}
     name = max(errors, key=lambda n: errors[n])

@@ -15,9 +15,12 @@ from unittest.mock import patch
 
 import torch
 
+import lockstep.training.grpo as trainer_module
+import lockstep.verify.logprob_checks as checks
 from lockstep.engines.protocol import Completion, GenerationRequest, LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.engines.vllm_inprocess import VLLMInProcess
+from lockstep.training.generation import Generation
 from lockstep.verify.stage import Stage
 
 Patch = AbstractContextManager[Any]
@@ -71,6 +74,21 @@ def loads_instead(stage: Stage, change: Callable[[Named], Named]) -> Patch:
         return LoadedWeights(tensor_specs(sent), real(change(sent)).untouched)
 
     return patch.object(stage.engine, "load", load)
+
+
+@contextmanager
+def generations_become(change: Callable[[Generation], Generation]) -> Iterator[None]:
+    """The trainer makes something else of scored groups; in its steps, and where a check makes steps of its own."""
+    real = trainer_module.prepare_generation
+
+    def changed(*args: Any) -> Generation:
+        return change(real(*args))
+
+    with (
+        patch.object(trainer_module, "prepare_generation", changed),
+        patch.object(checks, "prepare_generation", changed),
+    ):
+        yield
 
 
 @contextmanager

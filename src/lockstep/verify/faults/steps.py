@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -11,30 +10,14 @@ from unittest.mock import patch
 import torch
 
 import lockstep.rollouts.collect as collecting
-import lockstep.training.grpo as trainer_module
 import lockstep.training.update as updating
-import lockstep.verify.logprob_checks as checks
 from lockstep.engines.protocol import Completion, GenerationRequest
 from lockstep.training.generation import Generation
 from lockstep.training.packing import TrainingSequence
-from lockstep.verify.faults.seams import Fault, Patch, answers_become, at_temperature_one
+from lockstep.verify.faults.seams import Fault, Patch, answers_become, at_temperature_one, generations_become
 from lockstep.verify.stage import Stage
 
 Batch = tuple[TrainingSequence, ...]
-
-
-@contextlib.contextmanager
-def _generations_become(change: Callable[[Generation], Generation]) -> Iterator[None]:
-    real = trainer_module.prepare_generation
-
-    def changed(*args: Any) -> Generation:
-        return change(real(*args))
-
-    with (
-        patch.object(trainer_module, "prepare_generation", changed),
-        patch.object(checks, "prepare_generation", changed),
-    ):
-        yield
 
 
 def _mean_of_parts(generation: Generation, share: float) -> Generation:
@@ -48,11 +31,11 @@ def _mean_of_parts(generation: Generation, share: float) -> Generation:
 
 
 def _summed(stage: Stage) -> Patch:
-    return _generations_become(lambda generation: _mean_of_parts(generation, 1.0))
+    return generations_become(lambda generation: _mean_of_parts(generation, 1.0))
 
 
 def _averaged(stage: Stage) -> Patch:
-    return _generations_become(lambda g: _mean_of_parts(g, 1.0 / len(g.micro_batches)))
+    return generations_become(lambda g: _mean_of_parts(g, 1.0 / len(g.micro_batches)))
 
 
 def _attends_to_others(stage: Stage) -> Patch:
@@ -88,7 +71,7 @@ def _long_ones_dropped(stage: Stage) -> Patch:
         )
         return replace(generation, micro_batches=batches)
 
-    return _generations_become(dropped)
+    return generations_become(dropped)
 
 
 FAULTS = (

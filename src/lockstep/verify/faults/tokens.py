@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-from unittest.mock import patch
 
-import lockstep.training.grpo as trainer_module
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.training.generation import Generation
 from lockstep.training.packing import TrainingSequence
-from lockstep.verify.faults.seams import Fault, Patch, answers_become, requests_become
+from lockstep.verify.faults.seams import Fault, Patch, answers_become, generations_become, requests_become
 from lockstep.verify.stage import Stage
 
 Requests = Sequence[GenerationRequest]
@@ -20,8 +17,7 @@ Answers = list[Completion]
 
 def _encoded_again(stage: Stage) -> Patch:
     def again(request: GenerationRequest) -> GenerationRequest:
-        text = stage.tokenizer.decode(request.prompt_ids)
-        ids = tuple(stage.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = stage.encoded_again(request.prompt_ids)
         return replace(request, prompt_ids=ids) if _fits(stage, request, ids) else request
 
     return requests_become(stage, lambda requests: [again(r) for r in requests])
@@ -37,10 +33,8 @@ def _special_token_doubled(stage: Stage) -> Patch:
 
 def _masked_by_value(stage: Stage) -> Patch:
     """Tokens that equal the pad token are masked; here that is the token that the first completion ended with."""
-    real = trainer_module.prepare_generation
 
-    def masked(*args: Any) -> Generation:
-        generation = real(*args)
+    def masked(generation: Generation) -> Generation:
         pad = generation.completions[0].token_ids[-1]
 
         def without_pad(sequence: TrainingSequence) -> TrainingSequence:
@@ -54,7 +48,7 @@ def _masked_by_value(stage: Stage) -> Patch:
         batches = tuple(tuple(without_pad(s) for s in batch) for batch in generation.micro_batches)
         return replace(generation, micro_batches=batches)
 
-    return patch.object(trainer_module, "prepare_generation", masked)
+    return generations_become(masked)
 
 
 def _flattened_twice(stage: Stage) -> Patch:
