@@ -17,6 +17,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "training")]
 
+from servers import Server, connect, serve
 from stages import stage_on
 from tiny import CONTEXT, save_model
 
@@ -46,10 +47,25 @@ def start(name: str, model: str, **kwargs: object) -> Engine:
     return VLLMInProcess(model, dtype=torch.float32, max_model_len=CONTEXT, **kwargs)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="session", params=["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])])
+@pytest.fixture(scope="session")
+def server(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A real vLLM server with the untied tiny model; tests leave it running."""
+    with serve(untied_dir, tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+VLLM = [pytest.mark.vllm, needs_vllm]
+
+
+@pytest.fixture(
+    scope="session", params=["transformers", pytest.param("vllm", marks=VLLM), pytest.param("server", marks=VLLM)]
+)
 def engine(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
     """Every engine there is, with the untied tiny model; tests push the weights they want."""
-    started = start(request.param, untied_dir)
+    if request.param == "server":
+        started: Engine = connect(request.getfixturevalue("server").url)
+    else:
+        started = start(request.param, untied_dir)
     yield started
     started.close()
 

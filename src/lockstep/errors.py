@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class LockstepError(RuntimeError):
     """Something that Lockstep refuses to go on with."""
@@ -9,6 +11,19 @@ class LockstepError(RuntimeError):
 
 class InputError(LockstepError, ValueError):
     """Bad input from outside: a config field, a dataset, a model directory, a reward function."""
+
+
+class EngineLost(LockstepError):
+    """An engine that served does not answer, or not in order, any more. It may come back, with other weights.
+
+    Args:
+        message: which engine, what was asked of it, and what happened.
+        recover: waits, bounded, until it answers again; raises `LockstepError` if it does not. What it served before is void.
+    """
+
+    def __init__(self, message: str, recover: Callable[[], None]) -> None:
+        self.recover = recover
+        super().__init__(message)
 
 
 class ProofError(LockstepError):

@@ -25,7 +25,7 @@ def answer(asked: GenerationRequest, **changes: object) -> Completion:
 @given(st.permutations(range(6)))
 def test_any_order_of_answers_gives_the_same_result(order: list[int]) -> None:
     asked = [request(i // 2, i % 2) for i in range(6)]
-    found = check_answers(asked, [answer(asked[i]) for i in order], 3)
+    found = check_answers(asked, [answer(asked[i]) for i in order], [3])
     assert all(found[r.key].prompt_ids == r.prompt_ids for r in asked)
 
 
@@ -35,10 +35,10 @@ def test_every_other_multiset_of_answers_is_refused(given_answers: list[int]) ->
     universe = [*asked, request(99)]
     answers = [answer(universe[i]) for i in given_answers]
     if sorted(given_answers) == list(range(5)):
-        assert len(check_answers(asked, answers, 3)) == 5
+        assert len(check_answers(asked, answers, [3])) == 5
     else:
         with pytest.raises(ProofError, match="keys"):
-            check_answers(asked, answers, 3)
+            check_answers(asked, answers, [3])
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_every_other_multiset_of_answers_is_refused(given_answers: list[int]) ->
 )
 def test_a_wrong_answer_names_its_proof(changes: dict[str, object], proof: str) -> None:
     with pytest.raises(ProofError) as caught:
-        check_answers([request(1)], [answer(request(1), **changes)], 3)
+        check_answers([request(1)], [answer(request(1), **changes)], [3])
     assert caught.value.check == proof
 
 

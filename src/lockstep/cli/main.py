@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 from lockstep.errors import InputError, LockstepError
 
-_COMMANDS = ("grpo", "verify")
+_COMMANDS = ("grpo", "serve", "verify")
 _USAGE = """usage: lockstep COMMAND [--config FILE] [--field value …]
 
 commands:
   grpo    train with GRPO (lockstep grpo --config recipes/arithmetic.yaml; --help lists every field)
+  serve   run vLLM's own server for training, behind a key (lockstep serve MODEL)
   verify  prove that trainer and engine agree on a model, before a long run (lockstep verify --model DIRECTORY)
 """
 

@@ -6,7 +6,7 @@ Called by the engines themselves, so that no caller can forget it. Both are pure
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.errors import InputError, ProofError
@@ -37,13 +37,17 @@ def check_requests(requests: Sequence[GenerationRequest], version: int | None, m
 
 
 def check_answers(
-    requests: Sequence[GenerationRequest], answers: Iterable[Completion], version: int
+    requests: Sequence[GenerationRequest], answers: Iterable[Completion], versions: Collection[int]
 ) -> dict[RequestKey, Completion]:
     """Completions by key, each proven to belong to its request.
 
+    Args:
+        versions: the weights that may have sampled these tokens, in the order of their commits.
+
     Raises:
         ProofError: an answer is missing, doubled or unasked for; a prompt came back changed; a log-prob is missing or not
-            finite; a token was sampled by other weights than `version`.
+            finite; a token was sampled by other weights than `versions`, or by older ones than
+            the token before it.
     """
     asked = {request.key: request for request in requests}
     found: dict[RequestKey, Completion] = {}
@@ -52,7 +56,7 @@ def check_answers(
             raise _unlike("keys", f"an answer came for {answer.key}, which was not asked for")
         if answer.key in found:
             raise _unlike("keys", f"two answers came for {answer.key}")
-        _check_one(asked[answer.key], answer, version)
+        _check_one(asked[answer.key], answer, versions)
         found[answer.key] = answer
     missing = asked.keys() - found.keys()
     if missing:
@@ -95,7 +99,7 @@ def _check_committed(version: int | None, verb: str) -> None:
         )
 
 
-def _check_one(request: GenerationRequest, answer: Completion, version: int) -> None:
+def _check_one(request: GenerationRequest, answer: Completion, versions: Collection[int]) -> None:
     if answer.prompt_ids != request.prompt_ids:
         raise ProofError(
             "echo",
@@ -111,14 +115,20 @@ def _check_one(request: GenerationRequest, answer: Completion, version: int) -> 
         raise _unlike("logprobs", f"request {request.key} has {lengths} tokens, log-probs and versions")
     if not all(math.isfinite(value) for value in answer.logprobs):
         raise _unlike("logprobs", f"request {request.key} has a log-prob that is not finite")
-    stale = set(answer.weight_versions) - {version}
-    if stale:
+    order = list(versions)
+    if not set(answer.weight_versions) <= set(order) or not _ordered(answer.weight_versions, order):
         raise ProofError(
             "version",
-            f"request {request.key} has tokens sampled at version {sorted(stale)}; the weights pushed are {version}",
+            f"request {request.key} has tokens sampled at versions {sorted(set(answer.weight_versions))}; the weights pushed are "
+            f"{order}",
             "the engine was restarted, or something else than this trainer updated its weights",
             "let one trainer own the engine, and push the weights again",
         )
+
+
+def _ordered(found: Sequence[int], order: Sequence[int]) -> bool:
+    positions = [order.index(version) for version in found]
+    return positions == sorted(positions)
 
 
 def _unlike(check: str, found: str) -> ProofError:

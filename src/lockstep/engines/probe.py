@@ -6,6 +6,7 @@ names, seeds and short vectors cross, so that the same probe works in one proces
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,6 +67,16 @@ def probe_rows(seed: int, module: str, rows: int, *, every: bool) -> torch.Tenso
         return torch.arange(rows)
     # With repetitions: a permutation of a whole vocabulary would cost more than the probe.
     return torch.randint(rows, (SAMPLED_ROWS,), generator=_generator(seed, f"{module}\x1frows"))
+
+
+def encode_floats(values: torch.Tensor) -> str:
+    """A 1-D float32 tensor on CPU as text: little-endian, base64."""
+    return base64.b64encode(values.contiguous().numpy().astype("<f4").tobytes()).decode()
+
+
+def decode_floats(text: str) -> torch.Tensor:
+    """The tensor that `encode_floats` was given."""
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.float32)
 
 
 def _generator(seed: int, text: str) -> torch.Generator:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -89,6 +89,7 @@ class EngineSettings:
 
     Attributes:
         sampling_defaults: sampling values that the engine would use of its own accord; must be empty.
+        model_config: what the engine's copy of the model's config says of its computation, as JSON types.
     """
 
     engine: str
@@ -103,6 +104,7 @@ class EngineSettings:
     async_scheduling: bool
     quantization: str | None
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
+    model_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 class TensorSpec(NamedTuple):

@@ -25,6 +25,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.engines.answers import check_answers, check_requests, check_scores, check_scoring
+from lockstep.engines.model_fields import model_fields
 from lockstep.engines.probe import EngineModules, ModuleKind, ProbedModule, probe_inputs, probe_rows, probe_vector
 from lockstep.engines.protocol import (
     Completion,
@@ -109,6 +110,7 @@ class TransformersEngine:
             prefix_caching=False,
             async_scheduling=False,
             quantization=None,
+            model_config=model_fields(self._model.config.get_text_config()),
         )
 
     def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
@@ -120,7 +122,7 @@ class TransformersEngine:
         rows.sort(key=lambda row: len(row.request.prompt_ids))
         for start in range(0, len(rows), self._max_num_seqs):
             self._run(rows[start : start + self._max_num_seqs], deadline)
-        return check_answers(requests, [self._completion(row) for row in rows], self._version)
+        return check_answers(requests, [self._completion(row) for row in rows], [self._version])
 
     @torch.no_grad()
     def _run(self, rows: list[_Row], deadline: float) -> None:

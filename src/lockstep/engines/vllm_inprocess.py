@@ -17,8 +17,9 @@ import torch
 from lockstep.engines.answers import check_answers, check_requests, check_scores, check_scoring
 from lockstep.engines.probe import EngineModules
 from lockstep.engines.protocol import Completion, EngineSettings, GenerationRequest, LoadedWeights, RequestKey
-from lockstep.engines.tensor_specs import dtype_name
+from lockstep.engines.vllm_arguments import check_free, cpu_cache_bytes, engine_arguments
 from lockstep.engines.vllm_requests import completion, prefix_waves, prompt_logprobs, sampling_params, scoring_params
+from lockstep.engines.vllm_settings import effective_settings, settings_from
 from lockstep.errors import InputError, LockstepError, ProofError
 
 if TYPE_CHECKING:
@@ -31,28 +32,6 @@ WEIGHT_TRANSFER_BACKEND = "lockstep_inprocess"
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-}
-
-# Engine arguments that change tokens or log-probs and that no proof reads back.
-_REFUSED = {
-    "hf_overrides",
-    "kv_cache_dtype",
-    "logits_processors",
-    "quantization",
-    "revision",
-    "speculative_config",
-    "tokenizer",
-    "tokenizer_mode",
-    "weight_transfer_config",
-}
-
-# What a model's generation_config.json may ask an engine to do unasked.
-_NEUTRAL: dict[str, float | int] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
 }
 
 
@@ -84,21 +63,18 @@ class VLLMInProcess:
         seed: int = 0,
         engine_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        refused = _REFUSED & (engine_kwargs or {}).keys()
-        if refused:
-            raise InputError(f"vllm_engine_kwargs may not set {', '.join(sorted(refused))}: log-probs would differ")
+        check_free(set(engine_kwargs or {}), "vllm_engine_kwargs")
         self._timeout = timeout
         self._version: int | None = None
         self._model = model
         try:
             self._llm = _start(
-                model=model,
-                dtype=dtype_name(dtype),
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                seed=seed,
-                **_memory_arguments(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),
-                **(engine_kwargs or {}),
+                {
+                    **engine_arguments(model, dtype, max_model_len, max_num_seqs),
+                    "seed": seed,
+                    **_memory(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),
+                    **(engine_kwargs or {}),
+                }
             )
             # Kernels that lack a shape say so only when they first run.
             self._run([{"trial": ((0, 0), scoring_params())}])
@@ -126,23 +102,7 @@ class VLLMInProcess:
         return self._llm
 
     def settings(self) -> EngineSettings:
-        config = self._llm.llm_engine.vllm_config
-        model_config = config.model_config
-        defaults = model_config.get_diff_sampling_param()
-        return EngineSettings(
-            engine="vllm",
-            model=str(model_config.model),
-            architecture=model_config.architecture,
-            dtype=model_config.dtype,
-            head_dtype=model_config.head_dtype,
-            vocab_size=model_config.get_vocab_size(),
-            max_model_len=model_config.max_model_len,
-            logprobs_mode=str(model_config.logprobs_mode),
-            prefix_caching=bool(config.cache_config.enable_prefix_caching),
-            async_scheduling=bool(config.scheduler_config.async_scheduling),
-            quantization=model_config.quantization,
-            sampling_defaults={k: v for k, v in defaults.items() if k in _NEUTRAL and v != _NEUTRAL[k]},
-        )
+        return settings_from(effective_settings(self._llm.llm_engine.vllm_config))
 
     def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
         check_requests(requests, self._version, self._max_model_len)
@@ -154,7 +114,7 @@ class VLLMInProcess:
                 for wave in prefix_waves(by_id)
             ]
         )
-        return check_answers(requests, [completion(by_id[o.request_id].key, o) for o in outputs], self._version)
+        return check_answers(requests, [completion(by_id[o.request_id].key, o) for o in outputs], [self._version])
 
     def _run(self, waves: list[dict[str, tuple[tuple[int, ...], Any]]]) -> list[RequestOutput]:
         """Drive vLLM's loop until every request is answered; waves start a step apart."""
@@ -260,7 +220,7 @@ def vllm_installed() -> bool:
     return find_spec("vllm") is not None
 
 
-def _start(**kwargs: Any) -> LLM:
+def _start(arguments: dict[str, Any]) -> LLM:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -269,45 +229,17 @@ def _start(**kwargs: Any) -> LLM:
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
-    settings: dict[str, Any] = {
-        "logprobs_mode": "processed_logprobs",
-        "weight_transfer_config": WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
-        # Whole prompts in one step: a request's own seed fails on CPU when its prefill is split (VLLM 0.32.0).
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(kwargs["max_model_len"], 4096),
-        "async_scheduling": False,
-        "use_tqdm_on_load": False,
-        # The model's own generation_config keeps its stop tokens but loses its sampling defaults.
-        "override_generation_config": dict(_NEUTRAL),
-        "enable_prefix_caching": True,
-        # Compiling costs a minute at start and gains nothing at these sizes on CPU.
-        "enforce_eager": not torch.cuda.is_available(),
-        **kwargs,
-    }
-    llm = LLM(**settings)
+    llm = LLM(weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND), **arguments)
     llm.init_weight_transfer_engine({"init_info": {}})
     return llm
 
 
-def _memory_arguments(
+def _memory(
     model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int, gpu_memory_utilization: float
 ) -> dict[str, Any]:
-    """On CPU vLLM would take most of the machine's memory for its cache: give it what the sequences can fill."""
     if torch.cuda.is_available():
         return {"gpu_memory_utilization": gpu_memory_utilization}
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
-    # A block more for each sequence, since the cache is handed out in whole blocks.
-    needed = per_token * max_num_seqs * (max_model_len + _CPU_BLOCK)
-    return {"kv_cache_memory_bytes": max(needed, 64 << 20), "block_size": _CPU_BLOCK}
-
-
-# The smallest that vLLM's CPU attention takes: small blocks let the samples of a short prompt share its prefill.
-_CPU_BLOCK = 32
+    return {"kv_cache_memory_bytes": cpu_cache_bytes(model, dtype, max_model_len, max_num_seqs)}
 
 
 def _acknowledgement(worker: Any) -> LoadedWeights:

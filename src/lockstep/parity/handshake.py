@@ -1,11 +1,13 @@
 """The settings handshake: what the engine really runs with, against what training assumes.
 
-Comes from: `Engine.settings()`. Runs at start, before the first push. (After a reconnect: with the server engine.)
+Comes from: `Engine.settings()`. Runs at start, before the first push, and after every reconnect.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,14 +17,20 @@ from lockstep.errors import ProofError
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSettings:
-    """What the trainer assumes of the engine."""
+    """What the trainer assumes of the engine.
 
-    model: str
+    Attributes:
+        model: what both programs loaded; None where the engine's machine may name it otherwise.
+        model_config: fields of the trained model's config (`engines/model_fields.py`).
+    """
+
+    model: str | None
     architecture: str
     dtype: torch.dtype
     head_dtype: torch.dtype
     vocab_size: int
     min_model_len: int
+    model_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
@@ -37,7 +45,8 @@ def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
         if found != wanted:
             wrong.append(f"{name} is {found!r} in the engine, training assumes {wanted!r}")
 
-    must("model", actual.model, expected.model)
+    if expected.model is not None:
+        must("model", actual.model, expected.model)
     must("architecture", actual.architecture, expected.architecture)
     must("dtype", actual.dtype, expected.dtype)
     must("head_dtype", actual.head_dtype, expected.head_dtype)
@@ -45,6 +54,8 @@ def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
     must("logprobs_mode", actual.logprobs_mode, "processed_logprobs")
     must("async_scheduling", actual.async_scheduling, False)
     must("quantization", actual.quantization, None)
+    for name in sorted(expected.model_config.keys() & actual.model_config.keys()):
+        must(f"{name} of the model's config", actual.model_config[name], expected.model_config[name])
     must("sampling defaults", dict(actual.sampling_defaults), {})
     if actual.max_model_len < expected.min_model_len:
         wrong.append(f"max_model_len is {actual.max_model_len} in the engine, training needs {expected.min_model_len}")
@@ -53,5 +64,6 @@ def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
             "handshake",
             "; ".join(wrong),
             "the engine was started with other settings, or a default of its model or version applies",
-            "remove the settings named from vllm_engine_kwargs, or give trainer and engine the same model",
+            "remove the settings named from vllm_engine_kwargs, or from the server's command line ('lockstep serve' sets "
+            "all of them), or give trainer and engine the same model",
         )

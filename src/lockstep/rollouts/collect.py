@@ -50,7 +50,7 @@ def collect(
         for key in (RequestKey(prompt.prompt_id, sample) for sample in range(num_generations))
     ]
     # The engine has checked its own answers; this end checks that they are to what it asked.
-    answers = check_answers(requests, engine.generate(requests).values(), version)
+    answers = check_answers(requests, engine.generate(requests).values(), [version])
     groups = []
     for prompt in prompts:
         completions = [answers[RequestKey(prompt.prompt_id, sample)] for sample in range(num_generations)]

@@ -1,12 +1,13 @@
-"""The engine's end of a push into vLLM: a weight-transfer backend for trainer and engine in one process.
+"""The engine's end of a push into vLLM: weight-transfer backends of ours, for one process and for servers.
 
-Runs inside vLLM's worker, created by vLLM's factory. Tensors arrive by reference and are copied (and cast) into the
-engine's layers by vLLM's layer-wise reload; what was written is kept as the acknowledgement that `sync/push.py` compares.
+Runs inside vLLM's worker, created by vLLM's factory. Tensors are copied (and cast) into the engine's layers by vLLM's layer-wise
+reload; what was written is kept as the acknowledgement that `sync/push.py` compares.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.sync import gloo, shared_memory
+from lockstep.sync.chunks import Named, views
 
 
 @dataclass
@@ -36,20 +39,38 @@ class InProcessUpdate(WeightTransferUpdateInfo):
     tensors: list[torch.Tensor]
 
 
-class InProcessWeightTransfer(WeightTransferEngine[InProcessInit, InProcessUpdate]):
-    """vLLM weight-transfer backend that loads the trainer's tensors without a copy in between."""
+@dataclass
+class WireInit(WeightTransferInitInfo):
+    """The trainer's segment of shared memory."""
 
-    init_info_cls = InProcessInit
-    update_info_cls = InProcessUpdate
+    transport: str
+    segment: str
+    bytes: int
+
+
+@dataclass
+class WireUpdate(WeightTransferUpdateInfo):
+    """What comes: one chunk that lies in the segment, or all chunks of a push over gloo."""
+
+    transport: str
+    tensors: list[list[Any]] = field(default_factory=list)
+    chunks: list[list[list[Any]]] = field(default_factory=list)
+    host: str = ""
+    port: int = 0
+    rank: int = 0
+    size: int = 0
+    timeout: float = 0.0
+
+
+class _LayerwiseTransfer(WeightTransferEngine):
+    """What all of our backends share: one whole update through vLLM's layer-wise reload, acknowledged."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.acknowledgement = LoadedWeights((), ())
         self._parameters: tuple[str, ...] = ()
+        self._written: set[str] = set()
         self._open = False
-
-    def init_transfer_engine(self, init_info: InProcessInit) -> None:
-        pass
 
     def start_weight_update(self) -> None:
         if self._open:
@@ -57,6 +78,7 @@ class InProcessWeightTransfer(WeightTransferEngine[InProcessInit, InProcessUpdat
             finalize_layerwise_reload(self.model, self.model_config)
         self._open = True
         self.acknowledgement = LoadedWeights((), ())
+        self._written = set()
         self._parameters = tuple(name for name, _ in self.model.named_parameters())
         initialize_layerwise_reload(self.model)
 
@@ -66,22 +88,81 @@ class InProcessWeightTransfer(WeightTransferEngine[InProcessInit, InProcessUpdat
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: InProcessUpdate) -> None:
-        arrived = list(zip(update_info.names, update_info.tensors, strict=True))
-        written = self.model.load_weights(iter(arrived))
+    def load(self, arrived: Sequence[Named]) -> None:
+        """Load some tensors and describe them."""
+        self._written |= set(self.model.load_weights(iter(arrived)) or ())
         specs = tensor_specs(arrived)
-        untouched = tuple(name for name in self._parameters if name not in (written or ()))
-        self.acknowledgement = LoadedWeights(specs, untouched)
+        self.acknowledgement = LoadedWeights(self.acknowledgement.tensors + specs, ())
 
     def finish_weight_update(self) -> None:
-        ack = self.acknowledgement
-        self.acknowledgement = LoadedWeights(ack.tensors, ack.untouched + _half_loaded(self.model))
+        missing = tuple(name for name in self._parameters if name not in self._written)
+        untouched = missing + _half_loaded(self.model)
+        self.acknowledgement = LoadedWeights(self.acknowledgement.tensors, untouched)
         finalize_layerwise_reload(self.model, self.model_config)
         repack_heads(self.model)
         self._open = False
 
     def shutdown(self) -> None:
         pass
+
+
+class InProcessWeightTransfer(_LayerwiseTransfer):
+    """Trainer and engine in one process: loads the trainer's tensors without a copy in between."""
+
+    init_info_cls = InProcessInit
+    update_info_cls = InProcessUpdate
+
+    def init_transfer_engine(self, init_info: InProcessInit) -> None:
+        pass
+
+    def receive_weights(self, update_info: InProcessUpdate) -> None:
+        self.load(list(zip(update_info.names, update_info.tensors, strict=True)))
+
+
+class ServerWeightTransfer(_LayerwiseTransfer):
+    """A server's worker: takes chunks from shared memory, or a whole push over gloo."""
+
+    init_info_cls = WireInit
+    update_info_cls = WireUpdate
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._segment: torch.Tensor | None = None
+
+    def init_transfer_engine(self, init_info: WireInit) -> None:
+        self._segment = shared_memory.open_segment(init_info.segment, init_info.bytes)
+
+    def receive_weights(self, update_info: WireUpdate) -> None:
+        if update_info.transport == gloo.NAME:
+            for arrived in gloo.receive(vars(update_info), update_info.chunks):
+                self._load_passing(arrived)
+        elif update_info.transport == shared_memory.NAME and self._segment is not None:
+            self._load_passing(views(self._segment, update_info.tensors))
+        else:
+            raise ValueError(f"transport {update_info.transport!r} was not agreed on")
+
+    def _load_passing(self, arrived: Sequence[Named]) -> None:
+        """Load tensors whose memory is used anew as soon as this returns."""
+        self.load(arrived)
+        _keep_pending(self.model, [tensor for _, tensor in arrived])
+
+    def shutdown(self) -> None:
+        self._segment = None
+
+
+def _keep_pending(model: torch.nn.Module, passing: Sequence[torch.Tensor]) -> None:
+    """Copy what vLLM still waits to use.
+
+    A layer is written when all of it has arrived; until then vLLM keeps references to its parts, which the next chunk would
+    overwrite.
+    """
+    memory = {tensor.untyped_storage().data_ptr() for tensor in passing}
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        for _, call in info.loaded_weights:
+            for name, value in call.arguments.items():
+                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in memory:
+                    call.arguments[name] = value.clone()
 
 
 def _half_loaded(model: torch.nn.Module) -> tuple[str, ...]:

@@ -1,13 +1,12 @@
 """Entry point that vLLM calls in every process it starts (group `vllm.general_plugins` in pyproject.toml)."""
 
+_CLASSES = {"lockstep_inprocess": "InProcessWeightTransfer", "lockstep": "ServerWeightTransfer"}
+
 
 def register() -> None:
-    """Make the in-process weight transfer known to vLLM; safe to call twice, as vLLM does."""
+    """Make our weight transfers known to vLLM; safe to call twice, as vLLM does."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from lockstep.engines.vllm_inprocess import WEIGHT_TRANSFER_BACKEND
-
-    if WEIGHT_TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(
-            WEIGHT_TRANSFER_BACKEND, "lockstep.sync.vllm_backend", "InProcessWeightTransfer"
-        )
+    for backend, name in _CLASSES.items():
+        if backend not in WeightTransferEngineFactory._registry:
+            WeightTransferEngineFactory.register_engine(backend, "lockstep.sync.vllm_backend", name)

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.engines.model_fields import model_fields
 from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm_inprocess import VLLMInProcess, vllm_installed
@@ -58,5 +59,6 @@ def shake_hands(
         head_dtype=config.engine_torch_dtype,
         vocab_size=embedding_rows(model),
         min_model_len=min_model_len,
+        model_config=model_fields(model.config.get_text_config()),
     )
     check_settings(expected, engine.settings())

@@ -15,3 +15,8 @@ def has_fast_bf16() -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()
     return any(bool(capabilities.get(name)) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+def engine_dtype(name: str) -> torch.dtype:
+    """`float32`, `bfloat16`, or what `auto` chooses here, as training chooses it."""
+    return getattr(torch, ("bfloat16" if has_fast_bf16() else "float32") if name == "auto" else name)

@@ -1,0 +1,136 @@
+"""`lockstep serve MODEL`: vLLM's server for training, behind a key, restarted when it dies."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from lockstep.cli.quiet import quiet_libraries
+from lockstep.errors import InputError
+
+_EPILOG = "Any other argument goes to vLLM's server as it is (vllm serve --help lists them)."
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+def run(words: list[str]) -> int:
+    """Serve until interrupted.
+
+    Raises:
+        InputError: bad arguments, an address that is open to others without a key of the user's, a port that is taken.
+        LockstepError: the server could not be started.
+    """
+    quiet_libraries()
+    arguments, rest = _parser().parse_known_args(words)
+    from lockstep.models.resolve import resolve_model
+    from lockstep.server.command import ServeOptions, command_line, environment
+    from lockstep.server.supervisor import Supervisor, check_port
+    from lockstep.training.precision import engine_dtype
+
+    if extra := [word for word in rest[:1] if not word.startswith("--")]:
+        raise InputError(f"unexpected {extra[0]!r}; usage: lockstep serve MODEL [--field value …]")
+    key, where = _key(arguments)
+    options = ServeOptions(
+        model=resolve_model(arguments.model),
+        host=arguments.host,
+        port=arguments.port,
+        dtype=engine_dtype(arguments.dtype),
+        max_model_len=arguments.max_model_len,
+        max_num_seqs=arguments.max_num_seqs,
+        tensor_parallel_size=arguments.tensor_parallel_size,
+        data_parallel_size=arguments.data_parallel_size,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        rest=tuple(rest),
+    )
+    command = command_line(options)
+    if arguments.dry_run:
+        print(" ".join(command))
+        return 0
+    check_port(options.host, options.port)
+    said = False
+
+    def ready(seconds: float) -> None:
+        nonlocal said
+        _say(f"{arguments.model} is ready at {options.url} ({seconds:.0f} s)")
+        if not said:
+            _say(where)
+        said = True
+
+    supervisor = Supervisor(command, environment(key), options.url, ready=ready, say=_say)
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        supervisor.stop()
+
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sign, stop)
+    _say(f"starting vLLM with {arguments.model}")
+    supervisor.run()
+    _say("stopped")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="lockstep serve", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
+    parser.add_argument("model", metavar="MODEL", help="name, directory or hub id, as in training")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; others than this machine's need a key"
+    )
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--key_file", "--key-file", help="file (mode 0600) that holds the key; made if it does not exist"
+    )
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="as training would choose"
+    )
+    for name, kind, default, text in (
+        ("max_model_len", int, None, "longest prompt + completion, in tokens; default: the model's own"),
+        ("max_num_seqs", int, 64, "most sequences decoded together"),
+        ("tensor_parallel_size", int, 1, "GPUs that one copy of the model is split over"),
+        ("data_parallel_size", int, 1, "copies of the model behind this address"),
+        ("gpu_memory_utilization", float, 0.9, "share of a GPU's memory that vLLM may take"),
+    ):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print vLLM's command line and stop")
+    return parser
+
+
+def _key(arguments: argparse.Namespace) -> tuple[str, str]:
+    """The key, and a line that says where it is."""
+    from lockstep.server.keys import (
+        KEY_VARIABLE,
+        checked_key,
+        default_key_file,
+        is_local,
+        make_key,
+        read_key,
+        write_key,
+    )
+
+    if given := os.environ.get(KEY_VARIABLE):
+        return checked_key(given, KEY_VARIABLE), f"the key is the one in {KEY_VARIABLE}"
+    named = Path(arguments.key_file).expanduser() if arguments.key_file else None
+    if named is not None and named.exists():
+        return read_key(named), f"the key is the one in {named}"
+    if not is_local(arguments.host) and named is None:
+        raise InputError(
+            f"{arguments.host} can be reached from other machines: give the server a key of your own, in the variable "
+            f"{KEY_VARIABLE} or with --key_file, or listen on 127.0.0.1"
+        )
+    if named is not None and not named.parent.is_dir():
+        raise InputError(f"the folder of key file {named} does not exist")
+    key, path = make_key(), named or default_key_file(arguments.port)
+    if not arguments.dry_run:
+        write_key(path, key)
+    return key, f"its key, this once: {key} (also in {path}, where trainers on this machine find it)"
+
+
+def _say(line: str) -> None:
+    print(f"lockstep serve: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,133 @@
+"""What goes to a server's token-in, token-out endpoint and what comes back, as ours. Pure functions; vLLM need not be installed.
+
+Called by `engines/vllm_server.py`. Here it is checked whose request and whose tokens an answer is about; `engines/answers.py`
+checks what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest
+from lockstep.errors import LockstepError, ProofError
+
+# What vLLM's server writes in place of a log-prob that is missing, NaN or −inf (fault P3).
+_NO_LOGPROB = -9999.0
+
+
+def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
+    """A request under a name that no other request ever has."""
+    sampling = request.sampling
+    return {
+        "request_id": name,
+        "token_ids": list(request.prompt_ids),
+        "return_token_ids": True,
+        "sampling_params": {
+            "n": 1,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "stop": list(sampling.stop),
+            "seed": request.seed,
+            "logprobs": 0,
+            "detokenize": bool(sampling.stop),
+        },
+    }
+
+
+def scoring_body(ids: tuple[int, ...], name: str) -> dict[str, Any]:
+    """Ask for the log-probs of the prompt itself, which vLLM then computes anew."""
+    params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+    return {"request_id": name, "token_ids": list(ids), "return_token_ids": True, "sampling_params": params}
+
+
+def completion_from(answer: Any, request: GenerationRequest, name: str, versions: Mapping[str, int]) -> Completion:
+    """One answer as a completion.
+
+    Args:
+        versions: the stamps that this trainer gave to the server, with the version that each stands for.
+
+    Raises:
+        ProofError: the answer is to another request, lacks a log-prob, or was sampled by weights that nobody here pushed.
+        LockstepError: the server ended the request otherwise than by a stop or the length.
+    """
+    choice = _choice(answer, name)
+    token_ids = tuple(choice.get("token_ids") or ())
+    finish = choice.get("finish_reason")
+    if finish not in ("stop", "length"):
+        raise LockstepError(f"request {request.key} ended with finish reason {finish!r}")
+    return Completion(
+        key=request.key,
+        prompt_ids=tuple(answer.get("prompt_token_ids") or ()),
+        token_ids=token_ids,
+        logprobs=_logprobs(request, token_ids, choice),
+        weight_versions=_versions(request, choice.get("weight_versions") or [], versions, len(token_ids)),
+        finish_reason=cast(FinishReason, finish),
+    )
+
+
+def scores_from(answer: Any, ids: tuple[int, ...], name: str) -> tuple[float, ...]:
+    """Log-prob of every id but the first; shorter where one is missing."""
+    _choice(answer, name)
+    entries = answer.get("prompt_logprobs") or []
+    found = [(entry or {}).get(str(token)) for entry, token in zip(entries[1:], ids[1:], strict=False)]
+    return tuple(value["logprob"] for value in found if value is not None and value["logprob"] > _NO_LOGPROB)
+
+
+def _choice(answer: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(answer, dict) or not str(answer.get("request_id", "")).endswith(name):
+        found = answer.get("request_id") if isinstance(answer, dict) else answer
+        raise _mixed_up(f"the answer to request {name} is that to {str(found)[:80]!r}")
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise _mixed_up(f"the answer to request {name} has {len(choices or ())} completions instead of one")
+    return choices[0]
+
+
+def _logprobs(request: GenerationRequest, token_ids: tuple[int, ...], choice: Mapping[str, Any]) -> tuple[float, ...]:
+    entries = (choice.get("logprobs") or {}).get("content") or []
+    values = [
+        entry["logprob"]
+        for entry, token in zip(entries, token_ids, strict=False)
+        if entry["token_id"] == token and entry["logprob"] > _NO_LOGPROB
+    ]
+    if not len(values) == len(entries) == len(token_ids):
+        raise ProofError(
+            "logprobs",
+            f"request {request.key} has {len(token_ids)} tokens, {len(entries)} log-probs and {len(values)} of them for its own "
+            "tokens and finite",
+            "the server was started without log-probs, or its model gives values that are no numbers",
+            "start the server with 'lockstep serve'; if it was, look for NaN in the weights",
+        )
+    return tuple(values)
+
+
+def _versions(
+    request: GenerationRequest, spans: list[Mapping[str, Any]], versions: Mapping[str, int], tokens: int
+) -> tuple[int, ...]:
+    found: list[int] = []
+    for span in spans:
+        if span["version"] not in versions:
+            raise ProofError(
+                "version",
+                f"request {request.key} has tokens sampled by weights stamped {span['version']!r}, which this trainer did not push",
+                "the server was restarted with its initial weights, or another trainer pushes to it",
+                "let one trainer own the server; this one pushes its weights again when it goes on",
+            )
+        found += [versions[span["version"]]] * (span["end"] - span["start"])
+    return tuple(found[:tokens])
+
+
+def _mixed_up(found: str) -> ProofError:
+    return ProofError(
+        "keys",
+        found,
+        "something between trainer and server doubled, lost or exchanged answers",
+        "take proxies and caches out of the way to the server; do not train on this",
+    )

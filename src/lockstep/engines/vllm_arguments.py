@@ -1,0 +1,93 @@
+"""The arguments that vLLM is started with for training: the same in this process and in a server of its own.
+
+Comes from: a config or `lockstep serve`. Goes to: `vllm.LLM`, or vLLM's server as a command line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.engines.tensor_specs import dtype_name
+from lockstep.errors import InputError
+
+# Engine arguments that change tokens or log-probs and that no proof reads back.
+REFUSED = frozenset(
+    {
+        "hf_overrides",
+        "kv_cache_dtype",
+        "logits_processors",
+        "quantization",
+        "revision",
+        "speculative_config",
+        "tokenizer",
+        "tokenizer_mode",
+        "weight_transfer_config",
+    }
+)
+
+# What a model's generation_config.json may ask an engine to do unasked.
+NEUTRAL_SAMPLING: dict[str, float | int] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+# The smallest that vLLM's CPU attention takes: small blocks let the samples of a short prompt share its prefill.
+_CPU_BLOCK = 32
+_SMALLEST_CACHE = 64 << 20
+
+
+def engine_arguments(model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` (and, with dashes, of vLLM's server) that training relies on.
+
+    Args:
+        max_model_len: longest prompt + completion, in tokens.
+        max_num_seqs: most sequences decoded together.
+    """
+    arguments: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype_name(dtype),
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "logprobs_mode": "processed_logprobs",
+        # Whole prompts in one step: a request's own seed fails on CPU when its prefill is split (vLLM 0.32.0).
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(max_model_len, 4096),
+        "async_scheduling": False,
+        "use_tqdm_on_load": False,
+        # The model's own generation_config keeps its stop tokens but loses its sampling defaults.
+        "override_generation_config": dict(NEUTRAL_SAMPLING),
+        "enable_prefix_caching": True,
+        # Compiling costs a minute at start and gains nothing at these sizes on CPU.
+        "enforce_eager": not torch.cuda.is_available(),
+    }
+    if not torch.cuda.is_available():
+        arguments["block_size"] = _CPU_BLOCK
+    return arguments
+
+
+def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:
+    """Bytes of the key-value cache that these sequences can fill; vLLM would take most of a machine's memory otherwise."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
+    # A block more for each sequence, since the cache is handed out in whole blocks.
+    return max(per_token * max_num_seqs * (max_model_len + _CPU_BLOCK), _SMALLEST_CACHE)
+
+
+def check_free(names: set[str], where: str) -> None:
+    """Refuse arguments of the user's that would make log-probs differ unseen.
+
+    Raises:
+        InputError: one of `names` may not be set.
+    """
+    refused = REFUSED & names
+    if refused:
+        raise InputError(f"{where} may not set {', '.join(sorted(refused))}: log-probs would differ")

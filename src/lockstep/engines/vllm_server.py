@@ -1,0 +1,344 @@
+"""vLLM's own server, or several, behind the engine protocol: requests go to the least busy, weights to all.
+
+Requests come from `rollouts/collect.py` and go out over HTTP as ids; weights go through a transport of `sync/`. A server that stops
+answering is an `EngineLost`: nothing is asked of it again before it has been found, greeted and given weights anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.engines.answers import check_answers, check_requests, check_scores, check_scoring
+from lockstep.engines.probe import EngineModules, ProbedModule, decode_floats
+from lockstep.engines.protocol import (
+    Completion,
+    EngineSettings,
+    GenerationRequest,
+    LoadedWeights,
+    RequestKey,
+    TensorSpec,
+)
+from lockstep.engines.server_calls import HOW_TO_START, CallLoop, ServerCalls
+from lockstep.engines.server_messages import completion_from, generation_body, scores_from, scoring_body
+from lockstep.engines.transport import WeightTransport
+from lockstep.engines.vllm_settings import settings_from
+from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
+
+T = TypeVar("T")
+TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
+
+_GENERATE = "/inference/v1/generate"
+_BACKEND = "lockstep"
+# Requests that one server is given at a time; more would only wait inside it.
+_OPEN_REQUESTS = 256
+_HEALTH_LIMIT, _HEALTH_EVERY = 5.0, 0.5
+
+
+class VLLMServer:
+    """One or more vLLM servers that hold the same weights.
+
+    Args:
+        urls: base URL of each server.
+        keys: key of each; None where a server has no guard.
+        timeout: seconds that a call, one `generate`, or the wait for a server may take.
+        transport: chooses how weights travel, once the servers have answered.
+
+    Raises:
+        InputError: a server does not accept the key, or was started without what training needs.
+        LockstepError: a server did not answer in time.
+    """
+
+    supports_sleep = False
+
+    def __init__(
+        self, urls: Sequence[str], keys: Sequence[str | None], *, timeout: float, transport: TransportChoice
+    ) -> None:
+        self._timeout = timeout
+        self._loop = CallLoop()
+        self._servers = [
+            ServerCalls(url, key, timeout, self._loop, self.recover) for url, key in zip(urls, keys, strict=True)
+        ]
+        self._pool = ThreadPoolExecutor(max(len(self._servers), 1), thread_name_prefix="lockstep-servers")
+        self._open = [0] * len(self._servers)
+        self._version: int | None = None
+        # Tells this trainer's weights from any other's, also from those of an earlier run at the same step.
+        self._session = secrets.token_hex(6)
+        self._stamps: dict[str, int] = {}
+        self._committed: list[int] = []
+        self._transport: WeightTransport | None = None
+        try:
+            self._settings = self._greet()
+            self._transport = transport(self._servers)
+        except EngineLost as lost:
+            # Nothing was agreed on yet that could be recovered.
+            self.close()
+            raise LockstepError(str(lost)) from lost
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    def settings(self) -> EngineSettings:
+        return self._settings
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
+        """Answer every request, by key; an update that lands in between shows in the versions of the tokens."""
+        check_requests(requests, self._version, self._settings.max_model_len)
+        since = len(self._committed) - 1
+        answers = self._loop.run(self._all([self._sample(r, s) for r, s in self._routed(requests)]))
+        return check_answers(requests, answers, self._committed[since:])
+
+    def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
+        check_scoring(sequences, self._version, self._settings.max_model_len)
+        turns = [i % len(self._servers) for i in range(len(sequences))]
+        calls = [self._score(ids, turn) for ids, turn in zip(sequences.values(), turns, strict=True)]
+        scores = dict(zip(sequences, self._loop.run(self._all(calls)), strict=True))
+        check_scores(sequences, scores)
+        return scores
+
+    def _routed(self, requests: Sequence[GenerationRequest]) -> list[tuple[GenerationRequest, int]]:
+        """Each request with its server: all samples of a prompt to the one that then had the least to do."""
+        load = list(self._open)
+        place: dict[tuple[int, ...], int] = {}
+        routed = []
+        for request in requests:
+            server = place.setdefault(request.prompt_ids, min(range(len(load)), key=load.__getitem__))
+            load[server] += request.sampling.max_tokens
+            routed.append((request, server))
+        return routed
+
+    async def _all(self, calls: Sequence[Any]) -> list[Any]:
+        """Run calls together; the first failure ends all of them, which ends their requests in the server too."""
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await asyncio.gather(*tasks)
+        except TimeoutError as error:
+            waiting = sum(not task.done() for task in tasks)
+            raise EngineLost(
+                f"the server did not finish {waiting} of {len(tasks)} requests within {self._timeout:.0f} s; raise "
+                "vllm_server_timeout or lower max_completion_length",
+                self.recover,
+            ) from error
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sample(self, request: GenerationRequest, server: int) -> Completion:
+        name = self._name(str(request.key))
+        answer = await self._post(server, generation_body(request, name), request.sampling.max_tokens)
+        return completion_from(answer, request, name, self._stamps)
+
+    async def _score(self, ids: tuple[int, ...], server: int) -> tuple[float, ...]:
+        name = self._name("score")
+        return scores_from(await self._post(server, scoring_body(ids, name), 1), ids, name)
+
+    async def _post(self, server: int, body: dict[str, Any], work: int) -> Any:
+        self._open[server] += work
+        try:
+            return await self._servers[server].ask("POST", _GENERATE, body)
+        finally:
+            self._open[server] -= work
+
+    def _name(self, purpose: str) -> str:
+        """A request id that was never used: a late answer to an earlier call cannot be taken for this one's."""
+        return f"{purpose}/{secrets.token_hex(8)}"
+
+    # ---- proofs -----------------------------------------------------------------------------------------------------
+
+    def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
+        probed: dict[str, ProbedModule] = {}
+        unreached: list[str] = []
+        for number, found in enumerate(self._workers("lockstep_modules", json.dumps(checkpoint_names))):
+            for entry in found["probed"]:
+                name = self._prefix(number) + entry["name"]
+                probed[name] = ProbedModule(**{**entry, "name": name, "tensors": tuple(entry["tensors"])})
+            unreached += [self._prefix(number) + name for name in found["unreached"]]
+        return EngineModules(probed, tuple(unreached))
+
+    def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
+        def of(number: int) -> dict[str, str]:
+            own = [name for name in names if name.startswith(self._prefix(number))]
+            asked = json.dumps(own), str(seed), json.dumps(every)
+            return self._servers[number].worker("lockstep_probe", *asked) if own else {}
+
+        answers = self._each_number(of)
+        return {name: decode_floats(text) for found in answers for name, text in found.items()}
+
+    def _prefix(self, number: int) -> str:
+        """Before the names of a server's modules; a single server needs none."""
+        return f"server{number}/" if len(self._servers) > 1 else ""
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        """Freeze the servers. Requests that are running stay, and go on with the new weights once they are committed."""
+        self._version = None
+        self._each(lambda server: server.call("POST", "/pause", mode="keep"))
+        for server, state in zip(self._servers, self._workers("lockstep_state"), strict=True):
+            if state["updating"]:
+                # An update that its trainer left: vLLM would refuse another for ever.
+                server.call("POST", "/finish_weight_update", {})
+        self._each(lambda server: server.call("POST", "/start_weight_update"))
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+        assert self._transport is not None
+        try:
+            self._transport.send(tensors, self._servers)
+        except BaseException:
+            self._transport.forget()
+            raise
+        self._each(lambda server: server.call("POST", "/finish_weight_update", {}))
+        loaded = [_loaded(found) for found in self._workers("lockstep_acknowledgement")]
+        # Where one of several got something else, that is what there is to report.
+        odd = [found for found in loaded if found.tensors != loaded[0].tensors]
+        untouched = tuple(self._prefix(i) + name for i, found in enumerate(loaded) for name in found.untouched)
+        return LoadedWeights((odd or loaded)[0].tensors, untouched)
+
+    def reset_caches(self) -> bool:
+        """Running requests lose their cached keys and values too, and compute them anew with the new weights."""
+
+        def reset(server: ServerCalls) -> bool:
+            server.call("POST", "/reset_mm_cache")
+            server.call("POST", "/reset_encoder_cache")
+            answer = server.call("POST", "/reset_prefix_cache", reset_running_requests="true")
+            return answer == {"success": True}
+
+        return all(self._each(reset))
+
+    def commit_version(self, version: int) -> None:
+        stamp = f"{self._session}:{version}"
+
+        def commit(server: ServerCalls) -> Any:
+            server.call("POST", "/update_weight_version", {"new_version": stamp})
+            return server.call("GET", "/weight_info")["weight_version"]
+
+        found = self._each(commit)
+        if set(found) != {stamp}:
+            raise ProofError(
+                "version",
+                f"the servers report weight versions {found} after {stamp!r} was set",
+                "another program sets versions on these servers",
+                "let one trainer own them",
+            )
+        self._stamps[stamp] = version
+        self._committed.append(version)
+        self._each(lambda server: server.call("POST", "/resume"))
+        self._version = version
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Wait until every server answers again, and forget what was agreed with those that were there before.
+
+        Raises:
+            LockstepError: one did not come back within the time limit.
+            ProofError: it came back with other settings.
+        """
+        self._version = None
+        if self._transport is not None:
+            self._transport.forget()
+        before = self._settings
+        try:
+            self._settings = self._greet()
+        except EngineLost as lost:
+            raise LockstepError(f"{lost}; it was waited for, and did not stay") from lost
+        if self._settings != before:
+            raise ProofError(
+                "handshake",
+                "a server came back with other settings than it had",
+                "it was started again with another command line or model",
+                "start it as it was, and go on from the last checkpoint",
+            )
+
+    def sleep(self) -> None:
+        raise InputError("a server cannot sleep: it has its own memory")
+
+    def wake(self) -> None:
+        """Nothing to do: it never sleeps."""
+
+    def close(self) -> None:
+        """Let go of the servers, which stay up."""
+        self._version = None
+        if self._transport is not None:
+            self._transport.close()
+        for server in self._servers:
+            server.close()
+        self._pool.shutdown(wait=False)
+        self._loop.close()
+
+    def _greet(self) -> EngineSettings:
+        self._each(self._await_health)
+        found = [settings_from(self._introduced(server)) for server in self._servers]
+        for server, settings in zip(self._servers, found, strict=True):
+            if settings != found[0]:
+                names = [k for k in EngineSettings.__slots__ if getattr(settings, k) != getattr(found[0], k)]
+                raise ProofError(
+                    "handshake",
+                    f"the servers at {self._servers[0].url} and {server.url} differ in {', '.join(names)}",
+                    "they were started with different models or arguments",
+                    "start all servers of a run with the same command line",
+                )
+        return found[0]
+
+    def _await_health(self, server: ServerCalls) -> None:
+        deadline = time.monotonic() + self._timeout
+        while not server.healthy(_HEALTH_LIMIT):
+            if time.monotonic() > deadline:
+                raise LockstepError(
+                    f"the server at {server.url} did not answer within {self._timeout:.0f} s; is it running "
+                    "('lockstep serve MODEL')? The run can be resumed from its last checkpoint once it is"
+                )
+            time.sleep(_HEALTH_EVERY)
+
+    def _introduced(self, server: ServerCalls) -> dict[str, Any]:
+        try:
+            state = server.worker("lockstep_state")
+        except EngineLost as lost:
+            # It is healthy, and yet its workers do not know what they are asked.
+            raise InputError(f"{lost}. {HOW_TO_START}") from lost
+        if state["backend"] != _BACKEND:
+            raise InputError(
+                f"the server at {server.url} takes weights by {state['backend']!r}, not by {_BACKEND!r}. {HOW_TO_START}"
+            )
+        if state["world_size"] != 1:
+            raise InputError(
+                f"the server at {server.url} splits its model over {state['world_size']} workers, which no proof reaches yet; "
+                "start one server a GPU, without tensor_parallel_size, pipeline_parallel_size and data_parallel_size, and "
+                "give all URLs"
+            )
+        return state["settings"]
+
+    def _workers(self, method: str, *args: str) -> list[Any]:
+        return self._each(lambda server: server.worker(method, *args))
+
+    def _each(self, call: Callable[[ServerCalls], T]) -> list[T]:
+        return self._each_number(lambda number: call(self._servers[number]))
+
+    def _each_number(self, call: Callable[[int], T]) -> list[T]:
+        """Do something with all servers at once; every one is waited for before an error is raised."""
+        pending = [self._pool.submit(call, number) for number in range(len(self._servers))]
+        errors = [future.exception() for future in pending]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [future.result() for future in pending]
+
+
+def _loaded(found: Mapping[str, Any]) -> LoadedWeights:
+    tensors = tuple(TensorSpec(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in found["tensors"])
+    return LoadedWeights(tensors, tuple(found["untouched"]))

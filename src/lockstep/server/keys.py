@@ -1,0 +1,90 @@
+"""The key between trainer and server: made at the server's start, kept in a file that only its owner can read.
+
+Comes from: `lockstep serve` (written) or the user (given). Goes to: the guard inside the server, and every trainer's calls.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lockstep.errors import InputError
+from lockstep.models.packaged import cache_dir
+
+# Read by `lockstep serve`, by the guard inside the server and by trainers alike.
+KEY_VARIABLE = "LOCKSTEP_SERVER_KEY"
+_SHORTEST = 16
+
+
+def make_key() -> str:
+    """A fresh key: 256 random bits, URL-safe."""
+    return secrets.token_urlsafe(32)
+
+
+def default_key_file(port: int) -> Path:
+    """Where the server on this machine's `port` leaves the key that it made."""
+    return cache_dir() / "keys" / f"port-{port}.key"
+
+
+def write_key(path: Path, key: str) -> None:
+    """Write a key file that nobody else can read, at no moment."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    staging = path.with_suffix(f".{os.getpid()}")
+    staging.unlink(missing_ok=True)
+    handle = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(key + "\n")
+    staging.replace(path)
+
+
+def read_key(path: Path) -> str:
+    """The key in a file.
+
+    Raises:
+        InputError: the file is missing, readable by others, or holds no key.
+    """
+    try:
+        mode = path.stat().st_mode
+        key = path.read_text().strip()
+    except OSError as error:
+        raise InputError(f"key file {path} cannot be read: {error.strerror}") from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise InputError(f"key file {path} can be read by others; run 'chmod 600 {path}' and make a new key")
+    return checked_key(key, str(path))
+
+
+def checked_key(key: str, where: str) -> str:
+    """A key that is worth the name.
+
+    Raises:
+        InputError: it is short, or has characters that no HTTP header carries.
+    """
+    if len(key) < _SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
+        raise InputError(f"the key in {where} must be at least {_SHORTEST} printable characters without spaces")
+    return key
+
+
+def key_for(url: str, key_file: str | None) -> str | None:
+    """The key that a trainer shows to a server: from a file, the environment, or what a server here left.
+
+    Returns:
+        None where nothing is known; a server without a guard needs none.
+
+    Raises:
+        InputError: the file that was named cannot be used.
+    """
+    if key_file is not None:
+        return read_key(Path(key_file).expanduser())
+    if given := os.environ.get(KEY_VARIABLE):
+        return checked_key(given, KEY_VARIABLE)
+    place = urlsplit(url)
+    left = default_key_file(place.port or 80)
+    return read_key(left) if is_local(place.hostname or "") and left.is_file() else None
+
+
+def is_local(host: str) -> bool:
+    """Whether a host name reaches only this machine."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")

@@ -1,0 +1,174 @@
+"""Keeps one server running: starts it, says when it is ready, and starts it again when it dies.
+
+Comes from: `server/command.py`. A trainer that was using the server notices by itself: the new engine holds no weights that were
+pushed, so that nothing it says is trained on before a handshake and a push (fault W8).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+
+from lockstep.errors import InputError, LockstepError
+from lockstep.server.guard import OPEN_PATH
+
+_TICK = 0.25
+_HEALTH_EVERY = 5.0
+_HEALTH_LIMIT = 5.0
+# A server that answers nothing for this long is as dead as one that has ended.
+_SILENT_LIMIT = 120.0
+_START_LIMIT = 1800.0
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
+# After this long in health a death is a new one, not the same one again.
+_STEADY = 120.0
+_STOP_LIMIT = 15.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Supervisor:
+    """Runs a server until it is told to stop.
+
+    Args:
+        command, environment: the server, as a child process.
+        url: where its health is asked for.
+        ready: called each time the server has become healthy, with the seconds that it took.
+        say: called with a line about everything else that happens.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: dict[str, str],
+        url: str,
+        *,
+        ready: Callable[[float], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._command = list(command)
+        self._environment = environment
+        self._health = url + OPEN_PATH
+        self._ready = ready
+        self._say = say
+        self._stop = False
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        """Serve until `stop`.
+
+        Raises:
+            LockstepError: the server ended before it was ever healthy; a second try would end the same way.
+        """
+        wait, ever_healthy = _FIRST_WAIT, False
+        while not self._stop:
+            healthy_for, end = self._one_life()
+            if self._stop:
+                return
+            if not ever_healthy and healthy_for is None:
+                raise LockstepError(f"the server {end} before it was ready; vLLM's own messages are above")
+            ever_healthy = True
+            if healthy_for is not None and healthy_for > _STEADY:
+                wait = _FIRST_WAIT
+            self._say(f"the server {end}; starting it again in {wait:.0f} s")
+            self._sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT)
+
+    def stop(self) -> None:
+        """End the server and `run`; may be called from a signal handler."""
+        self._stop = True
+
+    def _one_life(self) -> tuple[float | None, str]:
+        """From start to end: seconds in health (None: never), and how it ended."""
+        start, healthy_since, last_answer, next_question = time.monotonic(), None, time.monotonic(), 0.0
+        self._child = subprocess.Popen(
+            self._command, env=self._environment, start_new_session=True, preexec_fn=_die_with_parent
+        )
+        try:
+            while True:
+                now = time.monotonic()
+                code = self._child.poll()
+                if self._stop or code is not None:
+                    return _since(healthy_since), _ending(code)
+                if now >= next_question:
+                    answered = self._asks()
+                    last_answer = time.monotonic() if answered else last_answer
+                    if answered and healthy_since is None:
+                        healthy_since = time.monotonic()
+                        self._ready(healthy_since - start)
+                    next_question = now + (_HEALTH_EVERY if healthy_since else _TICK)
+                if healthy_since is not None and now - last_answer > _SILENT_LIMIT:
+                    return _since(healthy_since), f"did not answer for {_SILENT_LIMIT:.0f} s"
+                if healthy_since is None and now - start > _START_LIMIT:
+                    return None, f"was not ready within {_START_LIMIT:.0f} s"
+                time.sleep(_TICK)
+        finally:
+            self._end()
+
+    def _asks(self) -> bool:
+        # The answer is that of our own child on this machine; whose certificate it shows does not matter here.
+        context = ssl._create_unverified_context() if self._health.startswith("https") else None
+        try:
+            with urllib.request.urlopen(self._health, timeout=_HEALTH_LIMIT, context=context) as answer:
+                return answer.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _end(self) -> None:
+        """The child and every process that it started; engines outlive an API server that was killed."""
+        child = self._child
+        if child is None:
+            return
+        if child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(_STOP_LIMIT)
+            except subprocess.TimeoutExpired:
+                self._say(f"the server did not stop within {_STOP_LIMIT:.0f} s; killing it")
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not self._stop and time.monotonic() < end:
+            time.sleep(_TICK)
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that is taken, before anything is loaded.
+
+    Raises:
+        InputError: another program listens there, or the address is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise InputError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from error
+
+
+def _die_with_parent() -> None:
+    """In the child: end when the supervisor is killed (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _since(moment: float | None) -> float | None:
+    return None if moment is None else time.monotonic() - moment
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "was stopped"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

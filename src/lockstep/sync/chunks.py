@@ -1,0 +1,74 @@
+"""A stream of tensors cut into chunks that fit a buffer, and one chunk laid out in memory.
+
+Used by both ends of every wire: the sender lays tensors out, the engine's worker finds them again. Pure functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from lockstep.engines.tensor_specs import dtype_name
+
+CHUNK_BYTES = 64 << 20
+# Every dtype may start here, and so may a cache line.
+_ALIGNMENT = 64
+
+Named = tuple[str, torch.Tensor]
+
+
+class Placed(NamedTuple):
+    """One tensor of a chunk, as it goes over the wire: JSON types only."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+
+
+def chunks(tensors: Iterable[Named], limit: int = CHUNK_BYTES) -> Iterator[list[Named]]:
+    """Consecutive tensors whose bytes fit `limit`; a larger tensor is a chunk of its own."""
+    held: list[Named] = []
+    used = 0
+    for name, tensor in tensors:
+        size = _aligned(tensor.nbytes)
+        if held and used + size > limit:
+            yield held
+            held, used = [], 0
+        held.append((name, tensor))
+        used += size
+    if held:
+        yield held
+
+
+def layout(chunk: Sequence[Named]) -> tuple[list[Placed], int]:
+    """Where each tensor of a chunk lies in a buffer, and how many bytes the buffer needs."""
+    placed, offset = [], 0
+    for name, tensor in chunk:
+        placed.append(Placed(name, dtype_name(tensor.dtype), list(tensor.shape), offset))
+        offset += _aligned(tensor.nbytes)
+    return placed, offset
+
+
+def views(buffer: torch.Tensor, placed: Iterable[Sequence[object]]) -> list[Named]:
+    """The tensors of a chunk as views of a uint8 buffer.
+
+    Raises:
+        ValueError: a tensor does not lie within the buffer.
+    """
+    found = []
+    for entry in placed:
+        name, dtype, shape, offset = Placed(*entry)  # type: ignore[arg-type]
+        kind = getattr(torch, dtype)
+        size = math.prod(shape) * kind.itemsize
+        if offset < 0 or offset + size > buffer.numel():
+            raise ValueError(f"{name} lies outside the buffer of {buffer.numel()} bytes")
+        found.append((name, buffer[offset : offset + size].view(kind).view(shape)))
+    return found
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,164 @@
+"""Weights to servers on other machines over TCP, with torch.distributed's gloo: both ends.
+
+Every push meets anew: the trainer listens (at the address it was given, nowhere else), each server's worker connects, and all of
+them part when the push is over, so that a server which died or was restarted in between leaves nothing to mend. Tensors go out as
+they lie in the trainer's memory; a server holds one chunk at a time. What travels is bytes: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lockstep.engines.transport import WeightReceiverCalls
+from lockstep.sync.chunks import Named, chunks, layout, views
+
+NAME = "gloo"
+_SENDER = 0
+
+
+class GlooTransport:
+    """The trainer's end.
+
+    Args:
+        host: this machine's address as the servers reach it.
+        port: where they meet; 0: a free port.
+        timeout: seconds that the meeting, or one tensor, may take.
+    """
+
+    name = NAME
+
+    def __init__(self, host: str, port: int, timeout: float) -> None:
+        self._host, self._port, self._timeout = host, port, timeout
+
+    def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
+        parts = list(chunks(tensors))
+        pool = ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push")
+        listener = _listen(self._host, self._port)
+        port, size = listener.getsockname()[1], 1 + len(servers)
+        try:
+            meeting = {"transport": NAME, "host": self._host, "port": port, "size": size, "timeout": self._timeout}
+            pending = [
+                pool.submit(_receive, server, {**meeting, "rank": rank}, [layout(part)[0] for part in parts])
+                for rank, server in enumerate(servers, start=1)
+            ]
+            try:
+                self._broadcast(listener, size, parts, pending)
+            except RuntimeError:
+                # A server that went away says more about it than the connection that broke.
+                _raise_first(pending, self._timeout)
+                raise
+            _raise_first(pending, self._timeout)
+        finally:
+            pool.shutdown(wait=False)
+
+    def forget(self) -> None:
+        """Nothing outlives a push."""
+
+    def close(self) -> None:
+        """Nothing outlives a push."""
+
+    def _broadcast(
+        self, listener: socket.socket, size: int, parts: Sequence[Sequence[Named]], pending: Sequence[Future[None]]
+    ) -> None:
+        # A second descriptor: the store closes its own.
+        store = _store(self._host, listener.getsockname()[1], self._timeout, listener.detach())
+        group = _group(store, _SENDER, size, self._host, self._timeout)
+        for part in parts:
+            for _, tensor in part:
+                if failed := [f for f in pending if f.done() and f.exception() is not None]:
+                    raise RuntimeError(str(failed[0].exception()))
+                _everyone(group, tensor.detach().contiguous().cpu().flatten().view(torch.uint8))
+
+
+def receive(info: dict, parts: Sequence[Sequence[Sequence[object]]]) -> Iterator[list[Named]]:
+    """The worker's end: the chunks of one push, one after the other, in one buffer.
+
+    Args:
+        info: what the trainer said of the meeting.
+        parts: what each chunk holds (`chunks.Placed`).
+
+    Raises:
+        RuntimeError: the trainer did not come, or went away.
+    """
+    host, port, timeout = info["host"], info["port"], info["timeout"]
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    group = _group(store, info["rank"], info["size"], _own_address(host, port, timeout), timeout)
+    needed = [max(views_end(part), 1) for part in parts]
+    buffer = torch.empty(max(needed, default=1), dtype=torch.uint8)
+    for part in parts:
+        arrived = views(buffer, part)
+        for _, tensor in arrived:
+            _everyone(group, tensor.flatten().view(torch.uint8))
+        yield arrived
+
+
+def views_end(part: Sequence[Sequence[object]]) -> int:
+    """Bytes that a buffer needs for a chunk."""
+    meta = torch.empty(1 << 62, dtype=torch.uint8, device="meta")
+    return max(
+        (tensor.storage_offset() * tensor.element_size() + tensor.nbytes for _, tensor in views(meta, part)), default=0
+    )
+
+
+def _receive(server: WeightReceiverCalls, meeting: dict, parts: list) -> None:
+    server.update_weights({**meeting, "chunks": parts})
+
+
+def _everyone(group: dist.ProcessGroup, data: torch.Tensor) -> None:
+    if data.numel():
+        group.broadcast([data], _FROM_SENDER).wait()
+
+
+_FROM_SENDER = dist.BroadcastOptions()
+_FROM_SENDER.rootRank = _SENDER
+
+
+def _group(store: dist.Store, rank: int, size: int, host: str, timeout: float) -> dist.ProcessGroup:
+    options = dist.ProcessGroupGloo._Options()
+    # Gloo's own default would be whatever address this machine's name has.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _store(host: str, port: int, timeout: float, listener: int) -> dist.TCPStore:
+    # With a socket of ours: the store's own would listen on every address of this machine.
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    with contextlib.ExitStack() as undo:
+        undo.callback(listener.close)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
+        undo.pop_all()
+    return listener
+
+
+def _own_address(host: str, port: int, timeout: float) -> str:
+    """This machine's address on the way to the trainer."""
+    with socket.create_connection((host, port), timeout=timeout) as way:
+        return str(way.getsockname()[0])
+
+
+def _raise_first(pending: Sequence[Future[None]], timeout: float) -> None:
+    for future in pending:
+        if (error := future.exception(timeout)) is not None:
+            raise error

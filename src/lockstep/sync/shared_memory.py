@@ -1,0 +1,130 @@
+"""Weights to servers on this machine through shared memory: one copy by the trainer, none by the wire.
+
+Two slots of one segment: while the servers load from one, the trainer fills the other. The segment is a file in `/dev/shm` that
+only this user can open, and has no name any more once every server has opened it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from lockstep.engines.transport import WeightReceiverCalls
+from lockstep.sync.chunks import Named, chunks, layout, views
+
+NAME = "shared_memory"
+_FOLDER = Path("/dev/shm")
+_PREFIX = "lockstep-"
+_SLOTS = 2
+
+
+class SharedMemoryTransport:
+    """The trainer's end. Holds two chunks of memory, each at most `chunks.CHUNK_BYTES` or one tensor."""
+
+    name = NAME
+
+    def __init__(self) -> None:
+        self._segment: torch.Tensor | None = None
+        self._slot = 0
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="lockstep-push")
+
+    def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
+        named = list(tensors)
+        if self._segment is None:
+            self._open(max(layout(chunk)[1] for chunk in chunks(named)), servers)
+        segment = self._segment
+        assert segment is not None
+        pending: list[Future[None]] = []
+        for number, chunk in enumerate(chunks(named)):
+            base = (number % _SLOTS) * self._slot
+            placed, size = layout(chunk)
+            for (_, target), (_, source) in zip(views(segment[base : base + size], placed), chunk, strict=True):
+                target.copy_(source)
+            # Filled while the servers were loading the slot before; from here they load this one.
+            _finish(pending)
+            info = {"transport": NAME, "tensors": [[*p[:3], p.offset + base] for p in placed]}
+            pending = [self._pool.submit(server.update_weights, info) for server in servers]
+        _finish(pending)
+
+    def forget(self) -> None:
+        self._segment = None
+
+    def close(self) -> None:
+        self.forget()
+        self._pool.shutdown(wait=False)
+
+    def _open(self, largest: int, servers: Sequence[WeightReceiverCalls]) -> None:
+        self._slot = largest
+        path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
+        try:
+            segment = _map(path, _SLOTS * largest, create=True)
+            info = {"transport": NAME, "segment": path.name, "bytes": _SLOTS * largest}
+            _finish([self._pool.submit(server.init_transfer, info) for server in servers])
+        finally:
+            path.unlink(missing_ok=True)
+        self._segment = segment
+
+
+def open_segment(name: str, size: int) -> torch.Tensor:
+    """The worker's end: a uint8 view of the trainer's segment.
+
+    Raises:
+        ValueError: the name is not that of a segment, or its owner is another user.
+    """
+    if not name.startswith(_PREFIX) or not name.removeprefix(_PREFIX).isalnum():
+        raise ValueError(f"{name!r} is not the name of a segment")
+    return _map(_FOLDER / name, size, create=False)
+
+
+def sees_this_memory(server: WeightReceiverCalls) -> bool:
+    """Whether a server's worker opens the same shared memory as this process: shown by a file, not inferred from names."""
+    secret = secrets.token_hex(16)
+    path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
+    handle = _private(path)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(secret)
+        return server.worker("lockstep_sees", path.name) == {"read": secret}
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def read_mark(name: str) -> str | None:
+    """The worker's answer to `sees_this_memory`: what a small file of this user holds; None where there is none."""
+    if not name.startswith(_PREFIX) or not name.removeprefix(_PREFIX).isalnum():
+        return None
+    try:
+        path = _FOLDER / name
+        return path.read_text()[:64] if path.stat().st_uid == os.geteuid() else None
+    except OSError:
+        return None
+
+
+def _map(path: Path, size: int, *, create: bool) -> torch.Tensor:
+    if create:
+        handle = _private(path)
+        os.ftruncate(handle, size)
+        os.close(handle)
+    elif path.stat().st_uid != os.geteuid() or path.stat().st_size != size:
+        raise ValueError(f"{path.name} is not the trainer's segment of {size} bytes")
+    storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=size)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _private(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+
+
+def _finish(pending: Iterable[Future[None]]) -> None:
+    """Wait for all, so that no server is left reading a slot; then raise the first error."""
+    errors = [future.exception() for future in list(pending)]
+    for error in errors:
+        if error is not None:
+            raise error

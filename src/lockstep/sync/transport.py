@@ -1,0 +1,44 @@
+"""How the bytes of a push reach servers: the interface of every weight transport, and the choice between them.
+
+Driven by `engines/vllm_server.py`. A transport moves bytes and says what it placed where; the version, the acknowledgement and the
+comparison are the same for all of them (`sync/push.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.engines.transport import WeightReceiverCalls, WeightTransport
+from lockstep.errors import InputError
+from lockstep.sync.gloo import GlooTransport
+from lockstep.sync.shared_memory import SharedMemoryTransport, sees_this_memory
+
+TRANSPORTS = ("auto", "shared_memory", "gloo")
+
+
+def choose_transport(
+    name: str, servers: Sequence[WeightReceiverCalls], host: str, port: int, timeout: float
+) -> WeightTransport:
+    """The transport that was asked for, or the fastest that every server can take part in.
+
+    Args:
+        name: one of `TRANSPORTS`.
+        host: this machine's address as the servers reach it; gloo listens there and nowhere else.
+        port: port that gloo meets at; 0: a free one.
+        timeout: seconds that any step of a push may take.
+
+    Raises:
+        InputError: the name is unknown, or a server cannot take part.
+    """
+    if name not in TRANSPORTS:
+        raise InputError(f"vllm_weight_transport={name!r}; it must be one of {', '.join(TRANSPORTS)}")
+    if name == "gloo":
+        return GlooTransport(host, port, timeout)
+    if all(sees_this_memory(server) for server in servers):
+        return SharedMemoryTransport()
+    if name == "auto":
+        return GlooTransport(host, port, timeout)
+    raise InputError(
+        "vllm_weight_transport=shared_memory, but a server does not see this machine's shared memory (another machine or "
+        "container); use gloo"
+    )

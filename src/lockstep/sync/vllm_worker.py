@@ -1,0 +1,61 @@
+"""What a server's engine answers to a trainer beside vLLM's own endpoints: methods of the worker that runs the model.
+
+Given to vLLM as `--worker-extension-cls`; called by name over `/collective_rpc`. JSON in and JSON out, nothing is unpickled.
+`engines/vllm_server.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import asdict
+from typing import Any
+
+from lockstep.engines.probe import encode_floats
+from lockstep.engines.vllm_settings import effective_settings
+from lockstep.sync.shared_memory import read_mark
+
+# Made when a worker's process starts: an engine that was restarted has another one.
+_INSTANCE = uuid.uuid4().hex
+
+
+class LockstepWorker:
+    """Mixed into vLLM's worker. Every method takes and returns JSON types."""
+
+    vllm_config: Any
+    model_runner: Any
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    def lockstep_state(self) -> dict[str, Any]:
+        """Which engine this is, what it runs with, and whether an update is open."""
+        return {
+            "instance": _INSTANCE,
+            "settings": effective_settings(self.vllm_config),
+            "backend": getattr(self.vllm_config.weight_transfer_config, "backend", None),
+            "world_size": self.vllm_config.parallel_config.world_size_across_dp,
+            "updating": self._weight_update_active,
+        }
+
+    def lockstep_modules(self, checkpoint_names: str) -> dict[str, Any]:
+        """`EngineModules` for a JSON list of checkpoint names."""
+        from lockstep.engines.vllm_probe import list_modules
+
+        found = list_modules(self, tuple(json.loads(checkpoint_names)))
+        return {"probed": [asdict(m) for m in found.probed.values()], "unreached": list(found.unreached)}
+
+    def lockstep_probe(self, names: str, seed: str, every: str) -> dict[str, str]:
+        """Each named module's answer: float32 values, little-endian, base64."""
+        from lockstep.engines.vllm_probe import probe_modules
+
+        answers = probe_modules(self, tuple(json.loads(names)), int(seed), json.loads(every))
+        return {name: encode_floats(answer) for name, answer in answers.items()}
+
+    def lockstep_acknowledgement(self) -> dict[str, Any]:
+        """`LoadedWeights` of the last update."""
+        found = self.weight_transfer_engine.acknowledgement
+        return {"tensors": [list(spec) for spec in found.tensors], "untouched": list(found.untouched)}
+
+    def lockstep_sees(self, name: str) -> dict[str, str | None]:
+        """What a trainer left in this machine's shared memory, if it is this machine's."""
+        return {"read": read_mark(name)}

@@ -1,0 +1,112 @@
+"""Real vLLM servers for tests, started with `lockstep serve` on a free port of this machine and stopped afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from lockstep.engines.vllm_server import VLLMServer
+from lockstep.server.keys import KEY_VARIABLE
+from lockstep.sync.transport import choose_transport
+
+KEY = "a-key-for-tests-only"
+_START_LIMIT = 300.0
+
+
+@dataclass
+class Server:
+    """A running `lockstep serve`."""
+
+    url: str
+    supervisor: subprocess.Popen[str]
+    log: Path
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """Process ids by what they do: `api`, `core`, `worker`."""
+        found = {}
+        for pid in descendants(self.supervisor.pid):
+            with suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_text()
+                role = {"api_server": "api", "EngineCore": "core", "Worker": "worker"}
+                found |= {name: pid for mark, name in role.items() if mark in command}
+        return found
+
+    def kill(self, role: str, sign: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.processes[role], sign)
+
+    def await_health(self, limit: float = _START_LIMIT) -> None:
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            with suppress(httpx.HTTPError):
+                if httpx.get(self.url + "/health", timeout=5, trust_env=False).status_code == 200:
+                    return
+            if self.supervisor.poll() is not None:
+                break
+            time.sleep(0.2)
+        raise AssertionError(f"no server:\n{self.log.read_text()[-3000:]}")
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids below a process, itself left out."""
+    below = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                below += [int(child), *descendants(int(child))]
+    return below
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serve(
+    model: str, folder: Path, *arguments: str, dtype: str = "float32", max_model_len: int = 512
+) -> Iterator[Server]:
+    """A server for a model, healthy."""
+    port = free_port()
+    log = folder / f"server-{port}.log"
+    command = [sys.executable, "-m", "lockstep.cli.main", "serve", model, "--port", str(port), "--dtype", dtype]
+    with log.open("w") as out:
+        supervisor = subprocess.Popen(
+            [*command, "--max_model_len", str(max_model_len), *arguments],
+            stdout=out,
+            stderr=out,
+            text=True,
+            env={**os.environ, KEY_VARIABLE: KEY},
+        )
+    server = Server(f"http://127.0.0.1:{port}", supervisor, log)
+    try:
+        server.await_health()
+        yield server
+    finally:
+        supervisor.terminate()
+        try:
+            supervisor.wait(40)
+        except subprocess.TimeoutExpired:
+            supervisor.kill()
+            raise
+
+
+def connect(*urls: str, timeout: float = 120.0, transport: str = "auto", key: str = KEY) -> VLLMServer:
+    """A server engine on running servers."""
+    return VLLMServer(
+        urls,
+        [key] * len(urls),
+        timeout=timeout,
+        transport=lambda servers: choose_transport(transport, servers, "127.0.0.1", 0, timeout),
+    )
