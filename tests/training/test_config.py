@@ -24,7 +24,7 @@ def config(**fields: Any) -> GRPOConfig:
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"beta": 0.04}, "beta"),
         ({"temperature": 0.0}, "temperature"),
-        ({"vllm_mode": "server"}, "vllm_mode"),
+        ({"vllm_mode": "remote"}, "vllm_mode"),
         ({"vllm_importance_sampling_mode": "sequence_mask"}, "vllm_importance_sampling_mode"),
         (
             {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},

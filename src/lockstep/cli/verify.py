@@ -76,9 +76,11 @@ def _verify(arguments: VerifyArguments, config: Any) -> int:
     name = arguments.model or arguments.model_name_or_path
     if name is None:
         raise InputError("say which model to verify: --model NAME, DIRECTORY or hub id (or --config FILE)")
+    config.use_vllm = _use_vllm(arguments.engine, config)
+    if arguments.self_test and config.vllm_mode == "server":
+        raise InputError("the self-test injects faults into an engine in this process; run it with --engine vllm")
     if arguments.json and not Path(arguments.json).resolve().parent.is_dir():
         raise InputError(f"the folder of {arguments.json} does not exist")
-    config.use_vllm = _use_vllm(arguments.engine, config)
     resolve_model(name)
     console = Console()
     rows: list[Row] = []
@@ -122,7 +124,8 @@ def _use_vllm(engine: str | None, config: Any) -> bool | None:
     if engine is None:
         return config.use_vllm
     if engine == "server":
-        raise InputError("engine server: there is no server mode yet; use vllm (in this process) or transformers")
+        config.vllm_mode = "server"
+        return None
     if engine not in ("vllm", "transformers"):
         raise InputError(f"engine {engine!r}: it must be vllm, transformers or server")
     return engine == "vllm"

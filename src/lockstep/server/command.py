@@ -101,7 +101,7 @@ def environment(key: str, given: Mapping[str, str] = os.environ) -> dict[str, st
     ours = {name: value for name, value in given.items() if name not in _DROPPED}
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not torch.cuda.is_available():
-        defaults |= _cpu_threads(len(os.sched_getaffinity(0)))
+        defaults |= _cpu_settings(len(os.sched_getaffinity(0)))
     return {**defaults, **ours, KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1"}
 
 
@@ -109,14 +109,18 @@ def environment(key: str, given: Mapping[str, str] = os.environ) -> dict[str, st
 _DROPPED = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_API_KEY"})
 
 
-def _cpu_threads(cores: int) -> dict[str, str]:
-    """Thread settings for an engine that shares its cores with a trainer: docs/server.md has what was measured."""
+def _cpu_settings(cores: int) -> dict[str, str]:
+    """Threads and memory of an engine that shares its machine with a trainer: docs/server.md has what was measured."""
     return {
         # vLLM would keep one core for its scheduler and bind its threads to the others.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(cores),
         # Threads that wait must sleep: spinning ones take the cores from whoever's turn it is.
         "OMP_WAIT_POLICY": "PASSIVE",
+        # Every push packs every weight anew. Memory that is given back in between costs a page fault for each page of it.
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
 
 

@@ -60,14 +60,22 @@ def views(buffer: torch.Tensor, placed: Iterable[Sequence[object]]) -> list[Name
         ValueError: a tensor does not lie within the buffer.
     """
     found = []
-    for entry in placed:
-        name, dtype, shape, offset = Placed(*entry)  # type: ignore[arg-type]
-        kind = getattr(torch, dtype)
-        size = math.prod(shape) * kind.itemsize
+    for name, dtype, shape, offset in (Placed(*entry) for entry in placed):  # type: ignore[arg-type]
+        kind, size = getattr(torch, dtype), _bytes(dtype, shape)
         if offset < 0 or offset + size > buffer.numel():
             raise ValueError(f"{name} lies outside the buffer of {buffer.numel()} bytes")
         found.append((name, buffer[offset : offset + size].view(kind).view(shape)))
     return found
+
+
+def end_of(placed: Iterable[Sequence[object]]) -> int:
+    """Bytes that a buffer needs for a chunk."""
+    entries = [Placed(*entry) for entry in placed]  # type: ignore[arg-type]
+    return max((entry.offset + _bytes(entry.dtype, entry.shape) for entry in entries), default=0)
+
+
+def _bytes(dtype: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * getattr(torch, dtype).itemsize
 
 
 def _aligned(size: int) -> int:

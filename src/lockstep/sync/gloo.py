@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep.engines.transport import WeightReceiverCalls
-from lockstep.sync.chunks import Named, chunks, layout, views
+from lockstep.sync.chunks import Named, chunks, end_of, layout, views
 
 NAME = "gloo"
 _SENDER = 0
@@ -77,7 +78,7 @@ class GlooTransport:
                 _everyone(group, tensor.detach().contiguous().cpu().flatten().view(torch.uint8))
 
 
-def receive(info: dict, parts: Sequence[Sequence[Sequence[object]]]) -> Iterator[list[Named]]:
+def receive(info: Mapping[str, Any], parts: Sequence[Sequence[Sequence[object]]]) -> Iterator[list[Named]]:
     """The worker's end: the chunks of one push, one after the other, in one buffer.
 
     Args:
@@ -90,21 +91,12 @@ def receive(info: dict, parts: Sequence[Sequence[Sequence[object]]]) -> Iterator
     host, port, timeout = info["host"], info["port"], info["timeout"]
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
     group = _group(store, info["rank"], info["size"], _own_address(host, port, timeout), timeout)
-    needed = [max(views_end(part), 1) for part in parts]
-    buffer = torch.empty(max(needed, default=1), dtype=torch.uint8)
+    buffer = torch.empty(max((end_of(part) for part in parts), default=0), dtype=torch.uint8)
     for part in parts:
         arrived = views(buffer, part)
         for _, tensor in arrived:
             _everyone(group, tensor.flatten().view(torch.uint8))
         yield arrived
-
-
-def views_end(part: Sequence[Sequence[object]]) -> int:
-    """Bytes that a buffer needs for a chunk."""
-    meta = torch.empty(1 << 62, dtype=torch.uint8, device="meta")
-    return max(
-        (tensor.storage_offset() * tensor.element_size() + tensor.nbytes for _, tensor in views(meta, part)), default=0
-    )
 
 
 def _receive(server: WeightReceiverCalls, meeting: dict, parts: list) -> None:
@@ -121,11 +113,11 @@ _FROM_SENDER.rootRank = _SENDER
 
 
 def _group(store: dist.Store, rank: int, size: int, host: str, timeout: float) -> dist.ProcessGroup:
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Gloo's own default would be whatever address this machine's name has.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout)
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, options)  # type: ignore[return-value]
 
 
 def _store(host: str, port: int, timeout: float, listener: int) -> dist.TCPStore:

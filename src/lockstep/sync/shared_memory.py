@@ -44,7 +44,7 @@ class SharedMemoryTransport:
             base = (number % _SLOTS) * self._slot
             placed, size = layout(chunk)
             for (_, target), (_, source) in zip(views(segment[base : base + size], placed), chunk, strict=True):
-                target.copy_(source)
+                _copy(target, source)
             # Filled while the servers were loading the slot before; from here they load this one.
             _finish(pending)
             info = {"transport": NAME, "tensors": [[*p[:3], p.offset + base] for p in placed]}
@@ -107,6 +107,15 @@ def read_mark(name: str) -> str | None:
         return None
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy on this thread alone where both lie in main memory: the other cores are loading the chunk before."""
+    if source.device.type == "cpu":
+        raw = source.detach().contiguous().flatten().view(torch.uint8)
+        target.flatten().view(torch.uint8).numpy()[:] = raw.numpy()
+    else:
+        target.copy_(source)
+
+
 def _map(path: Path, size: int, *, create: bool) -> torch.Tensor:
     if create:
         handle = _private(path)
@@ -115,7 +124,7 @@ def _map(path: Path, size: int, *, create: bool) -> torch.Tensor:
     elif path.stat().st_uid != os.geteuid() or path.stat().st_size != size:
         raise ValueError(f"{path.name} is not the trainer's segment of {size} bytes")
     storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=size)
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
 
 
 def _private(path: Path) -> int:

@@ -86,13 +86,33 @@ class GRPOConfig(TrainingArguments):
     use_vllm: bool | None = field(
         default=None, metadata=_doc("vLLM (true) or transformers (false) generates. Default: vLLM where installed.")
     )
-    vllm_mode: Literal["colocate"] = field(default="colocate", metadata=_doc("Only colocate (this process) yet."))
+    vllm_mode: Literal["colocate", "server"] = field(
+        default="colocate", metadata=_doc("vLLM in this process, or running servers ('lockstep serve').")
+    )
+    vllm_server_base_url: str | None = field(
+        default=None, metadata=_doc("URL of the server; several, separated by commas. Given, it implies server mode.")
+    )
+    vllm_server_host: str = field(default="127.0.0.1", metadata=_doc("The server's host, where no URL is given."))
+    vllm_server_port: int = field(default=8000, metadata=_doc("The server's port, where no URL is given."))
+    vllm_server_key_file: str | None = field(
+        default=None,
+        metadata=_doc("File with the server's key. Default: LOCKSTEP_SERVER_KEY, or what a server here left."),
+    )
+    vllm_weight_transport: str = field(
+        default="auto", metadata=_doc("shared_memory, gloo, or auto: the fastest that all servers can take part in.")
+    )
+    vllm_group_host: str = field(
+        default="127.0.0.1", metadata=_doc("This machine's address as servers elsewhere reach it; gloo listens there.")
+    )
+    vllm_group_port: int = field(default=0, metadata=_doc("Port where gloo meets the servers. Default: a free one."))
     vllm_gpu_memory_utilization: float = field(default=0.3, metadata=_doc("Share of a GPU's memory for vLLM."))
     vllm_max_model_length: int | None = field(
         default=None, metadata=_doc("Engine context. Default: the longest prompt plus max_completion_length.")
     )
     vllm_max_num_seqs: int = field(default=64, metadata=_doc("Most sequences that the engine decodes together."))
-    vllm_server_timeout: float = field(default=600.0, metadata=_doc("Seconds that one generation may take."))
+    vllm_server_timeout: float = field(
+        default=600.0, metadata=_doc("Seconds for one generation, one call, or the wait for a server.")
+    )
     vllm_engine_kwargs: dict | str | None = field(default=None, metadata=_doc("Further arguments of vllm.LLM."))
     engine_dtype: Literal["auto", "float32", "bfloat16"] = field(
         default="auto", metadata=_doc("Dtype of the engine. Default: bfloat16 with bf16, else float32.")
@@ -117,6 +137,8 @@ class GRPOConfig(TrainingArguments):
         self.scale_rewards = {True: "group", False: "none", "True": "group", "False": "none"}.get(
             self.scale_rewards, self.scale_rewards
         )
+        if self.vllm_server_base_url is not None:
+            self.vllm_mode = "server"
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
         self._refuse_unsupported()
@@ -160,7 +182,7 @@ class GRPOConfig(TrainingArguments):
             "fp16": False,
         }
         neutral |= {"auto_find_batch_size": False, "load_best_model_at_end": False, "full_determinism": False}
-        neutral |= {"vllm_mode": "colocate", "vllm_importance_sampling_mode": "token_truncate"}
+        neutral |= {"vllm_importance_sampling_mode": "token_truncate"}
         neutral |= {"remove_unused_columns": False, "dataloader_drop_last": True, "torch_compile": False}
         # Fields of TrainingArguments that the step here does not go through, or that would take it apart.
         neutral |= {"deepspeed": None, "label_smoothing_factor": 0.0, "neftune_noise_alpha": None}
@@ -194,9 +216,34 @@ class GRPOConfig(TrainingArguments):
         for name in (*at_least_one, "gradient_accumulation_steps", "per_device_train_batch_size", "vllm_max_num_seqs"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}; it must be at least 1")
+        self._check_server()
         for name in ("model_init_kwargs", "chat_template_kwargs", "vllm_engine_kwargs"):
             if not isinstance(getattr(self, name), dict | None):
                 raise InputError(f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}')
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Base URL of each server, in server mode."""
+        if self.vllm_server_base_url is None:
+            return [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
+        return [url.strip().rstrip("/") for url in self.vllm_server_base_url.split(",")]
+
+    def _check_server(self) -> None:
+        if self.vllm_mode not in ("colocate", "server"):
+            raise InputError(f"vllm_mode={self.vllm_mode!r}; it must be colocate or server")
+        if self.vllm_mode == "colocate":
+            return
+        if self.use_vllm is False:
+            raise InputError("vllm_mode=server and use_vllm=false contradict each other; leave use_vllm out")
+        if self.vllm_engine_kwargs:
+            raise InputError("vllm_engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead")
+        urls = self.server_urls
+        odd = [url for url in urls if not url.startswith(("http://", "https://"))]
+        if odd or len(set(urls)) != len(urls):
+            raise InputError(
+                f"vllm_server_base_url={self.vllm_server_base_url!r}; it must be different URLs such as http://127.0.0.1:8000, "
+                "separated by commas"
+            )
 
     def _size_generation(self) -> None:
         if self.num_generations < 2:

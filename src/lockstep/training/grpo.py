@@ -39,6 +39,7 @@ from lockstep.training.prompts import (
     prompt_loader,
 )
 from lockstep.training.proofs import Proofs
+from lockstep.training.recovery import Recovery
 from lockstep.training.rollout_metrics import mean_with_interval, rollout_metrics
 from lockstep.training.scoring import check_scorable
 from lockstep.training.update import Policy, UpdateSums, learn, score_all
@@ -133,6 +134,7 @@ class GRPOTrainer(Trainer):
         try:
             shake_hands(self.engine, policy, self.model_path, args, longest)
             self.proofs = Proofs(policy, self.engine, args, compute_dtype, self.clock)
+            self.recovery = Recovery(self.proofs.distrust)
         except BaseException:
             self.close()
             raise
@@ -165,7 +167,23 @@ class GRPOTrainer(Trainer):
         self.proofs.sync(self.state.global_step)
 
     def rollout(self, prompts: list[Prompt] | tuple[Prompt, ...], num_generations: int) -> list[RolloutGroup]:
-        """Sample and score completions of prompts with the policy as it is now."""
+        """Sample and score completions of prompts with the policy as it is now.
+
+        Raises:
+            ProofError: trainer and engine do not agree.
+            LockstepError: the engine was lost and did not come back in time.
+        """
+        groups = self.recovery.run(lambda: self._sample(prompts, num_generations))
+        with self.clock.phase("rewards"):
+            return score_groups(
+                groups,
+                self.reward_funcs,
+                self.reward_weights,
+                trainer_state=self.state,
+                timeout=self.config.reward_timeout,
+            )
+
+    def _sample(self, prompts: list[Prompt] | tuple[Prompt, ...], num_generations: int) -> list[RolloutGroup]:
         self.sync_weights()
         config = self.config
         with self.clock.phase("generate"):
@@ -179,14 +197,7 @@ class GRPOTrainer(Trainer):
                 version=self.state.global_step,
             )
         self.proofs.check_groups(groups)
-        with self.clock.phase("rewards"):
-            return score_groups(
-                groups,
-                self.reward_funcs,
-                self.reward_weights,
-                trainer_state=self.state,
-                timeout=config.reward_timeout,
-            )
+        return groups
 
     # ---- one micro-step ---------------------------------------------------------------------------------------------
 
@@ -252,7 +263,7 @@ class GRPOTrainer(Trainer):
         """Forget what an earlier, perhaps interrupted, call of `train` left, and open the receipt. Called by the loop."""
         self._generation = None
         self._logged.clear()
-        self.proofs.start(Path(self.args.output_dir), self.state.global_step)
+        self.recovery.run(lambda: self.proofs.start(Path(self.args.output_dir), self.state.global_step))
         self.clock.take()
 
     def _policy(self) -> Policy:
@@ -303,6 +314,8 @@ class GRPOTrainer(Trainer):
             logs |= {name: sum(values) / len(values) for name, values in self._logged.items()}
             # A count, like the seconds: all since the last log.
             logs["parity/checked_tokens"] = sum(self._logged.get("parity/checked_tokens", ()))
+            if self.recovery.losses:
+                logs["engine/losses"] = self.recovery.losses
             logs["num_tokens"] = self.state.num_input_tokens_seen
             logs |= {f"time/{name}": seconds for name, seconds in self.clock.take().items()}
             self._logged.clear()

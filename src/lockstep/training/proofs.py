@@ -59,6 +59,11 @@ class Proofs:
         self._receipt: Receipt | None = None
         self._push: SyncRecord | None = None
         self._probed: ProbeRecord | None = None
+        self._distrusted = False
+
+    def distrust(self) -> None:
+        """Probe every module after the next push: the engine is not the one it was."""
+        self._distrusted = True
 
     def start(self, folder: Path, step: int) -> None:
         """Open the receipt, and prove the engine before the first rollout is paid for.
@@ -104,8 +109,9 @@ class Proofs:
             self._push = push_weights(self._model, self._engine, version)
         with self._clock.phase("verify"):
             seed = self._config.seed * 1_000_003 + version
-            self._probed = self.probe.measure(seed, every=every_module)
+            self._probed = self.probe.measure(seed, every=every_module or self._distrusted)
             check_probe(self._probed, version)
+        self._distrusted = False
         return self._probed
 
     def check_groups(self, groups: Sequence[RolloutGroup]) -> None:
