@@ -65,7 +65,7 @@ class ServerCalls:
         )
 
     async def ask(self, method: str, path: str, body: Any = None, *, limit: float | None = None, **query: Any) -> Any:
-        """One call; the JSON of its answer, None where it has none.
+        """One call; the JSON of its answer, None where it is empty.
 
         Raises:
             EngineLost: no answer within the limit, an answer cut short, or one with status 5xx.

@@ -124,15 +124,16 @@ class VLLMServer:
         """Run calls together; the first failure ends all of them, which ends their requests in the server too."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
-            async with asyncio.timeout(self._timeout):
-                return await asyncio.gather(*tasks)
-        except TimeoutError as error:
-            waiting = sum(not task.done() for task in tasks)
-            raise EngineLost(
-                f"the server did not finish {waiting} of {len(tasks)} requests within {self._timeout:.0f} s; raise "
-                "vllm_server_timeout or lower max_completion_length",
-                self.recover,
-            ) from error
+            done, waiting = await asyncio.wait(tasks, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if waiting:
+                raise EngineLost(
+                    f"the server did not finish {len(waiting)} of {len(tasks)} requests within {self._timeout:.0f} s; raise "
+                    "vllm_server_timeout or lower max_completion_length",
+                    self.recover,
+                )
+            return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
@@ -150,9 +151,12 @@ class VLLMServer:
     async def _post(self, server: int, body: dict[str, Any], work: int) -> Any:
         self._open[server] += work
         try:
-            return await self._servers[server].ask("POST", _GENERATE, body)
+            answer = await self._servers[server].ask("POST", _GENERATE, body)
         finally:
             self._open[server] -= work
+        if answer is None:
+            raise EngineLost(f"the server at {self._servers[server].url} sent an empty answer", self.recover)
+        return answer
 
     def _name(self, purpose: str) -> str:
         """A request id that was never used: a late answer to an earlier call cannot be taken for this one's."""

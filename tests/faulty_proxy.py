@@ -1,0 +1,169 @@
+"""A proxy between trainer and server that does to answers what networks and sick servers do."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+
+GENERATE = "/inference/v1/generate"
+
+# Given the path of a call, says what to do to it: None for nothing, else a name of `_Handler.fault_…`.
+Rule = Callable[[str], str | None]
+
+
+class FaultyProxy:
+    """Passes calls on to `target`; `rule` may be set at any time, and `calls` counts what arrived, by path."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.rule: Rule = lambda path: None
+        self.calls: dict[str, int] = {}
+        self.faults = 0
+        self.lock = threading.Lock()
+        self.held: tuple[threading.Event, list[bytes]] | None = None
+        proxy = self
+
+        class Handler(_Handler):
+            owner = proxy
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def once(self, fault: str, path: str = GENERATE) -> None:
+        """The next call of a path meets the fault, the ones after it do not."""
+        left = [fault]
+
+        def rule(called: str) -> str | None:
+            return left.pop() if left and called == path else None
+
+        self.rule = rule
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextmanager
+def faulty_proxy(target: str) -> Iterator[FaultyProxy]:
+    proxy = FaultyProxy(target)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: FaultyProxy
+    late = 10.0
+
+    def do_GET(self) -> None:
+        self._handle()
+
+    def do_POST(self) -> None:
+        self._handle()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def _handle(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path = self.path.partition("?")[0]
+        with self.owner.lock:
+            self.owner.calls[path] = self.owner.calls.get(path, 0) + 1
+            fault = self.owner.rule(path)
+            self.owner.faults += fault is not None
+        try:
+            getattr(self, f"fault_{fault}")(body) if fault else self._answer(*self._forward(body))
+        except OSError:
+            # The trainer has hung up.
+            pass
+
+    def _forward(self, body: bytes) -> tuple[int, bytes]:
+        headers = {k: v for k, v in self.headers.items() if k.lower() in ("authorization", "content-type")}
+        found = httpx.request(
+            self.command, self.owner.target + self.path, content=body, headers=headers, timeout=120, trust_env=False
+        )
+        return found.status_code, found.content
+
+    def _answer(self, status: int, body: bytes, *, sent: int | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(body[:sent])
+        self.wfile.flush()
+
+    def fault_cut(self, body: bytes) -> None:
+        status, answer = self._forward(body)
+        self._answer(status, answer, sent=len(answer) // 2)
+        self.close_connection = True
+
+    def fault_500(self, body: bytes) -> None:
+        self._answer(500, b'{"error": "made up"}')
+
+    def fault_503(self, body: bytes) -> None:
+        self._answer(503, b"overloaded")
+
+    def fault_late(self, body: bytes) -> None:
+        answer = self._forward(body)
+        time.sleep(self.late)
+        self._answer(*answer)
+
+    def fault_asked_twice(self, body: bytes) -> None:
+        self._forward(body)
+        self._answer(*self._forward(body))
+
+    def fault_body_twice(self, body: bytes) -> None:
+        status, answer = self._forward(body)
+        self._answer(status, answer + answer)
+
+    def fault_truncated(self, body: bytes) -> None:
+        status, answer = self._forward(body)
+        self._answer(status, answer[: len(answer) // 2])
+
+    def fault_empty(self, body: bytes) -> None:
+        self._forward(body)
+        self._answer(200, b"")
+
+    def fault_token_lost(self, body: bytes) -> None:
+        status, answer = self._forward(body)
+        found = json.loads(answer)
+        found["choices"][0]["token_ids"].pop()
+        self._answer(status, json.dumps(found).encode())
+
+    def fault_logprob_missing(self, body: bytes) -> None:
+        status, answer = self._forward(body)
+        found = json.loads(answer)
+        found["choices"][0]["logprobs"]["content"][0]["logprob"] = -9999.0
+        self._answer(status, json.dumps(found).encode())
+
+    def fault_prompt_changed(self, body: bytes) -> None:
+        asked = json.loads(body)
+        asked["token_ids"] = [asked["token_ids"][0], *asked["token_ids"]]
+        self._answer(*self._forward(json.dumps(asked).encode()))
+
+    def fault_exchanged(self, body: bytes) -> None:
+        """The first caller gets the second one's answer, and the second one the first one's."""
+        status, answer = self._forward(body)
+        with self.owner.lock:
+            first = self.owner.held is None
+            if first:
+                self.owner.held = (threading.Event(), [answer])
+            event, answers = self.owner.held  # type: ignore[misc]
+        if first:
+            event.wait(30)
+            self._answer(status, answers[1])
+        else:
+            answers.append(answer)
+            self.owner.held = None
+            event.set()
+            self._answer(status, answers[0])

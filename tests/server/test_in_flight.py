@@ -1,0 +1,88 @@
+"""Updates that land in the middle of running requests, on a real server."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import VLLM
+from servers import Server, connect
+from tiny import make_model, perturbed
+from transformers import PreTrainedModel
+
+from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.engines.vllm_server import VLLMServer
+from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.sync.push import push_weights
+
+pytestmark = VLLM
+
+
+@pytest.fixture(params=["shared_memory", "gloo"])
+def engine(server: Server, request: pytest.FixtureRequest) -> Iterator[VLLMServer]:
+    made = connect(server.url, transport=request.param)
+    yield made
+    made.close()
+
+
+def long_requests(count: int, tokens: int) -> list[GenerationRequest]:
+    rng = random.Random(5)
+    prompt = tuple(rng.randrange(4, 300) for _ in range(70))
+    return [
+        GenerationRequest(RequestKey(f"p{i % 3}", i), (*prompt, 5 + i % 3), Sampling(tokens), 100 + i)
+        for i in range(count)
+    ]
+
+
+def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion]) -> float:
+    """Largest distance of a token's log-prob to that of a plain forward with the weights it is stamped with."""
+    worst = 0.0
+    for c in found:
+        versions = torch.tensor(c.weight_versions)
+        for version, model in models.items():
+            own = completion_logps(model, c.prompt_ids, c.token_ids, Sampling(1), Precision(None))
+            distance = (own - torch.tensor(c.logprobs)).abs()[versions == version]
+            worst = max([worst, *distance.tolist()])
+    return worst
+
+
+def test_tokens_of_running_requests_carry_the_version_that_sampled_each(engine: VLLMServer) -> None:
+    first, second = make_model(), perturbed(make_model(), scale=0.5)
+    push_weights(first, engine, 1)
+    asked = long_requests(24, 300)
+    answers: dict[RequestKey, Completion] = {}
+    worker = threading.Thread(target=lambda: answers.update(engine.generate(asked)))
+    worker.start()
+    time.sleep(0.7)
+    push_weights(second, engine, 2)
+    worker.join(100)
+    found = list(answers.values())
+    assert {c.key for c in found} == {request.key for request in asked}
+    across = [c for c in found if set(c.weight_versions) == {1, 2}]
+    assert across, "no request was running when the update landed"
+    assert all(list(c.weight_versions) == sorted(c.weight_versions) for c in found)
+    # Log-probs right for each token's own weights also say that no key or value of the older ones was used (fault W6).
+    assert gap_by_version({1: first, 2: second}, found) < 1e-3
+    assert gap_by_version({1: second, 2: first}, across) > 0.1
+    # And nothing of the older weights is left for the next request with the same prefix.
+    after = list(engine.generate(long_requests(3, 8)).values())
+    assert gap_by_version({2: second}, after) < 1e-3
+
+
+def test_requests_wait_while_an_update_is_open_and_are_not_answered_by_half_of_it(engine: VLLMServer) -> None:
+    model = make_model()
+    push_weights(model, engine, 1)
+    answers: dict[RequestKey, Completion] = {}
+    worker = threading.Thread(target=lambda: answers.update(engine.generate(long_requests(4, 400))))
+    worker.start()
+    time.sleep(0.3)
+    engine.begin_update()
+    time.sleep(1.5)
+    assert worker.is_alive()
+    push_weights(model, engine, 2)
+    worker.join(100)
+    assert len(answers) == 4

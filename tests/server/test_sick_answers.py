@@ -1,0 +1,147 @@
+"""A real server behind a proxy that cuts, delays, doubles, truncates and exchanges its answers.
+
+After each of them the engine either refuses the answer by the proof that names it, or is lost, is recovered, and then gives the very
+tokens that it gives without a fault. No call is ever repeated by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import VLLM
+from faulty_proxy import GENERATE, FaultyProxy, faulty_proxy
+from servers import Server, connect
+from tiny import make_model
+
+from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.engines.vllm_server import VLLMServer
+from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
+from lockstep.parity.module_probe import ModuleProbe, check_probe
+from lockstep.sync.push import push_weights
+
+pytestmark = VLLM
+
+REQUESTS = [GenerationRequest(RequestKey(f"p{i}", 0), (7, 8, 9 + i), Sampling(12), 50 + i) for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def proxy(server: Server) -> Iterator[FaultyProxy]:
+    with faulty_proxy(server.url) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(proxy: FaultyProxy) -> Iterator[VLLMServer]:
+    proxy.rule = lambda path: None
+    made = connect(proxy.url, timeout=8.0)
+    push_weights(make_model(), made, 1)
+    yield made
+    proxy.rule = lambda path: None
+    made.close()
+
+
+def tokens(engine: VLLMServer) -> dict[RequestKey, tuple[int, ...]]:
+    return {key: c.token_ids for key, c in engine.generate(REQUESTS).items()}
+
+
+@pytest.mark.parametrize("fault", ["cut", "500", "503", "late", "body_twice", "truncated", "empty"])
+def test_an_answer_that_breaks_loses_the_engine_and_recovery_gives_the_same_tokens(
+    fault: str, engine: VLLMServer, proxy: FaultyProxy
+) -> None:
+    plain = tokens(engine)
+    calls = proxy.calls[GENERATE]
+    proxy.once(fault)
+    with pytest.raises(EngineLost) as lost:
+        engine.generate(REQUESTS)
+    assert proxy.calls[GENERATE] <= calls + len(REQUESTS), "a call was repeated"
+    lost.value.recover()
+    with pytest.raises(ProofError, match="no committed weights"):
+        engine.generate(REQUESTS)
+    push_weights(make_model(), engine, 2)
+    assert tokens(engine) == plain
+
+
+@pytest.mark.parametrize(
+    ("fault", "proof"), [("token_lost", "logprobs"), ("logprob_missing", "logprobs"), ("prompt_changed", "echo")]
+)
+def test_an_answer_that_lies_is_refused_by_name(fault: str, proof: str, engine: VLLMServer, proxy: FaultyProxy) -> None:
+    proxy.once(fault)
+    with pytest.raises(ProofError) as refused:
+        engine.generate(REQUESTS)
+    assert refused.value.check == proof
+
+
+def test_exchanged_answers_are_refused(engine: VLLMServer, proxy: FaultyProxy) -> None:
+    left = ["exchanged", "exchanged"]
+    proxy.rule = lambda path: left.pop() if left and path == GENERATE else None
+    with pytest.raises(ProofError) as refused:
+        engine.generate(REQUESTS)
+    assert refused.value.check == "keys"
+
+
+def test_a_request_that_the_server_got_twice_is_answered_once(engine: VLLMServer, proxy: FaultyProxy) -> None:
+    plain = tokens(engine)
+    proxy.once("asked_twice")
+    assert tokens(engine) == plain
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/pause",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/reset_prefix_cache",
+        "/update_weight_version",
+        "/resume",
+        "/collective_rpc",
+        "/init_weight_transfer_engine",
+    ],
+)
+@pytest.mark.parametrize("fault", ["cut", "500", "truncated"])
+def test_a_push_that_loses_a_call_is_not_repeated_by_itself_and_a_new_one_is_whole(
+    path: str, fault: str, engine: VLLMServer, proxy: FaultyProxy
+) -> None:
+    model = make_model(seed=3)
+    engine._transport.forget()  # type: ignore[union-attr]
+    before = dict(proxy.calls)
+    proxy.once(fault, path)
+    try:
+        push_weights(model, engine, 2)
+    except EngineLost as lost:
+        assert engine.version is None
+        lost.recover()
+    assert proxy.faults
+    if path != "/collective_rpc":
+        assert proxy.calls[path] == before.get(path, 0) + 1, "a call that is not idempotent was repeated"
+    push_weights(model, engine, 3)
+    record = ModuleProbe(model, engine, torch.float32).measure(1, every=True)
+    check_probe(record, 3)
+
+
+def test_a_server_that_stays_away_is_waited_for_no_longer_than_the_limit(
+    engine: VLLMServer, proxy: FaultyProxy
+) -> None:
+    proxy.rule = lambda path: "503"
+    with pytest.raises(EngineLost) as lost:
+        engine.generate(REQUESTS)
+    with pytest.raises(LockstepError, match="within 8 s"):
+        lost.value.recover()
+
+
+def test_a_wrong_key_is_refused_at_once(server: Server) -> None:
+    with pytest.raises(InputError, match="does not accept the key"):
+        connect(server.url, key="another-key-of-some-length")
+
+
+def test_another_trainers_weights_are_noticed(server: Server, engine: VLLMServer) -> None:
+    other = connect(server.url)
+    try:
+        push_weights(make_model(seed=9), other, 1)
+        with pytest.raises(ProofError, match="did not push"):
+            engine.generate(REQUESTS)
+    finally:
+        other.close()
