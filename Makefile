@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env train test lint verify bench false-alarms tied-head
+.PHONY: env train test test-long lint verify bench false-alarms tied-head
 
 # Made once; made anew when pyproject.toml or the script changes.
 env:
@@ -27,7 +27,11 @@ tied-head: env
 	@$(BIN)/python examples/tied_head.py $(ARGS)
 
 test: env
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+# Runs that take many minutes: servers killed again and again, hours of load in small.
+test-long: env
+	@$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: env
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -81,11 +81,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.owner.calls[path] = self.owner.calls.get(path, 0) + 1
             fault = self.owner.rule(path)
             self.owner.faults += fault is not None
-        try:
+        # The trainer may have hung up.
+        with suppress(OSError):
             getattr(self, f"fault_{fault}")(body) if fault else self._answer(*self._forward(body))
-        except OSError:
-            # The trainer has hung up.
-            pass
 
     def _forward(self, body: bytes) -> tuple[int, bytes]:
         headers = {k: v for k, v in self.headers.items() if k.lower() in ("authorization", "content-type")}

@@ -19,10 +19,12 @@ class EngineLost(LockstepError):
     Args:
         message: which engine, what was asked of it, and what happened.
         recover: waits, bounded, until it answers again; raises `LockstepError` if it does not. What it served before is void.
+        refused: whether it did answer, with an error of its own.
     """
 
-    def __init__(self, message: str, recover: Callable[[], None]) -> None:
+    def __init__(self, message: str, recover: Callable[[], None], *, refused: bool = False) -> None:
         self.recover = recover
+        self.refused = refused
         super().__init__(message)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 import pytest
 from conftest import VLLM
@@ -58,7 +60,7 @@ def test_the_server_listens_on_this_machine_only(server: Server) -> None:
     listening = {
         line.split()[1]
         for table in ("/proc/net/tcp", "/proc/net/tcp6")
-        for line in open(table).read().splitlines()[1:]
+        for line in Path(table).read_text().splitlines()[1:]
         if line.split()[3] == "0A"
     }
     own = {address for address in listening if int(address.rpartition(":")[2], 16) == port}
@@ -67,7 +69,7 @@ def test_the_server_listens_on_this_machine_only(server: Server) -> None:
 
 def test_the_key_is_in_no_list_of_processes(server: Server) -> None:
     for pid in server.processes.values():
-        assert KEY not in open(f"/proc/{pid}/cmdline").read()
+        assert KEY not in Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def test_pickled_weights_are_refused(server: Server) -> None:

@@ -13,6 +13,7 @@ _NOT_COMPARED = {
     "_attn_implementation_internal",
     "_name_or_path",
     "architectures",
+    "bos_token_id",
     "chunk_size_feed_forward",
     "dtype",
     "id2label",
@@ -21,10 +22,13 @@ _NOT_COMPARED = {
     "label2id",
     "output_attentions",
     "output_hidden_states",
+    "pad_token_id",
     "problem_type",
     "return_dict",
+    "sep_token_id",
     "torch_dtype",
     "transformers_version",
+    "unk_token_id",
     "use_cache",
 }
 

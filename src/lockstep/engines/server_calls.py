@@ -81,7 +81,7 @@ class ServerCalls:
         except httpx.HTTPError as error:
             raise self._lost(path, f"cannot be reached ({type(error).__name__}: {error})") from error
         if answer.status_code >= 500:
-            raise self._lost(path, f"answered {answer.status_code}: {answer_text[:_SHOWN]}")
+            raise self._lost(path, f"answered {answer.status_code}: {answer_text[:_SHOWN]}", refused=True)
         self._check(answer, path)
         if not answer_text:
             return None
@@ -136,8 +136,8 @@ class ServerCalls:
                 f"the server at {self.url} refused {path} with status {answer.status_code}: {answer.text[:_SHOWN]}"
             )
 
-    def _lost(self, path: str, what: str) -> EngineLost:
-        return EngineLost(f"the server at {self.url} {what} (at {path})", self._recover)
+    def _lost(self, path: str, what: str, *, refused: bool = False) -> EngineLost:
+        return EngineLost(f"the server at {self.url} {what} (at {path})", self._recover, refused=refused)
 
 
 HOW_TO_START = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,7 @@ class VLLMServer:
         ]
         self._pool = ThreadPoolExecutor(max(len(self._servers), 1), thread_name_prefix="lockstep-servers")
         self._open = [0] * len(self._servers)
+        self._closed = threading.Event()
         self._version: int | None = None
         # Tells this trainer's weights from any other's, also from those of an earlier run at the same step.
         self._session = secrets.token_hex(6)
@@ -278,6 +280,7 @@ class VLLMServer:
     def close(self) -> None:
         """Let go of the servers, which stay up."""
         self._version = None
+        self._closed.set()
         if self._transport is not None:
             self._transport.close()
         for server in self._servers:
@@ -301,18 +304,19 @@ class VLLMServer:
 
     def _await_health(self, server: ServerCalls) -> None:
         deadline = time.monotonic() + self._timeout
-        while not server.healthy(_HEALTH_LIMIT):
-            if time.monotonic() > deadline:
+        while not server.healthy(min(_HEALTH_LIMIT, self._timeout)):
+            if self._closed.wait(_HEALTH_EVERY) or time.monotonic() > deadline:
                 raise LockstepError(
                     f"the server at {server.url} did not answer within {self._timeout:.0f} s; is it running "
                     "('lockstep serve MODEL')? The run can be resumed from its last checkpoint once it is"
                 )
-            time.sleep(_HEALTH_EVERY)
 
     def _introduced(self, server: ServerCalls) -> dict[str, Any]:
         try:
             state = server.worker("lockstep_state")
         except EngineLost as lost:
+            if not lost.refused:
+                raise
             # It is healthy, and yet its workers do not know what they are asked.
             raise InputError(f"{lost}. {HOW_TO_START}") from lost
         if state["backend"] != _BACKEND:

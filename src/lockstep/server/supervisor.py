@@ -28,9 +28,10 @@ _HEALTH_LIMIT = 5.0
 # A server that answers nothing for this long is as dead as one that has ended.
 _SILENT_LIMIT = 120.0
 _START_LIMIT = 1800.0
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
+# A start takes the best part of a minute, so that longer waits would not spare anyone anything.
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 10.0
 # After this long in health a death is a new one, not the same one again.
-_STEADY = 120.0
+_STEADY = 60.0
 _STOP_LIMIT = 15.0
 _PR_SET_PDEATHSIG = 1
 

@@ -5,21 +5,17 @@ Comes from: `GRPOConfig` and the policy. Goes to: the trainer. The only place wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.connection import connect_servers
 from lockstep.engines.model_fields import model_fields
 from lockstep.engines.protocol import Engine
-from lockstep.engines.server_calls import ServerCalls
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.engines.transport import WeightTransport
 from lockstep.engines.vllm_inprocess import VLLMInProcess, vllm_installed
 from lockstep.engines.vllm_server import VLLMServer
 from lockstep.parity.handshake import ExpectedSettings, check_settings
-from lockstep.server.keys import key_for
-from lockstep.sync.transport import choose_transport
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.training.config import GRPOConfig
 
@@ -59,24 +55,6 @@ def start_engine(config: GRPOConfig, model_path: str, tokenizer: PreTrainedToken
         engine_kwargs=dict(config.vllm_engine_kwargs or {}),  # type: ignore[arg-type]
         **common,
     )
-
-
-def connect_servers(
-    urls: Sequence[str], *, key_file: str | None, timeout: float, transport: str, group_host: str, group_port: int
-) -> VLLMServer:
-    """Running servers as one engine.
-
-    Raises:
-        InputError: a key cannot be read or is refused, the transport cannot be used, or a server was started without what
-            training needs.
-        LockstepError: a server did not answer in time.
-    """
-    keys = [key_for(url, key_file) for url in urls]
-
-    def choose(servers: Sequence[ServerCalls]) -> WeightTransport:
-        return choose_transport(transport, servers, group_host, group_port, timeout)
-
-    return VLLMServer(urls, keys, timeout=timeout, transport=choose)
 
 
 def shake_hands(

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# The recipe of `make train` with vLLM in a process of its own: a few steps, then the server is stopped. (docs/server.md)
+#
+#     examples/server_mode.sh            three minutes on two CPU cores
+#
+# On two machines, start the first command there with a key of your own, and the second here with its URL.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PATH="$PWD/.venv/bin:$PATH"
+lockstep serve smollm2-135m-instruct --port 8077 --max_model_len 512 &
+server=$!
+trap 'kill $server; wait $server' EXIT
+# Waits for the server by itself; the key is found in the file that the server left on this machine.
+lockstep grpo --config recipes/arithmetic.yaml --vllm_server_base_url http://127.0.0.1:8077 \
+    --max_steps 5 --save_steps 5 --eval_size 16 --output_dir runs/server_mode "$@"

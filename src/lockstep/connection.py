@@ -1,0 +1,201 @@
+"""Running servers for people with a trainer of their own: `lockstep.engines.connect(url)`.
+
+Four calls: `update_weights`, `generate`, `score` and `verify`. The first brings the servers to a model's weights and proves it; the
+others refuse to work with servers that do not hold them. Above `sync/` and `parity/`, below `training/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.engines.model_fields import model_fields
+from lockstep.engines.protocol import Completion, EngineSettings, GenerationRequest, RequestKey
+from lockstep.engines.server_calls import ServerCalls
+from lockstep.engines.transport import WeightTransport
+from lockstep.engines.vllm_server import VLLMServer
+from lockstep.errors import ProofError
+from lockstep.parity.canary import sing
+from lockstep.parity.gap import GapStats, gap_error, over_limits
+from lockstep.parity.handshake import ExpectedSettings, check_settings
+from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
+from lockstep.parity.rescoring import Precision
+from lockstep.parity.tolerances import tolerance
+from lockstep.server.keys import key_for
+from lockstep.sync.push import SyncRecord, push_weights
+from lockstep.sync.transport import choose_transport
+
+
+def connect_servers(
+    urls: Sequence[str],
+    *,
+    key_file: str | None = None,
+    timeout: float = 600.0,
+    transport: str = "auto",
+    group_host: str = "127.0.0.1",
+    group_port: int = 0,
+) -> VLLMServer:
+    """Running servers as one engine.
+
+    Raises:
+        InputError: a key cannot be read or is refused, the transport cannot be used, or a server was started without what
+            training needs.
+        LockstepError: a server did not answer in time.
+    """
+    keys = [key_for(url, key_file) for url in urls]
+
+    def choose(servers: Sequence[ServerCalls]) -> WeightTransport:
+        return choose_transport(transport, servers, group_host, group_port, timeout)
+
+    return VLLMServer(urls, keys, timeout=timeout, transport=choose)
+
+
+class Connection:
+    """Servers that hold a trainer's weights. Made by `connect`."""
+
+    def __init__(self, engine: VLLMServer) -> None:
+        self.engine = engine
+        self._model: PreTrainedModel | None = None
+        self._probe: ModuleProbe | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version that the servers serve; None before the first update and after a loss."""
+        return self.engine.version
+
+    def settings(self) -> EngineSettings:
+        """What the servers run with."""
+        return self.engine.settings()
+
+    def update_weights(self, model: PreTrainedModel, version: int) -> SyncRecord:
+        """Bring the servers to a model's weights, and prove every module that they then run.
+
+        The model is only read. Requests that are running go on with the new weights; their tokens carry the version of each.
+
+        Args:
+            model: a causal language model of the servers' kind, in any dtype.
+            version: a number of the caller's, larger each time.
+
+        Raises:
+            ProofError: servers and model are not of one kind, or something else than was sent is in use.
+            EngineLost: a server went away; call its `recover()` and update again.
+        """
+        if model is not self._model:
+            self._check_kind(model)
+            self._probe = ModuleProbe(model, self.engine, self.settings().dtype)
+            self._model = model
+        record = push_weights(model, self.engine, version)
+        self._probed(version)
+        return record
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
+        """Answer every request, by key.
+
+        Raises:
+            InputError: a prompt does not fit the context; no request has been started then.
+            ProofError: no weights were given yet, or an answer is not what was asked for.
+            EngineLost: a server went away; call its `recover()`, update the weights and ask again.
+        """
+        return self.engine.generate(requests)
+
+    def score(self, sequences: Mapping[str, Sequence[int]]) -> dict[str, tuple[float, ...]]:
+        """Log-probs at temperature 1 of every id but the first of each sequence.
+
+        Raises:
+            InputError: a sequence has fewer than two ids, or fills the context.
+            ProofError, EngineLost: as `generate`.
+        """
+        return self.engine.score({name: tuple(ids) for name, ids in sequences.items()})
+
+    def verify(self) -> tuple[ProbeRecord, GapStats]:
+        """Prove that the servers compute with the weights that the model has now: every module, and a few whole sequences.
+
+        Returns:
+            The probe's errors by weight, and the gap on the sequences.
+
+        Raises:
+            ProofError: they do not; names the layers, or the gap.
+        """
+        if self._model is None or self.version is None:
+            raise ProofError(
+                "version",
+                "the servers were asked to prove weights that nobody gave them",
+                "no update was made yet, or a server was lost since",
+                "call update_weights first",
+            )
+        probed = self._probed(self.version)
+        precision = Precision(None)
+        gap = sing(self._model, self.engine, self.settings().max_model_len, precision)
+        limit = tolerance(self.settings().dtype, self._model.dtype)
+        if over_limits(gap, limit):
+            raise gap_error(
+                gap,
+                limit,
+                self.version,
+                "whole sequences",
+                "every probed module agrees and whole sequences do not: positions, attention, or a part that no probe reaches",
+                "compare the model's configuration on both sides",
+            )
+        return probed, gap
+
+    def close(self) -> None:
+        """Let go of the servers, which stay up."""
+        self.engine.close()
+
+    def _probed(self, version: int) -> ProbeRecord:
+        assert self._probe is not None
+        record = self._probe.measure(version, every=True)
+        check_probe(record, version)
+        return record
+
+    def _check_kind(self, model: PreTrainedModel) -> None:
+        dtype: torch.dtype = self.settings().dtype
+        embedding = model.get_input_embeddings().weight
+        expected = ExpectedSettings(
+            model=None,
+            architecture=type(model).__name__,
+            dtype=dtype,
+            head_dtype=dtype,
+            vocab_size=len(embedding),
+            min_model_len=1,
+            model_config=model_fields(model.config.get_text_config()),
+        )
+        check_settings(expected, self.settings())
+
+
+def connect(
+    url: str | Sequence[str],
+    *,
+    key_file: str | None = None,
+    timeout: float = 600.0,
+    transport: str = "auto",
+    group_host: str = "127.0.0.1",
+    group_port: int = 0,
+) -> Connection:
+    """Connect to running servers (`lockstep serve MODEL`, or vLLM's own with the same arguments).
+
+    Args:
+        url: base URL, or several: requests go to the least busy, weights to all.
+        key_file: file with the servers' key. Default: the variable LOCKSTEP_SERVER_KEY, or what a server on this machine left.
+        timeout: seconds that any one call may take, and that a server is waited for.
+        transport: `shared_memory` (one machine), `gloo` (TCP), or `auto`: the fastest that all servers can take part in.
+        group_host: this machine's address as servers elsewhere reach it; gloo listens there and nowhere else.
+        group_port: port where gloo meets the servers; 0: a free one.
+
+    Raises:
+        InputError: a key is refused, or a server was started without what training needs; says what to change.
+        LockstepError: a server did not answer in time.
+    """
+    urls = [url] if isinstance(url, str) else list(url)
+    return Connection(
+        connect_servers(
+            urls,
+            key_file=key_file,
+            timeout=timeout,
+            transport=transport,
+            group_host=group_host,
+            group_port=group_port,
+        )
+    )

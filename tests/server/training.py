@@ -1,0 +1,72 @@
+"""A small training run on servers, whose every step can be made to meet a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import datasets
+import torch
+
+from lockstep.training.config import GRPOConfig
+from lockstep.training.grpo import GRPOTrainer
+
+# Called with the trainer and the step that begins; gives a context in which the step runs.
+Sabotage = Callable[[GRPOTrainer, int], Any]
+
+
+def even_tokens(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """A reward that every group disagrees on: the share of even ids."""
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+
+
+def make_trainer(model: str, folder: Path, url: str, *, reward: Any = even_tokens, **changes: Any) -> GRPOTrainer:
+    """A trainer on servers; everything that its final weights depend on is fixed."""
+    settings: dict[str, Any] = {
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "max_completion_length": 60,
+        "max_steps": 3,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "report_to": "none",
+        "bf16": False,
+        "vllm_server_base_url": url,
+        "vllm_server_timeout": 240.0,
+        # The weights of tokens would carry the last bits of the engine's log-probs, which depend on what was decoded together.
+        "vllm_importance_sampling_correction": False,
+        "disable_tqdm": True,
+        **changes,
+    }
+    prompts = [f"what is {i} + {i + 3}" for i in range(40)]
+    data = datasets.Dataset.from_dict({"prompt": prompts})
+    return GRPOTrainer(model, reward, GRPOConfig(output_dir=str(folder), **settings), data)
+
+
+def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer._policy_model().named_parameters()}
+
+
+def train(trainer: GRPOTrainer, sabotage: Sabotage | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
+    """Final weights of a run; each step runs inside what `sabotage` gives for it."""
+    step = trainer.training_step
+
+    def sabotaged(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if sabotage is None:
+            return step(*args, **kwargs)
+        with sabotage(trainer, trainer.state.global_step):
+            return step(*args, **kwargs)
+
+    try:
+        with patch.object(trainer, "training_step", sabotaged):
+            trainer.train(**kwargs)
+        return weights(trainer)
+    finally:
+        trainer.close()
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    """Whether two sets of weights are the same, bit for bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
