@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env train test test-long lint verify bench false-alarms tied-head
+.PHONY: env train test test-long lint verify bench false-alarms server-sync server-load tied-head
 
 # Made once; made anew when pyproject.toml or the script changes.
 env:
@@ -21,6 +21,13 @@ bench: env
 
 false-alarms: env
 	@$(BIN)/python benchmarks/false_alarms.py $(ARGS)
+
+# What a push to a server costs, and what a server does under ten minutes of load.
+server-sync: env
+	@$(BIN)/python benchmarks/server_sync.py $(ARGS)
+
+server-load: env
+	@$(BIN)/python benchmarks/server_load.py $(ARGS)
 
 # A defect of vLLM's that only the proofs see.
 tied-head: env

@@ -69,6 +69,7 @@ class VLLMServer:
         ]
         self._pool = ThreadPoolExecutor(max(len(self._servers), 1), thread_name_prefix="lockstep-servers")
         self._open = [0] * len(self._servers)
+        self._gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in self._servers]
         self._closed = threading.Event()
         self._version: int | None = None
         # Tells this trainer's weights from any other's, also from those of an earlier run at the same step.
@@ -153,7 +154,8 @@ class VLLMServer:
     async def _post(self, server: int, body: dict[str, Any], work: int) -> Any:
         self._open[server] += work
         try:
-            answer = await self._servers[server].ask("POST", _GENERATE, body)
+            async with self._gates[server]:
+                answer = await self._servers[server].ask("POST", _GENERATE, body)
         finally:
             self._open[server] -= work
         if answer is None:

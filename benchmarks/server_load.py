@@ -1,0 +1,122 @@
+"""64 concurrent rollouts of mixed lengths on a server for ten minutes: throughput beside vLLM in this process, and memory.
+
+    make server-load      (real vLLM server, SmolLM2-135M; about fourteen minutes on two cores; ARGS="--minutes 2" for a look)
+
+The same requests with the same seeds, in the same order, at most 64 decoded together, with the same threads: first by vLLM in a
+process like a trainer's, then by the server over HTTP, for as many rounds as the minutes hold, then in process once more.
+(docs/server.md)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+CONCURRENT, ROLLOUTS = 64, 160
+LENGTHS, PROMPTS = (8, 96), (16, 160)
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--minutes", type=float, default=10.0)
+    words.add_argument("--in_process", action="store_true", help=argparse.SUPPRESS)
+    words.add_argument("--json", type=Path, default=Path("runs/bench/server_load.json"))
+    asked = words.parse_args()
+    if asked.in_process:
+        print(json.dumps(in_process()))
+        return
+    before = in_a_process_of_its_own()
+    served = on_a_server(asked.minutes)
+    after = in_a_process_of_its_own()
+    own = statistics.median(before + after)
+    rate = statistics.median(row["rate"] for row in served)
+    # The first minute fills caches and heaps.
+    settled = [row["bytes"] for row in served if row["at"] > 60] or [row["bytes"] for row in served]
+    drift = settled[-1] / settled[0] - 1
+    print(f"in process {own:.0f} tokens/s; server {rate:.0f} tokens/s: {rate / own:.2f} of it")
+    print(
+        f"memory after the first minute {settled[0] / 2**30:.3f} GiB, at the end {settled[-1] / 2**30:.3f}: {drift:+.1%}"
+    )
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    asked.json.write_text(json.dumps({"in_process": before + after, "served": served}, indent=1) + "\n")
+
+
+def requests(seed: int) -> list[Any]:
+    """Rollouts of a round: like those of training, several to a prompt, of very different lengths."""
+    from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+
+    draw = random.Random(seed)
+    asked = []
+    for number in range(ROLLOUTS // 4):
+        prompt = tuple(draw.randrange(100, 40_000) for _ in range(draw.randint(*PROMPTS)))
+        for sample in range(4):
+            key = RequestKey(f"r{seed}/{number}", sample)
+            asked.append(GenerationRequest(key, prompt, Sampling(draw.randint(*LENGTHS)), draw.getrandbits(60)))
+    return asked
+
+
+def round_on(engine: Any, seed: int) -> float:
+    """Sampled tokens per second of one round."""
+    asked = requests(seed)
+    start = time.perf_counter()
+    answers = engine.generate(asked)
+    return sum(len(c.token_ids) for c in answers.values()) / (time.perf_counter() - start)
+
+
+def in_process() -> list[float]:
+    import torch
+    from servers import MODEL
+
+    from lockstep.engines.vllm_inprocess import VLLMInProcess
+    from lockstep.models.policy import load_policy
+    from lockstep.models.resolve import resolve_model
+    from lockstep.sync.push import push_weights
+
+    path = resolve_model(MODEL)
+    engine = VLLMInProcess(path, dtype=torch.float32, max_model_len=512, max_num_seqs=CONCURRENT)
+    push_weights(load_policy(path, None), engine, 0)
+    return [round_on(engine, seed) for seed in range(3)][1:]
+
+
+def in_a_process_of_its_own() -> list[float]:
+    """The figure in process, with a machine of its own: two engines at once would slow each other."""
+    found = subprocess.run([sys.executable, __file__, "--in_process"], stdout=subprocess.PIPE, check=True, text=True)
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def on_a_server(minutes: float) -> list[dict[str, float]]:
+    from servers import MODEL, resident_bytes, serving
+
+    from lockstep.connection import connect_servers
+    from lockstep.models.policy import load_policy
+    from lockstep.models.resolve import resolve_model
+    from lockstep.sync.push import push_weights
+
+    sizes = ["--max_model_len", "512", "--max_num_seqs", str(CONCURRENT)]
+    with serving("--dtype", "float32", *sizes) as (url, pid):
+        engine = connect_servers([url])
+        push_weights(load_policy(resolve_model(MODEL), None), engine, 0)
+        rows: list[dict[str, float]] = []
+        start = time.monotonic()
+        while time.monotonic() - start < 60 * minutes:
+            rate = round_on(engine, len(rows))
+            rows.append({"at": time.monotonic() - start, "rate": rate, "bytes": resident_bytes(pid)})
+            print(f"{rows[-1]['at']:5.0f} s  {rate:5.0f} tokens/s  {rows[-1]['bytes'] / 2**30:.3f} GiB", flush=True)
+        engine.close()
+    return rows[1:]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""A server for a benchmark, in processes of its own, and what its processes use."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lockstep.server.keys import KEY_VARIABLE, make_key
+
+MODEL = "smollm2-135m-instruct"
+_START_LIMIT = 300.0
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[str, int]]:
+    """URL and supervisor's process id of a server for the 135M model; its key is in this process's environment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ[KEY_VARIABLE] = make_key()
+    command = [sys.executable, "-m", "lockstep.cli.main", "serve", MODEL, "--port", str(port), *arguments]
+    supervisor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        _await_ready(supervisor)
+        yield f"http://127.0.0.1:{port}", supervisor.pid
+    finally:
+        supervisor.terminate()
+        supervisor.wait(60)
+
+
+def resident_bytes(pid: int) -> int:
+    """Proportional memory of a process and all below it: shared pages are counted once."""
+    return sum(_proportional(p) for p in [pid, *_below(pid)])
+
+
+def _await_ready(supervisor: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + _START_LIMIT
+    assert supervisor.stdout is not None
+    for line in supervisor.stdout:
+        if "is ready at" in line:
+            return
+        if time.monotonic() > deadline:
+            break
+    sys.exit("the server did not start")
+
+
+def _below(pid: int) -> list[int]:
+    found = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += [int(child), *_below(int(child))]
+    return found
+
+
+def _proportional(pid: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0

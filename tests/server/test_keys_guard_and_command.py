@@ -1,0 +1,209 @@
+"""Keys, the guard and the command line of a server, without one."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.cli.main import main
+from lockstep.errors import InputError
+from lockstep.server.command import ServeOptions, command_line, environment
+from lockstep.server.guard import KeyGuard
+from lockstep.server.keys import KEY_VARIABLE, default_key_file, key_for, make_key, read_key, write_key
+from lockstep.server.supervisor import Supervisor
+
+KEY = "a-key-for-tests-only"
+
+
+class TestKeys:
+    def test_a_key_file_is_its_owners_alone(self, tmp_path: Path) -> None:
+        key, path = make_key(), tmp_path / "keys" / "k"
+        write_key(path, key)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert read_key(path) == key
+        assert make_key() != key
+
+    def test_a_key_that_others_can_read_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "k"
+        write_key(path, KEY)
+        path.chmod(0o640)
+        with pytest.raises(InputError, match="can be read by others"):
+            read_key(path)
+
+    @pytest.mark.parametrize("text", ["", "short", "has spaces in it, and is long", "näñ-ascii-characters"])
+    def test_what_is_no_key_is_refused(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "k"
+        write_key(path, text)
+        with pytest.raises(InputError, match="16 printable"):
+            read_key(path)
+
+    def test_a_trainer_finds_the_key_that_a_server_here_left_and_shows_it_to_nobody_else(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.delenv(KEY_VARIABLE, raising=False)
+        write_key(default_key_file(8000), KEY)
+        assert key_for("http://127.0.0.1:8000", None) == KEY
+        assert key_for("http://127.0.0.1:8001", None) is None
+        assert key_for("http://gpu-node:8000", None) is None
+
+
+class TestGuard:
+    @staticmethod
+    def ask(headers: list[tuple[bytes, bytes]], path: str = "/x", kind: str = "http") -> list[dict[str, Any]]:
+        sent: list[dict[str, Any]] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "passed"})
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> dict[str, Any]:
+            return {}
+
+        asyncio.run(KeyGuard(app)({"type": kind, "path": path, "headers": headers}, receive, send))
+        return sent
+
+    @pytest.fixture(autouse=True)
+    def key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(KEY_VARIABLE, KEY)
+
+    def test_the_key_passes(self) -> None:
+        assert self.ask([(b"authorization", f"Bearer {KEY}".encode())]) == [{"type": "passed"}]
+        assert self.ask([], path="/health") == [{"type": "passed"}]
+
+    @pytest.mark.parametrize("shown", [[], [b"Bearer no"], [KEY.encode()], [b"Basic " + KEY.encode()], [b"Bearer "]])
+    def test_anything_else_does_not(self, shown: list[bytes]) -> None:
+        assert self.ask([(b"authorization", value) for value in shown])[0]["status"] == 401
+        assert self.ask([(b"authorization", value) for value in shown], kind="websocket")[0]["code"] == 1008
+
+    def test_two_keys_are_none(self) -> None:
+        header = (b"authorization", f"Bearer {KEY}".encode())
+        assert self.ask([header, header])[0]["status"] == 401
+
+    def test_a_guard_without_a_key_does_not_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv(KEY_VARIABLE)
+        with pytest.raises(InputError, match="16 printable"):
+            self.ask([])
+
+
+def options(model: str, *rest: str, **changes: Any) -> ServeOptions:
+    settings: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": 8000,
+        "dtype": torch.float32,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
+        "gpu_memory_utilization": 0.5,
+    }
+    return ServeOptions(model, **{**settings, **changes}, rest=rest)
+
+
+class TestCommand:
+    def test_what_the_user_adds_goes_to_vllm_and_wins(self, untied_dir: str) -> None:
+        command = command_line(options(untied_dir, "--max_num_batched_tokens", "8192", "--seed=3"))
+        assert command.count("--max-num-batched-tokens") == 1
+        assert command[command.index("--max-num-batched-tokens") + 1] == "8192"
+        assert "--seed=3" in command
+        assert "--logprobs-mode" in command
+        assert "--no-async-scheduling" in command
+
+    @pytest.mark.parametrize(
+        "word",
+        ["--api-key=x", "--quantization", "--middleware", "--logprobs_mode=raw_logprobs", "--no-enable-scale-out"],
+    )
+    def test_what_would_open_the_server_or_change_log_probs_is_refused(self, untied_dir: str, word: str) -> None:
+        with pytest.raises(InputError, match=r"leave it out|may not set"):
+            command_line(options(untied_dir, word))
+
+    def test_the_environment_accepts_no_pickles_and_no_second_key(self) -> None:
+        given = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_API_KEY": "x", "OMP_NUM_THREADS": "7", "HOME": "/h"}
+        made = environment(KEY, given)
+        assert made.keys().isdisjoint({"VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_API_KEY"})
+        assert (made[KEY_VARIABLE], made["OMP_NUM_THREADS"], made["HOME"]) == (KEY, "7", "/h")
+
+
+class TestRefusals:
+    def refused(self, words: list[str], capsys: pytest.CaptureFixture[str], reason: str) -> None:
+        assert main(["serve", *words]) == 2
+        assert reason in " ".join(capsys.readouterr().err.split())
+
+    def test_an_open_address_needs_a_key(
+        self, untied_dir: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv(KEY_VARIABLE, raising=False)
+        self.refused([untied_dir, "--host", "0.0.0.0"], capsys, "give the server a key of your own")
+
+    def test_a_model_that_is_not_there(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.refused(["./nowhere", "--dry_run"], capsys, "does not exist")
+
+    def test_a_loose_key_file(self, untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = tmp_path / "k"
+        write_key(path, KEY)
+        path.chmod(0o644)
+        self.refused([untied_dir, "--key_file", str(path)], capsys, "can be read by others")
+
+    def test_a_port_that_is_taken(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+        import socket
+
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            self.refused([untied_dir, "--port", str(other.getsockname()[1])], capsys, "choose another --port")
+
+    def test_a_dry_run_prints_the_command_without_a_key(
+        self, untied_dir: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(KEY_VARIABLE, KEY)
+        assert main(["serve", untied_dir, "--dry_run"]) == 0
+        out = capsys.readouterr().out
+        assert "lockstep.server.guard.KeyGuard" in out
+        assert KEY not in out
+
+
+HEALTHY = """
+import http.server, os, sys, threading, time
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+threading.Timer(float(sys.argv[2]), lambda: os._exit(3)).start()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+
+class TestSupervisor:
+    """With a small real process in place of vLLM; the real one is killed in test_killed_servers.py."""
+
+    def test_a_server_that_dies_is_started_again_and_said_so(self) -> None:
+        from servers import free_port
+
+        port, lines, ready = free_port(), [], []
+        command = [sys.executable, "-c", HEALTHY, str(port), "1.5"]
+
+        def say(line: str) -> None:
+            lines.append(line)
+            if len(ready) >= 2:
+                supervisor.stop()
+
+        supervisor = Supervisor(command, {}, f"http://127.0.0.1:{port}", ready=ready.append, say=say)
+        supervisor.run()
+        assert len(ready) == 2
+        assert "ended with exit code 3; starting it again in 1 s" in lines[0]
+        assert "again in 2 s" in lines[1]
+
+    def test_a_server_that_never_came_up_is_not_tried_for_ever(self) -> None:
+        supervisor = Supervisor(
+            [sys.executable, "-c", "raise SystemExit(7)"], {}, "http://127.0.0.1:9", ready=print, say=print
+        )
+        with pytest.raises(Exception, match="ended with exit code 7 before it was ready"):
+            supervisor.run()

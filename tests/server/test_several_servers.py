@@ -1,0 +1,116 @@
+"""Two real servers as one engine: requests to both, weights to both, and proofs that say which of them is wrong."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VLLM
+from servers import KEY, Server, connect, serve
+from test_in_flight import gap_by_version
+from tiny import make_model, perturbed
+from training import equal, make_trainer, train
+
+from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.engines.vllm_server import VLLMServer
+from lockstep.errors import EngineLost, ProofError
+from lockstep.parity.module_probe import ModuleProbe, check_probe
+from lockstep.server.keys import KEY_VARIABLE
+from lockstep.sync.push import push_weights
+
+pytestmark = VLLM
+
+
+@pytest.fixture(scope="module")
+def second(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serve(untied_dir, tmp_path_factory.mktemp("second")) as running:
+        yield running
+
+
+@dataclass
+class Pair:
+    engine: VLLMServer
+    servers: tuple[Server, Server]
+
+
+@pytest.fixture(params=["shared_memory", "gloo"])
+def pair(server: Server, second: Server, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    engine = connect(server.url, second.url, transport=request.param)
+    yield Pair(engine, (server, second))
+    engine.close()
+
+
+def asked(prompts: int, samples: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(RequestKey(f"p{p}", s), (7, 8, 9 + p), Sampling(10), 100 * p + s)
+        for p in range(prompts)
+        for s in range(samples)
+    ]
+
+
+def test_both_hold_the_weights_and_both_answer(pair: Pair) -> None:
+    model = perturbed(make_model(), scale=0.5)
+    push_weights(model, pair.engine, 3)
+    posted: list[int] = []
+    real = pair.engine._post
+
+    async def counting(server: int, body: dict, work: int) -> object:
+        posted.append(server)
+        return await real(server, body, work)
+
+    pair.engine._post = counting  # type: ignore[method-assign]
+    answers = pair.engine.generate(asked(6, 3))
+    assert sorted(posted) == [0] * 9 + [1] * 9
+    assert gap_by_version({3: model}, list(answers.values())) < 1e-3
+
+
+def test_the_samples_of_a_prompt_stay_together(pair: Pair) -> None:
+    push_weights(make_model(), pair.engine, 1)
+    routed = pair.engine._routed(asked(5, 4))
+    places: dict[tuple[int, ...], set[int]] = {}
+    for request, server in routed:
+        places.setdefault(request.prompt_ids, set()).add(server)
+    assert all(len(where) == 1 for where in places.values())
+    assert {place for where in places.values() for place in where} == {0, 1}
+
+
+def test_the_probe_names_the_server_whose_weights_are_old(pair: Pair) -> None:
+    first, moved = make_model(), perturbed(make_model(), scale=0.5)
+    push_weights(first, pair.engine, 1)
+    only = connect(pair.servers[1].url)
+    push_weights(moved, only, 1)
+    only.close()
+    probe = ModuleProbe(first, pair.engine, torch.float32)
+    answers = pair.engine.probe(list(probe._modules.probed), 5, every=True)
+    assert {name.partition("/")[0] for name in answers} == {"server0", "server1"}
+    with pytest.raises(ProofError, match="module_probe"):
+        check_probe(probe.measure(5, every=True), 1)
+
+
+def test_one_stopped_server_loses_the_engine_until_it_goes_on(server: Server, second: Server) -> None:
+    engine = connect(server.url, second.url, timeout=6.0)
+    push_weights(make_model(), engine, 1)
+    second.kill("worker", signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineLost) as lost:
+            engine.generate(asked(6, 2))
+        assert second.url in str(lost.value) or "did not finish" in str(lost.value)
+    finally:
+        second.kill("worker", signal.SIGCONT)
+    engine.recover()
+    push_weights(make_model(), engine, 2)
+    assert len(engine.generate(asked(6, 2))) == 12
+    engine.close()
+
+
+def test_training_on_two_servers_gives_the_weights_of_training_on_one(
+    server: Server, second: Server, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    one = train(make_trainer(untied_dir, tmp_path / "one", server.url))
+    two = train(make_trainer(untied_dir, tmp_path / "two", f"{server.url},{second.url}"))
+    assert equal(one, two)
