@@ -52,6 +52,8 @@ class ServerCalls:
     def __init__(self, url: str, key: str | None, timeout: float, loop: CallLoop, recover: Callable[[], None]) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
+        # Workers that share its model; known once the server has introduced itself.
+        self.world_size = 1
         self._loop = loop
         self._recover = recover
         self._client = httpx.AsyncClient(
@@ -100,17 +102,17 @@ class ServerCalls:
     def update_weights(self, info: dict[str, Any]) -> None:
         self.call("POST", "/update_weights", {"update_info": info})
 
-    def worker(self, method: str, *args: str) -> Any:
-        """Call a method of the worker (`sync/vllm_worker.py`); its JSON answer.
+    def workers(self, method: str, *args: str) -> list[Any]:
+        """Call a method of every worker of the server (`sync/vllm_worker.py`) at once; their JSON answers, by rank.
 
         Raises:
-            InputError: the server's workers do not have the method.
+            EngineLost: no answer; the server's workers do not have the method, for one.
         """
         answer = self.call("POST", "/collective_rpc", {"method": method, "args": list(args)})
         results = answer.get("results") if isinstance(answer, dict) else None
         if not results:
             raise self._lost("/collective_rpc", f"gave no result of {method}")
-        return results[0]
+        return list(results)
 
     def healthy(self, limit: float) -> bool:
         """Whether the server says within the limit that it serves."""

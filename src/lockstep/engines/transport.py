@@ -9,16 +9,22 @@ import torch
 
 
 class WeightReceiverCalls(Protocol):
-    """What a transport may ask of one server."""
+    """What a transport may ask of one server.
+
+    Attributes:
+        world_size: how many workers share its model; each of them takes every byte.
+    """
+
+    world_size: int
 
     def init_transfer(self, info: dict[str, Any]) -> None:
-        """Agree with the server's worker on how bytes will come."""
+        """Agree with the server's workers on how bytes will come."""
 
     def update_weights(self, info: dict[str, Any]) -> None:
-        """Have the worker take one chunk; returns when it has been loaded."""
+        """Have the workers take one chunk; returns when it has been loaded."""
 
-    def worker(self, method: str, *args: str) -> Any:
-        """Call a method of the worker that runs the model; its JSON answer."""
+    def workers(self, method: str, *args: str) -> list[Any]:
+        """Call a method of the workers that run the model; their JSON answers."""
 
 
 class WeightTransport(Protocol):

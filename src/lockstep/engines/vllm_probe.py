@@ -1,7 +1,8 @@
 """The engine's half of the module probe for vLLM: runs inside a worker, through `collective_rpc`.
 
 A linear module is called as vLLM calls it (packed, fused, tied, padded or quantised as it then is); nothing is read from
-`weight`, which on CPU is empty after packing. Needs the whole module in one worker (tensor parallel size 1).
+`weight`, which on CPU is empty after packing. Where several workers share the model, each answers for the modules that it has, and
+modules that are split are put together (`engines/vllm_shards.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from lockstep.engines.probe import EngineModules, ModuleKind, ProbedModule, probe_inputs, probe_rows, probe_vector
+from lockstep.engines.vllm_shards import gathered, gathered_vocabulary, own_inputs, whole_outputs
 
 _AS_HEAD = ":as_head"
 _SHARD_ORDER = ("q", "k", "v")
@@ -39,29 +41,38 @@ def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModule
 
 
 def probe_modules(worker: Any, names: tuple[str, ...], seed: int, every: bool) -> dict[str, torch.Tensor]:
-    """Output of each named module for its probe input, as 1-D float32 tensors on CPU."""
+    """Output of each named module that this worker has for its probe input, as 1-D float32 tensors on CPU."""
     model = worker.model_runner.model
+    own = {name for name, _ in _with_parameters(model)}
     with torch.inference_mode():
         return {
-            name: _output(name, model.get_submodule(name.removesuffix(_AS_HEAD)), seed, every).float().cpu()
+            name: _output(name, model.get_submodule(_own_name(name)), seed, every).float().cpu()
             for name in names
+            if _own_name(name) in own
         }
+
+
+def _own_name(name: str) -> str:
+    """The module's name in this model: without the server's before it, and the head's mark behind it."""
+    return name.rpartition("/")[2].removesuffix(_AS_HEAD)
 
 
 def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
     if isinstance(module, ParallelLMHead) or name.endswith(_AS_HEAD):
         bias = getattr(module, "bias", None)
         inputs = probe_inputs(seed, name, module.embedding_dim, biased=bias is not None).to(module.weight)
-        return module.quant_method.apply(module, inputs, bias=bias)[:, : module.org_vocab_size].flatten()
+        logits = gathered_vocabulary(module, module.quant_method.apply(module, inputs, bias=bias))
+        return logits[:, : module.org_vocab_size].flatten()
     if isinstance(module, VocabParallelEmbedding):
         rows = probe_rows(seed, name, module.org_vocab_size, every=every).to(module.weight.device)
         found = module(rows).float()
         return found @ probe_vector(seed, name, found.shape[-1]).to(found.device)
     if isinstance(module, LinearBase):
         inputs = probe_inputs(seed, name, module.input_size, biased=module.bias is not None)
-        answer = module(inputs.to(next(module.parameters()).device, module.params_dtype))
+        inputs = own_inputs(module, inputs.to(next(module.parameters()).device, module.params_dtype))
+        answer = module(inputs.contiguous())
         output, bias = answer if isinstance(answer, tuple) else (answer, None)
-        return (output if bias is None else output + bias).flatten()
+        return gathered(module, output if bias is None else output + bias).flatten()
     return torch.cat([p.detach().flatten() for _, p in module.named_parameters(recurse=False)])
 
 
@@ -69,7 +80,7 @@ def _outputs(module: Any) -> int:
     if isinstance(module, ParallelLMHead | VocabParallelEmbedding):
         return module.org_vocab_size
     if isinstance(module, LinearBase):
-        return module.output_size
+        return whole_outputs(module)
     return sum(p.numel() for p in module.parameters(recurse=False))
 
 

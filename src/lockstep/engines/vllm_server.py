@@ -126,6 +126,8 @@ class VLLMServer:
     async def _all(self, calls: Sequence[Any]) -> list[Any]:
         """Run calls together; the first failure ends all of them, which ends their requests in the server too."""
         tasks = [asyncio.ensure_future(call) for call in calls]
+        if not tasks:
+            return []
         try:
             done, waiting = await asyncio.wait(tasks, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
@@ -171,18 +173,20 @@ class VLLMServer:
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
         probed: dict[str, ProbedModule] = {}
         unreached: list[str] = []
-        for number, found in enumerate(self._workers("lockstep_modules", json.dumps(checkpoint_names))):
-            for entry in found["probed"]:
+        for number, workers in enumerate(self._workers("lockstep_modules", json.dumps(checkpoint_names))):
+            # Workers of one server have different layers (pipeline) or parts of the same ones (tensor parallelism).
+            for entry in (entry for found in workers for entry in found["probed"]):
                 name = self._prefix(number) + entry["name"]
                 probed[name] = ProbedModule(**{**entry, "name": name, "tensors": tuple(entry["tensors"])})
-            unreached += [self._prefix(number) + name for name in found["unreached"]]
-        return EngineModules(probed, tuple(unreached))
+            unreached += [self._prefix(number) + name for found in workers for name in found["unreached"]]
+        return EngineModules(probed, tuple(dict.fromkeys(unreached)))
 
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
         def of(number: int) -> dict[str, str]:
             own = [name for name in names if name.startswith(self._prefix(number))]
             asked = json.dumps(own), str(seed), json.dumps(every)
-            return self._servers[number].worker("lockstep_probe", *asked) if own else {}
+            found = self._servers[number].workers("lockstep_probe", *asked) if own else []
+            return {name: text for worker in found for name, text in worker.items()}
 
         answers = self._each_number(of)
         return {name: decode_floats(text) for found in answers for name, text in found.items()}
@@ -198,7 +202,7 @@ class VLLMServer:
         self._version = None
         self._each(lambda server: server.call("POST", "/pause", mode="keep"))
         for server, state in zip(self._servers, self._workers("lockstep_state"), strict=True):
-            if state["updating"]:
+            if any(worker["updating"] for worker in state):
                 # An update that its trainer left: vLLM would refuse another for ever.
                 server.call("POST", "/finish_weight_update", {})
         self._each(lambda server: server.call("POST", "/start_weight_update"))
@@ -211,11 +215,16 @@ class VLLMServer:
             self._transport.forget()
             raise
         self._each(lambda server: server.call("POST", "/finish_weight_update", {}))
-        loaded = [_loaded(found) for found in self._workers("lockstep_acknowledgement")]
+        loaded = [
+            (self._prefix(number), _loaded(found))
+            for number, workers in enumerate(self._workers("lockstep_acknowledgement"))
+            for found in workers
+        ]
         # Where one of several got something else, that is what there is to report.
-        odd = [found for found in loaded if found.tensors != loaded[0].tensors]
-        untouched = tuple(self._prefix(i) + name for i, found in enumerate(loaded) for name in found.untouched)
-        return LoadedWeights((odd or loaded)[0].tensors, untouched)
+        first = loaded[0][1].tensors
+        odd = [found.tensors for _, found in loaded if found.tensors != first]
+        untouched = tuple(prefix + name for prefix, found in loaded for name in found.untouched)
+        return LoadedWeights(odd[0] if odd else first, untouched)
 
     def reset_caches(self) -> bool:
         """Running requests lose their cached keys and values too, and compute them anew with the new weights."""
@@ -315,7 +324,7 @@ class VLLMServer:
 
     def _introduced(self, server: ServerCalls) -> dict[str, Any]:
         try:
-            state = server.worker("lockstep_state")
+            state = server.workers("lockstep_state")[0]
         except EngineLost as lost:
             if not lost.refused:
                 raise
@@ -325,16 +334,17 @@ class VLLMServer:
             raise InputError(
                 f"the server at {server.url} takes weights by {state['backend']!r}, not by {_BACKEND!r}. {HOW_TO_START}"
             )
-        if state["world_size"] != 1:
+        if state["copies"] != 1:
             raise InputError(
-                f"the server at {server.url} splits its model over {state['world_size']} workers, which no proof reaches yet; "
-                "start one server a GPU, without tensor_parallel_size, pipeline_parallel_size and data_parallel_size, and "
-                "give all URLs"
+                f"the server at {server.url} keeps {state['copies']} copies of the model (data_parallel_size), which a trainer "
+                "cannot tell apart; start as many servers without it, and give all URLs"
             )
+        server.world_size = state["world_size"]
         return state["settings"]
 
-    def _workers(self, method: str, *args: str) -> list[Any]:
-        return self._each(lambda server: server.worker(method, *args))
+    def _workers(self, method: str, *args: str) -> list[list[Any]]:
+        """Every server's answers, by worker."""
+        return self._each(lambda server: server.workers(method, *args))
 
     def _each(self, call: Callable[[ServerCalls], T]) -> list[T]:
         return self._each_number(lambda number: call(self._servers[number]))

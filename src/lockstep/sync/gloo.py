@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -42,12 +43,13 @@ class GlooTransport:
         parts = list(chunks(tensors))
         pool = ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push")
         listener = _listen(self._host, self._port)
-        port, size = listener.getsockname()[1], 1 + len(servers)
+        ends = list(accumulate((server.world_size for server in servers), initial=1))
+        port, size = listener.getsockname()[1], ends[-1]
         try:
             meeting = {"transport": NAME, "host": self._host, "port": port, "size": size, "timeout": self._timeout}
             pending = [
                 pool.submit(_receive, server, {**meeting, "rank": rank}, [layout(part)[0] for part in parts])
-                for rank, server in enumerate(servers, start=1)
+                for rank, server in zip(ends, servers, strict=False)
             ]
             try:
                 self._broadcast(listener, size, parts, pending)
@@ -82,7 +84,7 @@ def receive(info: Mapping[str, Any], parts: Sequence[Sequence[Sequence[object]]]
     """The worker's end: the chunks of one push, one after the other, in one buffer.
 
     Args:
-        info: what the trainer said of the meeting.
+        info: what the trainer said of the meeting, and this worker's own rank in it.
         parts: what each chunk holds (`chunks.Placed`).
 
     Raises:

@@ -35,8 +35,9 @@ class SharedMemoryTransport:
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
         named = list(tensors)
-        if self._segment is None:
-            self._open(max(layout(chunk)[1] for chunk in chunks(named)), servers)
+        largest = max((layout(chunk)[1] for chunk in chunks(named)), default=0)
+        if self._segment is None or largest > self._slot:
+            self._open(largest, servers)
         segment = self._segment
         assert segment is not None
         pending: list[Future[None]] = []
@@ -82,14 +83,14 @@ def open_segment(name: str, size: int) -> torch.Tensor:
 
 
 def sees_this_memory(server: WeightReceiverCalls) -> bool:
-    """Whether a server's worker opens the same shared memory as this process: shown by a file, not inferred from names."""
+    """Whether a server's workers open the same shared memory as this process: shown by a file, not inferred from names."""
     secret = secrets.token_hex(16)
     path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
     handle = _private(path)
     try:
         with os.fdopen(handle, "w") as file:
             file.write(secret)
-        return server.worker("lockstep_sees", path.name) == {"read": secret}
+        return all(found == {"read": secret} for found in server.workers("lockstep_sees", path.name))
     except OSError:
         return False
     finally:

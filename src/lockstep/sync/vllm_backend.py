@@ -134,7 +134,9 @@ class ServerWeightTransfer(_LayerwiseTransfer):
 
     def receive_weights(self, update_info: WireUpdate) -> None:
         if update_info.transport == gloo.NAME:
-            for arrived in gloo.receive(vars(update_info), update_info.chunks):
+            # The server's first worker has the rank that the trainer named, the others those after it.
+            own = update_info.rank + self.parallel_config.rank
+            for arrived in gloo.receive({**vars(update_info), "rank": own}, update_info.chunks):
                 self._load_passing(arrived)
         elif update_info.transport == shared_memory.NAME and self._segment is not None:
             self._load_passing(views(self._segment, update_info.tensors))
