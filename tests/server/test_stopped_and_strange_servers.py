@@ -110,7 +110,7 @@ def test_the_handshake_names_everything_that_differs_at_once(by_hand: str, untie
     with pytest.raises(ProofError) as refused:
         make_trainer(untied_dir, tmp_path, by_hand)
     assert refused.value.check == "handshake"
-    for name in ("architecture", "dtype", "logprobs_mode", "tie_word_embeddings", "async_scheduling"):
+    for name in ("architecture", "dtype", "logprobs_mode", "tie_word_embeddings"):
         assert name in refused.value.found, name
     assert "lockstep serve" in refused.value.fix
 
