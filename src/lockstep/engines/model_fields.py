@@ -21,6 +21,8 @@ _NOT_COMPARED = {
     "label2id",
     "output_attentions",
     "output_hidden_states",
+    # The trainer writes it (tokens/tokenizer.py); the engine keeps what it loaded.
+    "pad_token_id",
     "problem_type",
     "return_dict",
     "torch_dtype",
