@@ -98,7 +98,7 @@ class ProvenEngine:
         """
         if not prompts:
             return {}
-        if self._engine.version is None:
+        if not self._holds_our_weights:
             self.sync()
         # Fixed before the first try: the same work gives the same tokens, also by an engine that was lost in between.
         requests = [
@@ -112,8 +112,13 @@ class ProvenEngine:
         check_samples(by_prompt.values())
         return answers
 
+    @property
+    def _holds_our_weights(self) -> bool:
+        # An engine that was here before may hold another's.
+        return self.version > 0 and self._engine.version == self.version
+
     def _answers(self, requests: list[GenerationRequest]) -> dict[RequestKey, Completion]:
-        if self._engine.version is None:
+        if not self._holds_our_weights:
             self._push()
         # The engine has checked its own answers; this end checks that they are to what it asked, by what it pushed.
         return check_answers(requests, self._engine.generate(requests).values(), [self.version])
