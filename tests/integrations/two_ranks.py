@@ -42,7 +42,7 @@ def with_transformers(rank: int, model: str) -> Any:
     from recording import Recording
     from transformers import AutoModelForCausalLM
 
-    from lockstep.errors import EngineLost, InputError, ProofError
+    from lockstep.errors import EngineLost, ProofError
     from lockstep.tokens.tokenizer import load_tokenizer
 
     accelerator = Accelerator(cpu=True)

@@ -24,6 +24,7 @@ from lockstep.errors import InputError
 from lockstep.integrations.proven_engine import ProvenEngine, PushProof
 from lockstep.integrations.trl_parameters import (
     Sampled,
+    check_alone,
     check_model,
     check_parameters,
     engine_dtype_for,
@@ -119,7 +120,7 @@ class LockstepGeneration:
         self._ranks = Ranks(limit=_LONGEST_CALL * server_timeout)
 
         def checked() -> Sampled:
-            check_parameters(given, self._ranks.count)
+            check_parameters(given)
             check_model(model, accelerator, processing_class)
             return sampled_from(given)
 
@@ -221,6 +222,7 @@ class LockstepGeneration:
                 group_host=given["group_host"],
                 group_port=given["group_port"],
             )
+        check_alone(self._ranks.count)
         context = given["max_model_length"] or self.model.config.get_text_config().max_position_embeddings
         return start_here(
             path,

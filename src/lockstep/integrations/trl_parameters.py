@@ -41,12 +41,11 @@ class Sampled:
     seed: int | None
 
 
-def check_parameters(given: Mapping[str, Any], ranks: int) -> None:
+def check_parameters(given: Mapping[str, Any]) -> None:
     """Refuse what no engine here does.
 
     Args:
         given: the constructor's parameters by name.
-        ranks: trainer processes.
 
     Raises:
         InputError: a parameter has a value that is not supported.
@@ -56,7 +55,15 @@ def check_parameters(given: Mapping[str, Any], ranks: int) -> None:
             raise InputError(f"{name}={given[name]!r}: {why}")
     if given["engine_kwargs"] and (given["mode"] == "server" or given["engine"] is not None):
         raise InputError("engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead")
-    if ranks > 1 and given["mode"] == "colocate" and given["engine"] is None and vllm_installed():
+
+
+def check_alone(ranks: int) -> None:
+    """Refuse vLLM in one of several trainer processes.
+
+    Raises:
+        InputError: there are several, and vLLM is what would be started.
+    """
+    if ranks > 1 and vllm_installed():
         raise InputError(
             f"mode='colocate' with {ranks} trainer processes: vLLM in this process would wait for the others in their process "
             "group. Start 'lockstep serve MODEL' and use mode='server' (vllm_mode in TRL's config)"
