@@ -34,6 +34,12 @@ class Setting:
         return Recording(**{**self.common, "engine": self.engine, "generation_kwargs": {"seed": 3}, **kwargs})
 
 
+def probed(generation: LockstepGeneration) -> float:
+    """Share of the engine's modules that the last push was proven at."""
+    assert generation.proof is not None
+    return generation.proof.probe.modules / generation.proof.probe.of_modules
+
+
 @pytest.fixture
 def setting(untied_dir: str) -> Setting:
     return Setting(untied_dir)
@@ -42,6 +48,7 @@ def setting(untied_dir: str) -> Setting:
 def test_rows_come_back_in_order_with_ids_and_log_probs_of_what_was_sampled(setting: Setting) -> None:
     generation = setting.make()
     generation.sync_weights()
+    assert probed(generation) == 1.0
     prompt_ids, completion_ids, _, token_ids = generation.generate(PROMPTS, None, 2)
     assert prompt_ids == PROMPTS
     assert token_ids == [[[token] for token in ids] for ids in completion_ids]
@@ -51,6 +58,7 @@ def test_rows_come_back_in_order_with_ids_and_log_probs_of_what_was_sampled(sett
     assert generation.generate(PROMPTS, [None] * 4, 2)[1] != completion_ids
     generation.sync_weights()
     assert generation.version == 2
+    assert probed(generation) < 1.0
     # The same run again: the same tokens.
     assert setting.make().generate(PROMPTS, None, 1)[1] == completion_ids
 
@@ -153,8 +161,7 @@ def test_an_engine_that_was_lost_gets_the_weights_again_and_gives_the_same_token
     generation.sync_weights()
     assert generation.generate(PROMPTS, None, 2) == undisturbed
     assert generation.version == 2
-    assert generation.proof is not None
-    assert generation.proof.probe.modules == generation.proof.probe.of_modules
+    assert probed(generation) == 1.0
     setting.engine.deaths = 9
     with pytest.raises(LockstepError, match="lost 4 times"):
         generation.generate(PROMPTS, None, 2)
