@@ -15,6 +15,7 @@ from lockstep.engines.protocol import Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.integrations.trl import LockstepGeneration
+from lockstep.integrations.trl_parameters import server_urls
 from lockstep.parity.rescoring import completion_logps
 from lockstep.tokens.tokenizer import load_tokenizer
 
@@ -136,6 +137,18 @@ def test_ways_of_training_that_cut_the_model_up_are_refused(setting: Setting) ->
 def test_prompts_that_cannot_be_sampled_from(setting: Setting, prompts: Any, images: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):
         setting.make().generate(prompts, images, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "urls"),
+    [
+        ({"server_base_url": None, "server_host": "0.0.0.0", "server_port": 8000}, ["http://127.0.0.1:8000"]),
+        ({"server_base_url": None, "server_host": "node7", "server_port": 81}, ["http://node7:81"]),
+        ({"server_base_url": "http://a:1/, http://b:2"}, ["http://a:1", "http://b:2"]),
+    ],
+)
+def test_where_the_servers_are(given: dict[str, Any], urls: list[str]) -> None:
+    assert server_urls(given) == urls
 
 
 class Dying(TransformersEngine):
