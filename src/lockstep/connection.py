@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.model_fields import model_fields
 from lockstep.engines.protocol import Completion, EngineSettings, GenerationRequest, RequestKey
 from lockstep.engines.server_calls import ServerCalls
 from lockstep.engines.transport import WeightTransport
 from lockstep.engines.vllm_server import VLLMServer
 from lockstep.errors import ProofError
-from lockstep.parity.canary import sing
-from lockstep.parity.gap import GapStats, gap_error, over_limits
-from lockstep.parity.handshake import ExpectedSettings, check_settings
+from lockstep.parity.canary import check_canary, sing
+from lockstep.parity.gap import GapStats
+from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
 from lockstep.parity.rescoring import Precision
 from lockstep.parity.tolerances import tolerance
@@ -83,7 +81,7 @@ class Connection:
             EngineLost: a server went away; call its `recover()` and update again.
         """
         if model is not self._model:
-            self._check_kind(model)
+            check_settings(expected_settings(model, None, self.settings().dtype, min_model_len=2), self.settings())
             self._probe = ModuleProbe(model, self.engine, self.settings().dtype)
             self._model = model
         record = push_weights(model, self.engine, version)
@@ -128,16 +126,7 @@ class Connection:
         probed = self._probed(self.version)
         precision = Precision(None)
         gap = sing(self._model, self.engine, self.settings().max_model_len, precision)
-        limit = tolerance(self.settings().dtype, self._model.dtype)
-        if over_limits(gap, limit):
-            raise gap_error(
-                gap,
-                limit,
-                self.version,
-                "whole sequences",
-                "every probed module agrees and whole sequences do not: positions, attention, or a part that no probe reaches",
-                "compare the model's configuration on both sides",
-            )
+        check_canary(gap, tolerance(self.settings().dtype, self._model.dtype), self.version)
         return probed, gap
 
     def close(self) -> None:
@@ -149,20 +138,6 @@ class Connection:
         record = self._probe.measure(version, every=True)
         check_probe(record, version)
         return record
-
-    def _check_kind(self, model: PreTrainedModel) -> None:
-        dtype: torch.dtype = self.settings().dtype
-        embedding = model.get_input_embeddings().weight
-        expected = ExpectedSettings(
-            model=None,
-            architecture=type(model).__name__,
-            dtype=dtype,
-            head_dtype=dtype,
-            vocab_size=len(embedding),
-            min_model_len=1,
-            model_config=model_fields(model.config.get_text_config()),
-        )
-        check_settings(expected, self.settings())
 
 
 def connect(

@@ -12,8 +12,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import ProbedEngine, Sampling
-from lockstep.parity.gap import GapStats, measure_gap
+from lockstep.parity.decomposition import split_gap
+from lockstep.parity.gap import GapStats, gap_error, measure_gap, over_limits
 from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.parity.tolerances import Tolerance
 
 _SEQUENCES, _LENGTH = 4, 24
 
@@ -39,3 +41,21 @@ def sing(model: PreTrainedModel, engine: ProbedEngine, max_model_len: int, preci
         policy = completion_logps(model, ids[:1], ids[1:], Sampling(max_tokens=1), precision)
         gap = gap + measure_gap(torch.tensor(scores[name]), policy, [name] * len(policy))
     return gap
+
+
+def check_canary(gap: GapStats, limit: Tolerance, version: int) -> None:
+    """Pass or stop on what the canary found.
+
+    Raises:
+        ProofError: the gap is over a limit.
+    """
+    if over_limits(gap, limit):
+        raise gap_error(
+            gap,
+            limit,
+            version,
+            str(split_gap(gap.mean_abs, 0.0, limit)),
+            "the canary's tokens, which nobody sampled, score differently although every probed module agrees: positions, "
+            "attention mask, or a part of the model that no probe reaches",
+            "compare the model's configuration on both sides (rope scaling, sliding window, soft-capping)",
+        )

@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from lockstep.engines.model_fields import model_fields
 from lockstep.engines.protocol import EngineSettings
 from lockstep.errors import ProofError
+from lockstep.tokens.tokenizer import embedding_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,21 @@ class ExpectedSettings:
     vocab_size: int
     min_model_len: int
     model_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def expected_settings(
+    model: PreTrainedModel, model_path: str | None, dtype: torch.dtype, min_model_len: int
+) -> ExpectedSettings:
+    """What a trainer of `model` assumes of an engine that computes in `dtype`."""
+    return ExpectedSettings(
+        model=model_path,
+        architecture=type(model).__name__,
+        dtype=dtype,
+        head_dtype=dtype,
+        vocab_size=embedding_rows(model),
+        min_model_len=min_model_len,
+        model_config=model_fields(model.config.get_text_config()),
+    )
 
 
 def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:

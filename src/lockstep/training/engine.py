@@ -5,18 +5,18 @@ Comes from: `GRPOConfig` and the policy. Goes to: the trainer. The only place wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.connection import connect_servers
-from lockstep.engines.model_fields import model_fields
 from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm_inprocess import VLLMInProcess, vllm_installed
 from lockstep.engines.vllm_server import VLLMServer
-from lockstep.parity.handshake import ExpectedSettings, check_settings
-from lockstep.tokens.tokenizer import embedding_rows
+from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.training.config import GRPOConfig
 
 
@@ -37,42 +37,59 @@ def start_engine(config: GRPOConfig, model_path: str, tokenizer: PreTrainedToken
             group_host=config.vllm_group_host,
             group_port=config.vllm_group_port,
         )
-    use_vllm = vllm_installed() if config.use_vllm is None else config.use_vllm
-    common: dict[str, Any] = {
-        "dtype": config.engine_torch_dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": config.vllm_max_num_seqs,
-        "timeout": config.vllm_server_timeout,
-    }
-    if not use_vllm:
-        why = "use_vllm is false" if config.use_vllm is False else "vLLM is not installed here"
-        print(f"engine: transformers ({why}); the proofs are the same, generation is slower", flush=True)
-        return TransformersEngine(model_path, tokenizer, **common)
-    return VLLMInProcess(
+    return start_here(
         model_path,
-        gpu_memory_utilization=config.vllm_gpu_memory_utilization,
-        seed=config.seed,
-        engine_kwargs=dict(config.vllm_engine_kwargs or {}),  # type: ignore[arg-type]
-        **common,
+        tokenizer,
+        use_vllm=config.use_vllm,
+        vllm_arguments={
+            "gpu_memory_utilization": config.vllm_gpu_memory_utilization,
+            "seed": config.seed,
+            "engine_kwargs": dict(config.vllm_engine_kwargs or {}),  # type: ignore[arg-type]
+        },
+        dtype=config.engine_torch_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=config.vllm_max_num_seqs,
+        timeout=config.vllm_server_timeout,
     )
 
 
+def start_here(
+    model_path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    use_vllm: bool | None,
+    vllm_arguments: Mapping[str, Any],
+    **common: Any,
+) -> Engine:
+    """An engine in this process.
+
+    Args:
+        use_vllm: vLLM (true) or transformers (false); None: vLLM where it is installed.
+        vllm_arguments: what only `VLLMInProcess` takes.
+        common: what both engines take.
+
+    Raises:
+        InputError: the engine cannot load the model, or vLLM was asked for and is not installed.
+    """
+    if vllm_installed() if use_vllm is None else use_vllm:
+        return VLLMInProcess(model_path, **vllm_arguments, **common)
+    why = "use_vllm is false" if use_vllm is False else "vLLM is not installed here"
+    print(f"engine: transformers ({why}); the proofs are the same, generation is slower", flush=True)
+    return TransformersEngine(model_path, tokenizer, **common)
+
+
 def shake_hands(
-    engine: Engine, model: PreTrainedModel, model_path: str, config: GRPOConfig, min_model_len: int
+    engine: Engine, model: PreTrainedModel, model_path: str, dtype: torch.dtype, min_model_len: int
 ) -> None:
     """Compare the engine's effective settings with what training assumes.
+
+    Args:
+        dtype: in which the engine is to compute.
 
     Raises:
         ProofError: a setting differs.
     """
-    expected = ExpectedSettings(
-        # A server may keep the same model under another path; its config is compared field by field.
-        model=None if isinstance(engine, VLLMServer) else model_path,
-        architecture=type(model).__name__,
-        dtype=config.engine_torch_dtype,
-        head_dtype=config.engine_torch_dtype,
-        vocab_size=embedding_rows(model),
-        min_model_len=min_model_len,
-        model_config=model_fields(model.config.get_text_config()),
-    )
+    # A server may keep the same model under another path; its config is compared field by field.
+    path = None if isinstance(engine, VLLMServer) else model_path
+    expected = expected_settings(model, path, dtype, min_model_len)
     check_settings(expected, engine.settings())

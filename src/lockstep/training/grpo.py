@@ -132,7 +132,7 @@ class GRPOTrainer(Trainer):
         # bf16 autocast, or the dtype that the weights were loaded in.
         compute_dtype = torch.bfloat16 if args.bf16 else policy.dtype
         try:
-            shake_hands(self.engine, policy, self.model_path, args, longest)
+            shake_hands(self.engine, policy, self.model_path, args.engine_torch_dtype, longest)
             self.proofs = Proofs(policy, self.engine, args, compute_dtype, self.clock)
             self.recovery = Recovery(self.proofs.distrust)
         except BaseException:

@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion, Engine
-from lockstep.parity.canary import sing
-from lockstep.parity.decomposition import decompose, split_gap
+from lockstep.parity.canary import check_canary, sing
+from lockstep.parity.decomposition import decompose
 from lockstep.parity.gap import GapStats, check_count, gap_error, over_limits
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
 from lockstep.parity.receipt import RECEIPT, RECEIPT_HEAD, Receipt
@@ -77,7 +77,7 @@ class Proofs:
         probed = self.sync(step, every_module=True)
         settings = self._engine.settings()
         canary = sing(self._model, self._engine, settings.max_model_len, self.precision)
-        self._check_canary(canary, step)
+        check_canary(canary, self.limit, step)
         name, error = probed.worst
         self._receipt.append(
             {
@@ -139,18 +139,6 @@ class Proofs:
             if not over_limits(gap, self.limit):
                 return
             raise self._explained(gap, completions, version)
-
-    def _check_canary(self, gap: GapStats, version: int) -> None:
-        if over_limits(gap, self.limit):
-            raise gap_error(
-                gap,
-                self.limit,
-                version,
-                str(split_gap(gap.mean_abs, 0.0, self.limit)),
-                "the canary's tokens, which nobody sampled, score differently although every probed module agrees: positions, "
-                "attention mask, or a part of the model that no probe reaches",
-                "compare the model's configuration on both sides (rope scaling, sliding window, soft-capping)",
-            )
 
     def _explained(self, gap: GapStats, completions: Sequence[Completion], version: int) -> Exception:
         chosen = _short_enough(sorted(completions, key=lambda c: str(c.key) != gap.worst)[:_EXPLAINED])

@@ -1,0 +1,272 @@
+"""TRL 1.16's generation object over Lockstep's engines: TRL's own trainers, with tokens, versions and weights proven.
+
+    import trl.trainer.grpo_trainer
+    from lockstep.integrations.trl import LockstepGeneration
+
+    trl.trainer.grpo_trainer.VLLMGeneration = LockstepGeneration
+
+before the trainer is made with `use_vllm=True`. Comes from: TRL's trainer (prompts as token ids, its model). Goes to: the engine,
+by `rollouts/ranks.py` and `integrations/proven_engine.py`. What TRL can ask for and no engine here does is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.errors import InputError
+from lockstep.integrations.proven_engine import ProvenEngine, PushProof
+from lockstep.integrations.trl_parameters import (
+    Sampled,
+    check_alone,
+    check_model,
+    check_parameters,
+    engine_dtype_for,
+    sampled_from,
+    server_urls,
+    warn_of_other_scores,
+)
+from lockstep.models.resolve import resolve_model
+from lockstep.parity.rescoring import Precision
+from lockstep.rollouts.ranks import Ranks
+from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
+from lockstep.training.engine import connect_servers, shake_hands, start_here
+
+# A call loses its engine at most four times; each time it may push, generate and wait for it, one time limit each.
+_LONGEST_CALL = 12
+_SEQUENCES = 64
+
+
+class LockstepGeneration:
+    """What `trl.generation.vllm_generation.VLLMGeneration` is in TRL 1.16, with proofs.
+
+    Every rank makes one and calls it alike; the main rank alone holds the engine. Parameters are TRL's, in TRL's order, but for:
+
+    Args:
+        mode: `colocate`: vLLM in this process (transformers where vLLM is not installed); one trainer process only, since vLLM
+            would take part in the others' process group. `server`: running `lockstep serve`.
+        server_base_url: one URL, or several separated by commas.
+        server_host: 0.0.0.0, TRL's default, means this machine.
+        server_timeout: seconds that the wait for a server, one of its calls, or one generation may take.
+        group_port: where weights go by gloo; servers on this machine get them by shared memory.
+        max_model_length: by default the model's whole context. A completion ends where it ends.
+        max_num_seqs: sequences decoded together for each rank; 64 by default.
+        top_p, top_k, min_p, repetition_penalty: sampled exactly, and the log-probs are those of what was sampled. TRL's trainers
+            score the whole distribution all the same (TRL #6789): their ratios then carry the difference; a warning says so.
+        generation_kwargs: as in TRL; `seed` is the seed of the run, from which every request gets its own. By default, torch's.
+        engine: a running engine to use instead, on the main rank; it stays the caller's to close.
+        engine_dtype: `auto` (what the trainer computes in), `float32` or `bfloat16`.
+        engine_kwargs: further arguments of `vllm.LLM`, in colocate mode.
+        server_key_file, weight_transport, group_host: as `vllm_server_key_file`, `vllm_weight_transport` and `vllm_group_host` of
+            `lockstep.GRPOConfig`.
+
+    Raises:
+        InputError: on every rank; a parameter, the model or the way of training is not supported, or a server lacks what is needed.
+        ProofError: the engine's settings are not what training assumes.
+        LockstepError: a server did not answer in time.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        accelerator: Any,
+        processing_class: PreTrainedTokenizerBase,
+        mode: str = "colocate",
+        structured_outputs_regex: str | None = None,
+        server_base_url: str | None = None,
+        server_host: str = "0.0.0.0",
+        server_port: int = 8000,
+        server_timeout: float = 240.0,
+        group_port: int = 51216,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.9,
+        max_model_length: int | None = None,
+        max_num_seqs: int | None = None,
+        enable_sleep_mode: bool = False,
+        model_impl: str = "auto",
+        trust_remote_code: bool = False,
+        repetition_penalty: float = 1.0,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float | None = 0.0,
+        max_completion_length: int = 16,
+        logprobs: int | None = 0,
+        generation_kwargs: Mapping[str, Any] | None = None,
+        *,
+        engine: Engine | None = None,
+        engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+        engine_kwargs: Mapping[str, Any] | None = None,
+        server_key_file: str | None = None,
+        weight_transport: str = "auto",
+        group_host: str = "127.0.0.1",
+    ) -> None:
+        given = dict(locals())
+        self.model = model
+        self.accelerator = accelerator
+        self.processing_class = processing_class
+        self.mode = mode
+        self.version = 0
+        self._logprobs = logprobs
+        self._owned: Engine | None = None
+        self._proven: ProvenEngine | None = None
+        self._calls = 0
+        self._ranks = Ranks(limit=_LONGEST_CALL * server_timeout)
+
+        def checked() -> Sampled:
+            check_parameters(given)
+            check_model(model, accelerator, processing_class)
+            return sampled_from(given)
+
+        described = self._ranks.call("start", checked, lambda parts: [self._start(given, parts[0])] * self._ranks.count)
+        self._sampling = sampled_from(given).sampling
+        # What TRL's trainers read of their engine, beside calling it.
+        config = SimpleNamespace(max_model_len=described["max_model_len"])
+        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
+        self.vllm_client = SimpleNamespace(get_server_info=lambda: {"model_config": described})
+
+    @property
+    def proof(self) -> PushProof | None:
+        """What proved the last push; None before the first, and on ranks without the engine."""
+        return self._proven.proof if self._proven else None
+
+    def sync_weights(self) -> None:
+        """Give the engine the model's weights, as a new version, and prove it. Every rank calls.
+
+        Raises:
+            ProofError: on every rank; the engine did not get, load or commit them, or computes with others.
+            LockstepError: on every rank; the engine was lost and did not come back in time.
+        """
+
+        def push(parts: Sequence[None]) -> list[int]:
+            assert self._proven is not None
+            return [self._proven.sync()] * len(parts)
+
+        self.version = self._ranks.call("sync_weights", lambda: None, push)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Any] | None,
+        num_generations: int,
+        profiler: AbstractContextManager | None = None,
+    ) -> tuple[list, list, list | None, list | None]:
+        """One completion for each prompt of this rank. Every rank calls, with as many prompts as it has, none too.
+
+        Args:
+            prompts: token ids; a prompt that is to have several completions occurs as often, as TRL's trainers give it.
+            images: refused where there are any.
+            num_generations: how often TRL repeated each prompt; nothing depends on it.
+            profiler: entered around the call.
+
+        Returns:
+            For each prompt of this rank, in their order: the prompt's ids as the engine used them (P,); the completion's (C,);
+            log-probs (C, 1), in nats, of the distribution that was sampled; their token ids (C, 1). The last two are None where
+            `logprobs` is.
+
+        Raises:
+            InputError: on every rank; a prompt is no list of token ids, is empty or fills the context, or there are images.
+            ProofError: on every rank; trainer and engine do not agree.
+            LockstepError: on every rank; the engine was lost and did not come back in time.
+        """
+        self._calls += 1
+        with profiler or nullcontext():
+            found = self._ranks.call(
+                "generate", lambda: _checked_prompts(prompts, images, num_generations), self._sample
+            )
+        completions, self.version = found
+        return self._as_trl(completions)
+
+    def close(self) -> None:
+        """Release the engine, if it was started or found here."""
+        if self._owned is not None:
+            self._owned.close()
+            self._owned = None
+
+    # ---- on the main rank -------------------------------------------------------------------------------------------
+
+    def _start(self, given: Mapping[str, Any], sampled: Sampled) -> dict[str, Any]:
+        """Start or find the engine, and say what TRL's trainers ask of it."""
+        path = resolve_model(self.model.config.name_or_path)
+        tokenizer = guard_tokenizer(self.processing_class)
+        fit_vocabulary(self.model, tokenizer)
+        dtype = engine_dtype_for(given["engine_dtype"], self.model, self.accelerator)
+        warn_of_other_scores(sampled.sampling)
+        seed = torch.initial_seed() if sampled.seed is None else sampled.seed
+        engine = given["engine"]
+        if engine is None:
+            engine = self._owned = self._engine(given, path, dtype, seed)
+        try:
+            shake_hands(engine, self.model, path, dtype, min_model_len=2)
+            precision = Precision(torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None)
+            self._proven = ProvenEngine(self.model, engine, dtype, precision, seed)
+        except BaseException:
+            self.close()
+            raise
+        settings = engine.settings()
+        return {"max_model_len": settings.max_model_len, "logprobs_mode": settings.logprobs_mode}
+
+    def _engine(self, given: Mapping[str, Any], path: str, dtype: torch.dtype, seed: int) -> Engine:
+        if self.mode == "server":
+            return connect_servers(
+                server_urls(given),
+                key_file=given["server_key_file"],
+                timeout=given["server_timeout"],
+                transport=given["weight_transport"],
+                group_host=given["group_host"],
+                group_port=given["group_port"],
+            )
+        check_alone(self._ranks.count)
+        context = given["max_model_length"] or self.model.config.get_text_config().max_position_embeddings
+        return start_here(
+            path,
+            self.processing_class,
+            use_vllm=None,
+            vllm_arguments={
+                "gpu_memory_utilization": given["gpu_memory_utilization"],
+                # numpy, which vLLM seeds too, takes no more.
+                "seed": seed % 2**31,
+                "engine_kwargs": {"model_impl": given["model_impl"], **(given["engine_kwargs"] or {})},
+            },
+            dtype=dtype,
+            max_model_len=context,
+            max_num_seqs=(given["max_num_seqs"] or _SEQUENCES) * self._ranks.count,
+            timeout=given["server_timeout"],
+        )
+
+    def _sample(self, parts: Sequence[list[tuple[int, ...]]]) -> list[tuple[list[Completion], int]]:
+        """Completions of all ranks' prompts, and the version of the weights that sampled them."""
+        assert self._proven is not None
+        call = f"call{self._calls}"
+        keys = [
+            [RequestKey(f"{call}/rank{rank}/row{row}", 0) for row in range(len(part))]
+            for rank, part in enumerate(parts)
+        ]
+        asked = {key: ids for own, part in zip(keys, parts, strict=True) for key, ids in zip(own, part, strict=True)}
+        answers = self._proven.generate(asked, self._sampling)
+        return [([answers[key] for key in own], self._proven.version) for own in keys]
+
+    def _as_trl(self, completions: Sequence[Completion]) -> tuple[list, list, list | None, list | None]:
+        prompt_ids = [list(c.prompt_ids) for c in completions]
+        token_ids = [list(c.token_ids) for c in completions]
+        if self._logprobs is None:
+            return prompt_ids, token_ids, None, None
+        logprobs = [[[value] for value in c.logprobs] for c in completions]
+        return prompt_ids, token_ids, logprobs, [[[token] for token in c.token_ids] for c in completions]
+
+
+def _checked_prompts(prompts: Any, images: Any, num_generations: int) -> list[tuple[int, ...]]:
+    if images is not None and any(image is not None and image != [] for image in images):
+        raise InputError("images are not supported yet: give prompts of text only")
+    if num_generations < 1:
+        raise InputError(f"num_generations={num_generations}; it must be at least 1")
+    for row, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or not all(isinstance(token, int) for token in prompt):
+            raise InputError(f"prompt {row} is no list of token ids: {prompt!r:.80}")
+    return [tuple(prompt) for prompt in prompts]

@@ -1,0 +1,156 @@
+"""What of TRL's parameters, model and way of training the engines here can do; everything else is refused by name.
+
+Comes from: the constructor of `integrations/trl.py`. Pure functions, which every rank calls with what it was given.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.engines.protocol import Sampling
+from lockstep.engines.vllm_arguments import NEUTRAL_SAMPLING
+from lockstep.engines.vllm_inprocess import vllm_installed
+from lockstep.errors import InputError
+
+# Parameters of TRL's that have one supported value (or two), and why.
+_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "mode": (("colocate", "server"), "it must be colocate or server"),
+    "structured_outputs_regex": ((None,), "structured outputs are not supported yet"),
+    "tensor_parallel_size": ((1,), "the engine cannot be split yet"),
+    "enable_sleep_mode": ((False,), "sleep mode is not supported here yet; lower gpu_memory_utilization instead"),
+    "model_impl": (("auto", "vllm"), "only vLLM's own model implementations can be proven"),
+    "trust_remote_code": ((False,), "code from a hub is not supported"),
+    "logprobs": ((None, 0), "only the sampled token's log-prob is returned"),
+    "engine_dtype": (("auto", "float32", "bfloat16"), "it must be auto, float32 or bfloat16"),
+}
+_GENERATION_KWARGS = {"presence_penalty", "frequency_penalty", "stop", "max_tokens", *NEUTRAL_SAMPLING}
+_HARMLESS: dict[str, tuple[Any, ...]] = {"n": (1,), "logprobs": (None, 0)}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The distribution that a run samples, and its seed; None where the user gave none."""
+
+    sampling: Sampling
+    seed: int | None
+
+
+def check_parameters(given: Mapping[str, Any]) -> None:
+    """Refuse what no engine here does.
+
+    Args:
+        given: the constructor's parameters by name.
+
+    Raises:
+        InputError: a parameter has a value that is not supported.
+    """
+    for name, (values, why) in _SUPPORTED.items():
+        if given[name] not in values:
+            raise InputError(f"{name}={given[name]!r}: {why}")
+    if given["engine_kwargs"] and (given["mode"] == "server" or given["engine"] is not None):
+        raise InputError("engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead")
+
+
+def check_alone(ranks: int) -> None:
+    """Refuse vLLM in one of several trainer processes.
+
+    Raises:
+        InputError: there are several, and vLLM is what would be started.
+    """
+    if ranks > 1 and vllm_installed():
+        raise InputError(
+            f"mode='colocate' with {ranks} trainer processes: vLLM in this process would wait for the others in their process "
+            "group. Start 'lockstep serve MODEL' and use mode='server' (vllm_mode in TRL's config)"
+        )
+
+
+def server_urls(given: Mapping[str, Any]) -> list[str]:
+    """Base URL of each server, in server mode."""
+    if given["server_base_url"]:
+        return [url.strip().rstrip("/") for url in given["server_base_url"].split(",")]
+    # TRL's default is an address to listen at; the server listens at this one.
+    host = "127.0.0.1" if given["server_host"] == "0.0.0.0" else given["server_host"]
+    return [f"http://{host}:{given['server_port']}"]
+
+
+def check_model(model: Any, accelerator: Any, processing_class: Any) -> None:
+    """Refuse a model whose weights do not lie whole and plain in this process.
+
+    Raises:
+        InputError: it is no plain text model, or the way of training cuts it up.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise InputError(f"model is a {type(model).__name__}; adapters (PEFT) and wrapped models are not supported yet")
+    if not isinstance(processing_class, PreTrainedTokenizerBase):
+        raise InputError(
+            f"processing_class is a {type(processing_class).__name__}: only text models with a tokenizer are supported"
+        )
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise InputError("the model is quantised; training needs its full-precision weights")
+    if not model.config.name_or_path:
+        raise InputError("model.config.name_or_path is empty; the engine must load the same model from there")
+    way = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if way not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise InputError(
+            f"distributed training of type {way} is not supported yet: every rank must hold the whole model"
+        )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise InputError(f"mixed_precision={accelerator.mixed_precision!r} is not supported; use bf16 or none")
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    if len(dtypes) > 1:
+        raise InputError(
+            f"the model's parameters have several dtypes ({', '.join(sorted(dtypes))}); load it in one, and leave out "
+            "cast_lm_head_to_fp32"
+        )
+    if dtypes - {"float32", "bfloat16"}:
+        raise InputError(f"the model is in {dtypes.pop()}; load it in float32 or bfloat16")
+
+
+def engine_dtype_for(asked: str, model: PreTrainedModel, accelerator: Any) -> torch.dtype:
+    """Dtype of the engine; by default that of the trainer's forward."""
+    if asked != "auto":
+        return getattr(torch, asked)
+    return torch.bfloat16 if accelerator.mixed_precision == "bf16" else model.dtype
+
+
+def sampled_from(given: Mapping[str, Any]) -> Sampled:
+    """The distribution and the seed; `generation_kwargs` go before the parameters, as in TRL.
+
+    Raises:
+        InputError: `generation_kwargs` hold something that is not supported, or a value makes no distribution to learn from.
+    """
+    extra = dict(given["generation_kwargs"] or {})
+    seed = extra.pop("seed", None)
+    for name, neutral in _HARMLESS.items():
+        if extra.pop(name, neutral[0]) not in neutral:
+            raise InputError(
+                f"generation_kwargs may not set {name}: one completion and its log-probs are returned a prompt"
+            )
+    unknown = extra.keys() - _GENERATION_KWARGS
+    if unknown:
+        raise InputError(f"generation_kwargs hold {', '.join(sorted(unknown))}, which are not supported")
+    values = {name: given[name] for name in NEUTRAL_SAMPLING} | {"max_tokens": given["max_completion_length"]} | extra
+    values["min_p"] = values["min_p"] or 0.0
+    stop = values.get("stop") or ()
+    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if values["max_tokens"] is None or values["max_tokens"] < 1:
+        raise InputError(f"max_completion_length={values['max_tokens']!r}; it must be at least 1")
+    return Sampled(Sampling(**values), seed)
+
+
+def warn_of_other_scores(sampling: Sampling) -> None:
+    """Say where TRL's trainers score another distribution than the one that is sampled."""
+    neutral = Sampling(max_tokens=sampling.max_tokens, temperature=sampling.temperature, stop=sampling.stop)
+    other = [name for name in Sampling.__slots__ if getattr(sampling, name) != getattr(neutral, name)]
+    if other:
+        warnings.warn(
+            f"{', '.join(other)}: the log-probs are those of what is sampled, but TRL's trainers score the whole distribution; "
+            "their importance-sampling ratios carry the difference at every token (TRL issue 6789)",
+            stacklevel=3,
+        )

@@ -1,0 +1,173 @@
+"""Several trainer ranks, one owner of the engine: every rank offers its part, the owner works on all parts, each gets its answer.
+
+Comes from: trainers and `integrations/`, which every rank calls alike. One call is one gather and one scatter, whatever the ranks
+bring: a rank with nothing takes part, an error on any rank is raised on all, and no answer is found by its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lockstep.errors import InputError, LockstepError, ProofError
+
+T = TypeVar("T")
+R = TypeVar("R")
+_OWNER = 0
+
+
+class Ranks:
+    """The ranks of a run, or the only one.
+
+    Args:
+        limit: seconds that a rank waits for the others in one call; more than the owner's longest work takes.
+    """
+
+    def __init__(self, limit: float) -> None:
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._limit = limit
+        self.rank = dist.get_rank() if several else _OWNER
+        self.count = dist.get_world_size() if several else 1
+        # Of its own, so that a rank which has gone on to the trainer's collectives is missed here and not mistaken.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit)) if several else None
+
+    @property
+    def owner(self) -> bool:
+        """Whether this rank holds the engine."""
+        return self.rank == _OWNER
+
+    def call(self, name: str, offer: Callable[[], T], work: Callable[[Sequence[T]], Sequence[R]]) -> R:
+        """Do something together; every rank must call.
+
+        Args:
+            name: what is done; all ranks must mean the same.
+            offer: makes this rank's part, and refuses it where it is bad.
+            work: run by the owner alone, on the parts of all ranks by rank; gives each rank's answer by rank.
+
+        Raises:
+            LockstepError: on every rank, where a part was refused or the work failed (`InputError` and `ProofError` stay what
+                they are); or a rank did not come within the limit.
+        """
+        if self._group is None:
+            (answer,) = work([offer()])
+            return answer
+        mine = self._try(name, offer)
+        with self._waiting(name, "every rank"):
+            parts = self._gathered(mine.outcome)
+        done = self._try(name, lambda: self._answers(name, parts, work)) if self.owner else mine
+        with self._waiting(name, f"rank {_OWNER}, which holds the engine"):
+            outcome = self._scattered(done.outcome)
+        cause = done.error or mine.error
+        if outcome.failure is not None:
+            if cause is not None and not isinstance(cause, LockstepError):
+                # An interrupt, or running out of memory: only where it happened does it stay what it is.
+                raise cause
+            raise outcome.failure.rebuilt() from cause
+        return outcome.value
+
+    def _try(self, name: str, step: Callable[[], Any]) -> _Tried:
+        try:
+            return _Tried(_Outcome(name, step()), None)
+        except _RefusedPart as refused:
+            return _Tried(_Outcome(name, None, refused.failure), None)
+        except BaseException as error:  # noqa: BLE001 - raised again by `call`, once the others have been told
+            return _Tried(_Outcome(name, None, _Failure.of(error, self.rank)), error)
+
+    def _answers(self, name: str, parts: Sequence[_Outcome], work: Callable[[Sequence[Any]], Sequence[Any]]) -> list:
+        """The owner's work, once every part is there."""
+        for part in parts:
+            if part.failure is not None:
+                raise _RefusedPart(part.failure)
+        odd = [(rank, part.name) for rank, part in enumerate(parts) if part.name != name]
+        if odd:
+            raise LockstepError(
+                f"rank {self.rank} is at {name!r} and rank {odd[0][0]} at {odd[0][1]!r}: every rank must make the same calls"
+            )
+        answers = list(work([part.value for part in parts]))
+        if len(answers) != self.count:
+            raise LockstepError(f"{name!r} has {len(answers)} answers for {self.count} ranks")
+        return answers
+
+    def _gathered(self, mine: _Outcome) -> list[_Outcome]:
+        parts: list[Any] | None = [None] * self.count if self.owner else None
+        dist.gather_object(mine, parts, dst=_OWNER, group=self._group)
+        return parts or []
+
+    def _scattered(self, done: _Outcome) -> _Outcome:
+        answers = None
+        if self.owner:
+            values = [None] * self.count if done.failure else done.value
+            answers = [_Outcome(done.name, value, done.failure) for value in values]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, answers, src=_OWNER, group=self._group)
+        return mine[0]
+
+    @contextmanager
+    def _waiting(self, name: str, whom: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            # gloo has no kind of error of its own for a peer that is late or gone.
+            raise LockstepError(
+                f"rank {self.rank} waited at {name!r} for {whom}, which is gone or did not come within {self._limit:.0f} s "
+                f"({str(error).strip()[-160:]}); look at the other ranks' output, and see that all make the same calls (loops "
+                "over tools that some ranks leave earlier do not)"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error in a form that reaches other processes whole. Exceptions with arguments of their own cannot be pickled.
+
+    Attributes:
+        fields: the arguments that make the error again, its message first.
+    """
+
+    rank: int
+    kind: str
+    fields: tuple[str, ...]
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> _Failure:
+        if isinstance(error, ProofError):
+            return cls(rank, "proof", (error.found, error.check, error.cause, error.fix))
+        if isinstance(error, LockstepError):
+            return cls(rank, "input" if isinstance(error, InputError) else "other", (str(error),))
+        return cls(rank, "other", (f"{type(error).__name__}: {str(error).strip()[:600]}",))
+
+    def rebuilt(self) -> LockstepError:
+        message, rest = f"rank {self.rank}: {self.fields[0]}", self.fields[1:]
+        if self.kind == "proof":
+            check, cause, fix = rest
+            return ProofError(check, message, cause, fix)
+        return InputError(message) if self.kind == "input" else LockstepError(message)
+
+
+class _RefusedPart(LockstepError):
+    """A rank refused its part; the failure is passed on as it is."""
+
+    def __init__(self, failure: _Failure) -> None:
+        self.failure = failure
+        super().__init__(failure.fields[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a rank sends: a value, or why there is none."""
+
+    name: str
+    value: Any
+    failure: _Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """An outcome, and the error behind its failure where it happened on this rank."""
+
+    outcome: _Outcome
+    error: BaseException | None

@@ -1,0 +1,123 @@
+"""One of two trainer ranks, started by `test_trl_ranks.py`: what each call gave or raised here, as JSON.
+
+python two_ranks.py RANK PORT MODEL OUT [SERVER_URL]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent.parent)]
+
+
+def main() -> None:
+    rank, port, model, out, *server = sys.argv[1:]
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TQDM_DISABLE": "1"}
+    results = with_server(model, Path(out), server[0]) if server else with_transformers(int(rank), model)
+    Path(out).write_text(json.dumps(results))
+
+
+def with_server(model: str, out: Path, url: str) -> Any:
+    """TRL's trainer on both ranks."""
+    from recording import Recording, train
+
+    settings = {"vllm_mode": "server", "vllm_server_base_url": url, "max_steps": 2, "per_device_train_batch_size": 4}
+    trainer = train(Recording, model, out.parent / "run", **settings)
+    generation = trainer.vllm_generation
+    generation.close()
+    weights = [float(p.double().sum()) for p in generation.model.parameters()]
+    return {"calls": [{**vars(call), "worst": call.worst} for call in generation.calls], "weights": weights}
+
+
+def with_transformers(rank: int, model: str) -> Any:
+    """The object by itself, the engine on rank 0."""
+    from accelerate import Accelerator
+    from conftest import start
+    from recording import Recording
+    from transformers import AutoModelForCausalLM
+
+    from lockstep.errors import EngineLost, ProofError
+    from lockstep.tokens.tokenizer import load_tokenizer
+
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    common = {"model": AutoModelForCausalLM.from_pretrained(model), "accelerator": accelerator}
+    common |= {"processing_class": load_tokenizer(model), "max_completion_length": 5, "server_timeout": 5.0}
+    engine: Any = start("transformers", model) if rank == 0 else None
+    generation = Recording(**common, engine=engine, generation_kwargs={"seed": 1})
+    sample = engine.generate if engine else None
+
+    def with_engine(failing: Callable[[Any], Any]) -> Any:
+        if engine:
+            engine.generate = failing
+        found = tried(lambda: generate([[4, 5]]))
+        if engine:
+            engine.generate = sample
+        return found
+
+    def generate(prompts: list[list[int]], images: Any = None) -> Any:
+        generation.generate(prompts, images, 1)
+        call = generation.calls[-1]
+        return {**vars(call), "worst": call.worst}
+
+    def raising(error: BaseException) -> Callable[[Any], Any]:
+        def fail(requests: Any) -> Any:
+            raise error
+
+        return fail
+
+    def lost_once(requests: Any) -> Any:
+        engine.generate = sample
+        engine._version = None
+        raise EngineLost("gone", lambda: None)
+
+    images = [None, ["a picture"]] if rank == 1 else None
+    results = {
+        "sync": tried(lambda: [generation.sync_weights(), generation.version]),
+        "uneven": tried(lambda: generate([[5, 6], [5, 6], [7]] if rank == 0 else [[8, 9]])),
+        "none on the owner": tried(lambda: generate([] if rank == 0 else [[8, 9], [5, 6]])),
+        "none on the other": tried(lambda: generate([[8, 9], [5, 6]] if rank == 0 else [])),
+        "none at all": tried(lambda: generate([])),
+        "images on rank 1": tried(lambda: generate([[4], [5]], images)),
+        "proof fails": with_engine(raising(ProofError("echo", "other ids", "a cause", "a fix"))),
+        "engine breaks": with_engine(raising(ZeroDivisionError("in the engine"))),
+        "engine lost for good": with_engine(raising(EngineLost("gone", lambda: None))),
+        "engine lost once": with_engine(lost_once),
+        "another call": tried(lambda: generation.sync_weights() if rank == 0 else generate([[3]])),
+        "refused on rank 1": tried(lambda: Recording(**common, engine=engine, logprobs=rank * 3)),
+        "colocated": tried(lambda: Recording(**common)),
+        "after all that": tried(lambda: generate([[5, 6 + rank]])),
+    }
+    # Rank 1 stays away; rank 0 must not wait for ever.
+    results["alone"] = tried(lambda: alone(rank))
+    return results
+
+
+def alone(rank: int) -> Any:
+    import time
+
+    from lockstep.rollouts.ranks import Ranks
+
+    ranks = Ranks(limit=2.0)
+    if rank == 0:
+        return ranks.call("generate", lambda: 1, lambda parts: parts)
+    time.sleep(4.0)
+    return None
+
+
+def tried(step: Callable[[], Any]) -> Any:
+    """What a step gives, or the kind and the message of what it raises."""
+    try:
+        return step()
+    except Exception as error:  # noqa: BLE001 - the error is the result
+        return {"raised": type(error).__name__, "message": str(error)}
+
+
+if __name__ == "__main__":
+    main()
