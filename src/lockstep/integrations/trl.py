@@ -23,7 +23,6 @@ from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.errors import InputError
 from lockstep.integrations.proven_engine import ProvenEngine, PushProof
 from lockstep.integrations.trl_parameters import (
-    Sampled,
     check_alone,
     check_model,
     check_parameters,
@@ -119,12 +118,12 @@ class LockstepGeneration:
         self._calls = 0
         self._ranks = Ranks(limit=_LONGEST_CALL * server_timeout)
 
-        def checked() -> Sampled:
+        def check() -> None:
             check_parameters(given)
             check_model(model, accelerator, processing_class)
-            return sampled_from(given)
+            sampled_from(given)
 
-        described = self._ranks.call("start", checked, lambda parts: [self._start(given, parts[0])] * self._ranks.count)
+        described = self._ranks.call("start", check, lambda parts: [self._start(given)] * len(parts))
         self._sampling = sampled_from(given).sampling
         # What TRL's trainers read of their engine, beside calling it.
         config = SimpleNamespace(max_model_len=described["max_model_len"])
@@ -181,7 +180,10 @@ class LockstepGeneration:
                 "generate", lambda: _checked_prompts(prompts, images, num_generations), self._sample
             )
         completions, self.version = found
-        return self._as_trl(completions)
+        prompt_ids, token_ids, logprobs = ([c[part] for c in completions] for part in ("prompt", "tokens", "logprobs"))
+        if self._logprobs is None:
+            return prompt_ids, token_ids, None, None
+        return prompt_ids, token_ids, _each_alone(logprobs), _each_alone(token_ids)
 
     def close(self) -> None:
         """Release the engine, if it was started or found here."""
@@ -191,8 +193,9 @@ class LockstepGeneration:
 
     # ---- on the main rank -------------------------------------------------------------------------------------------
 
-    def _start(self, given: Mapping[str, Any], sampled: Sampled) -> dict[str, Any]:
+    def _start(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Start or find the engine, and say what TRL's trainers ask of it."""
+        sampled = sampled_from(given)
         path = resolve_model(self.model.config.name_or_path)
         tokenizer = guard_tokenizer(self.processing_class)
         fit_vocabulary(self.model, tokenizer)
@@ -240,7 +243,7 @@ class LockstepGeneration:
             timeout=given["server_timeout"],
         )
 
-    def _sample(self, parts: Sequence[list[tuple[int, ...]]]) -> list[tuple[list[Completion], int]]:
+    def _sample(self, parts: Sequence[list[list[int]]]) -> list[tuple[list[dict[str, Any]], int]]:
         """Completions of all ranks' prompts, and the version of the weights that sampled them."""
         assert self._proven is not None
         call = f"call{self._calls}"
@@ -248,20 +251,26 @@ class LockstepGeneration:
             [RequestKey(f"{call}/rank{rank}/row{row}", 0) for row in range(len(part))]
             for rank, part in enumerate(parts)
         ]
-        asked = {key: ids for own, part in zip(keys, parts, strict=True) for key, ids in zip(own, part, strict=True)}
+        pairs = ((key, ids) for own, part in zip(keys, parts, strict=True) for key, ids in zip(own, part, strict=True))
+        asked = {key: tuple(ids) for key, ids in pairs}
         answers = self._proven.generate(asked, self._sampling)
-        return [([answers[key] for key in own], self._proven.version) for own in keys]
-
-    def _as_trl(self, completions: Sequence[Completion]) -> tuple[list, list, list | None, list | None]:
-        prompt_ids = [list(c.prompt_ids) for c in completions]
-        token_ids = [list(c.token_ids) for c in completions]
-        if self._logprobs is None:
-            return prompt_ids, token_ids, None, None
-        logprobs = [[[value] for value in c.logprobs] for c in completions]
-        return prompt_ids, token_ids, logprobs, [[[token] for token in c.token_ids] for c in completions]
+        return [([_as_json(answers[key]) for key in own], self._proven.version) for own in keys]
 
 
-def _checked_prompts(prompts: Any, images: Any, num_generations: int) -> list[tuple[int, ...]]:
+def _as_json(completion: Completion) -> dict[str, Any]:
+    return {
+        "prompt": list(completion.prompt_ids),
+        "tokens": list(completion.token_ids),
+        "logprobs": list(completion.logprobs),
+    }
+
+
+def _each_alone(sequences: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
+    """(tokens,) values as TRL wants them: (tokens, 1)."""
+    return [[[value] for value in sequence] for sequence in sequences]
+
+
+def _checked_prompts(prompts: Any, images: Any, num_generations: int) -> list[list[int]]:
     if images is not None and any(image is not None and image != [] for image in images):
         raise InputError("images are not supported yet: give prompts of text only")
     if num_generations < 1:
@@ -269,4 +278,4 @@ def _checked_prompts(prompts: Any, images: Any, num_generations: int) -> list[tu
     for row, prompt in enumerate(prompts):
         if isinstance(prompt, str) or not all(isinstance(token, int) for token in prompt):
             raise InputError(f"prompt {row} is no list of token ids: {prompt!r:.80}")
-    return [tuple(prompt) for prompt in prompts]
+    return [list(prompt) for prompt in prompts]

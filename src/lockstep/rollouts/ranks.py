@@ -1,17 +1,20 @@
 """Several trainer ranks, one owner of the engine: every rank offers its part, the owner works on all parts, each gets its answer.
 
 Comes from: trainers and `integrations/`, which every rank calls alike. One call is one gather and one scatter, whatever the ranks
-bring: a rank with nothing takes part, an error on any rank is raised on all, and no answer is found by its position.
+bring: a rank with nothing takes part, an error on any rank is raised on all, and no answer is found by its position. What travels
+is JSON: nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lockstep.errors import InputError, LockstepError, ProofError
@@ -46,8 +49,9 @@ class Ranks:
 
         Args:
             name: what is done; all ranks must mean the same.
-            offer: makes this rank's part, and refuses it where it is bad.
-            work: run by the owner alone, on the parts of all ranks by rank; gives each rank's answer by rank.
+            offer: makes this rank's part, of JSON types, and refuses it where it is bad.
+            work: run by the owner alone, on the parts of all ranks by rank; gives each rank's answer by rank, of JSON types
+                (tuples arrive as lists).
 
         Raises:
             LockstepError: on every rank, where a part was refused or the work failed (`InputError` and `ProofError` stay what
@@ -94,18 +98,25 @@ class Ranks:
         return answers
 
     def _gathered(self, mine: _Outcome) -> list[_Outcome]:
-        parts: list[Any] | None = [None] * self.count if self.owner else None
-        dist.gather_object(mine, parts, dst=_OWNER, group=self._group)
-        return parts or []
+        data = mine.data()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        width = int(max(sizes))
+        parts = [torch.empty(width, dtype=torch.uint8) for _ in range(self.count)] if self.owner else None
+        dist.gather(_padded(data, width), parts, dst=_OWNER, group=self._group)
+        return [_Outcome.read(part[: int(size)]) for part, size in zip(parts or (), sizes, strict=False)]
 
     def _scattered(self, done: _Outcome) -> _Outcome:
-        answers = None
+        sizes, answers = torch.zeros(self.count, dtype=torch.int64), None
         if self.owner:
             values = [None] * self.count if done.failure else done.value
-            answers = [_Outcome(done.name, value, done.failure) for value in values]
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, answers, src=_OWNER, group=self._group)
-        return mine[0]
+            found = [_Outcome(done.name, value, done.failure).data() for value in values]
+            sizes = torch.tensor([len(data) for data in found])
+            answers = [_padded(data, int(sizes.max())) for data in found]
+        dist.broadcast(sizes, _OWNER, group=self._group)
+        mine = torch.empty(int(sizes.max()), dtype=torch.uint8)
+        dist.scatter(mine, answers, src=_OWNER, group=self._group)
+        return _Outcome.read(mine[: int(sizes[self.rank])])
 
     @contextmanager
     def _waiting(self, name: str, whom: str) -> Iterator[None]:
@@ -120,9 +131,13 @@ class Ranks:
             ) from error
 
 
+def _padded(data: bytes, width: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(width, b" ")), dtype=torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error in a form that reaches other processes whole. Exceptions with arguments of their own cannot be pickled.
+    """An error in a form that reaches other processes whole.
 
     Attributes:
         fields: the arguments that make the error again, its message first.
@@ -163,6 +178,17 @@ class _Outcome:
     name: str
     value: Any
     failure: _Failure | None = None
+
+    def data(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def read(cls, data: torch.Tensor) -> _Outcome:
+        found = json.loads(data.numpy().tobytes())
+        failure = found["failure"]
+        return cls(
+            found["name"], found["value"], failure and _Failure(**{**failure, "fields": tuple(failure["fields"])})
+        )
 
 
 @dataclass(frozen=True, slots=True)
