@@ -1,0 +1,54 @@
+"""A real server that splits its model over two workers, by tensors: the same tokens, every byte to both, and a probe of whole modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import VLLM
+from servers import Server, connect, serve
+from test_in_flight import gap_by_version
+from tiny import make_model, perturbed
+
+from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.parity.module_probe import ModuleProbe, check_probe
+from lockstep.sync.push import push_weights
+
+pytestmark = [*VLLM, pytest.mark.long]
+
+REQUESTS = [GenerationRequest(RequestKey(f"p{i}", 0), (7, 8, 9 + i), Sampling(16), 50 + i) for i in range(6)]
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
+    model = request.getfixturevalue(f"{request.param}_dir")
+    with serve(model, tmp_path_factory.mktemp("split"), "--tensor_parallel_size", "2") as running:
+        yield request.param, running
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_a_split_model_gets_every_weight_and_is_probed_whole(split: tuple[str, Server], transport: str) -> None:
+    kind, server = split
+    first = make_model("llama", tied=True) if kind == "tied" else make_model()
+    engine = connect(server.url, transport=transport)
+    probe = None
+    for version, model in enumerate([first, perturbed(first, scale=0.5), perturbed(first, scale=0.7)]):
+        push_weights(model, engine, version)
+        probe = ModuleProbe(model, engine, torch.float32)
+        record = probe.measure(version, every=True)
+        check_probe(record, version)
+        assert not record.unreached
+        assert probe.reached() == 1.0
+        assert gap_by_version({version: model}, list(engine.generate(REQUESTS).values())) < 1e-3
+    # A probe of other weights fails, part by part: it can.
+    assert ModuleProbe(first, engine, torch.float32).measure(9, every=True).failed
+    with torch.no_grad():
+        first.load_state_dict(model.state_dict())
+        rows = first.model.layers[1].self_attn.k_proj.weight
+        rows[-1] *= 1.01
+    assert ModuleProbe(first, engine, torch.float32).measure(9, every=True).failed == [
+        "model.layers.1.self_attn.k_proj.weight"
+    ]
+    engine.close()
