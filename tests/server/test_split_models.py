@@ -1,4 +1,4 @@
-"""A real server that splits its model over two workers, by tensors: the same tokens, every byte to both, and a probe of whole modules."""
+"""A real server whose model is split over two workers: the same tokens, every byte to both, and a probe of whole modules."""
 
 from __future__ import annotations
 

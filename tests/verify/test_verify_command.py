@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs_vllm
+from conftest import VLLM, needs_vllm
+from servers import KEY, free_port
 from tiny import make_model, make_tokenizer, save_model
 from transformers import AutoConfig
 
 from lockstep.cli.main import main
+from lockstep.server.keys import KEY_VARIABLE
 from lockstep.verify.run import CHECKS
 
 ROWS = [
@@ -41,12 +43,22 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])])
+@pytest.mark.parametrize(
+    "engine", ["transformers", pytest.param("vllm", marks=VLLM), pytest.param("server", marks=VLLM)]
+)
 def test_a_good_model_passes_every_row(
-    engine: str, untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: str,
+    untied_dir: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = tmp_path / "rows.json"
     words = ["verify", "--model", untied_dir, "--engine", engine, "--dtype", "float32", "--json", str(file)]
+    if engine == "server":
+        monkeypatch.setenv(KEY_VARIABLE, KEY)
+        words += ["--vllm_server_base_url", request.getfixturevalue("server").url]
     assert main(words) == 0
     found = json.loads(file.read_text())
     assert [row["proof"] for row in found["rows"]] == ROWS
@@ -145,7 +157,13 @@ class TestBadInput:
         self.refused(["--model", "./nowhere"], capsys, "does not exist")
 
     def test_a_server_that_is_not_there(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-        self.refused(["--model", untied_dir, "--engine", "server"], capsys, "no server mode yet")
+        words = ["--vllm_server_port", str(free_port()), "--vllm_server_timeout", "1"]
+        assert main(["verify", "--model", untied_dir, "--engine", "server", *words]) == 1
+        assert "did not answer within 1 s" in capsys.readouterr().err
+
+    def test_the_self_test_on_a_server(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ["--model", untied_dir, "--engine", "server", "--self-test"]
+        self.refused(words, capsys, "--engine vllm")
 
     def test_an_engine_that_nobody_knows(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
         self.refused(["--model", untied_dir, "--engine", "sglang"], capsys, "'sglang'", "vllm, transformers")
