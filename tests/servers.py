@@ -38,7 +38,7 @@ class Server:
         for pid in descendants(self.supervisor.pid):
             with suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_text()
-                role = {"api_server": "api", "EngineCore": "core", "Worker": "worker"}
+                role = {"server.launch": "api", "EngineCore": "core", "Worker": "worker"}
                 found |= {name: pid for mark, name in role.items() if mark in command}
         return found
 
@@ -87,7 +87,8 @@ def serve(
             stdout=out,
             stderr=out,
             text=True,
-            env={**os.environ, KEY_VARIABLE: KEY},
+            # As a careless user's environment: nothing that the server does may depend on it.
+            env={**os.environ, KEY_VARIABLE: KEY, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_API_KEY": "other"},
         )
     server = Server(f"http://127.0.0.1:{port}", supervisor, log)
     try:

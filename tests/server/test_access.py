@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import os
+import pickle
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
 from conftest import VLLM
-from servers import KEY, Server
+from servers import KEY, Server, connect
+from tiny import make_model
 
-from lockstep.server.command import WEIGHT_TRANSFER_BACKEND
+from lockstep.sync.push import push_weights
 
 pytestmark = VLLM
 
@@ -55,16 +60,17 @@ def test_health_is_open_and_the_key_opens_the_rest(server: Server) -> None:
     assert answer.status_code == 200
 
 
-def test_the_server_listens_on_this_machine_only(server: Server) -> None:
-    port = int(server.url.rpartition(":")[2])
-    listening = {
-        line.split()[1]
-        for table in ("/proc/net/tcp", "/proc/net/tcp6")
-        for line in Path(table).read_text().splitlines()[1:]
-        if line.split()[3] == "0A"
-    }
-    own = {address for address in listening if int(address.rpartition(":")[2], 16) == port}
-    assert own == {f"0100007F:{port:04X}"}
+def test_none_of_its_processes_listens_beyond_this_machine(server: Server) -> None:
+    sockets = set()
+    for pid in server.processes.values():
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(descriptor).removeprefix("socket:[").rstrip("]"))
+    rows = [row.split() for t in ("tcp", "tcp6") for row in Path(f"/proc/net/{t}").read_text().splitlines()[1:]]
+    listening = {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
+    # 127.0.0.1, and ::1.
+    assert listening
+    assert listening <= {"0100007F", "00000000000000000000000001000000"}
 
 
 def test_the_key_is_in_no_list_of_processes(server: Server) -> None:
@@ -72,9 +78,34 @@ def test_the_key_is_in_no_list_of_processes(server: Server) -> None:
         assert KEY not in Path(f"/proc/{pid}/cmdline").read_text()
 
 
-def test_pickled_weights_are_refused(server: Server) -> None:
+class Trace:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return open, (self.path, "w")
+
+
+def test_nothing_is_unpickled_whatever_the_servers_environment_says(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "unpickled"
+    pickled = base64.b64encode(pickle.dumps(Trace(str(path)))).decode()
+    pickle.loads(base64.b64decode(pickled)).close()
+    assert path.exists()
+    path.unlink()
     headers = {"Authorization": f"Bearer {KEY}"}
-    body = {"update_info": {"transport": WEIGHT_TRANSFER_BACKEND, "ipc_handles_pickled": "gASVAAAA"}}
-    httpx.post(server.url + "/start_weight_update", headers=headers, trust_env=False)
-    answer = httpx.post(server.url + "/update_weights", json=body, headers=headers, trust_env=False)
-    assert answer.status_code >= 400
+
+    def post(where: str, body: dict) -> int:
+        return httpx.post(server.url + where, json=body, headers=headers, trust_env=False, timeout=60).status_code
+
+    assert post("/start_weight_update", {}) == 200
+    for info in ({"ipc_handles_pickled": pickled}, {"transport": "shared_memory", "tensors": [pickled]}):
+        assert post("/update_weights", {"update_info": info}) >= 400
+    for method in ("lockstep_probe", "lockstep_modules"):
+        assert post("/collective_rpc", {"method": method, "args": [pickled, "0", "true"]}) >= 400
+    assert not path.exists()
+    # And the next trainer finds a server that works.
+    engine = connect(server.url)
+    push_weights(make_model(), engine, 1)
+    engine.close()

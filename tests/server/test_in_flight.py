@@ -81,8 +81,12 @@ def test_requests_wait_while_an_update_is_open_and_are_not_answered_by_half_of_i
     worker.start()
     time.sleep(0.3)
     engine.begin_update()
-    time.sleep(1.5)
+    time.sleep(3.0)
+    # Far longer than they need: a server that went on would have answered, by version 1 alone.
     assert worker.is_alive()
-    push_weights(model, engine, 2)
+    moved = perturbed(model, scale=0.5)
+    push_weights(moved, engine, 2)
     worker.join(100)
     assert len(answers) == 4
+    assert all(set(c.weight_versions) == {1, 2} for c in answers.values())
+    assert gap_by_version({1: model, 2: moved}, list(answers.values())) < 1e-3

@@ -16,6 +16,7 @@ from lockstep.errors import InputError
 from lockstep.server.command import ServeOptions, command_line, environment
 from lockstep.server.guard import KeyGuard
 from lockstep.server.keys import KEY_VARIABLE, default_key_file, key_for, make_key, read_key, write_key
+from lockstep.server.launch import check_known
 from lockstep.server.supervisor import Supervisor
 
 KEY = "a-key-for-tests-only"
@@ -52,6 +53,7 @@ class TestKeys:
         assert key_for("http://127.0.0.1:8000", None) == KEY
         assert key_for("http://127.0.0.1:8001", None) is None
         assert key_for("http://gpu-node:8000", None) is None
+        assert key_for("http://127.0.0.1.evil.example:8000", None) is None
 
 
 class TestGuard:
@@ -119,15 +121,42 @@ class TestCommand:
 
     @pytest.mark.parametrize(
         "word",
-        ["--api-key=x", "--quantization", "--middleware", "--logprobs_mode=raw_logprobs", "--no-enable-scale-out"],
+        [
+            "--api-key=x",
+            "--quantization",
+            "-q",
+            "--middleware",
+            "--logprobs_mode=raw_logprobs",
+            "--no-enable-scale-out",
+            "--config=x.yaml",
+            "--speculative-config.method=ngram",
+            "--spec-model=x",
+            "--hf-overrides.rope_theta=1",
+            "--worker-cls=x",
+        ],
     )
     def test_what_would_open_the_server_or_change_log_probs_is_refused(self, untied_dir: str, word: str) -> None:
-        with pytest.raises(InputError, match=r"leave it out|may not set"):
+        with pytest.raises(InputError, match=r"leave it out|may not set|whole names"):
             command_line(options(untied_dir, word))
 
-    def test_the_environment_accepts_no_pickles_and_no_second_key(self) -> None:
+    @pytest.mark.parametrize("word", ["--hos=0.0.0.0", "--logprobs-mod", "--root-pat", "--nonsense"])
+    def test_abbreviations_are_refused_where_vllms_own_names_are_known(self, word: str) -> None:
+        known = {"--host", "--logprobs-mode", "--root-path", "--compilation-config", "--no-async-scheduling"}
+        check_known(["--compilation-config.mode=0", "--no-async-scheduling", "-1"], known)
+        with pytest.raises(InputError, match="whole name"):
+            check_known([word], known)
+
+    def test_keys_of_json_arguments_keep_their_spelling(self, untied_dir: str) -> None:
+        command = command_line(options(untied_dir, "--compilation_config.cudagraph_mode", "NONE"))
+        assert command[-2:] == ["--compilation-config.cudagraph_mode", "NONE"]
+
+    def test_addresses_of_every_kind_make_urls(self, untied_dir: str) -> None:
+        assert options(untied_dir, host="::1").url == "http://[::1]:8000"
+        assert options(untied_dir, "--ssl-certfile=c", host="0.0.0.0").url == "https://127.0.0.1:8000"
+
+    def test_the_environment_accepts_no_pickles_and_no_second_key(self, untied_dir: str) -> None:
         given = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_API_KEY": "x", "OMP_NUM_THREADS": "7", "HOME": "/h"}
-        made = environment(KEY, given)
+        made = environment(KEY, options(untied_dir), given)
         assert made.keys().isdisjoint({"VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_API_KEY"})
         assert (made[KEY_VARIABLE], made["OMP_NUM_THREADS"], made["HOME"]) == (KEY, "7", "/h")
 
@@ -160,6 +189,21 @@ class TestRefusals:
             other.listen()
             self.refused([untied_dir, "--port", str(other.getsockname()[1])], capsys, "choose another --port")
 
+    def test_a_second_server_by_mistake_leaves_the_keys_file_alone(
+        self, untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        import socket
+
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.delenv(KEY_VARIABLE, raising=False)
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            port = other.getsockname()[1]
+            write_key(default_key_file(port), KEY)
+            self.refused([untied_dir, "--port", str(port)], capsys, "choose another --port")
+        assert read_key(default_key_file(port)) == KEY
+
     def test_a_dry_run_prints_the_command_without_a_key(
         self, untied_dir: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -174,7 +218,7 @@ HEALTHY = """
 import http.server, os, sys, threading, time
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200); self.end_headers()
+        self.send_response(200 if self.path == "/health" else 401); self.end_headers()
     def log_message(self, *args): pass
 threading.Timer(float(sys.argv[2]), lambda: os._exit(3)).start()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()

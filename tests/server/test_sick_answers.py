@@ -6,6 +6,8 @@ very tokens that it gives without a fault. No call is ever repeated by itself.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -122,6 +124,49 @@ def test_a_push_that_loses_a_call_is_not_repeated_by_itself_and_a_new_one_is_who
     check_probe(record, 3)
 
 
+@pytest.mark.parametrize("fault", ["cut", "500"])
+def test_a_push_over_gloo_that_loses_its_call_is_given_up_at_once_and_a_new_one_is_whole(
+    fault: str, proxy: FaultyProxy
+) -> None:
+    proxy.rule = lambda path: None
+    engine, model = connect(proxy.url, timeout=30.0, transport="gloo"), make_model(seed=3)
+    push_weights(model, engine, 1)
+    proxy.once(fault, "/update_weights")
+    start = time.monotonic()
+    with pytest.raises(EngineLost) as lost:
+        push_weights(model, engine, 2)
+    assert time.monotonic() - start < 15
+    lost.value.recover()
+    push_weights(model, engine, 3)
+    check_probe(ModuleProbe(model, engine, torch.float32).measure(1, every=True), 3)
+    engine.close()
+
+
+def test_closing_ends_what_is_waited_for_and_may_be_done_twice(proxy: FaultyProxy) -> None:
+    proxy.rule = lambda path: None
+    engine = connect(proxy.url, timeout=60.0)
+    push_weights(make_model(), engine, 1)
+    proxy.rule = lambda path: "late"
+    ended: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            engine.generate(REQUESTS)
+        except LockstepError as error:
+            ended.append(error)
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    time.sleep(0.5)
+    engine.close()
+    engine.close()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert "closed" in str(ended[0])
+    with pytest.raises(LockstepError):
+        engine.generate(REQUESTS)
+
+
 def test_a_server_that_stays_away_is_waited_for_no_longer_than_the_limit(
     engine: VLLMServer, proxy: FaultyProxy
 ) -> None:
@@ -130,6 +175,23 @@ def test_a_server_that_stays_away_is_waited_for_no_longer_than_the_limit(
         engine.generate(REQUESTS)
     with pytest.raises(LockstepError, match="within 8 s"):
         lost.value.recover()
+
+
+def test_one_server_under_two_urls_is_refused(server: Server, proxy: FaultyProxy) -> None:
+    proxy.rule = lambda path: None
+    with pytest.raises(InputError, match="same server"):
+        connect(server.url, proxy.url)
+
+
+def test_scores_by_weights_that_nobody_here_pushed_are_refused(server: Server, engine: VLLMServer) -> None:
+    assert engine.score({"a": (7, 8, 9)})
+    other = connect(server.url)
+    try:
+        push_weights(make_model(seed=9), other, 1)
+        with pytest.raises(ProofError, match="did not push"):
+            engine.score({"a": (7, 8, 9)})
+    finally:
+        other.close()
 
 
 def test_a_wrong_key_is_refused_at_once(server: Server) -> None:

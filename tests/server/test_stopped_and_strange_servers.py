@@ -132,9 +132,9 @@ def test_a_server_that_takes_weights_otherwise_is_told_how_to_start(
     # The trainer's own check on what the worker says of itself; the worker is a real one in every other test.
     from lockstep.engines.server_calls import ServerCalls
 
-    state = {"backend": "nccl", "world_size": 1, "copies": 1, "settings": {}, "updating": False}
+    state = {"backend": "nccl", "world_size": 1, "copies": 1, "settings": {}, "updating": False, "instance": "x"}
     monkeypatch.setattr(ServerCalls, "workers", lambda self, method, *args: [state])
-    monkeypatch.setattr(ServerCalls, "healthy", lambda self, limit: True)
+    monkeypatch.setattr(ServerCalls, "ailment", lambda self, limit: None)
     with pytest.raises(InputError, match=r"'nccl'.*--weight-transfer-config"):
         connect("http://127.0.0.1:9")
 

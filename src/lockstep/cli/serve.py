@@ -32,12 +32,18 @@ def run(words: list[str]) -> int:
     arguments, rest = _parser().parse_known_args(words)
     from lockstep.models.resolve import resolve_model
     from lockstep.server.command import ServeOptions, command_line, environment
+    from lockstep.server.keys import write_key
     from lockstep.server.supervisor import Supervisor, check_port
     from lockstep.training.precision import engine_dtype
 
     if extra := [word for word in rest[:1] if not word.startswith("--")]:
         raise InputError(f"unexpected {extra[0]!r}; usage: lockstep serve MODEL [--field value …]")
-    key, where = _key(arguments)
+    if arguments.data_parallel_size != 1:
+        raise InputError(
+            "data_parallel_size: a trainer cannot tell the copies inside one server apart; start as many servers, each on a port "
+            "of its own, and give all of their URLs"
+        )
+    key, file = _key(arguments)
     options = ServeOptions(
         model=resolve_model(arguments.model),
         host=arguments.host,
@@ -55,21 +61,24 @@ def run(words: list[str]) -> int:
         print(" ".join(command))
         return 0
     check_port(options.host, options.port)
+    if file is not None:
+        # Not before: the file may be that of a server which is running.
+        write_key(file, key)
     said = False
 
     def ready(seconds: float) -> None:
         nonlocal said
         _say(f"{arguments.model} is ready at {options.url} ({seconds:.0f} s)")
         if not said:
-            _say(where)
+            _say(_where(key, file, arguments))
         said = True
 
-    supervisor = Supervisor(command, environment(key), options.url, ready=ready, say=_say)
+    supervisor = Supervisor(command, environment(key, options), options.url, ready=ready, say=_say)
 
     def stop(signum: int, frame: FrameType | None) -> None:
         supervisor.stop()
 
-    for sign in (signal.SIGINT, signal.SIGTERM):
+    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sign, stop)
     _say(f"starting vLLM with {arguments.model}")
     supervisor.run()
@@ -102,23 +111,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _key(arguments: argparse.Namespace) -> tuple[str, str]:
-    """The key, and a line that says where it is."""
+def _key(arguments: argparse.Namespace) -> tuple[str, Path | None]:
+    """The key, and the file that it is to be written to where it was made now."""
+    from lockstep.engines.server_calls import is_local
     from lockstep.server.keys import (
         KEY_VARIABLE,
         checked_key,
         default_key_file,
-        is_local,
         make_key,
         read_key,
-        write_key,
     )
 
     if given := os.environ.get(KEY_VARIABLE):
-        return checked_key(given, KEY_VARIABLE), f"the key is the one in {KEY_VARIABLE}"
+        return checked_key(given, KEY_VARIABLE), None
     named = Path(arguments.key_file).expanduser() if arguments.key_file else None
     if named is not None and named.exists():
-        return read_key(named), f"the key is the one in {named}"
+        return read_key(named), None
     if not is_local(arguments.host) and named is None:
         raise InputError(
             f"{arguments.host} can be reached from other machines: give the server a key of your own, in the variable "
@@ -126,10 +134,15 @@ def _key(arguments: argparse.Namespace) -> tuple[str, str]:
         )
     if named is not None and not named.parent.is_dir():
         raise InputError(f"the folder of key file {named} does not exist")
-    key, path = make_key(), named or default_key_file(arguments.port)
-    if not arguments.dry_run:
-        write_key(path, key)
-    return key, f"its key, this once: {key} (also in {path}, where trainers on this machine find it)"
+    return make_key(), named or default_key_file(arguments.port)
+
+
+def _where(key: str, file: Path | None, arguments: argparse.Namespace) -> str:
+    from lockstep.server.keys import KEY_VARIABLE
+
+    if file is not None:
+        return f"its key, this once: {key} (also in {file}, where trainers on this machine find it)"
+    return f"its key is the one in {KEY_VARIABLE if os.environ.get(KEY_VARIABLE) else arguments.key_file}"
 
 
 def _say(line: str) -> None:

@@ -6,7 +6,10 @@ Used by `engines/vllm_server.py`. What a failed call left behind in the server i
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import ipaddress
 import json
+import ssl
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -17,6 +20,7 @@ from lockstep.errors import EngineLost, InputError, LockstepError
 
 T = TypeVar("T")
 _SHOWN = 300
+_HEALTH = "/health"
 
 
 class CallLoop:
@@ -24,19 +28,47 @@ class CallLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="lockstep-calls", daemon=True).start()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="lockstep-calls", daemon=True)
+        self._thread.start()
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Wait for a call's result."""
+        """Wait for a call's result.
+
+        Raises:
+            LockstepError: the engine was closed, before or meanwhile.
+        """
+        if self._closed:
+            call.close()
+            raise LockstepError(_CLOSED)
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise LockstepError(_CLOSED) from error
         except BaseException:
             future.cancel()
             raise
 
     def close(self) -> None:
+        """End every call, whoever waits for it, and the thread; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(_end_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+_CLOSED = "the engine was closed while it was being used"
+
+
+async def _end_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class ServerCalls:
@@ -56,14 +88,15 @@ class ServerCalls:
         self.world_size = 1
         self._loop = loop
         self._recover = recover
+        self._key = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.AsyncClient(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
             # A kept connection may be closed by the server just as it is used, and such a call must not be repeated.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             timeout=timeout,
-            # No proxy between a trainer and its engine.
+            # No proxy between a trainer and its engine; certificates as OpenSSL finds them (SSL_CERT_FILE).
             trust_env=False,
+            verify=ssl.create_default_context(),
         )
 
     async def ask(self, method: str, path: str, body: Any = None, *, limit: float | None = None, **query: Any) -> Any:
@@ -76,7 +109,10 @@ class ServerCalls:
         """
         limit = self.timeout if limit is None else limit
         try:
-            answer = await asyncio.wait_for(self._client.request(method, path, json=body, params=query), limit)
+            # Health is open to all: whoever stands there while the server is away need not see the key.
+            headers = {} if path == _HEALTH else self._key
+            call = self._client.request(method, path, json=body, params=query, headers=headers)
+            answer = await asyncio.wait_for(call, limit)
             answer_text = answer.text
         except (TimeoutError, httpx.TimeoutException) as error:
             raise self._lost(path, f"did not answer within {limit:.0f} s") from error
@@ -114,16 +150,13 @@ class ServerCalls:
             raise self._lost("/collective_rpc", f"gave no result of {method}")
         return list(results)
 
-    def healthy(self, limit: float) -> bool:
-        """Whether the server says within the limit that it serves."""
+    def ailment(self, limit: float) -> str | None:
+        """Why the server does not say within the limit that it serves; None if it does."""
         try:
-            self.call("GET", "/health", limit=limit)
-        except LockstepError:
-            return False
-        return True
-
-    def close(self) -> None:
-        self._loop.run(self._client.aclose())
+            self.call("GET", _HEALTH, limit=limit)
+        except EngineLost as lost:
+            return str(lost)
+        return None
 
     def _check(self, answer: httpx.Response, path: str) -> None:
         if answer.status_code in (401, 403):
@@ -140,6 +173,14 @@ class ServerCalls:
 
     def _lost(self, path: str, what: str, *, refused: bool = False) -> EngineLost:
         return EngineLost(f"the server at {self.url} {what} (at {path})", self._recover, refused=refused)
+
+
+def is_local(host: str) -> bool:
+    """Whether a host name reaches only this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 HOW_TO_START = (

@@ -14,6 +14,8 @@ from lockstep.errors import LockstepError, ProofError
 
 # What vLLM's server writes in place of a log-prob that is missing, NaN or −inf (fault P3).
 _NO_LOGPROB = -9999.0
+# vLLM's stamp of the weights that it loaded when it started.
+INITIAL_WEIGHTS = "default"
 
 
 def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
@@ -72,12 +74,26 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
     )
 
 
-def scores_from(answer: Any, ids: tuple[int, ...], name: str) -> tuple[float, ...]:
-    """Log-prob of every id but the first; shorter where one is missing."""
-    _choice(answer, name)
+def scores_from(answer: Any, ids: tuple[int, ...], name: str, versions: Mapping[str, int]) -> tuple[float, ...]:
+    """Log-prob of every id but the first; shorter where one is missing.
+
+    Raises:
+        ProofError: the answer is to another request or about other ids, or by weights that nobody here pushed.
+    """
+    choice = _choice(answer, name)
+    _check_stamps(name, choice.get("weight_versions") or [], versions)
+    if tuple(answer.get("prompt_token_ids") or ()) != ids:
+        raise _mixed_up(f"the answer to request {name} is about other ids than were sent")
     entries = answer.get("prompt_logprobs") or []
     found = [(entry or {}).get(str(token)) for entry, token in zip(entries[1:], ids[1:], strict=False)]
     return tuple(value["logprob"] for value in found if value is not None and value["logprob"] > _NO_LOGPROB)
+
+
+def stamps_of(answer: Any) -> set[str]:
+    """The stamps of all tokens of an answer."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    spans = [span for choice in choices or () for span in choice.get("weight_versions") or ()]
+    return {span["version"] for span in spans}
 
 
 def _choice(answer: Any, name: str) -> Mapping[str, Any]:
@@ -111,17 +127,22 @@ def _logprobs(request: GenerationRequest, token_ids: tuple[int, ...], choice: Ma
 def _versions(
     request: GenerationRequest, spans: list[Mapping[str, Any]], versions: Mapping[str, int], tokens: int
 ) -> tuple[int, ...]:
+    _check_stamps(str(request.key), spans, versions)
     found: list[int] = []
     for span in spans:
-        if span["version"] not in versions:
-            raise ProofError(
-                "version",
-                f"request {request.key} has tokens sampled by weights stamped {span['version']!r}, which this trainer did not push",
-                "the server was restarted with its initial weights, or another trainer pushes to it",
-                "let one trainer own the server; this one pushes its weights again when it goes on",
-            )
         found += [versions[span["version"]]] * (span["end"] - span["start"])
     return tuple(found[:tokens])
+
+
+def _check_stamps(name: str, spans: list[Mapping[str, Any]], versions: Mapping[str, int]) -> None:
+    strange = [span["version"] for span in spans if span["version"] not in versions]
+    if strange or not spans:
+        raise ProofError(
+            "version",
+            f"request {name} was answered by weights stamped {strange[0] if strange else None!r}, which this trainer did not push",
+            "another trainer pushes to this server",
+            "let one trainer own the server; this one pushes its weights again when it goes on",
+        )
 
 
 def _mixed_up(found: str) -> ProofError:

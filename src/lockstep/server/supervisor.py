@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import http.client
 import os
 import signal
 import socket
@@ -57,7 +58,7 @@ class Supervisor:
     ) -> None:
         self._command = list(command)
         self._environment = environment
-        self._health = url + OPEN_PATH
+        self._url = url
         self._ready = ready
         self._say = say
         self._stop = False
@@ -100,9 +101,9 @@ class Supervisor:
                 if self._stop or code is not None:
                     return _since(healthy_since), _ending(code)
                 if now >= next_question:
-                    answered = self._asks()
+                    answered = self._healthy()
                     last_answer = time.monotonic() if answered else last_answer
-                    if answered and healthy_since is None:
+                    if answered and healthy_since is None and self._is_ours():
                         healthy_since = time.monotonic()
                         self._ready(healthy_since - start)
                     next_question = now + (_HEALTH_EVERY if healthy_since else _TICK)
@@ -114,14 +115,26 @@ class Supervisor:
         finally:
             self._end()
 
-    def _asks(self) -> bool:
-        # The answer is that of our own child on this machine; whose certificate it shows does not matter here.
-        context = ssl._create_unverified_context() if self._health.startswith("https") else None
+    def _healthy(self) -> bool:
+        return self._status(OPEN_PATH) == 200
+
+    def _is_ours(self) -> bool:
+        """Whether a guard stands there; another program on the port may answer anything with 200."""
+        return self._status("/") == 401
+
+    def _status(self, path: str) -> int | None:
+        # The answer is that of our own child on this machine: no proxy, and whose certificate it shows does not matter.
+        handlers = [
+            urllib.request.ProxyHandler({}),
+            urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
+        ]
         try:
-            with urllib.request.urlopen(self._health, timeout=_HEALTH_LIMIT, context=context) as answer:
-                return answer.status == 200
-        except (urllib.error.URLError, OSError):
-            return False
+            with urllib.request.build_opener(*handlers).open(self._url + path, timeout=_HEALTH_LIMIT) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except (urllib.error.URLError, http.client.HTTPException, OSError):
+            return None
 
     def _end(self) -> None:
         """The child and every process that it started; engines outlive an API server that was killed."""

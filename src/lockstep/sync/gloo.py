@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -19,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep.engines.transport import WeightReceiverCalls
+from lockstep.errors import InputError
 from lockstep.sync.chunks import Named, chunks, end_of, layout, views
 
 NAME = "gloo"
 _SENDER = 0
+_LOOK_EVERY = 0.002
 
 
 class GlooTransport:
@@ -31,13 +34,17 @@ class GlooTransport:
     Args:
         host: this machine's address as the servers reach it.
         port: where they meet; 0: a free port.
-        timeout: seconds that the meeting, or one tensor, may take.
+        timeout: seconds that a whole push may take.
+
+    Raises:
+        InputError: this machine cannot listen there.
     """
 
     name = NAME
 
     def __init__(self, host: str, port: int, timeout: float) -> None:
         self._host, self._port, self._timeout = host, port, timeout
+        _listen(host, port).close()
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
         parts = list(chunks(tensors))
@@ -72,12 +79,21 @@ class GlooTransport:
     ) -> None:
         # A second descriptor: the store closes its own.
         store = _store(self._host, listener.getsockname()[1], self._timeout, listener.detach())
+        self._await(store, size, pending)
         group = _group(store, _SENDER, size, self._host, self._timeout)
         for part in parts:
             for _, tensor in part:
-                if failed := [f for f in pending if f.done() and f.exception() is not None]:
-                    raise RuntimeError(str(failed[0].exception()))
+                _refused(pending)
                 _everyone(group, tensor.detach().contiguous().cpu().flatten().view(torch.uint8))
+
+    def _await(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
+        """Wait until every worker is there, or one of their servers says that it will not come."""
+        deadline = time.monotonic() + self._timeout
+        while not store.check([_here(rank) for rank in range(1, size)]):
+            _refused(pending)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not every server came to {self._host} within {self._timeout:.0f} s")
+            time.sleep(_LOOK_EVERY)
 
 
 def receive(info: Mapping[str, Any], parts: Sequence[Sequence[Sequence[object]]]) -> Iterator[list[Named]]:
@@ -92,6 +108,7 @@ def receive(info: Mapping[str, Any], parts: Sequence[Sequence[Sequence[object]]]
     """
     host, port, timeout = info["host"], info["port"], info["timeout"]
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    store.set(_here(info["rank"]), "")
     group = _group(store, info["rank"], info["size"], _own_address(host, port, timeout), timeout)
     buffer = torch.empty(max((end_of(part) for part in parts), default=0), dtype=torch.uint8)
     for part in parts:
@@ -140,7 +157,13 @@ def _listen(host: str, port: int) -> socket.socket:
     with contextlib.ExitStack() as undo:
         undo.callback(listener.close)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        try:
+            listener.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise InputError(
+                f"vllm_group_host={host!r}, vllm_group_port={port}: cannot listen there ({error}); give an address of this machine "
+                "and a free port"
+            ) from error
         listener.listen()
         undo.pop_all()
     return listener
@@ -150,6 +173,16 @@ def _own_address(host: str, port: int, timeout: float) -> str:
     """This machine's address on the way to the trainer."""
     with socket.create_connection((host, port), timeout=timeout) as way:
         return str(way.getsockname()[0])
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _refused(pending: Sequence[Future[None]]) -> None:
+    for future in pending:
+        if future.done() and (error := future.exception()) is not None:
+            raise RuntimeError(str(error))
 
 
 def _raise_first(pending: Sequence[Future[None]], timeout: float) -> None:

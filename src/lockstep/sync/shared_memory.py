@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from lockstep.engines.transport import WeightReceiverCalls
+from lockstep.errors import InputError
 from lockstep.sync.chunks import Named, chunks, layout, views
 
 NAME = "shared_memory"
@@ -120,8 +121,16 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def _map(path: Path, size: int, *, create: bool) -> torch.Tensor:
     if create:
         handle = _private(path)
-        os.ftruncate(handle, size)
-        os.close(handle)
+        try:
+            # Not `ftruncate`, which promises memory that is not there: the first write would kill this process.
+            os.posix_fallocate(handle, 0, size)
+        except OSError as error:
+            raise InputError(
+                f"shared memory has no room for {size >> 20} MiB ({error.strerror}): give it more (docker run --shm-size), or "
+                "set vllm_weight_transport to gloo"
+            ) from error
+        finally:
+            os.close(handle)
     elif path.stat().st_uid != os.geteuid() or path.stat().st_size != size:
         raise ValueError(f"{path.name} is not the trainer's segment of {size} bytes")
     storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=size)

@@ -7,7 +7,9 @@ comparison are the same for all of them (`sync/push.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from urllib.parse import urlsplit
 
+from lockstep.engines.server_calls import is_local
 from lockstep.engines.transport import WeightReceiverCalls, WeightTransport
 from lockstep.errors import InputError
 from lockstep.sync.gloo import GlooTransport
@@ -32,11 +34,15 @@ def choose_transport(
     """
     if name not in TRANSPORTS:
         raise InputError(f"vllm_weight_transport={name!r}; it must be one of {', '.join(TRANSPORTS)}")
-    if name == "gloo":
-        return GlooTransport(host, port, timeout)
-    if all(sees_this_memory(server) for server in servers):
+    if name != "gloo" and all(sees_this_memory(server) for server in servers):
         return SharedMemoryTransport()
-    if name == "auto":
+    if name != "shared_memory":
+        away = [server.url for server in servers if not is_local(urlsplit(server.url).hostname or "")]
+        if away and is_local(host):
+            raise InputError(
+                f"the server at {away[0]} cannot reach this machine at {host}: set vllm_group_host to this machine's address "
+                "as that one reaches it"
+            )
         return GlooTransport(host, port, timeout)
     raise InputError(
         "vllm_weight_transport=shared_memory, but a server does not see this machine's shared memory (another machine or "

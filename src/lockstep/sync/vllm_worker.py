@@ -7,12 +7,16 @@ Given to vLLM as `--worker-extension-cls`; called by name over `/collective_rpc`
 from __future__ import annotations
 
 import json
+import uuid
 from dataclasses import asdict
 from typing import Any
 
 from lockstep.engines.probe import encode_floats
 from lockstep.engines.vllm_settings import effective_settings
 from lockstep.sync.shared_memory import read_mark
+
+# Made when a worker's process starts: two URLs that lead to one server show by it.
+_INSTANCE = uuid.uuid4().hex
 
 
 class LockstepWorker:
@@ -26,6 +30,7 @@ class LockstepWorker:
     def lockstep_state(self) -> dict[str, Any]:
         """Which engine this is, what it runs with, and whether an update is open."""
         return {
+            "instance": _INSTANCE,
             "settings": effective_settings(self.vllm_config),
             "backend": getattr(self.vllm_config.weight_transfer_config, "backend", None),
             "world_size": self.vllm_config.parallel_config.world_size,

@@ -237,6 +237,8 @@ class GRPOConfig(TrainingArguments):
             raise InputError("vllm_mode=server and use_vllm=false contradict each other; leave use_vllm out")
         if self.vllm_engine_kwargs:
             raise InputError("vllm_engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead")
+        if self.vllm_server_timeout <= 0:
+            raise InputError(f"vllm_server_timeout={self.vllm_server_timeout}; it must be above 0")
         urls = self.server_urls
         odd = [url for url in urls if not url.startswith(("http://", "https://"))]
         if odd or len(set(urls)) != len(urls):
