@@ -22,7 +22,8 @@ from lockstep.parity.module_probe import ModuleProbe, check_probe
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
 
-pytestmark = VLLM
+# Two servers on two cores take their time.
+pytestmark = [*VLLM, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

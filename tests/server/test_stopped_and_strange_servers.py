@@ -106,6 +106,7 @@ def by_hand(tied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         process.wait(40)
 
 
+@pytest.mark.long
 def test_the_handshake_names_everything_that_differs_at_once(by_hand: str, untied_dir: str, tmp_path: Path) -> None:
     with pytest.raises(ProofError) as refused:
         make_trainer(untied_dir, tmp_path, by_hand)
@@ -139,6 +140,7 @@ def test_a_server_that_takes_weights_otherwise_is_told_how_to_start(
         connect("http://127.0.0.1:9")
 
 
+@pytest.mark.long
 def test_a_hand_started_server_with_the_right_arguments_serves_training(
     by_hand: str, tied_dir: str, tmp_path: Path
 ) -> None:

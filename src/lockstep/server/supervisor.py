@@ -30,7 +30,7 @@ _HEALTH_LIMIT = 5.0
 _SILENT_LIMIT = 120.0
 _START_LIMIT = 1800.0
 # A start takes the best part of a minute, so that longer waits would not spare anyone anything.
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 10.0
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 5.0
 # After this long in health a death is a new one, not the same one again.
 _STEADY = 60.0
 _STOP_LIMIT = 15.0
