@@ -1,10 +1,9 @@
 """64 concurrent rollouts of mixed lengths on a server for ten minutes: throughput beside vLLM in this process, and memory.
 
-    make server-load      (real vLLM server, SmolLM2-135M; about fourteen minutes on two cores; ARGS="--minutes 2" for a look)
+    make server-load      (real vLLM server, SmolLM2-135M; about thirteen minutes on two cores; ARGS="--minutes 2" for a look)
 
 The same requests with the same seeds, in the same order, at most 64 decoded together, with the same threads: first by vLLM in a
-process like a trainer's, then by the server over HTTP, for as many rounds as the minutes hold, then in process once more.
-(docs/server.md)
+process like a trainer's, then by the server over HTTP, for as many rounds as the minutes hold. (docs/server.md)
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ def main() -> None:
     if asked.in_process:
         print(json.dumps(in_process()))
         return
-    before = in_a_process_of_its_own()
+    alone = in_a_process_of_its_own()
     served = on_a_server(asked.minutes)
-    after = in_a_process_of_its_own()
-    own = statistics.median(before + after)
+    own = statistics.median(alone)
     rate = statistics.median(row["rate"] for row in served)
     # The first minute fills caches and heaps.
     settled = [row["bytes"] for row in served if row["at"] > 60] or [row["bytes"] for row in served]
@@ -50,7 +48,7 @@ def main() -> None:
         f"memory after the first minute {settled[0] / 2**30:.3f} GiB, at the end {settled[-1] / 2**30:.3f}: {drift:+.1%}"
     )
     asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps({"in_process": before + after, "served": served}, indent=1) + "\n")
+    asked.json.write_text(json.dumps({"in_process": alone, "served": served}, indent=1) + "\n")
 
 
 def requests(seed: int) -> list[Any]:

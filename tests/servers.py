@@ -33,7 +33,7 @@ class Server:
 
     @property
     def processes(self) -> dict[str, int]:
-        """Process ids by what they do: `api`, `core`, `worker`."""
+        """Process ids by what they do: `api`, `core`, and `worker` where the model has a process of its own."""
         found = {}
         for pid in descendants(self.supervisor.pid):
             with suppress(OSError):

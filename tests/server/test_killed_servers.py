@@ -24,7 +24,7 @@ from lockstep.training.grpo import GRPOTrainer
 
 pytestmark = VLLM
 
-ROLES = ("api", "core", "worker")
+ROLES = ("api", "core")
 MOMENTS = ("generating", "idle", "pushing")
 
 
@@ -37,7 +37,7 @@ class Killer:
 
     @contextmanager
     def __call__(self, trainer: GRPOTrainer, step: int) -> Iterator[None]:
-        moment, role = MOMENTS[step % 3], ROLES[(step // 3) % 3]
+        moment, role = MOMENTS[step % 3], ROLES[(step // 3) % 2]
         with getattr(self, moment)(trainer, role):
             yield
 

@@ -95,13 +95,13 @@ def test_the_probe_names_the_server_whose_weights_are_old(pair: Pair) -> None:
 def test_one_stopped_server_loses_the_engine_until_it_goes_on(server: Server, second: Server) -> None:
     engine = connect(server.url, second.url, timeout=6.0)
     push_weights(make_model(), engine, 1)
-    second.kill("worker", signal.SIGSTOP)
+    second.kill("core", signal.SIGSTOP)
     try:
         with pytest.raises(EngineLost) as lost:
             engine.generate(asked(6, 2))
         assert second.url in str(lost.value) or "did not finish" in str(lost.value)
     finally:
-        second.kill("worker", signal.SIGCONT)
+        second.kill("core", signal.SIGCONT)
     engine.recover()
     push_weights(make_model(), engine, 2)
     assert len(engine.generate(asked(6, 2))) == 12

@@ -32,7 +32,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
 
 
-@pytest.fixture(params=["api", "core", "worker"])
+@pytest.fixture(params=["api", "core"])
 def stopped(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -66,7 +66,7 @@ def test_a_run_that_lost_its_server_resumes_from_its_checkpoint_to_the_same_weig
 
     def stop_in_the_third_step(completions: list, trainer_state: object, **columns: object) -> list[float]:
         if trainer_state.global_step == 1:  # type: ignore[attr-defined]
-            server.kill("worker", signal.SIGSTOP)
+            server.kill("core", signal.SIGSTOP)
         return even_share(columns["completion_ids"])
 
     broken = make_trainer(untied_dir, tmp_path / "broken", server.url, reward=stop_in_the_third_step, **common)
@@ -74,7 +74,7 @@ def test_a_run_that_lost_its_server_resumes_from_its_checkpoint_to_the_same_weig
         with pytest.raises(LockstepError, match="within 8 s"):
             train(broken)
     finally:
-        server.kill("worker", signal.SIGCONT)
+        server.kill("core", signal.SIGCONT)
     resumed = make_trainer(untied_dir, tmp_path / "broken", server.url, **common)
     found = train(resumed, resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-2"))
     assert equal(found, expected)

@@ -97,15 +97,20 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
     """The environment of the server's processes."""
     ours = {name: value for name, value in given.items() if name not in _DROPPED}
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if is_local(options.host) and not _SEVERAL_NODES & {name_of(word) for word in options.rest}:
+    names = {name_of(word) for word in options.rest}
+    if is_local(options.host) and not _SEVERAL_NODES & names:
         # What vLLM's processes say to each other stays on this machine too.
         defaults |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if not torch.cuda.is_available():
         defaults |= _cpu_settings(len(os.sched_getaffinity(0)))
+        if options.tensor_parallel_size == 1 and not _SEVERAL_WORKERS & names:
+            # The model in the scheduler's own process: in one of its own, the scheduler spins while it waits for it.
+            defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return {**defaults, **ours, KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1"}
 
 
 _SEVERAL_NODES = {"nnodes", "node_rank", "master_addr", "distributed_executor_backend"}
+_SEVERAL_WORKERS = {"pipeline_parallel_size", *_SEVERAL_NODES}
 
 # Would let the server unpickle what comes over the wire, or open some of its paths with a second key.
 _DROPPED = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_API_KEY"})
