@@ -117,17 +117,13 @@ _DROPPED = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_API_KEY"})
 
 
 def _cpu_settings(cores: int) -> dict[str, str]:
-    """Threads and memory of an engine that shares its machine with a trainer: docs/server.md has what was measured."""
+    """Threads of an engine that shares its machine with a trainer: docs/server.md has what was measured."""
     return {
         # vLLM would keep one core for its scheduler and bind its threads to the others.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(cores),
         # Threads that wait must sleep: spinning ones take the cores from whoever's turn it is.
         "OMP_WAIT_POLICY": "PASSIVE",
-        # Every push packs every weight anew. Memory that is given back in between costs a page fault for each page of it.
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
 
 
