@@ -40,12 +40,10 @@ def main() -> None:
     served = on_a_server(asked.minutes)
     own = statistics.median(alone)
     rate = statistics.median(row["rate"] for row in served)
-    # The first minute fills caches and heaps.
-    settled = [row["bytes"] for row in served if row["at"] > 60] or [row["bytes"] for row in served]
-    drift = settled[-1] / settled[0] - 1
+    first, last = served[0]["bytes"], served[-1]["bytes"]
     print(f"in process {own:.0f} tokens/s; server {rate:.0f} tokens/s: {rate / own:.2f} of it")
     print(
-        f"memory after the first minute {settled[0] / 2**30:.3f} GiB, at the end {settled[-1] / 2**30:.3f}: {drift:+.1%}"
+        f"memory after the first round {first / 2**30:.3f} GiB, at the end {last / 2**30:.3f}: {last / first - 1:+.1%}"
     )
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     asked.json.write_text(json.dumps({"in_process": alone, "served": served}, indent=1) + "\n")
@@ -63,6 +61,15 @@ def requests(seed: int) -> list[Any]:
             key = RequestKey(f"r{seed}/{number}", sample)
             asked.append(GenerationRequest(key, prompt, Sampling(draw.randint(*LENGTHS)), draw.getrandbits(60)))
     return asked
+
+
+def fillers() -> list[Any]:
+    """Prompts that share nothing with any other, of as many tokens as the cache holds."""
+    from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+
+    draw = random.Random(-1)
+    prompts = [tuple(draw.randrange(100, 40_000) for _ in range(500)) for _ in range(CONCURRENT + 8)]
+    return [GenerationRequest(RequestKey("fill", i), ids, Sampling(1), i) for i, ids in enumerate(prompts)]
 
 
 def round_on(engine: Any, seed: int) -> float:
@@ -106,6 +113,8 @@ def on_a_server(minutes: float) -> list[dict[str, float]]:
     with serving("--dtype", "float32", *sizes) as (url, pid):
         engine = connect_servers([url])
         push_weights(load_policy(resolve_model(MODEL), None), engine, 0)
+        # The whole key-value cache is used once, or its first use would look like a leak.
+        engine.generate(fillers())
         rows: list[dict[str, float]] = []
         start = time.monotonic()
         while time.monotonic() - start < 60 * minutes:
