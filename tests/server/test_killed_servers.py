@@ -107,6 +107,7 @@ def check(untied_dir: str, tmp_path: Path, steps: int) -> None:
     assert all(line["sampled_tokens"] == line["checked_tokens"] for line in lines if line["kind"] == "step")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_kill_in_the_middle_of_a_generation_changes_nothing(untied_dir: str, tmp_path: Path) -> None:
     check(untied_dir, tmp_path, 1)
