@@ -122,8 +122,6 @@ def _cpu_settings(cores: int) -> dict[str, str]:
         # vLLM would keep one core for its scheduler and bind its threads to the others.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(cores),
-        # Threads that wait must sleep: spinning ones take the cores from whoever's turn it is.
-        "OMP_WAIT_POLICY": "PASSIVE",
     }
 
 
