@@ -104,14 +104,14 @@ def in_a_process_of_its_own() -> list[float]:
 def on_a_server(minutes: float) -> list[dict[str, float]]:
     from servers import MODEL, resident_bytes, serving
 
-    from lockstep.connection import connect_servers
+    from lockstep.connection import connect
     from lockstep.models.policy import load_policy
     from lockstep.models.resolve import resolve_model
     from lockstep.sync.push import push_weights
 
     sizes = ["--max_model_len", "512", "--max_num_seqs", str(CONCURRENT)]
     with serving("--dtype", "float32", *sizes) as (url, pid):
-        engine = connect_servers([url])
+        engine = connect(url).engine
         push_weights(load_policy(resolve_model(MODEL), None), engine, 0)
         # The whole key-value cache is used once, or its first use would look like a leak.
         engine.generate(fillers())

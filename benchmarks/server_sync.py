@@ -46,7 +46,7 @@ def measure(url: str) -> list[dict[str, float]]:
     import torch
     from servers import MODEL
 
-    from lockstep.connection import connect_servers
+    from lockstep.connection import connect
     from lockstep.models.policy import load_policy
     from lockstep.models.resolve import resolve_model
     from lockstep.parity.module_probe import ModuleProbe, check_probe
@@ -55,7 +55,7 @@ def measure(url: str) -> list[dict[str, float]]:
     model = load_policy(resolve_model(MODEL), None)
     tensors = [p.detach() for p in model.parameters()]
     there = [torch.empty_like(t).fill_(0) for t in tensors]
-    engines = {name: connect_servers([url], transport=name) for name in ("shared_memory", "gloo")}
+    engines = {name: connect(url, transport=name).engine for name in ("shared_memory", "gloo")}
     probes = {name: ModuleProbe(model, engine, torch.float32) for name, engine in engines.items()}
     rows = []
     for version in range(ROUNDS):

@@ -26,32 +26,12 @@ from lockstep.sync.push import SyncRecord, push_weights
 from lockstep.sync.transport import choose_transport
 
 
-def connect_servers(
-    urls: Sequence[str],
-    *,
-    key_file: str | None = None,
-    timeout: float = 600.0,
-    transport: str = "auto",
-    group_host: str = "127.0.0.1",
-    group_port: int = 0,
-) -> VLLMServer:
-    """Running servers as one engine.
-
-    Raises:
-        InputError: a key cannot be read or is refused, the transport cannot be used, or a server was started without what
-            training needs.
-        LockstepError: a server did not answer in time.
-    """
-    keys = [key_for(url, key_file) for url in urls]
-
-    def choose(servers: Sequence[ServerCalls]) -> WeightTransport:
-        return choose_transport(transport, servers, group_host, group_port, timeout)
-
-    return VLLMServer(urls, keys, timeout=timeout, transport=choose)
-
-
 class Connection:
-    """Servers that hold a trainer's weights. Made by `connect`."""
+    """Servers that hold a trainer's weights. Made by `connect`.
+
+    Attributes:
+        engine: the servers behind the engine protocol, for trainers that prove for themselves.
+    """
 
     def __init__(self, engine: VLLMServer) -> None:
         self.engine = engine
@@ -160,17 +140,14 @@ def connect(
         group_port: port where gloo meets the servers; 0: a free one.
 
     Raises:
-        InputError: a key is refused, or a server was started without what training needs; says what to change.
+        InputError: a key cannot be read or is refused, the transport cannot be used, or a server was started without what
+            training needs; says what to change.
         LockstepError: a server did not answer in time.
     """
     urls = [url] if isinstance(url, str) else list(url)
-    return Connection(
-        connect_servers(
-            urls,
-            key_file=key_file,
-            timeout=timeout,
-            transport=transport,
-            group_host=group_host,
-            group_port=group_port,
-        )
-    )
+    keys = [key_for(url, key_file) for url in urls]
+
+    def choose(servers: Sequence[ServerCalls]) -> WeightTransport:
+        return choose_transport(transport, servers, group_host, group_port, timeout)
+
+    return Connection(VLLMServer(urls, keys, timeout=timeout, transport=choose))

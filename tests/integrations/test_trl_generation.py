@@ -15,7 +15,7 @@ from lockstep.engines.protocol import Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.integrations.trl import LockstepGeneration
-from lockstep.integrations.trl_parameters import server_urls
+from lockstep.integrations.trl_parameters import urls_of
 from lockstep.parity.rescoring import completion_logps
 from lockstep.tokens.tokenizer import load_tokenizer
 
@@ -144,11 +144,14 @@ def test_prompts_that_cannot_be_sampled_from(setting: Setting, prompts: Any, ima
     [
         ({"server_base_url": None, "server_host": "0.0.0.0", "server_port": 8000}, ["http://127.0.0.1:8000"]),
         ({"server_base_url": None, "server_host": "node7", "server_port": 81}, ["http://node7:81"]),
-        ({"server_base_url": "http://a:1/, http://b:2"}, ["http://a:1", "http://b:2"]),
+        (
+            {"server_base_url": "http://a:1/, http://b:2", "server_host": "c", "server_port": 3},
+            ["http://a:1", "http://b:2"],
+        ),
     ],
 )
 def test_where_the_servers_are(given: dict[str, Any], urls: list[str]) -> None:
-    assert server_urls(given) == urls
+    assert urls_of(given) == urls
 
 
 class Dying(TransformersEngine):

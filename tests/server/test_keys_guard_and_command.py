@@ -104,7 +104,6 @@ def options(model: str, *rest: str, **changes: Any) -> ServeOptions:
         "max_model_len": 64,
         "max_num_seqs": 4,
         "tensor_parallel_size": 1,
-        "data_parallel_size": 1,
         "gpu_memory_utilization": 0.5,
     }
     return ServeOptions(model, **{**settings, **changes}, rest=rest)

@@ -52,7 +52,6 @@ def run(words: list[str]) -> int:
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.max_num_seqs,
         tensor_parallel_size=arguments.tensor_parallel_size,
-        data_parallel_size=arguments.data_parallel_size,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         rest=tuple(rest),
     )

@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 
 import httpx
 
+from lockstep.engines.vllm_arguments import SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.errors import EngineLost, InputError, LockstepError
 
 T = TypeVar("T")
 _SHOWN = 300
-_HEALTH = "/health"
+# The one path that a guarded server answers without its key.
+HEALTH = "/health"
 
 
 class CallLoop:
@@ -110,7 +112,7 @@ class ServerCalls:
         limit = self.timeout if limit is None else limit
         try:
             # Health is open to all: whoever stands there while the server is away need not see the key.
-            headers = {} if path == _HEALTH else self._key
+            headers = {} if path == HEALTH else self._key
             call = self._client.request(method, path, json=body, params=query, headers=headers)
             answer = await asyncio.wait_for(call, limit)
             answer_text = answer.text
@@ -153,7 +155,7 @@ class ServerCalls:
     def ailment(self, limit: float) -> str | None:
         """Why the server does not say within the limit that it serves; None if it does."""
         try:
-            self.call("GET", _HEALTH, limit=limit)
+            self.call("GET", HEALTH, limit=limit)
         except EngineLost as lost:
             return str(lost)
         return None
@@ -175,6 +177,13 @@ class ServerCalls:
         return EngineLost(f"the server at {self.url} {what} (at {path})", self._recover, refused=refused)
 
 
+def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
+    """Base URL of each server, from a list separated by commas or, without one, from host and port."""
+    if not base_url:
+        return [f"http://{host}:{port}"]
+    return [url.strip().rstrip("/") for url in base_url.split(",")]
+
+
 def is_local(host: str) -> bool:
     """Whether a host name reaches only this machine."""
     try:
@@ -185,7 +194,7 @@ def is_local(host: str) -> bool:
 
 HOW_TO_START = (
     "Start it with 'lockstep serve MODEL'; a server started otherwise needs the environment variable VLLM_SERVER_DEV_MODE=1, "
-    "lockstep installed beside vLLM, and the arguments --enable-scale-out --worker-extension-cls "
-    'lockstep.sync.vllm_worker.LockstepWorker --weight-transfer-config \'{"backend": "lockstep"}\' --logprobs-mode '
+    f"lockstep installed beside vLLM, and the arguments --enable-scale-out --worker-extension-cls {WORKER_EXTENSION} "
+    f'--weight-transfer-config \'{{"backend": "{SERVER_BACKEND}"}}\' --logprobs-mode '
     "processed_logprobs --no-async-scheduling --no-enable-chunked-prefill --generation-config vllm"
 )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest
+from lockstep.engines.vllm_requests import SCORING_FIELDS, sampling_fields
 from lockstep.errors import LockstepError, ProofError
 
 # What vLLM's server writes in place of a log-prob that is missing, NaN or −inf (fault P3).
@@ -20,32 +21,15 @@ INITIAL_WEIGHTS = "default"
 
 def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
     """A request under a name that no other request ever has."""
-    sampling = request.sampling
-    return {
-        "request_id": name,
-        "token_ids": list(request.prompt_ids),
-        "return_token_ids": True,
-        "sampling_params": {
-            "n": 1,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "stop": list(sampling.stop),
-            "seed": request.seed,
-            "logprobs": 0,
-            "detokenize": bool(sampling.stop),
-        },
-    }
+    return _body(request.prompt_ids, name, sampling_fields(request))
 
 
 def scoring_body(ids: tuple[int, ...], name: str) -> dict[str, Any]:
     """Ask for the log-probs of the prompt itself, which vLLM then computes anew."""
-    params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+    return _body(ids, name, SCORING_FIELDS)
+
+
+def _body(ids: tuple[int, ...], name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     return {"request_id": name, "token_ids": list(ids), "return_token_ids": True, "sampling_params": params}
 
 

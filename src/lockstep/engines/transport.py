@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from concurrent.futures import Future, wait
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+
+def finish_all(pending: Sequence[Future[T]]) -> list[T]:
+    """Results of what runs on several servers; every one is waited for before the first error is raised.
+
+    So that no server still reads what the caller is about to change.
+    """
+    wait(pending)
+    return [future.result() for future in pending]
 
 
 class WeightReceiverCalls(Protocol):
@@ -31,8 +43,6 @@ class WeightReceiverCalls(Protocol):
 
 class WeightTransport(Protocol):
     """Moves the bytes of a push to every server at once."""
-
-    name: str
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], servers: Sequence[WeightReceiverCalls]) -> None:
         """Send all tensors; returns when every server has loaded every one.

@@ -12,6 +12,10 @@ import torch
 from lockstep.engines.tensor_specs import dtype_name
 from lockstep.errors import InputError
 
+# Names under which vLLM finds our weight transfers (`sync/vllm_plugin.py`) and our methods of its workers.
+IN_PROCESS_BACKEND, SERVER_BACKEND = "lockstep_inprocess", "lockstep"
+WORKER_EXTENSION = "lockstep.sync.vllm_worker.LockstepWorker"
+
 # Engine arguments that change tokens or log-probs and that no proof reads back.
 REFUSED = frozenset(
     {

@@ -17,7 +17,7 @@ import torch
 from lockstep.engines.answers import check_answers, check_requests, check_scores, check_scoring
 from lockstep.engines.probe import EngineModules
 from lockstep.engines.protocol import Completion, EngineSettings, GenerationRequest, LoadedWeights, RequestKey
-from lockstep.engines.vllm_arguments import check_free, cpu_cache_bytes, engine_arguments
+from lockstep.engines.vllm_arguments import IN_PROCESS_BACKEND, check_free, cpu_cache_bytes, engine_arguments
 from lockstep.engines.vllm_requests import completion, prefix_waves, prompt_logprobs, sampling_params, scoring_params
 from lockstep.engines.vllm_settings import effective_settings, settings_from
 from lockstep.errors import InputError, LockstepError, ProofError
@@ -25,8 +25,6 @@ from lockstep.errors import InputError, LockstepError, ProofError
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import RequestOutput
-
-WEIGHT_TRANSFER_BACKEND = "lockstep_inprocess"
 
 # Read by vLLM when it is imported. A user's own value wins, but for the first: the engine must live in this process.
 _ENVIRONMENT = {
@@ -229,7 +227,7 @@ def _start(arguments: dict[str, Any]) -> LLM:
     from vllm import LLM
     from vllm.config import WeightTransferConfig
 
-    llm = LLM(weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND), **arguments)
+    llm = LLM(weight_transfer_config=WeightTransferConfig(backend=IN_PROCESS_BACKEND), **arguments)
     llm.init_weight_transfer_engine({"init_info": {}})
     return llm
 

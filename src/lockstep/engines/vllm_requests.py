@@ -5,6 +5,7 @@ Called by the engines that run vLLM. Comes from: `GenerationRequest`. Goes to: `
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, RequestKey, Sampling
@@ -28,27 +29,45 @@ def prefix_waves(by_id: dict[str, GenerationRequest]) -> list[dict[str, Generati
     return [wave for wave in waves if wave]
 
 
+def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
+    """What `vllm.SamplingParams` is made of, here or by a server: JSON types."""
+    sampling: Sampling = request.sampling
+    return {
+        "n": 1,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "stop": list(sampling.stop),
+        "seed": request.seed,
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop),
+    }
+
+
+# Asks for the log-probs of the prompt itself; vLLM then neither reads its prefix cache nor applies a temperature.
+SCORING_FIELDS = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+
+
 def sampling_params(request: GenerationRequest) -> Any:
+    """A request's `vllm.SamplingParams`."""
+    return _final_only(sampling_fields(request))
+
+
+def scoring_params() -> Any:
+    """`vllm.SamplingParams` that score a prompt."""
+    return _final_only(SCORING_FIELDS)
+
+
+def _final_only(fields: Mapping[str, Any]) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    sampling: Sampling = request.sampling
-    return SamplingParams(
-        n=1,
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        stop=list(sampling.stop) or None,
-        seed=request.seed,
-        logprobs=0,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
+    return SamplingParams(**fields, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def completion(key: RequestKey, output: RequestOutput) -> Completion:
@@ -80,16 +99,6 @@ def _versions(spans: Any, tokens: int) -> tuple[int, ...]:
     for span in spans or ():
         versions += [int(span.version)] * (span.end - span.start)
     return tuple(versions[:tokens])
-
-
-def scoring_params() -> Any:
-    """Ask for the log-probs of the prompt itself; vLLM then neither reads its prefix cache nor applies a temperature."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-    )
 
 
 def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:

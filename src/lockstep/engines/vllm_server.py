@@ -36,7 +36,8 @@ from lockstep.engines.server_messages import (
     scoring_body,
     stamps_of,
 )
-from lockstep.engines.transport import WeightTransport
+from lockstep.engines.transport import WeightTransport, finish_all
+from lockstep.engines.vllm_arguments import SERVER_BACKEND
 from lockstep.engines.vllm_settings import settings_from
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 
@@ -44,7 +45,6 @@ T = TypeVar("T")
 TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
 
 _GENERATE = "/inference/v1/generate"
-_BACKEND = "lockstep"
 # Requests that one server is given at a time; more would only wait inside it.
 _OPEN_REQUESTS = 256
 _HEALTH_LIMIT, _HEALTH_EVERY = 5.0, 0.5
@@ -211,8 +211,8 @@ class VLLMServer:
         """Freeze the servers. Requests that are running stay, and go on with the new weights once they are committed."""
         self._version = None
         self._each(lambda server: server.call("POST", "/pause", mode="keep"))
-        for server, state in zip(self._servers, self._workers("lockstep_state"), strict=True):
-            if any(worker["updating"] for worker in state):
+        for server, workers in zip(self._servers, self._workers("lockstep_update"), strict=True):
+            if any(worker["open"] for worker in workers):
                 # An update that its trainer left: vLLM would refuse another for ever.
                 server.call("POST", "/finish_weight_update", {})
         self._each(lambda server: server.call("POST", "/start_weight_update"))
@@ -343,9 +343,9 @@ class VLLMServer:
 
     def _introduced(self, server: ServerCalls) -> dict[str, Any]:
         state = server.workers("lockstep_state")[0]
-        if state["backend"] != _BACKEND:
+        if state["backend"] != SERVER_BACKEND:
             raise InputError(
-                f"the server at {server.url} takes weights by {state['backend']!r}, not by {_BACKEND!r}. {HOW_TO_START}"
+                f"the server at {server.url} takes weights by {state['backend']!r}, not by {SERVER_BACKEND!r}. {HOW_TO_START}"
             )
         if state["copies"] != 1:
             raise InputError(
@@ -364,12 +364,7 @@ class VLLMServer:
 
     def _each_number(self, call: Callable[[int], T]) -> list[T]:
         """Do something with all servers at once; every one is waited for before an error is raised."""
-        pending = [self._pool.submit(call, number) for number in range(len(self._servers))]
-        errors = [future.exception() for future in pending]
-        for error in errors:
-            if error is not None:
-                raise error
-        return [future.result() for future in pending]
+        return finish_all([self._pool.submit(call, number) for number in range(len(self._servers))])
 
 
 def _agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.connection import connect
 from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.errors import InputError
 from lockstep.integrations.proven_engine import ProvenEngine, PushProof
@@ -28,14 +29,14 @@ from lockstep.integrations.trl_parameters import (
     check_parameters,
     engine_dtype_for,
     sampled_from,
-    server_urls,
+    urls_of,
     warn_of_other_scores,
 )
 from lockstep.models.resolve import resolve_model
 from lockstep.parity.rescoring import Precision
 from lockstep.rollouts.ranks import Ranks
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
-from lockstep.training.engine import connect_servers, shake_hands, start_here
+from lockstep.training.engine import shake_hands, start_here
 
 # A call loses its engine at most four times; each time it may push, generate and wait for it, one time limit each.
 _LONGEST_CALL = 12
@@ -217,14 +218,14 @@ class LockstepGeneration:
 
     def _engine(self, given: Mapping[str, Any], path: str, dtype: torch.dtype, seed: int) -> Engine:
         if self.mode == "server":
-            return connect_servers(
-                server_urls(given),
+            return connect(
+                urls_of(given),
                 key_file=given["server_key_file"],
                 timeout=given["server_timeout"],
                 transport=given["weight_transport"],
                 group_host=given["group_host"],
                 group_port=given["group_port"],
-            )
+            ).engine
         check_alone(self._ranks.count)
         context = given["max_model_length"] or self.model.config.get_text_config().max_position_embeddings
         return start_here(

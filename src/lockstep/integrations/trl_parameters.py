@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.engines.protocol import Sampling
+from lockstep.engines.server_calls import server_urls
 from lockstep.engines.vllm_arguments import NEUTRAL_SAMPLING
 from lockstep.engines.vllm_inprocess import vllm_installed
 from lockstep.errors import InputError
@@ -70,13 +71,11 @@ def check_alone(ranks: int) -> None:
         )
 
 
-def server_urls(given: Mapping[str, Any]) -> list[str]:
+def urls_of(given: Mapping[str, Any]) -> list[str]:
     """Base URL of each server, in server mode."""
-    if given["server_base_url"]:
-        return [url.strip().rstrip("/") for url in given["server_base_url"].split(",")]
     # TRL's default is an address to listen at; the server listens at this one.
     host = "127.0.0.1" if given["server_host"] == "0.0.0.0" else given["server_host"]
-    return [f"http://{host}:{given['server_port']}"]
+    return server_urls(given["server_base_url"], host, given["server_port"])
 
 
 def check_model(model: Any, accelerator: Any, processing_class: Any) -> None:

@@ -16,12 +16,9 @@ import torch
 from transformers import AutoConfig
 
 from lockstep.engines.server_calls import is_local
-from lockstep.engines.vllm_arguments import cpu_cache_bytes, engine_arguments
+from lockstep.engines.vllm_arguments import SERVER_BACKEND, WORKER_EXTENSION, cpu_cache_bytes, engine_arguments
 from lockstep.server.arguments import check_words, name_of
 from lockstep.server.keys import KEY_VARIABLE
-
-WEIGHT_TRANSFER_BACKEND = "lockstep"
-WORKER_EXTENSION = "lockstep.sync.vllm_worker.LockstepWorker"
 
 # Without a length given, a CPU's cache takes no more than this.
 _LARGEST_CPU_CACHE = 4 << 30
@@ -46,7 +43,6 @@ class ServeOptions:
     max_model_len: int | None
     max_num_seqs: int
     tensor_parallel_size: int
-    data_parallel_size: int
     gpu_memory_utilization: float
     rest: tuple[str, ...] = ()
 
@@ -72,10 +68,9 @@ def command_line(options: ServeOptions) -> list[str]:
         "host": options.host,
         "port": options.port,
         "tensor_parallel_size": options.tensor_parallel_size,
-        "data_parallel_size": options.data_parallel_size,
         # The token-in, token-out endpoint.
         "enable_scale_out": True,
-        "weight_transfer_config": {"backend": WEIGHT_TRANSFER_BACKEND},
+        "weight_transfer_config": {"backend": SERVER_BACKEND},
         "worker_extension_cls": WORKER_EXTENSION,
         "middleware": "lockstep.server.guard.KeyGuard",
         "disable_fastapi_docs": True,

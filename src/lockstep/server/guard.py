@@ -12,9 +12,8 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from lockstep.engines.server_calls import HEALTH
 from lockstep.server.keys import KEY_VARIABLE, checked_key
-
-OPEN_PATH = "/health"
 
 _Message = MutableMapping[str, Any]
 _App = Callable[[_Message, Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]], Awaitable[None]]
@@ -34,7 +33,7 @@ class KeyGuard:
     async def __call__(
         self, scope: _Message, receive: Callable[..., Awaitable[Any]], send: Callable[..., Awaitable[None]]
     ) -> None:
-        if scope["type"] == "lifespan" or scope.get("path") == OPEN_PATH or self._has_key(scope):
+        if scope["type"] == "lifespan" or scope.get("path") == HEALTH or self._has_key(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()

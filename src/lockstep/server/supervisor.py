@@ -20,8 +20,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 
+from lockstep.engines.server_calls import HEALTH
 from lockstep.errors import InputError, LockstepError
-from lockstep.server.guard import OPEN_PATH
 
 _TICK = 0.25
 _HEALTH_EVERY = 5.0
@@ -116,7 +116,7 @@ class Supervisor:
             self._end()
 
     def _healthy(self) -> bool:
-        return self._status(OPEN_PATH) == 200
+        return self._status(HEALTH) == 200
 
     def _is_ours(self) -> bool:
         """Whether a guard stands there; another program on the port may answer anything with 200."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.transport import WeightReceiverCalls
+from lockstep.engines.transport import WeightReceiverCalls, finish_all
 from lockstep.errors import InputError
 from lockstep.sync.chunks import Named, chunks, end_of, layout, views
 
@@ -40,8 +40,6 @@ class GlooTransport:
         InputError: this machine cannot listen there.
     """
 
-    name = NAME
-
     def __init__(self, host: str, port: int, timeout: float) -> None:
         self._host, self._port, self._timeout = host, port, timeout
         _listen(host, port).close()
@@ -53,18 +51,19 @@ class GlooTransport:
         ends = list(accumulate((server.world_size for server in servers), initial=1))
         port, size = listener.getsockname()[1], ends[-1]
         try:
+            placed = [layout(part)[0] for part in parts]
             meeting = {"transport": NAME, "host": self._host, "port": port, "size": size, "timeout": self._timeout}
             pending = [
-                pool.submit(_receive, server, {**meeting, "rank": rank}, [layout(part)[0] for part in parts])
+                pool.submit(server.update_weights, {**meeting, "rank": rank, "chunks": placed})
                 for rank, server in zip(ends, servers, strict=False)
             ]
             try:
                 self._broadcast(listener, size, parts, pending)
             except RuntimeError:
                 # A server that went away says more about it than the connection that broke.
-                _raise_first(pending, self._timeout)
+                finish_all(pending)
                 raise
-            _raise_first(pending, self._timeout)
+            finish_all(pending)
         finally:
             pool.shutdown(wait=False)
 
@@ -116,10 +115,6 @@ def receive(info: Mapping[str, Any], parts: Sequence[Sequence[Sequence[object]]]
         for _, tensor in arrived:
             _everyone(group, tensor.flatten().view(torch.uint8))
         yield arrived
-
-
-def _receive(server: WeightReceiverCalls, meeting: dict, parts: list) -> None:
-    server.update_weights({**meeting, "chunks": parts})
 
 
 def _everyone(group: dist.ProcessGroup, data: torch.Tensor) -> None:
@@ -183,9 +178,3 @@ def _refused(pending: Sequence[Future[None]]) -> None:
     for future in pending:
         if future.done() and (error := future.exception()) is not None:
             raise RuntimeError(str(error))
-
-
-def _raise_first(pending: Sequence[Future[None]], timeout: float) -> None:
-    for future in pending:
-        if (error := future.exception(timeout)) is not None:
-            raise error

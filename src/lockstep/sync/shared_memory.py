@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.engines.transport import WeightReceiverCalls
+from lockstep.engines.transport import WeightReceiverCalls, finish_all
 from lockstep.errors import InputError
 from lockstep.sync.chunks import Named, chunks, layout, views
 
@@ -27,31 +27,28 @@ _SLOTS = 2
 class SharedMemoryTransport:
     """The trainer's end. Holds two chunks of memory, each at most `chunks.CHUNK_BYTES` or one tensor."""
 
-    name = NAME
-
     def __init__(self) -> None:
         self._segment: torch.Tensor | None = None
         self._slot = 0
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="lockstep-push")
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
-        named = list(tensors)
-        largest = max((layout(chunk)[1] for chunk in chunks(named)), default=0)
+        laid_out = [(chunk, *layout(chunk)) for chunk in chunks(tensors)]
+        largest = max((size for _, _, size in laid_out), default=0)
         if self._segment is None or largest > self._slot:
             self._open(largest, servers)
         segment = self._segment
         assert segment is not None
         pending: list[Future[None]] = []
-        for number, chunk in enumerate(chunks(named)):
+        for number, (chunk, placed, size) in enumerate(laid_out):
             base = (number % _SLOTS) * self._slot
-            placed, size = layout(chunk)
             for (_, target), (_, source) in zip(views(segment[base : base + size], placed), chunk, strict=True):
                 _copy(target, source)
             # Filled while the servers were loading the slot before; from here they load this one.
-            _finish(pending)
+            finish_all(pending)
             info = {"transport": NAME, "tensors": [[*p[:3], p.offset + base] for p in placed]}
             pending = [self._pool.submit(server.update_weights, info) for server in servers]
-        _finish(pending)
+        finish_all(pending)
 
     def forget(self) -> None:
         self._segment = None
@@ -64,9 +61,9 @@ class SharedMemoryTransport:
         self._slot = largest
         path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
         try:
-            segment = _map(path, _SLOTS * largest, create=True)
+            segment = _made(path, _SLOTS * largest)
             info = {"transport": NAME, "segment": path.name, "bytes": _SLOTS * largest}
-            _finish([self._pool.submit(server.init_transfer, info) for server in servers])
+            finish_all([self._pool.submit(server.init_transfer, info) for server in servers])
         finally:
             path.unlink(missing_ok=True)
         self._segment = segment
@@ -78,9 +75,10 @@ def open_segment(name: str, size: int) -> torch.Tensor:
     Raises:
         ValueError: the name is not that of a segment, or its owner is another user.
     """
-    if not name.startswith(_PREFIX) or not name.removeprefix(_PREFIX).isalnum():
-        raise ValueError(f"{name!r} is not the name of a segment")
-    return _map(_FOLDER / name, size, create=False)
+    path = _own_file(name)
+    if path.stat().st_size != size:
+        raise ValueError(f"{name} is not the trainer's segment of {size} bytes")
+    return _mapped(path, size)
 
 
 def sees_this_memory(server: WeightReceiverCalls) -> bool:
@@ -100,12 +98,9 @@ def sees_this_memory(server: WeightReceiverCalls) -> bool:
 
 def read_mark(name: str) -> str | None:
     """The worker's answer to `sees_this_memory`: what a small file of this user holds; None where there is none."""
-    if not name.startswith(_PREFIX) or not name.removeprefix(_PREFIX).isalnum():
-        return None
     try:
-        path = _FOLDER / name
-        return path.read_text()[:64] if path.stat().st_uid == os.geteuid() else None
-    except OSError:
+        return _own_file(name).read_text()[:64]
+    except (OSError, ValueError):
         return None
 
 
@@ -118,32 +113,37 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _map(path: Path, size: int, *, create: bool) -> torch.Tensor:
-    if create:
-        handle = _private(path)
-        try:
-            # Not `ftruncate`, which promises memory that is not there: the first write would kill this process.
-            os.posix_fallocate(handle, 0, size)
-        except OSError as error:
-            raise InputError(
-                f"shared memory has no room for {size >> 20} MiB ({error.strerror}): give it more (docker run --shm-size), or "
-                "set vllm_weight_transport to gloo"
-            ) from error
-        finally:
-            os.close(handle)
-    elif path.stat().st_uid != os.geteuid() or path.stat().st_size != size:
-        raise ValueError(f"{path.name} is not the trainer's segment of {size} bytes")
+def _own_file(name: str) -> Path:
+    """A file of this user's that a trainer made.
+
+    Raises:
+        ValueError: the name is not that of one, or its owner is another user.
+    """
+    path = _FOLDER / name
+    if not name.startswith(_PREFIX) or not name.removeprefix(_PREFIX).isalnum() or path.stat().st_uid != os.geteuid():
+        raise ValueError(f"{name!r} is not a trainer's file")
+    return path
+
+
+def _made(path: Path, size: int) -> torch.Tensor:
+    handle = _private(path)
+    try:
+        # Not `ftruncate`, which promises memory that is not there: the first write would kill this process.
+        os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        raise InputError(
+            f"shared memory has no room for {size >> 20} MiB ({error.strerror}): give it more (docker run --shm-size), or "
+            "set vllm_weight_transport to gloo"
+        ) from error
+    finally:
+        os.close(handle)
+    return _mapped(path, size)
+
+
+def _mapped(path: Path, size: int) -> torch.Tensor:
     storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=size)
     return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
 
 
 def _private(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-
-
-def _finish(pending: Iterable[Future[None]]) -> None:
-    """Wait for all, so that no server is left reading a slot; then raise the first error."""
-    errors = [future.exception() for future in list(pending)]
-    for error in errors:
-        if error is not None:
-            raise error

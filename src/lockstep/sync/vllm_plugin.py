@@ -1,6 +1,8 @@
 """Entry point that vLLM calls in every process it starts (group `vllm.general_plugins` in pyproject.toml)."""
 
-_CLASSES = {"lockstep_inprocess": "InProcessWeightTransfer", "lockstep": "ServerWeightTransfer"}
+from lockstep.engines.vllm_arguments import IN_PROCESS_BACKEND, SERVER_BACKEND
+
+_CLASSES = {IN_PROCESS_BACKEND: "InProcessWeightTransfer", SERVER_BACKEND: "ServerWeightTransfer"}
 
 
 def register() -> None:

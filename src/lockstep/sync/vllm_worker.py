@@ -28,15 +28,18 @@ class LockstepWorker:
     _weight_update_active: bool
 
     def lockstep_state(self) -> dict[str, Any]:
-        """Which engine this is, what it runs with, and whether an update is open."""
+        """Which engine this is, and what it runs with."""
         return {
             "instance": _INSTANCE,
             "settings": effective_settings(self.vllm_config),
             "backend": getattr(self.vllm_config.weight_transfer_config, "backend", None),
             "world_size": self.vllm_config.parallel_config.world_size,
             "copies": self.vllm_config.parallel_config.data_parallel_size,
-            "updating": self._weight_update_active,
         }
+
+    def lockstep_update(self) -> dict[str, bool]:
+        """Whether an update is open: one that its trainer left, where none has begun."""
+        return {"open": self._weight_update_active}
 
     def lockstep_modules(self, checkpoint_names: str) -> dict[str, Any]:
         """`EngineModules` for a JSON list of checkpoint names."""

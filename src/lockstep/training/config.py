@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from transformers import TrainingArguments
 
+from lockstep.engines.server_calls import server_urls
 from lockstep.errors import InputError
 from lockstep.training.precision import has_fast_bf16
 
@@ -224,9 +225,7 @@ class GRPOConfig(TrainingArguments):
     @property
     def server_urls(self) -> list[str]:
         """Base URL of each server, in server mode."""
-        if self.vllm_server_base_url is None:
-            return [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
-        return [url.strip().rstrip("/") for url in self.vllm_server_base_url.split(",")]
+        return server_urls(self.vllm_server_base_url, self.vllm_server_host, self.vllm_server_port)
 
     def _check_server(self) -> None:
         if self.vllm_mode not in ("colocate", "server"):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.connection import connect_servers
+from lockstep.connection import connect
 from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm_inprocess import VLLMInProcess, vllm_installed
@@ -29,14 +29,14 @@ def start_engine(config: GRPOConfig, model_path: str, tokenizer: PreTrainedToken
         LockstepError: a server did not answer in time.
     """
     if config.vllm_mode == "server":
-        return connect_servers(
+        return connect(
             config.server_urls,
             key_file=config.vllm_server_key_file,
             timeout=config.vllm_server_timeout,
             transport=config.vllm_weight_transport,
             group_host=config.vllm_group_host,
             group_port=config.vllm_group_port,
-        )
+        ).engine
     return start_here(
         model_path,
         tokenizer,
