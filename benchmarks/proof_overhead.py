@@ -52,8 +52,8 @@ def measure(steps: int, folder: str) -> list[dict[str, float]]:
     from lockstep.cli.data import data_of
     from lockstep.cli.quiet import quiet_libraries
     from lockstep.parity.module_probe import ModuleProbe
-    from lockstep.training.config import GRPOConfig
     from lockstep.training.grpo import GRPOTrainer
+    from lockstep.training.grpo_config import GRPOConfig
 
     quiet_libraries()
     line = ["--config", str(RECIPE), "--max_steps", str(steps), "--save_strategy", "no", "--output_dir", folder]

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import InputError, LockstepError, ProofError
 
 if TYPE_CHECKING:
-    from lockstep.training.config import GRPOConfig
     from lockstep.training.grpo import GRPOTrainer
+    from lockstep.training.grpo_config import GRPOConfig
 
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "InputError", "LockstepError", "ProofError"]
@@ -15,7 +15,7 @@ __all__ = ["GRPOConfig", "GRPOTrainer", "InputError", "LockstepError", "ProofErr
 def __getattr__(name: str) -> Any:
     # vLLM must see our environment settings before it is imported, and `lockstep --help` must not import torch.
     if name == "GRPOConfig":
-        from lockstep.training.config import GRPOConfig
+        from lockstep.training.grpo_config import GRPOConfig
 
         return GRPOConfig
     if name == "GRPOTrainer":

@@ -21,9 +21,9 @@ from lockstep.rollouts.collect import collect
 from lockstep.rollouts.group import Prompt
 from lockstep.sync.push import push_weights
 from lockstep.tokens.tokenizer import fit_vocabulary
-from lockstep.training.config import GRPOConfig
 from lockstep.training.generation import prepare_generation
-from lockstep.training.grpo import GRPOTrainer
+from lockstep.training.grpo import GRPOObjective, GRPOTrainer
+from lockstep.training.grpo_config import GRPOConfig
 from lockstep.verify.stage import Stage
 
 KNOWN = [f"{letter}{i}" for letter, count in zip("TLWPA", (6, 5, 8, 6, 6), strict=True) for i in range(1, count + 1)]
@@ -204,7 +204,7 @@ def test_a4_truncation_is_the_engines_word(stage: Stage) -> None:
     assert generation is not None
     masking = config(Path(stage.config.output_dir), mask_truncated_completions=True)
     reasons = {str(c.key): c.finish_reason for c in generation.completions}
-    for batch in prepare_generation(generation.groups, masking, stage.version).micro_batches:
+    for batch in prepare_generation(generation.groups, GRPOObjective(masking), stage.version).micro_batches:
         assert all((s.weight == 0) == (reasons[s.name] == "length") for s in batch)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.training.config import GRPOConfig
+from lockstep.training.grpo_config import GRPOConfig
 from lockstep.training.packing import TrainingSequence
 
 
@@ -45,7 +45,7 @@ def reference_loss(model: PreTrainedModel, sequences: list[TrainingSequence], co
         if s.old_logps is not None:
             old[i, : len(s.old_logps)] = torch.tensor(s.old_logps)
         behaviour[i, : len(s.behaviour_logps)] = torch.tensor(s.behaviour_logps)
-    advantages = torch.tensor([s.advantage for s in sequences])[:, None]
+    advantages = torch.tensor([s.advantages[0] for s in sequences])[:, None]
     ratio = torch.exp(logps - old)
     assert config.epsilon_high is not None
     per_token = -torch.min(ratio * advantages, ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high) * advantages)

@@ -16,7 +16,8 @@ from tiny import make_model
 from transformers import PreTrainedModel
 
 from lockstep.algorithms.policy_loss import token_weights
-from lockstep.training.config import GRPOConfig
+from lockstep.training.grpo import GRPOObjective
+from lockstep.training.grpo_config import GRPOConfig
 from lockstep.training.packing import TrainingSequence, pack_sequences
 from lockstep.training.phases import PhaseClock
 from lockstep.training.scoring import score_pack
@@ -48,7 +49,7 @@ def steps(draw: st.DrawFn) -> list[TrainingSequence]:
                     prompt_ids=prompt,
                     completion_ids=tuple(completion),
                     behaviour_logps=tuple(draw(st.floats(-3, -0.125, width=32)) for _ in completion),
-                    advantage=draw(st.sampled_from([0.0, 1.0, -1.0, 0.37])),
+                    advantages=(draw(st.sampled_from([0.0, 1.0, -1.0, 0.37])),) * len(completion),
                     weight=0.0,
                 )
             )
@@ -115,7 +116,7 @@ def test_loss_and_gradients_equal_the_padded_reference(
     sums = UpdateSums()
     size = -(-len(sequences) // parts)
     for start in range(0, len(sequences), size):
-        learn(policy_of(model), sequences[start : start + size], run, PhaseClock(), sums)
+        learn(policy_of(model), sequences[start : start + size], GRPOObjective(run), PhaseClock(), sums)
     found = gradients(model)
 
     assert sums.loss == pytest.approx(expected_loss.item(), rel=1e-5, abs=1e-6)
@@ -134,7 +135,7 @@ def test_in_fp32_loss_and_every_gradient_are_within_1e_5(kind: str, loss_type: s
 
     lengths = [1, 64, 5, 30, 12, 2, 47, 9]
     drawn = [
-        TrainingSequence(f"{p}#{s}", prompt, ids(n), (0.0,) * n, (-1.0) ** s * (0.3 + 0.1 * s), 0.0)
+        TrainingSequence(f"{p}#{s}", prompt, ids(n), (0.0,) * n, ((-1.0) ** s * (0.3 + 0.1 * s),) * n, 0.0)
         for p, prompt in enumerate([ids(n) for n in (3, 40, 17, 80)])
         for s, n in enumerate(lengths)
     ]
@@ -152,7 +153,7 @@ def test_in_fp32_loss_and_every_gradient_are_within_1e_5(kind: str, loss_type: s
     expected_loss.backward()
     expected = gradients(model)
     sums = UpdateSums()
-    learn(policy_of(model), sequences, run, PhaseClock(), sums)
+    learn(policy_of(model), sequences, GRPOObjective(run), PhaseClock(), sums)
     found = gradients(model)
     assert sums.loss == pytest.approx(expected_loss.item(), rel=1e-5)
     for name, gradient in expected.items():
@@ -162,7 +163,7 @@ def test_in_fp32_loss_and_every_gradient_are_within_1e_5(kind: str, loss_type: s
 def test_a_wrong_mask_would_be_seen() -> None:
     """The comparison itself can fail: the same loss with causal attention over the whole row is far off."""
     model = MODELS["qwen2"]
-    sequences = [TrainingSequence(f"a#{i}", (5, 6, 7), (8 + i, 9, 10), (-1.0,) * 3, 1.0, 0.1) for i in range(2)]
+    sequences = [TrainingSequence(f"a#{i}", (5, 6, 7), (8 + i, 9, 10), (-1.0,) * 3, (1.0,) * 3, 0.1) for i in range(2)]
     (pack,) = pack_sequences(sequences, 100)
     size = pack.input_ids.shape[1]
     causal = torch.tril(torch.ones(size, size, dtype=torch.bool))[None, None]
@@ -175,7 +176,7 @@ def test_a_wrong_mask_would_be_seen() -> None:
 def test_shared_beginnings_and_equal_completions_take_no_second_place() -> None:
     shown = (11, 12, 13, 14)
     sequences = [
-        TrainingSequence(f"{p}#{s}", (*shown, p), completion, (-1.0,) * len(completion), 1.0, 1.0)
+        TrainingSequence(f"{p}#{s}", (*shown, p), completion, (-1.0,) * len(completion), (1.0,) * len(completion), 1.0)
         for p in (21, 22)
         for s, completion in enumerate([(31, 32, 0), (31, 32, 0), (31, 33, 0)])
     ]
@@ -201,7 +202,7 @@ def test_packs_hold_every_token_once_and_keep_to_the_budget(sequences: list[Trai
 
 def test_entropy_is_that_of_the_distribution() -> None:
     model = MODELS["llama"]
-    sequence = TrainingSequence("a#0", (5, 6, 7), (8, 9), (-1.0, -1.0), 1.0, 1.0)
+    sequence = TrainingSequence("a#0", (5, 6, 7), (8, 9), (-1.0, -1.0), (1.0, 1.0), 1.0)
     (pack,) = pack_sequences([sequence], 100)
     with torch.no_grad():
         scores = score_pack(model, pack, 0.7, 1)
@@ -212,9 +213,11 @@ def test_entropy_is_that_of_the_distribution() -> None:
 def test_scores_of_a_generation_come_back_by_name() -> None:
     model = MODELS["qwen2"]
     sequences = [
-        TrainingSequence(f"a#{i}", (5, 6, 7 + i), (8,) * (i + 1), (-1.0,) * (i + 1), 0.0, 0.0) for i in range(4)
+        TrainingSequence(f"a#{i}", (5, 6, 7 + i), (8,) * (i + 1), (-1.0,) * (i + 1), (0.0,) * (i + 1), 0.0)
+        for i in range(4)
     ]
-    logps, gap = score_all(policy_of(model), sequences, config())
+    found = score_all(policy_of(model), sequences, config())
+    logps, gap = found.logps, found.gap
     with torch.no_grad():
         expected, _ = padded_logps(model, sequences, 1.0)
     for i, s in enumerate(sequences):
@@ -224,4 +227,4 @@ def test_scores_of_a_generation_come_back_by_name() -> None:
 
 def test_an_empty_completion_is_refused() -> None:
     with pytest.raises(ValueError, match="a#0 has no prompt or no completion"):
-        list(pack_sequences([TrainingSequence("a#0", (5,), (), (), 1.0, 1.0)], 10))
+        list(pack_sequences([TrainingSequence("a#0", (5,), (), (), (), 1.0)], 10))

@@ -11,8 +11,9 @@ from tiny import make_tokenizer
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.training.config import GRPOConfig
 from lockstep.training.generation import prepare_generation
+from lockstep.training.grpo import GRPOObjective
+from lockstep.training.grpo_config import GRPOConfig
 from lockstep.training.prompts import GenerationBatches, check_dataset, load_prompts
 from lockstep.training.rollout_metrics import mean_with_interval, rollout_metrics
 
@@ -109,10 +110,12 @@ def test_sequences_carry_their_own_groups_advantage_and_their_steps_weight() -> 
         num_generations=2,
         scale_rewards="none",
     )
-    generation = prepare_generation(scored([[1.0, 0.0], [3.0, 3.0]], [[2, 4], [1, 3]]), config, version=5)
+    generation = prepare_generation(
+        scored([[1.0, 0.0], [3.0, 3.0]], [[2, 4], [1, 3]]), GRPOObjective(config), version=5
+    )
     names = [[s.name for s in batch] for batch in generation.micro_batches]
     assert names == [["t/0#0", "t/0#1"], ["t/1#0", "t/1#1"]]
-    assert [s.advantage for batch in generation.micro_batches for s in batch] == [0.5, -0.5, 0.0, 0.0]
+    assert [s.advantages[0] for batch in generation.micro_batches for s in batch] == [0.5, -0.5, 0.0, 0.0]
     # dapo: one over the tokens of the whole optimizer step, not of the micro-batch.
     assert [s.weight for batch in generation.micro_batches for s in batch] == pytest.approx([1 / 10] * 4)
 
@@ -121,7 +124,9 @@ def test_two_optimizer_steps_of_one_generation_are_normalised_apart() -> None:
     config = GRPOConfig(
         output_dir="u", per_device_train_batch_size=2, steps_per_generation=2, num_generations=2, save_steps=10
     )
-    generation = prepare_generation(scored([[1.0, 0.0], [3.0, 2.0]], [[2, 4], [1, 3]]), config, version=5)
+    generation = prepare_generation(
+        scored([[1.0, 0.0], [3.0, 2.0]], [[2, 4], [1, 3]]), GRPOObjective(config), version=5
+    )
     assert [s.weight for batch in generation.micro_batches for s in batch] == pytest.approx(
         [1 / 6, 1 / 6, 1 / 4, 1 / 4]
     )
@@ -131,7 +136,9 @@ def test_a_truncated_completion_is_masked_by_the_engines_finish_reason() -> None
     config = GRPOConfig(
         output_dir="u", per_device_train_batch_size=4, num_generations=2, mask_truncated_completions=True
     )
-    generation = prepare_generation(scored([[1.0, 0.0], [3.0, 2.0]], [[2, 4], [1, 3]], {(0, 1)}), config, version=5)
+    generation = prepare_generation(
+        scored([[1.0, 0.0], [3.0, 2.0]], [[2, 4], [1, 3]], {(0, 1)}), GRPOObjective(config), version=5
+    )
     assert [s.weight for s in generation.micro_batches[0]] == pytest.approx([1 / 6, 0.0, 1 / 6, 1 / 6])
 
 

@@ -16,7 +16,7 @@ def run(words: list[str]) -> int:
         LockstepError: as `lockstep.training.run.run_grpo`; bad input before anything is started.
     """
     quiet_libraries()
-    from lockstep.training.config import GRPOConfig
+    from lockstep.training.grpo_config import GRPOConfig
 
     arguments, config, dry_run = parse(words, GRPOConfig, RunArguments)
     if dry_run:

@@ -43,7 +43,7 @@ def run(words: list[str]) -> int:
         InputError: the proofs could not be run.
     """
     quiet_libraries()
-    from lockstep.training.config import GRPOConfig
+    from lockstep.training.grpo_config import GRPOConfig
     from lockstep.verify.stage import SIZES
 
     # The user's words win over nothing but these sizes, which decide only how long it takes.

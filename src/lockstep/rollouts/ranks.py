@@ -74,6 +74,34 @@ class Ranks:
             raise outcome.failure.rebuilt() from cause
         return outcome.value
 
+    def from_owner(self, name: str, make: Callable[[], T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> T:
+        """What the owner makes, on every rank; every rank must call.
+
+        Args:
+            make: run by the owner alone.
+            pack, unpack: to JSON types and back, for the other ranks.
+
+        Raises:
+            LockstepError: as `call`.
+        """
+        made: list[T] = []
+
+        def work(parts: Sequence[None]) -> list[Any]:
+            made.append(make())
+            # Packed for the others alone.
+            return [pack(made[0])] * len(parts) if len(parts) > 1 else [None]
+
+        answer = self.call(name, lambda: None, work)
+        return made[0] if made else unpack(answer)
+
+    def share(self, name: str, part: Callable[[], T]) -> list[T]:
+        """Every rank's part, by rank, on every rank; of JSON types.
+
+        Raises:
+            LockstepError: as `call`.
+        """
+        return self.call(name, part, lambda parts: [list(parts)] * len(parts))
+
     def _try(self, name: str, step: Callable[[], Any]) -> _Tried:
         try:
             return _Tried(_Outcome(name, step()), None)

@@ -1,12 +1,13 @@
-"""The configuration of a GRPO run: `transformers.TrainingArguments` and TRL's names on top.
+"""What every online method is configured by: `transformers.TrainingArguments` and TRL's names on top.
 
-What TRL has and Lockstep does not support yet is not a field here, or is refused in `__post_init__`; nothing is ignored.
+A method's own config adds to it: `GroupConfig` where it samples groups (`training/group_config.py`). What TRL has and Lockstep
+does not support is refused in `__post_init__`; nothing is ignored.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from transformers import TrainingArguments
@@ -14,113 +15,86 @@ from transformers import TrainingArguments
 from lockstep.engines.server_calls import server_urls
 from lockstep.errors import InputError
 from lockstep.training.precision import has_fast_bf16
-
-
-def _doc(text: str, **metadata: Any) -> dict[str, Any]:
-    return {"help": text, **metadata}
+from lockstep.training.trl_fields import OneValueFields, doc
 
 
 @dataclass
-class GRPOConfig(TrainingArguments):
-    """Configuration of `GRPOTrainer`.
-
-    `per_device_train_batch_size` counts completions, as in TRL. One generation makes `per_device_train_batch_size ×
-    steps_per_generation` completions of `… ÷ num_generations` prompts.
+class OnlineConfig(OneValueFields, TrainingArguments):
+    """What the trainers of `lockstep.training` have in common.
 
     Raises:
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    learning_rate: float = field(default=1e-6, metadata=_doc("Initial learning rate of AdamW."))
-    logging_steps: float = field(default=10, metadata=_doc("Optimizer steps between two logs."))
-    logging_nan_inf_filter: bool = field(default=False, metadata=_doc("Hide NaN losses; off, so that they are seen."))
+    learning_rate: float = field(default=1e-6, metadata=doc("Initial learning rate of AdamW."))
+    logging_steps: float = field(default=10, metadata=doc("Optimizer steps between two logs."))
+    logging_nan_inf_filter: bool = field(default=False, metadata=doc("Hide NaN losses; off, so that they are seen."))
     bf16: bool | None = field(
-        default=None, metadata=_doc("bf16 autocast over fp32 weights. Default: where this machine computes bf16 fast.")
+        default=None, metadata=doc("bf16 autocast over fp32 weights. Default: where this machine computes bf16 fast.")
     )
-    remove_unused_columns: bool | None = field(
-        default=False, metadata=_doc("Must stay false: rewards get all columns.")
-    )
-    dataloader_drop_last: bool = field(default=True, metadata=_doc("Must stay true: a generation is always whole."))
+    remove_unused_columns: bool | None = field(default=False, metadata=doc("Must stay false: rewards get all columns."))
+    dataloader_drop_last: bool = field(default=True, metadata=doc("Must stay true: a generation is always whole."))
 
     model_init_kwargs: dict | str | None = field(
-        default=None, metadata=_doc("Arguments of `from_pretrained` where the model is given by name.")
+        default=None, metadata=doc("Arguments of `from_pretrained` where the model is given by name.")
     )
-    chat_template_kwargs: dict | str | None = field(default=None, metadata=_doc("Arguments of the chat template."))
-    shuffle_dataset: bool = field(default=True, metadata=_doc("Shuffle the training prompts every epoch."))
+    chat_template_kwargs: dict | str | None = field(default=None, metadata=doc("Arguments of the chat template."))
+    shuffle_dataset: bool = field(default=True, metadata=doc("Shuffle the training prompts every epoch."))
 
-    num_generations: int = field(default=8, metadata=_doc("Completions a prompt (the size of a group)."))
-    num_generations_eval: int | None = field(default=None, metadata=_doc("The same in evaluation; default: as above."))
-    max_completion_length: int = field(default=512, metadata=_doc("Most tokens of a completion."))
-    generation_batch_size: int | None = field(default=None, metadata=_doc("Completions a generation, over all ranks."))
-    steps_per_generation: int | None = field(
-        default=None, metadata=_doc("Micro-batches a generation; default: gradient_accumulation_steps.")
-    )
-    temperature: float = field(default=1.0, metadata=_doc("Sampling temperature; the trainer scores the same."))
-    top_p: float = field(default=1.0, metadata=_doc("Only 1.0 yet: the trainer must score the same support."))
-    top_k: int = field(default=0, metadata=_doc("Only 0 yet, as top_p."))
-    min_p: float | None = field(default=None, metadata=_doc("Only None yet, as top_p."))
-    repetition_penalty: float = field(default=1.0, metadata=_doc("Only 1.0 yet, as top_p."))
-    stop_strings: list[str] | None = field(default=None, metadata=_doc("Strings that end a completion."))
+    temperature: float = field(default=1.0, metadata=doc("Sampling temperature; the trainer scores the same."))
+    stop_strings: list[str] | None = field(default=None, metadata=doc("Strings that end a completion."))
 
-    num_iterations: int = field(default=1, metadata=_doc("Passes over each generation (μ in the GRPO paper)."))
-    epsilon: float = field(default=0.2, metadata=_doc("Lower clip of the ratio: 1 − epsilon."))
-    epsilon_high: float | None = field(default=None, metadata=_doc("Upper clip: 1 + epsilon_high; default: epsilon."))
-    beta: float = field(default=0.0, metadata=_doc("Only 0.0 yet: no reference model, no KL term."))
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo"] = field(
-        default="dapo", metadata=_doc("How tokens are averaged; see lockstep.algorithms.policy_loss.")
-    )
-    scale_rewards: str = field(default="group", metadata=_doc("`group`, `batch` or `none`."))
-    reward_weights: list[float] | None = field(default=None, metadata=_doc("One weight a reward function; default 1."))
-    reward_timeout: float = field(default=600.0, metadata=_doc("Seconds that coroutine reward functions may take."))
-    mask_truncated_completions: bool = field(
-        default=False,
-        metadata=_doc("Leave completions cut at the length limit out of the loss (not out of the proof)."),
-    )
+    reward_weights: list[float] | None = field(default=None, metadata=doc("One weight a reward function; default 1."))
+    reward_timeout: float = field(default=600.0, metadata=doc("Seconds that coroutine reward functions may take."))
     vllm_importance_sampling_correction: bool = field(
-        default=True, metadata=_doc("Weight tokens by the measured trainer / engine ratio, once the gap has passed.")
+        default=True, metadata=doc("Weight tokens by the measured trainer / engine ratio, once the gap has passed.")
     )
-    vllm_importance_sampling_mode: Literal["token_truncate"] = field(
-        default="token_truncate", metadata=_doc("Only token-level truncation yet.")
+    vllm_importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask"
+    ] = field(
+        default="token_truncate",
+        metadata=doc("How such a weight is bounded; see lockstep.algorithms.corrections."),
     )
-    vllm_importance_sampling_clip_max: float = field(default=3.0, metadata=_doc("Largest such weight."))
+    vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata=doc("Upper bound of such a weight."))
+    vllm_importance_sampling_clip_min: float | None = field(default=None, metadata=doc("Lower bound of such a weight."))
 
     use_vllm: bool | None = field(
-        default=None, metadata=_doc("vLLM (true) or transformers (false) generates. Default: vLLM where installed.")
+        default=None, metadata=doc("vLLM (true) or transformers (false) generates. Default: vLLM where installed.")
     )
     vllm_mode: Literal["colocate", "server"] = field(
-        default="colocate", metadata=_doc("vLLM in this process, or running servers ('lockstep serve').")
+        default="colocate", metadata=doc("vLLM in this process, or running servers ('lockstep serve').")
     )
     vllm_server_base_url: str | None = field(
-        default=None, metadata=_doc("URL of the server; several, separated by commas. Given, it implies server mode.")
+        default=None, metadata=doc("URL of the server; several, separated by commas. Given, it implies server mode.")
     )
-    vllm_server_host: str = field(default="127.0.0.1", metadata=_doc("The server's host, where no URL is given."))
-    vllm_server_port: int = field(default=8000, metadata=_doc("The server's port, where no URL is given."))
+    vllm_server_host: str = field(default="127.0.0.1", metadata=doc("The server's host, where no URL is given."))
+    vllm_server_port: int = field(default=8000, metadata=doc("The server's port, where no URL is given."))
     vllm_server_key_file: str | None = field(
         default=None,
-        metadata=_doc("File with the server's key. Default: LOCKSTEP_SERVER_KEY, or what a server here left."),
+        metadata=doc("File with the server's key. Default: LOCKSTEP_SERVER_KEY, or what a server here left."),
     )
     vllm_weight_transport: str = field(
-        default="auto", metadata=_doc("shared_memory, gloo, or auto: the fastest that all servers can take part in.")
+        default="auto", metadata=doc("shared_memory, gloo, or auto: the fastest that all servers can take part in.")
     )
     vllm_group_host: str = field(
-        default="127.0.0.1", metadata=_doc("This machine's address as servers elsewhere reach it; gloo listens there.")
+        default="127.0.0.1", metadata=doc("This machine's address as servers elsewhere reach it; gloo listens there.")
     )
-    vllm_group_port: int = field(default=0, metadata=_doc("Port where gloo meets the servers. Default: a free one."))
-    vllm_gpu_memory_utilization: float = field(default=0.3, metadata=_doc("Share of a GPU's memory for vLLM."))
+    vllm_group_port: int = field(default=0, metadata=doc("Port where gloo meets the servers. Default: a free one."))
+    vllm_gpu_memory_utilization: float = field(default=0.3, metadata=doc("Share of a GPU's memory for vLLM."))
     vllm_max_model_length: int | None = field(
-        default=None, metadata=_doc("Engine context. Default: the longest prompt plus max_completion_length.")
+        default=None, metadata=doc("Engine context. Default: the longest prompt plus max_completion_length.")
     )
-    vllm_max_num_seqs: int = field(default=64, metadata=_doc("Most sequences that the engine decodes together."))
+    vllm_max_num_seqs: int = field(default=64, metadata=doc("Most sequences that the engine decodes together."))
     vllm_server_timeout: float = field(
-        default=600.0, metadata=_doc("Seconds for one generation, one call, or the wait for a server.")
+        default=600.0, metadata=doc("Seconds for one generation, one call, or the wait for a server.")
     )
-    vllm_engine_kwargs: dict | str | None = field(default=None, metadata=_doc("Further arguments of vllm.LLM."))
+    vllm_engine_kwargs: dict | str | None = field(default=None, metadata=doc("Further arguments of vllm.LLM."))
     engine_dtype: Literal["auto", "float32", "bfloat16"] = field(
-        default="auto", metadata=_doc("Dtype of the engine. Default: bfloat16 with bf16, else float32.")
+        default="auto", metadata=doc("Dtype of the engine. Default: bfloat16 with bf16, else float32.")
     )
 
-    token_budget: int = field(default=1024, metadata=_doc("Most positions of one forward (tokens after sharing)."))
-    logits_chunk_size: int = field(default=256, metadata=_doc("Rows of logits held at a time."))
+    token_budget: int = field(default=1024, metadata=doc("Most positions of one forward (tokens after sharing)."))
+    logits_chunk_size: int = field(default=256, metadata=doc("Rows of logits held at a time."))
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 - read as a class attribute by TrainingArguments
         *TrainingArguments._VALID_DICT_FIELDS,
@@ -135,28 +109,71 @@ class GRPOConfig(TrainingArguments):
         if not torch.cuda.is_available():
             self.use_cpu = True
         super().__post_init__()
-        self.scale_rewards = {True: "group", False: "none", "True": "group", "False": "none"}.get(
-            self.scale_rewards, self.scale_rewards
-        )
         if self.vllm_server_base_url is not None:
             self.vllm_mode = "server"
-        if self.epsilon_high is None:
-            self.epsilon_high = self.epsilon
+        self.refuse_other_values()
         self._refuse_unsupported()
-        self._size_generation()
+        self._check_server()
+        self._check_corrections()
+        self.size_generation()
         self._check_saves()
+
+    def size_generation(self) -> None:
+        """Fill in and check the sizes of a generation.
+
+        Raises:
+            InputError: they contradict each other.
+        """
+
+    @property
+    def group_size(self) -> int:
+        """Completions a prompt, in training."""
+        raise NotImplementedError
+
+    @property
+    def group_size_eval(self) -> int:
+        """Completions a prompt, in evaluation."""
+        return self.group_size
+
+    @property
+    def completion_limit(self) -> int:
+        """Most tokens of a completion."""
+        raise NotImplementedError
+
+    @property
+    def context_limit(self) -> int | None:
+        """Most tokens of prompt and completion together; None: as many as the model attends to."""
+        return self.vllm_max_model_length
+
+    @property
+    def completions_per_micro_batch(self) -> int:
+        """Completions that one process learns from between two calls of the loop."""
+        return self.per_device_train_batch_size
+
+    @property
+    def parts_per_generation(self) -> int:
+        """Micro-batches that one process cuts its share of a generation into."""
+        return self.gradient_accumulation_steps
+
+    @property
+    def passes(self) -> int:
+        """How often a generation is learned from."""
+        return 1
+
+    @property
+    def completions_per_step(self) -> int:
+        """Completions of one optimizer step, over all processes."""
+        return self.completions_per_micro_batch * self.gradient_accumulation_steps * self.world_size
 
     @property
     def prompts_per_generation(self) -> int:
-        """Prompts that one generation samples from."""
-        assert self.generation_batch_size is not None
-        return self.generation_batch_size // self.num_generations
+        """Prompts that one generation samples from, over all processes."""
+        return self.completions_per_micro_batch * self.parts_per_generation * self.world_size // self.group_size
 
     @property
     def micro_batches_per_generation(self) -> int:
         """Micro-batches between two generations."""
-        assert self.steps_per_generation is not None
-        return self.steps_per_generation * self.num_iterations
+        return self.parts_per_generation * self.passes
 
     @property
     def single_update(self) -> bool:
@@ -174,16 +191,8 @@ class GRPOConfig(TrainingArguments):
         return self.trainer_dtype if self.engine_dtype == "auto" else getattr(torch, self.engine_dtype)
 
     def _refuse_unsupported(self) -> None:
-        neutral: dict[str, object] = {
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": None,
-            "repetition_penalty": 1.0,
-            "beta": 0.0,
-            "fp16": False,
-        }
-        neutral |= {"auto_find_batch_size": False, "load_best_model_at_end": False, "full_determinism": False}
-        neutral |= {"vllm_importance_sampling_mode": "token_truncate"}
+        neutral: dict[str, object] = {"fp16": False, "auto_find_batch_size": False, "load_best_model_at_end": False}
+        neutral |= {"full_determinism": False}
         neutral |= {"remove_unused_columns": False, "dataloader_drop_last": True, "torch_compile": False}
         # Fields of TrainingArguments that the step here does not go through, or that would take it apart.
         neutral |= {"deepspeed": None, "label_smoothing_factor": 0.0, "neftune_noise_alpha": None}
@@ -192,9 +201,9 @@ class GRPOConfig(TrainingArguments):
         for name, value in neutral.items():
             if getattr(self, name) != value:
                 raise InputError(f"{name}={getattr(self, name)!r} is not supported yet; only {value!r} is")
-        if self.world_size > 1 or self.fsdp or self.n_gpu > 1:
+        if self.fsdp or self.n_gpu > 1:
             raise InputError(
-                "several processes or GPUs, FSDP and DeepSpeed are not supported yet; start one process on one device"
+                "FSDP, DeepSpeed and several GPUs in one process are not supported yet; start one process a GPU (torchrun)"
             )
         if str(self.save_strategy) in ("best", "SaveStrategy.BEST"):
             raise InputError("save_strategy=best is not supported yet; use steps, epoch or no")
@@ -203,21 +212,15 @@ class GRPOConfig(TrainingArguments):
             raise InputError(f"optim={optimizer} steps inside the backward pass, before the proof; it is not supported")
         if self.temperature <= 0:
             raise InputError(f"temperature={self.temperature} leaves nothing to learn from; it must be above 0")
-        if self.scale_rewards not in ("group", "batch", "none"):
-            raise InputError(f"scale_rewards={self.scale_rewards!r}; it must be group, batch or none")
-        if self.loss_type not in ("grpo", "dr_grpo", "dapo", "bnpo"):
-            raise InputError(f"loss_type={self.loss_type!r}; it must be grpo, dr_grpo, dapo or bnpo")
-        at_least_one = (
-            "max_completion_length",
-            "num_iterations",
+        for name in (
             "token_budget",
             "logits_chunk_size",
-            "steps_per_generation",
-        )
-        for name in (*at_least_one, "gradient_accumulation_steps", "per_device_train_batch_size", "vllm_max_num_seqs"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
+            "gradient_accumulation_steps",
+            "per_device_train_batch_size",
+            "vllm_max_num_seqs",
+        ):
+            if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}; it must be at least 1")
-        self._check_server()
         for name in ("model_init_kwargs", "chat_template_kwargs", "vllm_engine_kwargs"):
             if not isinstance(getattr(self, name), dict | None):
                 raise InputError(f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}')
@@ -246,38 +249,15 @@ class GRPOConfig(TrainingArguments):
                 "separated by commas"
             )
 
-    def _size_generation(self) -> None:
-        if self.num_generations < 2:
+    def _check_corrections(self) -> None:
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
             raise InputError(
-                f"num_generations={self.num_generations}; an advantage needs at least 2 completions a prompt"
+                f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}"
             )
-        batch = self.per_device_train_batch_size
-        if self.generation_batch_size is not None:
-            if self.generation_batch_size % batch:
-                raise InputError(
-                    f"generation_batch_size={self.generation_batch_size} is no multiple of "
-                    f"per_device_train_batch_size={batch}"
-                )
-            steps = self.generation_batch_size // batch
-            if self.steps_per_generation not in (None, steps):
-                raise InputError(
-                    f"generation_batch_size={self.generation_batch_size} means steps_per_generation={steps}, but it is given "
-                    f"as {self.steps_per_generation}; give one of the two"
-                )
-            self.steps_per_generation = steps
-        elif self.steps_per_generation is None:
-            self.steps_per_generation = self.gradient_accumulation_steps
-        assert self.steps_per_generation is not None
-        self.generation_batch_size = batch * self.steps_per_generation
-        if self.generation_batch_size % self.num_generations:
+        if self.vllm_importance_sampling_correction and low is None and high is None:
             raise InputError(
-                f"one generation makes {self.generation_batch_size} completions (per_device_train_batch_size={batch} × "
-                f"steps_per_generation={self.steps_per_generation}), no multiple of num_generations={self.num_generations}"
-            )
-        if self.steps_per_generation % self.gradient_accumulation_steps:
-            raise InputError(
-                f"steps_per_generation={self.steps_per_generation} is no multiple of gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps}: an optimizer step would span two generations"
+                "vllm_importance_sampling_correction needs a bound: set vllm_importance_sampling_clip_max, or switch it off"
             )
 
     def _check_saves(self) -> None:

@@ -1,6 +1,6 @@
 """The engine that a config asks for, started or found, and shaken hands with.
 
-Comes from: `GRPOConfig` and the policy. Goes to: the trainer. The only place where training chooses between engines.
+Comes from: `OnlineConfig` and the policy. Goes to: the trainer. The only place where training chooses between engines.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm_inprocess import VLLMInProcess, vllm_installed
 from lockstep.engines.vllm_server import VLLMServer
+from lockstep.errors import InputError
 from lockstep.parity.handshake import check_settings, expected_settings
-from lockstep.training.config import GRPOConfig
+from lockstep.training.config import OnlineConfig
 
 
-def start_engine(config: GRPOConfig, model_path: str, tokenizer: PreTrainedTokenizerBase, max_model_len: int) -> Engine:
+def start_engine(
+    config: OnlineConfig, model_path: str, tokenizer: PreTrainedTokenizerBase, max_model_len: int, ranks: int = 1
+) -> Engine:
     """Start vLLM in this process, find the servers of server mode, or fall back to the transformers engine without vLLM.
+
+    Args:
+        ranks: trainer processes.
 
     Raises:
         InputError: the engine cannot load the model, vLLM was asked for and is not installed, or a server lacks what training
@@ -37,6 +43,11 @@ def start_engine(config: GRPOConfig, model_path: str, tokenizer: PreTrainedToken
             group_host=config.vllm_group_host,
             group_port=config.vllm_group_port,
         ).engine
+    if ranks > 1 and (vllm_installed() if config.use_vllm is None else config.use_vllm):
+        raise InputError(
+            f"{ranks} trainer processes: vLLM in one of them would wait for the others in their process group. Start "
+            "'lockstep serve MODEL' and set vllm_mode: server"
+        )
     return start_here(
         model_path,
         tokenizer,

@@ -1,4 +1,4 @@
-"""One generation, cut into the micro-batches that learn from it. Pure functions of scored groups and the config.
+"""One generation, cut into the micro-batches that learn from it. Pure functions of scored groups and the method.
 
 Comes from: `rollouts/`. Goes to: `training/update.py`, one micro-batch after the other.
 """
@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lockstep.algorithms.advantages import group_advantages
-from lockstep.algorithms.policy_loss import token_weights
 from lockstep.engines.protocol import Completion, Sampling
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.training.config import GRPOConfig
+from lockstep.training.config import OnlineConfig
+from lockstep.training.objective import Objective
 from lockstep.training.packing import TrainingSequence
 
 
@@ -25,7 +24,8 @@ class Generation:
     Attributes:
         version: weight version that sampled every token.
         groups: the rollouts, by prompt.
-        micro_batches: `steps_per_generation` lists of sequences, in the order of groups and samples.
+        micro_batches: lists of sequences, in the order of groups and samples; those of one optimizer step stand together, and in a
+            step those of one rank.
     """
 
     version: int
@@ -42,62 +42,84 @@ class Generation:
         """Tokens that the engine sampled, counted at the engine's answers and not at what was made of them."""
         return sum(len(c.token_ids) for c in self.completions)
 
-    def tokens_of_step(self, last_part: int, accumulated: int) -> int:
-        """Tokens of the micro-batches of the optimizer step that ends with `last_part`."""
-        parts = range(last_part + 1 - accumulated, last_part + 1)
-        batches = [self.micro_batches[part % len(self.micro_batches)] for part in parts]
-        return sum(len(s.completion_ids) for batch in batches for s in batch)
-
     @property
     def prompt_ids(self) -> tuple[str, ...]:
         return tuple(group.prompt.prompt_id for group in self.groups)
 
-    def with_old_logps(self, old_logps: dict[str, tuple[float, ...]]) -> Generation:
-        """The same generation, each sequence with the policy's log-probs at sampling time."""
-        batches = tuple(tuple(replace(s, old_logps=old_logps[s.name]) for s in batch) for batch in self.micro_batches)
+    def step(self, index: int, size: int) -> list[TrainingSequence]:
+        """Sequences of an optimizer step of this generation; `size` is its micro-batches over all ranks."""
+        return [s for batch in self.micro_batches[index * size : (index + 1) * size] for s in batch]
+
+    def with_step(self, index: int, size: int, sequences: Sequence[TrainingSequence]) -> Generation:
+        """The same generation, the sequences of one optimizer step replaced by others of the same names."""
+        by_name = {s.name: s for s in sequences}
+        first, end = index * size, (index + 1) * size
+        batches = tuple(
+            tuple(by_name[s.name] for s in batch) if first <= i < end else batch
+            for i, batch in enumerate(self.micro_batches)
+        )
+        return replace(self, micro_batches=batches)
+
+    def without_old_logps(self) -> Generation:
+        """The same generation, to be learned from before the policy moves: its log-probs are the learning forward's own."""
+        batches = tuple(tuple(replace(s, old_logps=None) for s in batch) for batch in self.micro_batches)
         return replace(self, micro_batches=batches)
 
 
-def sampling_of(config: GRPOConfig) -> Sampling:
+def sampling_of(config: OnlineConfig) -> Sampling:
     """The distribution that a run samples from."""
     return Sampling(
-        max_tokens=config.max_completion_length,
+        max_tokens=config.completion_limit,
         temperature=config.temperature,
         stop=tuple(config.stop_strings or ()),
     )
 
 
-def prepare_generation(groups: Sequence[RolloutGroup], config: GRPOConfig, version: int) -> Generation:
-    """Advantages, loss weights and micro-batches of a generation.
-
-    Weights are normalised over each whole optimizer step, whatever its number of micro-batches.
-    """
-    rewards = [torch.tensor(group.rewards, dtype=torch.float32) for group in groups]
-    advantages = torch.cat(group_advantages(rewards, config.scale_rewards)).tolist()  # type: ignore[arg-type]
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    size = config.per_device_train_batch_size
-    step_size = size * config.gradient_accumulation_steps
-    weights: list[float] = []
-    for start in range(0, len(rollouts), step_size):
-        kept = [
-            0
-            if config.mask_truncated_completions and r.completion.finish_reason == "length"
-            else len(r.completion.token_ids)
-            for r in rollouts[start : start + step_size]
-        ]
-        lengths = torch.tensor(kept)
-        per_token = token_weights(lengths, config.loss_type, config.max_completion_length)
-        weights += torch.where(lengths > 0, per_token, 0.0).tolist()
-    sequences = [
+def sequences_of(groups: Sequence[RolloutGroup]) -> list[TrainingSequence]:
+    """One sequence a rollout, in the order of groups and samples, with nothing yet to learn from."""
+    return [
         TrainingSequence(
             name=str(rollout.completion.key),
             prompt_ids=rollout.completion.prompt_ids,
             completion_ids=rollout.completion.token_ids,
             behaviour_logps=rollout.completion.logprobs,
-            advantage=advantage,
-            weight=weight,
         )
-        for rollout, advantage, weight in zip(rollouts, advantages, weights, strict=True)
+        for group in groups
+        for rollout in group.rollouts
     ]
-    batches = tuple(tuple(sequences[i : i + size]) for i in range(0, len(sequences), size))
+
+
+def prepare_generation(
+    groups: Sequence[RolloutGroup],
+    objective: Objective,
+    version: int,
+    sequences: Sequence[TrainingSequence] | None = None,
+) -> Generation:
+    """Advantages, loss weights and micro-batches of a generation.
+
+    Weights are normalised over each whole optimizer step, whatever its number of micro-batches and ranks.
+
+    Args:
+        sequences: the groups', with the log-probs that the method asks for.
+    """
+    config = objective.config
+    advised = objective.advise(groups, sequences_of(groups) if sequences is None else sequences)
+    masked = [getattr(config, "mask_truncated_completions", False) and _truncated(c) for c in _completions(groups)]
+    weighted: list[TrainingSequence] = []
+    for start in range(0, len(advised), config.completions_per_step):
+        step = slice(start, start + config.completions_per_step)
+        kept = [0 if out else len(s.completion_ids) for s, out in zip(advised[step], masked[step], strict=True)]
+        lengths = torch.tensor(kept)
+        weights = torch.where(lengths > 0, objective.sequence_weights(lengths), 0.0).tolist()
+        weighted += [replace(s, weight=weight) for s, weight in zip(advised[step], weights, strict=True)]
+    size = config.completions_per_micro_batch
+    batches = tuple(tuple(weighted[i : i + size]) for i in range(0, len(weighted), size))
     return Generation(version, tuple(groups), batches)
+
+
+def _completions(groups: Sequence[RolloutGroup]) -> list[Completion]:
+    return [rollout.completion for group in groups for rollout in group.rollouts]
+
+
+def _truncated(completion: Completion) -> bool:
+    return completion.finish_reason == "length"

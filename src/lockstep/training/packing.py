@@ -24,18 +24,27 @@ class TrainingSequence:
         prompt_ids: ids before the completion.
         completion_ids: sampled ids, the end token included.
         behaviour_logps: the engine's log-prob of each sampled id.
-        advantage: the completion's advantage.
+        advantages: of each sampled token; a method that has one for the whole completion repeats it.
         weight: weight of each of its tokens in the step's loss.
         old_logps: the policy's log-probs at sampling time, where the policy has moved since; None where it has not.
+        ref_logps: the reference model's, where a method uses one.
+        kept: whether each token is learned from, where a method leaves some out; None: all are.
+        values, returns: a critic's value before each token and what it is to become, where a method has a critic.
+        unit: sequences of one unit stand side by side and stay in one pack, since their loss is one; None: it is alone.
     """
 
     name: str
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     behaviour_logps: tuple[float, ...]
-    advantage: float
-    weight: float
+    advantages: tuple[float, ...] = ()
+    weight: float = 0.0
     old_logps: tuple[float, ...] | None = None
+    ref_logps: tuple[float, ...] | None = None
+    kept: tuple[bool, ...] | None = None
+    values: tuple[float, ...] | None = None
+    returns: tuple[float, ...] | None = None
+    unit: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +67,23 @@ class Pack:
     predictors: torch.Tensor
     targets: torch.Tensor
 
-    def per_token(self, values: Sequence[float]) -> torch.Tensor:
-        """(N,) float32: one value a sequence, repeated for each of its tokens."""
-        lengths = torch.tensor([len(s.completion_ids) for s in self.sequences])
-        return torch.tensor(values, dtype=torch.float32).repeat_interleave(lengths).to(self.targets.device)
+    @property
+    def lengths(self) -> torch.Tensor:
+        """(B,) scored tokens of each sequence."""
+        return torch.tensor([len(s.completion_ids) for s in self.sequences], device=self.targets.device)
+
+    def column(self, name: str) -> torch.Tensor:
+        """(N,) float32: what each sequence has under `name` for each of its tokens.
+
+        Raises:
+            ValueError: a sequence has nothing there, or not one value a token.
+        """
+        columns = [getattr(s, name) for s in self.sequences]
+        for sequence, values in zip(self.sequences, columns, strict=True):
+            if values is None or len(values) != len(sequence.completion_ids):
+                raise ValueError(f"sequence {sequence.name} has no {name} for each of its tokens")
+        flat = [value for values in columns for value in values]
+        return torch.tensor(flat, dtype=torch.float32, device=self.targets.device)
 
     def names(self) -> list[str]:
         """N names: the request that each scored token belongs to."""
@@ -117,7 +139,7 @@ class _Tree:
 
 
 def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> Iterator[Pack]:
-    """Packs of at most `token_budget` nodes each, in the order given (a longer sequence gets a pack of its own).
+    """Packs of at most `token_budget` nodes each, in the order given (a longer unit gets a pack of its own).
 
     Args:
         sequences: put those that share a prompt side by side, or they share it only within a pack.
@@ -129,18 +151,44 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
     tree = _Tree()
     held: list[TrainingSequence] = []
     places: list[int] = []
+    for unit in _units(sequences):
+        paths = [(*s.prompt_ids, *s.completion_ids[:-1]) for s in unit]
+        if held and len(tree.tokens) + _new_nodes(tree, paths) > token_budget:
+            yield _finish(tree, held, places)
+            tree, held, places = _Tree(), [], []
+        for sequence, path in zip(unit, paths, strict=True):
+            nodes = tree.insert(path)
+            held.append(sequence)
+            places += nodes[len(sequence.prompt_ids) - 1 :]
+    if held:
+        yield _finish(tree, held, places)
+
+
+def _units(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSequence]]:
+    """Runs of sequences of one unit."""
+    unit: list[TrainingSequence] = []
     for sequence in sequences:
         if not sequence.prompt_ids or not sequence.completion_ids:
             raise ValueError(f"sequence {sequence.name} has no prompt or no completion")
-        path = (*sequence.prompt_ids, *sequence.completion_ids[:-1])
-        if held and len(tree.tokens) + tree.new_nodes(path) > token_budget:
-            yield _finish(tree, held, places)
-            tree, held, places = _Tree(), [], []
-        nodes = tree.insert(path)
-        held.append(sequence)
-        places += nodes[len(sequence.prompt_ids) - 1 :]
-    if held:
-        yield _finish(tree, held, places)
+        if unit and (sequence.unit is None or sequence.unit != unit[-1].unit):
+            yield unit
+            unit = []
+        unit.append(sequence)
+    if unit:
+        yield unit
+
+
+def _new_nodes(tree: _Tree, paths: Sequence[Sequence[int]]) -> int:
+    """Nodes that inserting all paths would add at most: what they share among themselves is counted for the first alone."""
+    first, *others = paths
+    shared = [_shared(first, other) for other in others]
+    fresh = [max(tree.new_nodes(other) - already, 0) for other, already in zip(others, shared, strict=True)]
+    return tree.new_nodes(first) + sum(fresh)
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens at the beginning that two paths have in common."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _finish(tree: _Tree, held: list[TrainingSequence], places: list[int]) -> Pack:

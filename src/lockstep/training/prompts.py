@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt
 from lockstep.tokens.chat import render_prompt
+from lockstep.training.config import OnlineConfig
 
 
 def check_dataset(dataset: Any, name: str) -> None:
@@ -71,6 +72,28 @@ def load_prompts(
             )
         prompts.append(Prompt(prompt_id, ids, source, {k: v for k, v in row.items() if k != "prompt"}))
     return prompts
+
+
+def read_prompts(
+    train: Dataset, evaluation: Dataset | None, tokenizer: PreTrainedTokenizerBase, context: int, config: OnlineConfig
+) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts of both datasets.
+
+    Args:
+        context: tokens that the model can attend to.
+
+    Raises:
+        InputError: as `load_prompts`.
+    """
+    room, arguments = context - config.completion_limit, config.chat_template_kwargs
+    both = [("train", train), ("eval", evaluation)]
+    found = [
+        []
+        if data is None
+        else load_prompts(data, name, tokenizer, max_prompt_length=room, chat_template_kwargs=arguments)  # type: ignore[arg-type]
+        for name, data in both
+    ]
+    return found[0], found[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +163,15 @@ class PromptLoader(DataLoader):
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
-def prompt_loader(prompts: list[Prompt], batches: GenerationBatches) -> PromptLoader:
+def make_loader(prompts: list[Prompt], config: OnlineConfig) -> PromptLoader:
     """The training dataloader; one item is one micro-step."""
+    batches = GenerationBatches(
+        len(prompts),
+        config.prompts_per_generation,
+        config.micro_batches_per_generation,
+        shuffle=config.shuffle_dataset,
+        seed=config.data_seed if config.data_seed is not None else config.seed,
+    )
     return PromptLoader(_Prompts(prompts), batch_sampler=batches, collate_fn=_collate)
 
 

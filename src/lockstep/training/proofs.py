@@ -25,7 +25,7 @@ from lockstep.parity.samples import check_samples
 from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.sync.push import SyncRecord, push_weights
-from lockstep.training.config import GRPOConfig
+from lockstep.training.config import OnlineConfig
 from lockstep.training.generation import sampling_of
 from lockstep.training.phases import PhaseClock
 
@@ -46,7 +46,12 @@ class Proofs:
     """
 
     def __init__(
-        self, model: PreTrainedModel, engine: Engine, config: GRPOConfig, compute_dtype: torch.dtype, clock: PhaseClock
+        self,
+        model: PreTrainedModel,
+        engine: Engine,
+        config: OnlineConfig,
+        compute_dtype: torch.dtype,
+        clock: PhaseClock,
     ) -> None:
         self._model = model
         self._engine = engine

@@ -55,5 +55,18 @@ def mean_with_interval(groups: Sequence[RolloutGroup]) -> tuple[float, float]:
     return float(means.mean()), 1.96 * _std(means) / len(means) ** 0.5
 
 
+def evaluation_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
+    """What an evaluation logs: the mean reward with its interval, sizes, and the rollout metrics, each under `prefix`."""
+    mean, half_width = mean_with_interval(groups)
+    metrics = {
+        **rollout_metrics(groups),
+        "reward": mean,
+        "reward_ci95": half_width,
+        "problems": len(groups),
+        "samples": sum(len(group.rollouts) for group in groups),
+    }
+    return {f"{prefix}_{name}": float(value) for name, value in metrics.items()}
+
+
 def _std(values: torch.Tensor) -> float:
     return float(values.std()) if len(values) > 1 else 0.0

@@ -25,7 +25,7 @@ from lockstep.report.summary import summarise
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.rewards import RewardFunction
 from lockstep.training.checkpoints import TRAINER_STATE, checkpoint_step
-from lockstep.training.config import GRPOConfig
+from lockstep.training.config import OnlineConfig
 from lockstep.training.grpo import GRPOTrainer
 from lockstep.training.run_directory import SUMMARY, RunPlace, read_lines
 
@@ -45,7 +45,7 @@ class FinishedRun:
 
 
 def run_grpo(
-    config: GRPOConfig,
+    config: OnlineConfig,
     place: RunPlace,
     model: str,
     reward_funcs: list[RewardFunction],
@@ -68,7 +68,9 @@ def run_grpo(
         trainer.close()
 
 
-def _trainer(model: str, rewards: list[RewardFunction], config: GRPOConfig, train: Any, evaluation: Any) -> GRPOTrainer:
+def _trainer(
+    model: str, rewards: list[RewardFunction], config: OnlineConfig, train: Any, evaluation: Any
+) -> GRPOTrainer:
     try:
         return GRPOTrainer(model, rewards, config, train, evaluation)
     except LockstepError:
@@ -166,7 +168,7 @@ class MetricsFile(TrainerCallback):
 class StopOnInterrupt(TrainerCallback):
     """SIGINT ends the run after the step under way, with a checkpoint; a second one ends it at once."""
 
-    def __init__(self, config: GRPOConfig) -> None:
+    def __init__(self, config: OnlineConfig) -> None:
         self.requested = False
         # Only between generations, whose rollouts are not saved, and at a log, whose sums are not saved.
         updates = config.micro_batches_per_generation // config.gradient_accumulation_steps
@@ -193,7 +195,7 @@ class StopOnInterrupt(TrainerCallback):
         print("\nstopping after this step, with a checkpoint (press again to stop at once)", flush=True)
 
 
-def curve_settings(config: GRPOConfig) -> dict[str, Any]:
+def curve_settings(config: OnlineConfig) -> dict[str, Any]:
     """The fields that decide what a run computes; a run may only be continued with the same ones."""
     ignored = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "report_to", "log_level", "save_total_limit"}
     ignored |= {"accelerator_config", "vllm_server_timeout", "reward_timeout"}

@@ -21,11 +21,13 @@ class TokenScores:
 
     Attributes:
         logps: (N,) float32 natural-log probabilities under the distribution that was sampled, with gradient.
-        entropies: (N,) float32 entropy of that distribution in nats, without gradient.
+        entropies: (N,) float32 entropy of that distribution in nats, with gradient only where it was asked for.
+        values: (N,) float32 a critic's value of the text before each token, with gradient, where there is a critic.
     """
 
     logps: torch.Tensor
     entropies: torch.Tensor
+    values: torch.Tensor | None = None
 
 
 def check_scorable(model: PreTrainedModel, max_length: int) -> None:
@@ -52,13 +54,23 @@ def check_scorable(model: PreTrainedModel, max_length: int) -> None:
         )
 
 
-def score_pack(model: PreTrainedModel, pack: Pack, temperature: float, chunk_size: int) -> TokenScores:
+def score_pack(
+    model: PreTrainedModel,
+    pack: Pack,
+    temperature: float,
+    chunk_size: int,
+    *,
+    entropy_gradient: bool = False,
+    critic: torch.nn.Module | None = None,
+) -> TokenScores:
     """Log-prob and entropy of every scored token of a pack.
 
     Args:
         model: a causal language model; its trunk sees the whole pack, its head only the predicting positions.
         temperature: divides the logits, as it did when the tokens were sampled.
         chunk_size: rows of logits held at a time; memory grows with it, results do not change.
+        entropy_gradient: entropies are part of the loss.
+        critic: maps hidden states (rows, width) to values (rows, 1).
     """
     hidden = model.base_model(
         input_ids=pack.input_ids,
@@ -79,6 +91,7 @@ def score_pack(model: PreTrainedModel, pack: Pack, temperature: float, chunk_siz
             place[inside] - start,
             pack.targets[inside],
             temperature,
+            entropy_gradient,
         )
         if torch.is_grad_enabled():
             # The chunk's logits are computed again in the backward pass instead of being kept.
@@ -89,11 +102,17 @@ def score_pack(model: PreTrainedModel, pack: Pack, temperature: float, chunk_siz
         entropies.append(entropy)
     order = torch.cat([index for index, _ in logps])
     by_chunk = torch.cat([logp for _, logp in logps])
-    return TokenScores(by_chunk[order.argsort()], torch.cat(entropies)[place])
+    values = critic(selected).float()[:, 0][place] if critic is not None else None
+    return TokenScores(by_chunk[order.argsort()], torch.cat(entropies)[place], values)
 
 
 def _score_rows(
-    head: torch.nn.Module, hidden: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, temperature: float
+    head: torch.nn.Module,
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    entropy_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of `targets` at `rows` of a chunk, and the entropy of each row of the chunk."""
     logits = head(hidden)
@@ -101,7 +120,7 @@ def _score_rows(
     if temperature != 1.0:
         logits = logits / temperature
     normaliser = logits.logsumexp(-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         probabilities = torch.exp(logits - normaliser[:, None])
         entropy = normaliser - (probabilities * logits).sum(-1)
     return logits[rows, targets] - normaliser[rows], entropy

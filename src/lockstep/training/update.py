@@ -8,57 +8,62 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.algorithms.corrections import truncated_token_weights
-from lockstep.algorithms.policy_loss import clipped_policy_loss
+from lockstep.algorithms.corrections import effective_sample_size
 from lockstep.parity.decomposition import split_gap
 from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.tolerances import Tolerance
-from lockstep.training.config import GRPOConfig
+from lockstep.training.config import OnlineConfig
+from lockstep.training.objective import Objective, Scores, TokenBatch
 from lockstep.training.packing import Pack, TrainingSequence, pack_sequences
 from lockstep.training.phases import PhaseClock
 from lockstep.training.scoring import TokenScores, score_pack
+from lockstep.training.tally import Tally
 
 
 @dataclass(slots=True)
 class UpdateSums:
-    """Sums over the tokens of an optimizer step; the parts of a step add up.
+    """Sums over the tokens of an optimizer step; the parts of a step, and of its ranks, add up.
 
     Attributes:
         loss: the step's loss so far.
         gap: parity gap against the policy at sampling time.
-        drift: sum of |log-prob now − at sampling time|, of the policy; 0 unless it has moved since.
-        ratio_min, ratio_max, ratio_sum: importance ratios trainer / engine, before truncation.
+        tally: what is logged. `_drift` is |log-prob now − at sampling time| of the policy, 0 unless it has moved since.
     """
 
     loss: float = 0.0
-    tokens: int = 0
     gap: GapStats = field(default_factory=GapStats)
-    drift: float = 0.0
-    entropy: float = 0.0
-    low_clipped: float = 0.0
-    high_clipped: float = 0.0
-    ratio_sum: float = 0.0
-    ratio_min: float = float("inf")
-    ratio_max: float = float("-inf")
+    tally: Tally = field(default_factory=Tally)
+
+    def data(self) -> dict[str, Any]:
+        """Everything, in JSON types."""
+        return {"loss": self.loss, "gap": asdict(self.gap), "tally": self.tally.data()}
+
+    @classmethod
+    def of(cls, parts: Sequence[dict[str, Any]]) -> UpdateSums:
+        """The sum of what the `data` of several ranks hold."""
+        total = cls()
+        for data in parts:
+            total.loss += data["loss"]
+            total.gap = total.gap + GapStats(**data["gap"])
+            total.tally.add(data["tally"])
+        return total
 
     def metrics(self, limit: Tolerance) -> dict[str, float]:
         """TRL's names for what the update measured, and the parity gap's own with its parts."""
-        parts = split_gap(self.gap.mean_abs, self.drift / self.tokens, limit)
+        figures = self.tally.figures()
+        weights, squares = self.tally.total(_RATIO), self.tally.total(_SQUARES)
+        parts = split_gap(self.gap.mean_abs, self.tally.total("_drift") / max(self.tally.count("_drift"), 1), limit)
         return {
-            "entropy": self.entropy / self.tokens,
-            "clip_ratio/low_mean": self.low_clipped / self.tokens,
-            "clip_ratio/high_mean": self.high_clipped / self.tokens,
-            "clip_ratio/region_mean": (self.low_clipped + self.high_clipped) / self.tokens,
+            **figures,
+            "sampling/effective_sample_size": effective_sample_size(weights, squares, int(self.tally.count(_RATIO))),
             "sampling/sampling_logp_difference/mean": self.gap.mean_abs,
             "sampling/sampling_logp_difference/max": self.gap.max_abs,
-            "sampling/importance_sampling_ratio/min": self.ratio_min,
-            "sampling/importance_sampling_ratio/mean": self.ratio_sum / self.tokens,
-            "sampling/importance_sampling_ratio/max": self.ratio_max,
             "parity/mean_abs_gap": self.gap.mean_abs,
             "parity/max_abs_gap": self.gap.max_abs,
             "parity/k3": self.gap.k3,
@@ -67,96 +72,114 @@ class UpdateSums:
         }
 
 
+_RATIO, _SQUARES = "sampling/importance_sampling_ratio/mean", "_squared_ratios"
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The trained model and how it computes."""
+    """A model and how it computes.
+
+    Attributes:
+        critic: value head on the model's hidden states, where a method has one.
+    """
 
     model: PreTrainedModel
     autocast: Callable[[], AbstractContextManager]
     backward: Callable[[torch.Tensor], None]
+    critic: torch.nn.Module | None = None
 
-    def score(self, pack: Pack, config: GRPOConfig) -> TokenScores:
+    def score(self, pack: Pack, config: OnlineConfig, *, entropy_gradient: bool = False) -> TokenScores:
         """Scores of a pack under the run's precision and temperature."""
         with self.autocast():
-            return score_pack(self.model, pack.to(self.model.device), config.temperature, config.logits_chunk_size)
+            return score_pack(
+                self.model,
+                pack.to(self.model.device),
+                config.temperature,
+                config.logits_chunk_size,
+                entropy_gradient=entropy_gradient,
+                critic=self.critic,
+            )
 
 
 def learn(
-    policy: Policy, sequences: Sequence[TrainingSequence], config: GRPOConfig, clock: PhaseClock, sums: UpdateSums
+    policy: Policy, sequences: Sequence[TrainingSequence], objective: Objective, clock: PhaseClock, sums: UpdateSums
 ) -> float:
     """Accumulate gradients of a micro-batch and add its numbers to `sums`.
 
     Returns:
         The micro-batch's part of the step's loss.
     """
-    moving = [s for s in sequences if s.advantage != 0.0 and s.weight != 0.0]
-    still = [s for s in sequences if s.advantage == 0.0 or s.weight == 0.0]
+    config = objective.config
+    moving = [s for s in sequences if objective.moves(s)]
+    still = [s for s in sequences if not objective.moves(s)]
     before = sums.loss
     with clock.phase("forward_backward"):
         for pack in pack_sequences(moving, config.token_budget):
-            scores = policy.score(pack, config)
-            policy.backward(_pack_loss(pack, scores, config, sums))
-            _add_scores(pack, scores, sums)
+            scores = policy.score(pack, config, entropy_gradient=objective.entropy_gradient)
+            batch = TokenBatch.of(pack.to(scores.logps.device), scores)
+            loss = objective.loss(batch, sums.tally)
+            sums.loss += loss.item()
+            policy.backward(loss)
+            _measure(batch, sums)
     with clock.phase("verify"), torch.no_grad():
         for pack in pack_sequences(still, config.token_budget):
-            _add_scores(pack, policy.score(pack, config), sums)
+            scores = policy.score(pack, config)
+            _measure(TokenBatch.of(pack.to(scores.logps.device), scores), sums)
     return sums.loss - before
 
 
+@dataclass(frozen=True, slots=True)
+class AllScores:
+    """What a forward without gradient gives for whole sequences, by request name."""
+
+    logps: Scores
+    entropies: Scores
+    values: Scores
+    gap: GapStats
+
+    def data(self) -> dict[str, Any]:
+        """Everything, in JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def merged(cls, parts: Sequence[dict[str, Any]]) -> AllScores:
+        """The scores of all ranks, from the `data` of each."""
+        logps, entropies, values = (
+            {name: tuple(found) for part in parts for name, found in part[kind].items()}
+            for kind in ("logps", "entropies", "values")
+        )
+        return cls(logps, entropies, values, sum((GapStats(**part["gap"]) for part in parts), GapStats()))
+
+
 @torch.no_grad()
-def score_all(
-    policy: Policy, sequences: Sequence[TrainingSequence], config: GRPOConfig
-) -> tuple[dict[str, tuple[float, ...]], GapStats]:
-    """The policy's log-probs of whole sequences, by request name, and their gap to the engine's."""
-    logps: dict[str, tuple[float, ...]] = {}
+def score_all(policy: Policy, sequences: Sequence[TrainingSequence], config: OnlineConfig) -> AllScores:
+    """Score sequences, and measure the gap of their log-probs to the engine's."""
+    found = AllScores({}, {}, {}, GapStats())
     gap = GapStats()
     for pack in pack_sequences(sequences, config.token_budget):
-        scores = policy.score(pack, config).logps
-        gap = gap + measure_gap(_behaviour(pack, scores), scores, pack.names())
-        for sequence, part in zip(
-            pack.sequences, scores.split([len(s.completion_ids) for s in pack.sequences]), strict=True
+        scores = policy.score(pack, config)
+        behaviour = pack.column("behaviour_logps").to(scores.logps.device)
+        gap = gap + measure_gap(behaviour, scores.logps, pack.names())
+        for by_name, values in (
+            (found.logps, scores.logps),
+            (found.entropies, scores.entropies),
+            (found.values, scores.values),
         ):
-            logps[sequence.name] = tuple(part.tolist())
-    return logps, gap
+            if values is not None:
+                parts = values.split([len(s.completion_ids) for s in pack.sequences])
+                by_name.update((s.name, tuple(part.tolist())) for s, part in zip(pack.sequences, parts, strict=True))
+    return AllScores(found.logps, found.entropies, found.values, gap)
 
 
-def _pack_loss(pack: Pack, scores: TokenScores, config: GRPOConfig, sums: UpdateSums) -> torch.Tensor:
-    advantages = pack.per_token([s.advantage for s in pack.sequences])
-    weights = pack.per_token([s.weight for s in pack.sequences])
-    old = _old_logps(pack, scores.logps)
-    assert config.epsilon_high is not None
-    token = clipped_policy_loss(scores.logps, old, advantages, config.epsilon, config.epsilon_high)
-    if config.vllm_importance_sampling_correction:
-        clip_max = config.vllm_importance_sampling_clip_max
-        weights = weights * truncated_token_weights(old, _behaviour(pack, old), clip_max)
-    loss = (token.loss * weights).sum()
-    sums.loss += loss.item()
-    sums.low_clipped += token.low_clipped.sum().item()
-    sums.high_clipped += token.high_clipped.sum().item()
-    return loss
-
-
-def _add_scores(pack: Pack, scores: TokenScores, sums: UpdateSums) -> None:
-    old = _old_logps(pack, scores.logps)
-    behaviour = _behaviour(pack, old)
-    sums.gap = sums.gap + measure_gap(behaviour, old, pack.names())
-    ratio = torch.exp(old - behaviour)
-    sums.ratio_sum += ratio.sum().item()
-    sums.ratio_min = min(sums.ratio_min, ratio.min().item())
-    sums.ratio_max = max(sums.ratio_max, ratio.max().item())
-    sums.drift += (scores.logps.detach() - old).abs().sum().item()
-    sums.entropy += scores.entropies.sum().item()
-    sums.tokens += len(ratio)
-
-
-def _old_logps(pack: Pack, logps: torch.Tensor) -> torch.Tensor:
-    """The policy's log-probs at sampling time: this very forward's, unless the policy has moved since."""
-    if pack.sequences[0].old_logps is None:
-        return logps.detach()
-    values = [value for s in pack.sequences for value in (s.old_logps or ())]
-    return torch.tensor(values, dtype=torch.float32, device=logps.device)
-
-
-def _behaviour(pack: Pack, like: torch.Tensor) -> torch.Tensor:
-    values = [value for s in pack.sequences for value in s.behaviour_logps]
-    return torch.tensor(values, dtype=torch.float32, device=like.device)
+@torch.no_grad()
+def _measure(batch: TokenBatch, sums: UpdateSums) -> None:
+    """What every method logs of every token, learned from or not."""
+    tally = sums.tally
+    sums.gap = sums.gap + measure_gap(batch.behaviour_logps, batch.old_logps, batch.pack.names())
+    ratios = torch.exp(batch.old_logps - batch.behaviour_logps)
+    tally.mean(_RATIO, ratios)
+    tally.mean(_SQUARES, ratios.square())
+    tally.low("sampling/importance_sampling_ratio/min", ratios)
+    tally.high("sampling/importance_sampling_ratio/max", ratios)
+    tally.mean("_drift", (batch.logps - batch.old_logps).abs())
+    tally.mean("entropy", batch.entropies)

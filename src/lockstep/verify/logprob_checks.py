@@ -14,6 +14,7 @@ from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.parity.tolerances import outside_limit, tolerance
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.training.generation import prepare_generation
+from lockstep.training.grpo import GRPOObjective
 from lockstep.training.phases import PhaseClock
 from lockstep.training.update import UpdateSums, learn
 from lockstep.verify.rows import Row, gap_row
@@ -122,11 +123,12 @@ def _gradient(stage: Stage, groups: Sequence[RolloutGroup], parts: int) -> list[
     config.gradient_accumulation_steps = config.steps_per_generation = parts
     # Short completions are all cut at the limit, and cold ones all alike: neither would leave a gradient to compare.
     config.mask_truncated_completions, config.temperature = False, 1.0
-    generation = prepare_generation(groups, config, stage.version)
+    objective = GRPOObjective(config)
+    generation = prepare_generation(groups, objective, stage.version)
     sums = UpdateSums()
     stage.model.zero_grad(set_to_none=True)
     for batch in generation.micro_batches:
-        learn(stage.trainer._policy(), batch, config, PhaseClock(), sums)
+        learn(stage.trainer._policy(), batch, objective, PhaseClock(), sums)
     gradient = [p.grad for p in stage.model.parameters() if p.grad is not None]
     stage.model.zero_grad(set_to_none=True)
     return gradient

@@ -25,8 +25,8 @@ from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.rollouts.collect import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.config import GRPOConfig
 from lockstep.training.grpo import GRPOTrainer
+from lockstep.training.grpo_config import GRPOConfig
 from lockstep.training.prompts import MicroBatch
 
 # What the command line adds to the user's own words: sizes that finish in a minute, and no files.

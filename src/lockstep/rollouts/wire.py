@@ -1,0 +1,63 @@
+"""Rollout groups in JSON types and back, for ranks that did not sample them.
+
+Comes from and goes to: `training/online.py`, through `rollouts/ranks.py`. Prompts do not travel: every rank has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.errors import ProofError
+from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+
+
+def groups_to_wire(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
+    """Groups by the ids of their prompts."""
+    return [
+        {
+            "prompt": group.prompt.prompt_id,
+            "rollouts": [
+                {
+                    "sample": r.completion.key.sample,
+                    "token_ids": r.completion.token_ids,
+                    "logprobs": r.completion.logprobs,
+                    "weight_versions": r.completion.weight_versions,
+                    "finish_reason": r.completion.finish_reason,
+                    "text": r.text,
+                }
+                for r in group.rollouts
+            ],
+        }
+        for group in groups
+    ]
+
+
+def groups_from_wire(data: Sequence[dict[str, Any]], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+    """The groups of these prompts, in their order.
+
+    Raises:
+        ProofError: what has come belongs to other prompts.
+    """
+    by_id = {group["prompt"]: group for group in data}
+    if sorted(by_id) != sorted(prompt.prompt_id for prompt in prompts):
+        raise ProofError(
+            "keys",
+            "rollouts have come for other prompts than this rank is at",
+            "the ranks do not read the same data in the same order",
+            "give every rank the same dataset, seed and configuration",
+        )
+    return [RolloutGroup(p, tuple(_rollout(p, r) for r in by_id[p.prompt_id]["rollouts"])) for p in prompts]
+
+
+def _rollout(prompt: Prompt, data: dict[str, Any]) -> Rollout:
+    completion = Completion(
+        key=RequestKey(prompt.prompt_id, data["sample"]),
+        prompt_ids=prompt.ids,
+        token_ids=tuple(data["token_ids"]),
+        logprobs=tuple(data["logprobs"]),
+        weight_versions=tuple(data["weight_versions"]),
+        finish_reason=data["finish_reason"],
+    )
+    return Rollout(completion, data["text"])

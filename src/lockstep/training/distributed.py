@@ -1,0 +1,78 @@
+"""Several trainer processes: the same weights, proven; whose sequences are whose; and gradients that add up.
+
+Comes from: `training/online.py`. The loss of a micro-batch is its share of the whole step's over all ranks, so gradients are summed
+and never averaged, and the model is not wrapped: what a wrapper would average is one sum before the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from lockstep.errors import ProofError
+from lockstep.rollouts.ranks import Ranks
+from lockstep.sync.source import PlainSource
+from lockstep.training.packing import TrainingSequence
+
+# Elements that are summed in one call.
+_BUCKET = 1 << 24
+
+
+def leave_unwrapped(accelerator: Any) -> None:
+    """Let accelerate place the model but not wrap it in DistributedDataParallel, whose reducer expects one backward a step."""
+    if accelerator.num_processes > 1:
+        accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
+
+
+def share_of(sequences: Sequence[TrainingSequence], ranks: Ranks) -> list[TrainingSequence]:
+    """This rank's part of something that all ranks could do: contiguous, so that shared prompts stay together."""
+    size = -(-len(sequences) // ranks.count)
+    return list(sequences[ranks.rank * size : (ranks.rank + 1) * size])
+
+
+def check_same_weights(ranks: Ranks, model: PreTrainedModel, version: int) -> None:
+    """Compare the digests of the policies of all ranks.
+
+    Raises:
+        ProofError: two ranks hold different weights, so that one of them would learn from tokens that it did not sample.
+    """
+    if ranks.count == 1:
+        return
+    digests = ranks.share("weights", lambda: PlainSource(model).manifest(version).digest)
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise ProofError(
+            "ranks",
+            f"at version {version} rank {odd[0]} holds other weights than rank 0",
+            "the ranks were started from different models or checkpoints, or a gradient was not summed on one of them",
+            "start every rank from the same model and checkpoint; otherwise this is a defect of Lockstep: report it",
+        )
+
+
+def sum_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> None:
+    """Replace every gradient by its sum over ranks; every rank must call, with the same parameters."""
+    if ranks.count == 1:
+        return
+    for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        dist.all_reduce(flat)
+        for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Gradients of one dtype, together at most a bucket's size (a larger one is alone)."""
+    buckets: list[list[torch.Tensor]] = []
+    held = 0
+    for gradient in gradients:
+        if not buckets or held + gradient.numel() > _BUCKET or gradient.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(gradient)
+        held += gradient.numel()
+    return buckets

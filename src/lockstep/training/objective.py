@@ -1,0 +1,183 @@
+"""What a method makes of scored rollouts: advantages, the weight of a token, and the loss of a pack.
+
+Comes from: `training/generation.py` (scored groups) and `training/update.py` (packs that have been through the model). Goes to: the
+trainers, one subclass a method. No objective knows which engine sampled, how sequences are packed, or on how many ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from lockstep.algorithms.corrections import importance_weights
+from lockstep.algorithms.policy_loss import TokenLoss
+from lockstep.algorithms.segments import Segments
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.training.config import OnlineConfig
+from lockstep.training.packing import Pack, TrainingSequence
+from lockstep.training.scoring import TokenScores
+from lockstep.training.tally import Tally
+
+Config = TypeVar("Config", bound=OnlineConfig)
+Scores = dict[str, tuple[float, ...]]
+# Scores sequences with the policy as it is now: entropies by request name, on all ranks.
+Entropies = Callable[[Sequence[TrainingSequence]], Scores]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """A pack after its forward: N tokens of B completions, flat.
+
+    Attributes:
+        sequences: the B completions.
+        segments: which token belongs to which.
+        logps, entropies: (N,) under the policy, with gradient (entropies only where the objective asks for it).
+        old_logps: (N,) the policy's at sampling time.
+        behaviour_logps: (N,) the engine's.
+        advantages, weights: (N,).
+        pack: the columns that only some methods have.
+        values: (N,) the critic's, with gradient, where there is one.
+    """
+
+    sequences: tuple[TrainingSequence, ...]
+    segments: Segments
+    logps: torch.Tensor
+    entropies: torch.Tensor
+    old_logps: torch.Tensor
+    behaviour_logps: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    pack: Pack
+    values: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, pack: Pack, scores: TokenScores) -> TokenBatch:
+        """Put a pack's scores beside what its sequences bring."""
+        moved = pack.sequences[0].old_logps is not None
+        weights = torch.tensor([s.weight for s in pack.sequences], dtype=torch.float32, device=scores.logps.device)
+        segments = Segments(pack.lengths)
+        return cls(
+            sequences=pack.sequences,
+            segments=segments,
+            logps=scores.logps,
+            entropies=scores.entropies,
+            # Where the policy has not moved, this very forward's.
+            old_logps=pack.column("old_logps") if moved else scores.logps.detach(),
+            behaviour_logps=pack.column("behaviour_logps"),
+            advantages=pack.column("advantages"),
+            weights=segments.spread(weights),
+            pack=pack,
+            values=scores.values,
+        )
+
+    @property
+    def per_sequence(self) -> torch.Tensor:
+        """(B,) advantage of each completion, for methods that have one for all of its tokens."""
+        return self.segments.means(self.advantages)
+
+    def kept(self) -> torch.Tensor:
+        """(N,) 1 for the tokens that are learned from, else 0."""
+        masked = any(s.kept is not None for s in self.sequences)
+        return self.pack.column("kept") if masked else torch.ones_like(self.logps, requires_grad=False)
+
+
+class Objective(ABC, Generic[Config]):
+    """A method, as functions of rollouts and tokens.
+
+    Attributes:
+        scores_first: advantages need the policy's own log-probs, so that rollouts are scored before they are cut up.
+        entropy_gradient: the loss moves entropies.
+        config: the run's.
+        epoch: passes over the training data that are complete.
+    """
+
+    epoch = 0
+    scores_first = False
+    entropy_gradient = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the reference model's log-probs are needed."""
+        return self.config.beta != 0.0
+
+    @abstractmethod
+    def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+        """Sequences with their advantages.
+
+        Args:
+            groups: the whole generation's, over all ranks.
+            sequences: one a rollout, in the order of groups and samples.
+        """
+
+    @abstractmethod
+    def sequence_weights(self, lengths: torch.Tensor) -> torch.Tensor:
+        """(B,) weight of a token of each completion of one optimizer step, over all ranks; lengths are 0 where masked."""
+
+    @abstractmethod
+    def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
+        """A pack's share of the optimizer step's loss; a scalar. What is logged goes to `tally`."""
+
+    def moves(self, sequence: TrainingSequence) -> bool:
+        """Whether a sequence can move the policy; one that cannot is scored without gradient."""
+        return sequence.weight != 0.0 and any(advantage != 0.0 for advantage in sequence.advantages)
+
+    def prepare_step(self, sequences: Sequence[TrainingSequence], entropies: Entropies) -> list[TrainingSequence]:
+        """Sequences of one optimizer step, over all ranks, just before its first forward."""
+        return list(sequences)
+
+    def finish_step(self, tally: Tally) -> dict[str, float]:
+        """Told the step's numbers over all ranks, before the optimizer; gives further ones to log."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold, in JSON types."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what a checkpoint holds."""
+
+    def correction(self, batch: TokenBatch) -> torch.Tensor | None:
+        """(N,) weights for what engine and trainer differ by, once the gap has passed; None where it is switched off."""
+        config = self.config
+        if not config.vllm_importance_sampling_correction:
+            return None
+        return importance_weights(
+            batch.old_logps,
+            batch.behaviour_logps,
+            batch.segments,
+            config.vllm_importance_sampling_mode,
+            config.vllm_importance_sampling_clip_min,
+            config.vllm_importance_sampling_clip_max,
+        )
+
+
+def repeated(sequences: Sequence[TrainingSequence], advantages: Sequence[torch.Tensor]) -> list[tuple[float, ...]]:
+    """One advantage a completion, in groups, as one a token."""
+    flat = torch.cat(list(advantages)).tolist()
+    return [(value,) * len(s.completion_ids) for s, value in zip(sequences, flat, strict=True)]
+
+
+@torch.no_grad()
+def note_clipping(batch: TokenBatch, token: TokenLoss, tally: Tally, *, by_sequence: bool = False) -> None:
+    """Log how much was clipped, under TRL's names.
+
+    Args:
+        by_sequence: means are over completions, each of which has one ratio, and not over tokens.
+    """
+    low, high = token.low_clipped.float(), token.high_clipped.float()
+    per_low, per_high = batch.segments.means(low), batch.segments.means(high)
+    for name, values, means in (
+        ("low_mean", low, per_low),
+        ("high_mean", high, per_high),
+        ("region_mean", low + high, per_low + per_high),
+    ):
+        tally.mean(f"clip_ratio/{name}", means if by_sequence else values)
+    tally.low("clip_ratio/low_min", per_low)
+    tally.high("clip_ratio/high_max", per_high)

@@ -1,0 +1,419 @@
+"""The loop that every online method shares, on `transformers.Trainer`, with TRL's constructor.
+
+The loop is the base class's. A micro-step takes its part of the current generation; part 0 first brings the engine to the
+policy's weights, samples, scores, and cuts the generation into micro-batches. The last micro-step of an optimizer step
+checks the parity gap over every sampled token, so no step is taken on tokens that the policy scores differently. What is learned
+from the tokens is the method's (`training/objective.py`).
+
+On several ranks one holds the engine; all read the same prompts, get the same groups, and learn from their own micro-batches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+
+from lockstep.engines.protocol import Engine
+from lockstep.errors import InputError
+from lockstep.models.adapters import add_adapter, causal_model
+from lockstep.models.policy import load_policy, switch_off_dropout
+from lockstep.models.resolve import resolve_model
+from lockstep.parity.gap import check_count
+from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.rollouts.ranks import Ranks
+from lockstep.rollouts.rewards import RewardFunction
+from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
+from lockstep.training.checkpoints import guarded_save
+from lockstep.training.config import OnlineConfig
+from lockstep.training.distributed import check_same_weights, leave_unwrapped, share_of, sum_gradients
+from lockstep.training.generation import Generation, prepare_generation, sequences_of
+from lockstep.training.objective import Objective, Scores
+from lockstep.training.packing import TrainingSequence
+from lockstep.training.phases import PhaseClock
+from lockstep.training.prompts import MicroBatch, PromptLoader, check_dataset, make_loader, read_prompts
+from lockstep.training.reference import Reference
+from lockstep.training.rollout_metrics import evaluation_metrics, rollout_metrics
+from lockstep.training.sampling import RolloutSource
+from lockstep.training.scoring import check_scorable
+from lockstep.training.setup import Scorer, refuse_arguments, reward_scorer
+from lockstep.training.update import AllScores, Policy, UpdateSums, learn, score_all
+
+_CRITIC = "value_head.safetensors"
+_OBJECTIVE_STATE = "objective.json"
+# A rank waits for the owner's longest piece of work: a generation that is lost and repeated.
+_LONGEST_CALL = 12
+
+
+class OnlineTrainer(Trainer):
+    """What the trainers have in common.
+
+    Args:
+        model: name, directory or hub id (see `lockstep.models.resolve`), or a loaded causal language model whose
+            `config.name_or_path` the engine can load too.
+        reward_funcs: one reward function or several, with TRL's convention (see `lockstep.rollouts.rewards`).
+        args: the configuration; by default the method's own.
+        train_dataset: `datasets.Dataset` with a `prompt` column (text or messages); other columns go to the rewards.
+        eval_dataset: the same, for `evaluate`; must not overlap with the training data.
+        processing_class: the tokenizer; by default the model's.
+        reward_processing_classes: tokenizers of reward models.
+        callbacks, optimizers: as in `transformers.Trainer`.
+        peft_config: trains an adapter on the model instead of the model.
+        engine: a running engine to use instead of starting one; it stays the caller's to close.
+        refused: arguments of TRL's that are not supported; any value but None is refused by name.
+
+    Raises:
+        InputError: bad input, named, where possible before a model is loaded.
+        ProofError: trainer and engine do not agree; no optimizer step was taken on the data in question.
+    """
+
+    config_class: ClassVar[type[OnlineConfig]]
+    objective_class: ClassVar[type[Objective]]
+    # The loss of a micro-batch is already its share of the whole optimizer step's.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: RewardFunction | list[RewardFunction] | None = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        *,
+        engine: Engine | None = None,
+        ref_model: PreTrainedModel | None = None,
+        **refused: Any,
+    ) -> None:
+        refuse_arguments({"quantization_config": quantization_config, **refused})
+        args = args if args is not None else self.config_class()
+        if not isinstance(args, self.config_class):
+            raise InputError(
+                f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
+            )
+        self.config: Any = args
+        score = self.scorer(reward_funcs, reward_processing_classes)
+        check_dataset(train_dataset, "train")
+        if eval_dataset is not None:
+            check_dataset(eval_dataset, "eval")
+
+        name = model if isinstance(model, str) else model.config.name_or_path
+        self.model_path = resolve_model(name)
+        tokenizer = (
+            guard_tokenizer(processing_class) if processing_class is not None else load_tokenizer(self.model_path)
+        )
+        policy = load_policy(self.model_path, args.model_init_kwargs) if isinstance(model, str) else model  # type: ignore[arg-type]
+        fit_vocabulary(policy, tokenizer)
+        if peft_config is not None:
+            policy = add_adapter(policy, peft_config)
+        switch_off_dropout(policy)
+
+        self.objective: Objective = self.objective_class(args)
+        self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None
+        self.critic = self.make_critic(policy)
+        context = args.context_limit or policy.config.get_text_config().max_position_embeddings
+        self._train_prompts, self._eval_prompts = read_prompts(train_dataset, eval_dataset, tokenizer, context, args)
+        longest = max(len(p.ids) for p in self._train_prompts + self._eval_prompts) + args.completion_limit
+        check_scorable(causal_model(policy), longest)
+        self._loader = make_loader(self._train_prompts, args)
+
+        super().__init__(
+            model=policy,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        leave_unwrapped(self.accelerator)
+        self.clock = PhaseClock()
+        self.add_callback(_StepEvents(self))
+        self.ranks = Ranks(_LONGEST_CALL * args.vllm_server_timeout)
+        for part in (self.reference, self.critic):
+            if part is not None:
+                part.to(self.args.device)
+        # One more, where the model has it: an engine scores a sequence anew only with room for a token behind it.
+        max_model_len = args.context_limit or min(longest + 1, context)
+        self.source = RolloutSource(
+            policy, score, tokenizer, args, self.clock, self.ranks, engine, self.model_path, max_model_len, longest
+        )
+        self.last_eval_groups: list[RolloutGroup] = []
+        self._generation: Generation | None = None
+        self._sums = UpdateSums()
+        self._logged: dict[str, list[float]] = {}
+
+    def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
+        """What gives rollouts their rewards."""
+        return reward_scorer(reward_funcs, self.config, processing_classes)
+
+    def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module | None:
+        """A value head, for methods that have one."""
+        return None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that samples; on the rank that holds it."""
+        return self.source.engine
+
+    @property
+    def proofs(self) -> Any:
+        """The proofs of the run; on the rank that holds the engine."""
+        return self.source.proofs
+
+    # ---- data -------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> PromptLoader:
+        """One item a micro-step; the order is a function of seed and epoch alone, and the same on every rank."""
+        return self._loader
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
+        """None: weights are normalised over the step when the generation is cut, not by the base class's token count."""
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted: a shared-prefix forward does not do `6 × tokens × parameters` operations."""
+        return 0
+
+    # ---- weights and rollouts ---------------------------------------------------------------------------------------
+
+    def sync_weights(self) -> None:
+        """Push the policy's weights to the engine, as version `global_step`; called on every rank."""
+        self.source.sync(self.state.global_step)
+
+    def rollout(self, prompts: Sequence[Prompt], num_generations: int) -> list[RolloutGroup]:
+        """Sample and score completions of prompts with the policy as it is now; called on every rank.
+
+        Raises:
+            ProofError: trainer and engine do not agree.
+            LockstepError: the engine was lost and did not come back in time.
+        """
+        check_same_weights(self.ranks, self._causal(), self.state.global_step)
+        return self.source.rollout(prompts, num_generations, self.state)
+
+    # ---- one micro-step ---------------------------------------------------------------------------------------------
+
+    def training_step(self, model: torch.nn.Module, inputs: MicroBatch, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Learn from one part of the current generation.
+
+        Raises:
+            ProofError: the parity gap of the optimizer step that would follow is over its limit.
+        """
+        model.train()
+        if inputs.part == 0:
+            self._generation = self._generate(inputs.prompts)
+        generation = self._generation
+        if generation is None or generation.prompt_ids != tuple(p.prompt_id for p in inputs.prompts):
+            raise InputError("training was resumed inside a generation; resume from a checkpoint that Lockstep wrote")
+        step, place = divmod(inputs.part % self.config.parts_per_generation, self.config.gradient_accumulation_steps)
+        if place == 0:
+            generation = self._begin_step(generation, step)
+        own = self._step_size * step + self.config.gradient_accumulation_steps * self.ranks.rank + place
+        loss = learn(self._policy(), generation.micro_batches[own], self.objective, self.clock, self._sums)
+        if place + 1 == self.config.gradient_accumulation_steps:
+            self._finish_step(generation, step)
+        # The base class logs the mean over ranks; the parts of a step add up.
+        return torch.tensor(loss * self.ranks.count, device=self.args.device)
+
+    @property
+    def _step_size(self) -> int:
+        """Micro-batches of an optimizer step, over all ranks."""
+        return self.config.gradient_accumulation_steps * self.ranks.count
+
+    def _generate(self, prompts: tuple[Prompt, ...]) -> Generation:
+        groups = self.rollout(prompts, self.config.group_size)
+        self.objective.epoch = int(self.state.epoch or 0)
+        sequences, version = sequences_of(groups), self.state.global_step
+        found = None
+        if self.objective.scores_first or not self.config.single_update:
+            with self.clock.phase("verify"):
+                found = self._score(self._policy(), sequences)
+            sequences = [replace(s, old_logps=found.logps[s.name], values=found.values.get(s.name)) for s in sequences]
+        if self.reference is not None:
+            with self.clock.phase("reference"), self.reference.model() as model:
+                logps = self._score(replace(self._policy(), model=model, critic=None), sequences).logps
+            sequences = [replace(s, ref_logps=logps[s.name]) for s in sequences]
+        generation = prepare_generation(groups, self.objective, version, sequences)
+        # Kept in the trainer's state, and so in checkpoints.
+        prompts_seen = sum(len(g.prompt.ids) * len(g.rollouts) for g in groups)
+        self.state.num_input_tokens_seen += generation.sampled_tokens + prompts_seen
+        self._note(rollout_metrics(groups) | self.source.take_metrics())
+        if self.config.single_update:
+            # The policy stays as it is until the step: its log-probs are the step's own, and so is the proof.
+            return generation.without_old_logps()
+        assert found is not None
+        gap = found.gap
+        self.ranks.from_owner(
+            "gap",
+            lambda: self.source.prove(gap, generation, self.state.global_step + 1),
+            lambda _: None,
+            lambda _: None,
+        )
+        return generation
+
+    def _score(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
+        """Scores of all sequences, each rank doing its share."""
+        found = score_all(policy, share_of(sequences, self.ranks), self.config)
+        if self.ranks.count == 1:
+            return found
+        return AllScores.merged(self.ranks.share("scores", found.data))
+
+    def _begin_step(self, generation: Generation, step: int) -> Generation:
+        self._sums = UpdateSums()
+
+        def entropies(sequences: Sequence[TrainingSequence]) -> Scores:
+            with self.clock.phase("verify"):
+                return self._score(self._policy(), sequences).entropies
+
+        sequences = generation.step(step, self._step_size)
+        prepared = self.objective.prepare_step(sequences, entropies)
+        self._generation = generation.with_step(step, self._step_size, prepared)
+        return self._generation
+
+    def _finish_step(self, generation: Generation, step: int) -> None:
+        """Everything between the last backward and the optimizer: the proof, the ranks' gradients, and the step's numbers."""
+        mine = self._sums
+
+        def prove(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+            total = UpdateSums.of(parts)
+            if self.config.single_update:
+                self.source.prove(total.gap, generation, self.state.global_step + 1)
+            else:
+                # The gap of these tokens was proven, and written down, before the policy moved.
+                tokens = sum(len(s.completion_ids) for s in generation.step(step, self._step_size))
+                check_count(total.gap, tokens, generation.version)
+            return [total.data()] * len(parts)
+
+        total = UpdateSums.of([self.ranks.call("step", mine.data, prove)])
+        for parameter in self._trained():
+            # A step whose groups all agree has gradient zero, which still moves AdamW; None would not.
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        sum_gradients(self._trained(), self.ranks)
+        self._note(total.metrics(self.source.limit) | self.objective.finish_step(total.tally))
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        parts = [self._policy_model(), *([self.critic] if self.critic is not None else [])]
+        return [p for part in parts for p in part.parameters() if p.requires_grad]
+
+    def begin_training(self) -> None:
+        """Forget what an earlier, perhaps interrupted, call of `train` left, and open the receipt. Called by the loop."""
+        self._generation = None
+        self._logged.clear()
+        self.source.start(Path(self.args.output_dir or "."), self.state.global_step)
+        self.clock.take()
+
+    def end_step(self) -> None:
+        """What follows an optimizer step. Called by the loop."""
+        config = self.config
+        if getattr(config, "sync_ref_model", False) and self.state.global_step % config.ref_model_sync_steps == 0:
+            assert self.reference is not None
+            self.reference.follow(config.ref_model_mixup_alpha)
+
+    def _policy(self) -> Policy:
+        return Policy(self._causal(), self.accelerator.autocast, self.accelerator.backward, self.critic)
+
+    def _policy_model(self) -> PreTrainedModel:
+        return self.accelerator.unwrap_model(self.model)
+
+    def _causal(self) -> PreTrainedModel:
+        return causal_model(self._policy_model())
+
+    # ---- evaluation, logs, checkpoints ------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Mean reward on the evaluation prompts, sampled as in training.
+
+        Returns:
+            `eval_reward`, `eval_reward_ci95` (half-width, over problems), `eval_samples`, `eval_problems` and the rollout metrics.
+        """
+        if eval_dataset is not None or not self._eval_prompts:
+            raise InputError("give the evaluation set as eval_dataset when the trainer is made")
+        # An evaluation's time is not charged to a step.
+        with self.clock.aside():
+            groups = self.source.rollout_in_parts(self._eval_prompts, self.config.group_size_eval, self.state)
+        named = evaluation_metrics(groups, metric_key_prefix)
+        self.last_eval_groups = groups
+        self.log(dict(named))
+        self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
+        return named
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the rollouts' and the proof's numbers since the last log, and seconds by phase, to what the base class logs."""
+        if "loss" in logs:
+            logs |= {name: sum(values) / len(values) for name, values in self._logged.items()}
+            # A count, like the seconds: all since the last log.
+            logs["parity/checked_tokens"] = sum(self._logged.get("parity/checked_tokens", ()))
+            if self.source.losses:
+                logs["engine/losses"] = self.source.losses
+            logs["num_tokens"] = self.state.num_input_tokens_seen
+            logs |= {f"time/{name}": seconds for name, seconds in self.clock.take().items()}
+            self._logged.clear()
+        super().log(logs, start_time)
+
+    def _note(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._logged.setdefault(name, []).append(value)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
+        with guarded_save(self.args.output_dir or ".", self.state.global_step):
+            if self.args.should_save:
+                self._save_method(folder)
+            super()._save_checkpoint(model, trial)
+            self.source.remember_receipt(folder)
+
+    def _save_method(self, folder: Path) -> None:
+        """What the base class does not know of; written first, since its state makes a checkpoint whole."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if state := self.objective.state():
+            (folder / _OBJECTIVE_STATE).write_text(json.dumps(state))
+        if self.critic is not None:
+            save_file(self.critic.state_dict(), folder / _CRITIC)
+        if getattr(self.config, "sync_ref_model", False) and self.reference is not None:
+            self.reference.save(folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        folder = Path(resume_from_checkpoint)
+        if (folder / _OBJECTIVE_STATE).exists():
+            self.objective.load_state(json.loads((folder / _OBJECTIVE_STATE).read_text()))
+        if self.critic is not None:
+            self.critic.load_state_dict(load_file(folder / _CRITIC))
+        if getattr(self.config, "sync_ref_model", False) and self.reference is not None:
+            self.reference.load(folder)
+
+    def close(self) -> None:
+        """Release the engine, if the trainer started it."""
+        self.source.close()
+
+
+class _StepEvents(TrainerCallback):
+    """What the trainer must do at events of the base class's loop."""
+
+    def __init__(self, trainer: OnlineTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.begin_training()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.clock.start("optimizer")
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.clock.stop("optimizer")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.end_step()

@@ -1,0 +1,124 @@
+"""PPO (arXiv 1707.06347) with a value head on the policy's own trunk and generalised advantages (arXiv 1506.02438).
+
+The head reads the hidden state before each token, so values come from the forward that scores the tokens and cost next to
+nothing. The reward stands at a completion's last token, the KL to the reference is taken off at every one, as OpenRLHF has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.algorithms.advantages import whiten
+from lockstep.algorithms.divergence import k1
+from lockstep.algorithms.policy_loss import clipped_policy_loss, importance_ratios, token_weights
+from lockstep.algorithms.returns import clipped_value_loss, generalised_advantages
+from lockstep.algorithms.segments import Segments
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.training.group_config import GroupConfig
+from lockstep.training.objective import Objective, TokenBatch, note_clipping
+from lockstep.training.online import OnlineTrainer
+from lockstep.training.packing import TrainingSequence
+from lockstep.training.reinforce_pp import flat
+from lockstep.training.tally import Tally
+from lockstep.training.trl_fields import doc
+
+
+@dataclass
+class PPOConfig(GroupConfig):
+    """Configuration of `PPOTrainer`.
+
+    Raises:
+        InputError: fields contradict each other, or ask for something that is not supported yet.
+    """
+
+    num_generations: int = field(default=1, metadata=doc("Completions a prompt."))
+    beta: float = field(default=0.05, metadata=doc("Weight of the KL to the reference model in the reward."))
+    gamma: float = field(default=1.0, metadata=doc("Discount of what follows a token."))
+    lam: float = field(default=0.95, metadata=doc("Decay of the generalised advantage estimator."))
+    vf_coef: float = field(default=0.1, metadata=doc("Weight of the value loss."))
+    cliprange_value: float = field(default=0.2, metadata=doc("How far a value may move from what it was at sampling."))
+    value_learning_rate: float | None = field(
+        default=None, metadata=doc("Of the value head; default: ten times learning_rate.")
+    )
+
+    @property
+    def least_group(self) -> int:
+        return 1
+
+
+class PPOObjective(Objective[PPOConfig]):
+    """Generalised advantages, a clipped policy loss and a clipped value loss."""
+
+    scores_first = True
+
+    def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+        config = self.config
+        rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
+        lengths = torch.tensor([len(s.completion_ids) for s in sequences])
+        segments = Segments(lengths)
+        token_rewards = torch.zeros(int(lengths.sum()))
+        if self.uses_reference:
+            token_rewards = -config.beta * k1(flat(sequences, "old_logps"), flat(sequences, "ref_logps"))
+        token_rewards[lengths.cumsum(0) - 1] += rewards.nan_to_num(0.0)
+        advantages, returns = generalised_advantages(
+            token_rewards, flat(sequences, "values"), segments, config.gamma, config.lam
+        )
+        scored = segments.spread((~rewards.isnan()).float()) > 0
+        advantages = torch.where(scored, whiten(advantages, scored), 0.0)
+        parts = zip(sequences, advantages.split(lengths.tolist()), returns.split(lengths.tolist()), strict=True)
+        return [replace(s, advantages=tuple(a.tolist()), returns=tuple(r.tolist())) for s, a, r in parts]
+
+    def sequence_weights(self, lengths: torch.Tensor) -> torch.Tensor:
+        return token_weights(lengths, "dapo", self.config.max_completion_length)
+
+    def moves(self, sequence: TrainingSequence) -> bool:
+        # Values are learned from every completion.
+        return sequence.weight != 0.0
+
+    def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
+        config = self.config
+        ratios = importance_ratios(batch.logps, batch.old_logps, batch.segments, "token")
+        token = clipped_policy_loss(ratios, batch.advantages, config.epsilon, config.clip_high)
+        note_clipping(batch, token, tally)
+        correction = self.correction(batch)
+        policy_loss = token.loss if correction is None else token.loss * correction
+        assert batch.values is not None
+        old_values, returns = batch.pack.column("values"), batch.pack.column("returns")
+        value_loss = clipped_value_loss(batch.values, old_values, returns, config.cliprange_value)
+        tally.mean("loss/value", value_loss)
+        tally.mean("value/mean", batch.values)
+        tally.mean("value/returns", returns)
+        if self.uses_reference:
+            tally.mean("kl", k1(batch.logps.detach(), batch.pack.column("ref_logps")))
+        return ((policy_loss + config.vf_coef * value_loss) * batch.weights).sum()
+
+
+class PPOTrainer(OnlineTrainer):
+    """Proximal Policy Optimization with an engine that provably holds the policy's weights.
+
+    The value head is trained with the policy and kept in checkpoints beside it; it never goes to the engine. Arguments and errors:
+    `lockstep.training.online.OnlineTrainer`.
+    """
+
+    config_class = PPOConfig
+    objective_class = PPOObjective
+
+    def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module:
+        head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, dtype=torch.float32)
+        # Values of 0 at the start: the first advantages are the rewards, and no random head moves the trunk.
+        torch.nn.init.zeros_(head.weight)
+        torch.nn.init.zeros_(head.bias)
+        return head
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        fresh = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if fresh and self.critic is not None:
+            rate = self.config.value_learning_rate or 10 * self.config.learning_rate
+            optimizer.add_param_group({"params": list(self.critic.parameters()), "lr": rate, "weight_decay": 0.0})
+        return optimizer

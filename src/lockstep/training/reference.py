@@ -1,0 +1,78 @@
+"""The reference model: the policy as it was at the start, or following it slowly, or the base under an adapter.
+
+Comes from: the policy as the trainer was given it. Goes to: `training/online.py`, which scores every generation with it once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_model, save_model
+from transformers import PreTrainedModel
+
+from lockstep.errors import InputError
+from lockstep.models.adapters import is_adapted, without_adapter
+
+_FILE = "reference.safetensors"
+
+
+class Reference:
+    """What the policy's divergence is measured from.
+
+    Args:
+        policy: the model to be trained; where it carries an adapter, the reference is the model without it and costs no memory.
+        given: another model to use.
+
+    Raises:
+        InputError: `given` is the policy itself.
+    """
+
+    def __init__(self, policy: PreTrainedModel, given: PreTrainedModel | None = None) -> None:
+        if given is policy:
+            raise InputError("ref_model is the model that is trained; leave it out to use a copy of it as it is now")
+        self._policy = policy
+        self._own: PreTrainedModel | None = given
+        if given is None and not is_adapted(policy):
+            self._own = copy.deepcopy(policy)
+        if self._own is not None:
+            self._own.requires_grad_(False).eval()
+
+    @contextmanager
+    def model(self) -> Iterator[PreTrainedModel]:
+        """The reference, as a model to score with."""
+        if self._own is not None:
+            yield self._own
+            return
+        with without_adapter(self._policy) as base:
+            yield base
+
+    def to(self, device: torch.device) -> None:
+        """Move a model of its own to the trainer's device."""
+        if self._own is not None:
+            self._own.to(device)
+
+    @torch.no_grad()
+    def follow(self, share: float) -> None:
+        """Become `share` × policy + (1 − share) × reference (TR-DPO, arXiv 2404.09656).
+
+        Raises:
+            InputError: the reference is the model without its adapter, which does not move.
+        """
+        if self._own is None:
+            raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
+        for mine, theirs in zip(self._own.parameters(), self._policy.parameters(), strict=True):
+            mine.lerp_(theirs.detach().to(mine.device, mine.dtype), share)
+
+    def save(self, folder: Path) -> None:
+        """Keep a reference that has moved beside a checkpoint."""
+        if self._own is not None:
+            save_model(self._own, str(folder / _FILE))
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` has left."""
+        if self._own is not None and (folder / _FILE).exists():
+            load_model(self._own, str(folder / _FILE))

@@ -1,0 +1,105 @@
+"""RLOO: REINFORCE with the mean reward of a prompt's other completions as baseline (arXiv 2402.14740).
+
+The completion is the action: one ratio a completion, the KL to the reference in its reward. TRL's trainer has no log-probs of the
+engine; here they are proven, and weigh each token's gradient as they do in GRPO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from lockstep.algorithms.advantages import leave_one_out_advantages, whiten
+from lockstep.algorithms.divergence import k1
+from lockstep.algorithms.policy_loss import TokenLoss, clipped_policy_loss
+from lockstep.errors import InputError
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.training.group_config import GroupConfig
+from lockstep.training.objective import Objective, TokenBatch, note_clipping, repeated
+from lockstep.training.online import OnlineTrainer
+from lockstep.training.packing import TrainingSequence
+from lockstep.training.tally import Tally
+from lockstep.training.trl_fields import doc
+
+
+@dataclass
+class RLOOConfig(GroupConfig):
+    """Configuration of `RLOOTrainer`.
+
+    Raises:
+        InputError: fields contradict each other, or ask for something that is not supported yet.
+    """
+
+    num_generations: int = field(default=2, metadata=doc("Completions a prompt (the size of a group)."))
+    beta: float = field(default=0.05, metadata=doc("Weight of the KL to the reference model in the reward."))
+    normalize_advantages: bool = field(default=False, metadata=doc("Give a generation's advantages mean 0, spread 1."))
+    reward_clip_range: tuple[float, float] | None = field(default=None, metadata=doc("Bounds of a reward."))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.epsilon_high is None:
+            self.epsilon_high = self.epsilon
+        bounds = self.reward_clip_range
+        if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
+            raise InputError(f"reward_clip_range={bounds}; it must be two numbers, the lower one first")
+
+
+class RLOOObjective(Objective[RLOOConfig]):
+    """Leave-one-out advantages of penalised rewards, and the clipped loss of whole completions."""
+
+    @property
+    def scores_first(self) -> bool:  # type: ignore[override]
+        return self.uses_reference
+
+    def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+        config = self.config
+        rewards = [torch.tensor(group.rewards, dtype=torch.float32) for group in groups]
+        if config.reward_clip_range is not None:
+            low, high = config.reward_clip_range
+            rewards = [group.clamp(low, high) for group in rewards]
+        if self.uses_reference:
+            penalties = torch.tensor([_divergence(s) for s in sequences]).split([len(group) for group in rewards])
+            rewards = [group - config.beta * kl for group, kl in zip(rewards, penalties, strict=True)]
+        advantages = leave_one_out_advantages(rewards)
+        if config.normalize_advantages:
+            scored = torch.cat([torch.where(r.isnan(), r, a) for r, a in zip(rewards, advantages, strict=True)])
+            advantages = list(whiten(scored).nan_to_num(0.0).split([len(group) for group in rewards]))
+        per_token = repeated(sequences, advantages)
+        return [replace(s, advantages=a) for s, a in zip(sequences, per_token, strict=True)]
+
+    def sequence_weights(self, lengths: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(lengths),), 1.0 / len(lengths))
+
+    def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
+        config, segments = self.config, batch.segments
+        drift = batch.logps - batch.old_logps
+        correction = self.correction(batch)
+        if correction is not None:
+            # The ratio keeps its value; each token's gradient in it gets the token's weight.
+            drift = drift.detach() + correction * (batch.logps - batch.logps.detach())
+        ratios = torch.exp(segments.sums(drift))
+        token = clipped_policy_loss(ratios, batch.per_sequence, config.epsilon, config.clip_high)
+        spread = TokenLoss(*(segments.spread(x.float()) for x in (token.loss, token.low_clipped, token.high_clipped)))
+        note_clipping(batch, spread, tally, by_sequence=True)
+        if self.uses_reference:
+            tally.mean("kl", k1(batch.old_logps, batch.pack.column("ref_logps")))
+        return (token.loss * segments.means(batch.weights)).sum()
+
+
+def _divergence(sequence: TrainingSequence) -> float:
+    """Log-prob of a completion under the policy that sampled it, less that under the reference."""
+    assert sequence.old_logps is not None
+    assert sequence.ref_logps is not None
+    return sum(sequence.old_logps) - sum(sequence.ref_logps)
+
+
+class RLOOTrainer(OnlineTrainer):
+    """REINFORCE leave-one-out with an engine that provably holds the policy's weights.
+
+    Arguments and errors: `lockstep.training.online.OnlineTrainer`.
+    """
+
+    config_class = RLOOConfig
+    objective_class = RLOOObjective

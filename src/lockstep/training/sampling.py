@@ -1,0 +1,205 @@
+"""Where a trainer's rollouts come from: the engine that one rank holds, brought to the policy's weights, sampled and proven.
+
+Comes from: the trainer, on every rank alike. Gives back: scored groups, the same on every rank. The rank that holds the engine
+works for all of them; reward functions run on every rank, each on its share of the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.engines.protocol import Engine
+from lockstep.errors import InputError
+from lockstep.parity.gap import GapStats
+from lockstep.parity.tolerances import tolerance
+from lockstep.rollouts.collect import collect
+from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.rollouts.ranks import Ranks
+from lockstep.rollouts.wire import groups_from_wire, groups_to_wire
+from lockstep.training.config import OnlineConfig
+from lockstep.training.engine import shake_hands, start_engine
+from lockstep.training.generation import Generation, sampling_of
+from lockstep.training.phases import PhaseClock
+from lockstep.training.proofs import Proofs
+from lockstep.training.recovery import Recovery
+from lockstep.training.setup import Scorer
+
+T = TypeVar("T")
+# Completions that an evaluation asks an engine for in one call.
+_EVALUATION_PART = 2048
+
+
+class RolloutSource:
+    """An engine, the proofs on it, and the rewards of what it samples.
+
+    Args:
+        policy: the trained model; only read.
+        score: gives groups their rewards.
+        given: a running engine that stays the caller's, or None to start one.
+        max_model_len: the context that an engine is started with.
+        longest: prompt and completion together, at most.
+
+    Raises:
+        InputError: the engine cannot be started or found; several ranks with an engine in this process that cannot serve them.
+        ProofError: the engine's settings are not what training assumes.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        score: Scorer,
+        tokenizer: PreTrainedTokenizerBase,
+        config: OnlineConfig,
+        clock: PhaseClock,
+        ranks: Ranks,
+        given: Engine | None,
+        model_path: str,
+        max_model_len: int,
+        longest: int,
+    ) -> None:
+        self._score, self._tokenizer = score, tokenizer
+        self._config, self._clock, self._ranks = config, clock, ranks
+        self._policy = policy
+        self._metrics: dict[str, float] = {}
+        # bf16 autocast, or the dtype that the weights were loaded in.
+        compute_dtype = torch.bfloat16 if config.bf16 else policy.dtype
+        self.limit = tolerance(config.engine_torch_dtype, compute_dtype)
+        self._owns_engine = given is None
+        self._engine: Engine | None = given
+        self._proofs: Proofs | None = None
+        self._recovery: Recovery | None = None
+        self._on_owner("engine", lambda: self._open(model_path, max_model_len, longest, compute_dtype))
+
+    def _open(self, model_path: str, max_model_len: int, longest: int, compute_dtype: torch.dtype) -> None:
+        config = self._config
+        engine = self._engine or start_engine(config, model_path, self._tokenizer, max_model_len, self._ranks.count)
+        self._engine = engine
+        try:
+            shake_hands(engine, self._policy, model_path, config.engine_torch_dtype, longest)
+            self._proofs = Proofs(self._policy, engine, config, compute_dtype, self._clock)
+            self._recovery = Recovery(self._proofs.distrust)
+        except BaseException:
+            self.close()
+            raise
+
+    def _on_owner(self, name: str, work: Callable[[], Any]) -> None:
+        """Done by the owner alone; an error is every rank's."""
+        self._ranks.from_owner(name, work, lambda _: None, lambda _: None)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine.
+
+        Raises:
+            InputError: another rank holds it.
+        """
+        if self._engine is None:
+            raise InputError(f"rank {self._ranks.rank} holds no engine")
+        return self._engine
+
+    @property
+    def proofs(self) -> Proofs:
+        """The proofs.
+
+        Raises:
+            InputError: another rank holds the engine.
+        """
+        if self._proofs is None:
+            raise InputError(f"rank {self._ranks.rank} holds no engine")
+        return self._proofs
+
+    @property
+    def recovery(self) -> Recovery:
+        """What repeats work that lost its engine."""
+        assert self._recovery is not None
+        return self._recovery
+
+    @property
+    def losses(self) -> int:
+        """How often the engine was lost; 0 on ranks that do not hold it."""
+        return self._recovery.losses if self._recovery is not None else 0
+
+    def start(self, folder: Path, step: int) -> None:
+        """Open the receipt, and prove the engine before the first rollout is paid for."""
+        self._on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step)))
+
+    def sync(self, version: int) -> None:
+        """Push the policy's weights as `version`.
+
+        Always, even where the version would not change: a version does not see weights that were set by hand, and the reset of
+        caches makes every generation start alike, in a run that goes on too.
+        """
+        self._on_owner("sync", lambda: self.proofs.sync(version))
+
+    def rollout(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
+        """Sample and score completions of prompts with the policy as it is now.
+
+        Args:
+            state: the trainer's; its step is the version, and reward functions get it.
+
+        Raises:
+            ProofError: trainer and engine do not agree.
+            LockstepError: the engine was lost and did not come back in time.
+        """
+        version = state.global_step
+        groups = self._ranks.from_owner(
+            "sample",
+            lambda: self.recovery.run(lambda: self._sample(prompts, num_generations, version)),
+            groups_to_wire,
+            lambda data: groups_from_wire(data, prompts),
+        )
+        with self._clock.phase("rewards"):
+            return self._score(groups, state)
+
+    def rollout_in_parts(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
+        """`rollout` of many prompts, since one call to an engine has a time limit."""
+        size = max(_EVALUATION_PART // num_generations, 1)
+        parts = range(0, len(prompts), size)
+        return [
+            group for start in parts for group in self.rollout(prompts[start : start + size], num_generations, state)
+        ]
+
+    def _sample(self, prompts: Sequence[Prompt], num_generations: int, version: int) -> list[RolloutGroup]:
+        self.proofs.sync(version)
+        with self._clock.phase("generate"):
+            groups = collect(
+                prompts,
+                self.engine,
+                self._tokenizer,
+                sampling_of(self._config),
+                num_generations=num_generations,
+                run_seed=self._config.seed,
+                version=version,
+            )
+        self.proofs.check_groups(groups)
+        return groups
+
+    def prove(self, gap: GapStats, generation: Generation, step: int) -> None:
+        """Pass or stop on the gap of a whole generation, and write it down. On the rank that holds the engine.
+
+        Raises:
+            ProofError: tokens are missing, or the gap is over a limit.
+        """
+        sampled = generation.sampled_tokens
+        self.proofs.check_gap(gap, sampled, generation.completions, generation.version)
+        self.proofs.write(gap, sampled, step, generation.version)
+
+    def take_metrics(self) -> dict[str, float]:
+        """What reward functions have logged since this was last asked."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    def remember_receipt(self, checkpoint: Path) -> None:
+        """Leave the receipt's head in a checkpoint."""
+        if self._ranks.owner:
+            self.proofs.remember_receipt(checkpoint)
+
+    def close(self) -> None:
+        """Release the engine, if it was started here."""
+        if self._owns_engine and self._engine is not None:
+            self._engine.close()

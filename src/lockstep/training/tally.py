@@ -1,0 +1,62 @@
+"""Numbers of an optimizer step that come in parts: means by sum and count, and extremes. Parts add up, over packs and ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Tally:
+    """Named means, minima and maxima."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[float]] = {}
+        self._lows: dict[str, float] = {}
+        self._highs: dict[str, float] = {}
+
+    def mean(self, name: str, values: torch.Tensor | float, count: int = 1) -> None:
+        """Add to a mean.
+
+        Args:
+            values: a tensor of values, or the sum of `count` of them.
+        """
+        if isinstance(values, torch.Tensor):
+            count, values = values.numel(), float(values.detach().double().sum())
+        held = self._sums.setdefault(name, [0.0, 0.0])
+        held[0] += values
+        held[1] += count
+
+    def low(self, name: str, values: torch.Tensor) -> None:
+        """Add to a minimum."""
+        self._lows[name] = min(self._lows.get(name, float("inf")), float(values.min()))
+
+    def high(self, name: str, values: torch.Tensor) -> None:
+        """Add to a maximum."""
+        self._highs[name] = max(self._highs.get(name, float("-inf")), float(values.max()))
+
+    def total(self, name: str) -> float:
+        """The sum behind a mean; 0 where nothing was added."""
+        return self._sums.get(name, [0.0, 0.0])[0]
+
+    def count(self, name: str) -> float:
+        """The count behind a mean; 0 where nothing was added."""
+        return self._sums.get(name, [0.0, 0.0])[1]
+
+    def figures(self) -> dict[str, float]:
+        """Every mean and extreme to log, by name; without means of nothing and names that begin with `_`."""
+        means = {name: total / count for name, (total, count) in self._sums.items() if count}
+        return {name: value for name, value in (means | self._lows | self._highs).items() if not name.startswith("_")}
+
+    def add(self, data: dict[str, Any]) -> None:
+        """Add what another tally's `data` holds."""
+        for name, (total, count) in data["sums"].items():
+            self.mean(name, total, count)
+        for name, value in data["lows"].items():
+            self._lows[name] = min(self._lows.get(name, float("inf")), value)
+        for name, value in data["highs"].items():
+            self._highs[name] = max(self._highs.get(name, float("-inf")), value)
+
+    def data(self) -> dict[str, Any]:
+        """Everything, in JSON types."""
+        return {"sums": self._sums, "lows": self._lows, "highs": self._highs}
