@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.algorithms.corrections import truncated_token_weights
-from lockstep.algorithms.policy_loss import clipped_policy_loss
+from lockstep.algorithms.corrections import importance_weights
+from lockstep.algorithms.policy_loss import clipped_policy_loss, importance_ratios
+from lockstep.algorithms.segments import Segments
 from lockstep.parity.decomposition import split_gap
 from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.tolerances import Tolerance
@@ -125,10 +126,13 @@ def _pack_loss(pack: Pack, scores: TokenScores, config: GRPOConfig, sums: Update
     weights = pack.per_token([s.weight for s in pack.sequences])
     old = _old_logps(pack, scores.logps)
     assert config.epsilon_high is not None
-    token = clipped_policy_loss(scores.logps, old, advantages, config.epsilon, config.epsilon_high)
+    segments = Segments(torch.tensor([len(s.completion_ids) for s in pack.sequences], device=old.device))
+    ratios = importance_ratios(scores.logps, old, segments, "token")
+    token = clipped_policy_loss(ratios, advantages, config.epsilon, config.epsilon_high)
     if config.vllm_importance_sampling_correction:
         clip_max = config.vllm_importance_sampling_clip_max
-        weights = weights * truncated_token_weights(old, _behaviour(pack, old), clip_max)
+        behaviour = _behaviour(pack, old)
+        weights = weights * importance_weights(old, behaviour, segments, "token_truncate", None, clip_max)
     loss = (token.loss * weights).sum()
     sums.loss += loss.item()
     sums.low_clipped += token.low_clipped.sum().item()
