@@ -106,7 +106,7 @@ def test_ratios_of_tokens_and_of_completions() -> None:
 
 def test_cispo_bounds_the_weight_and_keeps_every_gradient() -> None:
     logps = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    token = cispo_loss(torch.tensor([8.0, 8.0, 0.1]), logps, torch.tensor([1.0, -1.0, 1.0]), 5.0)
+    token = cispo_loss(torch.tensor([5.5, 8.0, 0.1]), logps, torch.tensor([1.0, -1.0, 1.0]), 5.0)
     token.loss.sum().backward()
     assert logps.grad.tolist() == pytest.approx([-5.0, 5.0, -0.1])
     assert token.high_clipped.tolist() == [True, False, False]
@@ -132,6 +132,14 @@ def test_vespos_weights_are_those_of_the_formula_and_a_zero_correction_drops_its
     assert phi.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-10)
     token.loss.sum().backward()
     assert logps.grad.tolist() == pytest.approx([-expected[0], -expected[0], expected[1], 0.0], rel=1e-5, abs=1e-10)
+
+
+@pytest.mark.parametrize(("advantage", "power", "rate"), [(1.0, 2.0, 3.0), (0.0, 2.0, 3.0), (-1.0, 3.0, 2.0)])
+def test_vespos_shape_follows_the_sign_of_the_advantage(advantage: float, power: float, rate: float) -> None:
+    one = Segments(torch.tensor([1]))
+    _, phi = vespo_loss(torch.tensor([0.4]), torch.zeros(1), torch.tensor([advantage]), one, None, 2.0, 3.0, 3.0, 2.0)
+    weight = math.exp(0.4)
+    assert phi.item() == pytest.approx(weight**power * math.exp(rate - rate * weight), rel=1e-5)
 
 
 def test_vespo_takes_a_completions_correction_once() -> None:
