@@ -13,7 +13,8 @@ from stages import config, stage_on
 from test_injected_faults import CAUGHT_BY
 from tiny import CONTEXT, make_model, make_tokenizer
 
-from lockstep.algorithms.corrections import truncated_token_weights
+from lockstep.algorithms.corrections import importance_weights
+from lockstep.algorithms.segments import Segments
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.engines.vllm_inprocess import VLLMInProcess
 from lockstep.errors import InputError, ProofError
@@ -184,9 +185,9 @@ def test_p5_an_engine_of_another_dtype_fails_the_handshake(untied_dir: str, tmp_
 def test_p6_long_sequences_keep_their_weight(tmp_path: Path) -> None:
     # 2,000 tokens, each off by 0.01 nats: exp of the sum would be 2e-9.
     behaviour = torch.zeros(2000)
-    weights = truncated_token_weights(
-        behaviour - 0.01, behaviour, GRPOConfig(output_dir=str(tmp_path)).vllm_importance_sampling_clip_max
-    )
+    clip_max = GRPOConfig(output_dir=str(tmp_path)).vllm_importance_sampling_clip_max
+    whole = Segments(torch.tensor([2000]))
+    weights = importance_weights(behaviour - 0.01, behaviour, whole, "token_truncate", None, clip_max)
     assert torch.allclose(weights, torch.full((2000,), 0.99005), atol=1e-4)
 
 

@@ -1,4 +1,8 @@
-"""Advantages of the completions of a group, relative to the group (GRPO, arXiv 2402.03300, section 4.1)."""
+"""Advantages of completions, relative to others.
+
+Rewards come as one tensor a group; a NaN is the reward of a completion that no reward function scored. It counts in no mean and
+no spread, and its completion has advantage 0. Equal rewards give advantages of exactly zero.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ _EPSILON = 1e-4
 
 
 def group_advantages(rewards: list[torch.Tensor], scale: ScaleRewards) -> list[torch.Tensor]:
-    """Rewards minus their group's mean, divided by a standard deviation.
+    """Rewards minus their group's mean, divided by a standard deviation (GRPO, arXiv 2402.03300, section 4.1).
 
     Args:
         rewards: one (G_i,) tensor a group; groups may differ in size.
@@ -23,16 +27,98 @@ def group_advantages(rewards: list[torch.Tensor], scale: ScaleRewards) -> list[t
     Returns:
         One (G_i,) tensor a group. A group of equal rewards has advantages of exactly zero.
     """
-    spread_of_all = torch.cat(rewards).std() if scale == "batch" and rewards else torch.tensor(0.0)
+    spread_of_all = _deviation(torch.cat(rewards)) if scale == "batch" and rewards else torch.tensor(0.0)
     advantages = []
     for group in rewards:
-        centred = group - group.mean()
-        # The mean of equal floats need not be that float.
-        if bool((group == group[0]).all()):
-            centred = torch.zeros_like(group)
+        centred = _centred(group)
         if scale == "group":
-            centred = centred / (group.std() + _EPSILON)
+            centred = centred / (_deviation(group) + _EPSILON)
         elif scale == "batch":
             centred = centred / (spread_of_all + _EPSILON)
-        advantages.append(centred)
+        advantages.append(centred.nan_to_num(nan=0.0))
     return advantages
+
+
+def normalised_reward_advantages(scores: list[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
+    """Each reward function scaled within its group, then summed, then scaled over the batch (GDPO, arXiv 2601.05242).
+
+    A function of large numbers does not drown the others, and two groups with the same sum keep apart.
+
+    Args:
+        scores: one (G_i, K) tensor a group, of K reward functions; NaN where a function gave no score.
+        weights: (K,) weight of each function, after the scaling.
+
+    Returns:
+        One (G_i,) tensor a group.
+    """
+    totals = []
+    for group in scores:
+        scaled = torch.stack([_standardised(column) for column in group.unbind(1)], dim=1)
+        unscored = group.isnan().all(1)
+        totals.append((scaled * weights.to(scaled)).nansum(1).masked_fill(unscored, torch.nan))
+    if not totals:
+        return []
+    return list(whiten(torch.cat(totals)).split([len(group) for group in totals]))
+
+
+def leave_one_out_advantages(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each reward minus the mean of the others of its group (RLOO, arXiv 2402.14740).
+
+    Args:
+        rewards: one (G_i,) tensor a group.
+
+    Returns:
+        One (G_i,) tensor a group; 0 where no other completion of the group was scored.
+    """
+    advantages = []
+    for group in rewards:
+        count = int((~group.isnan()).sum())
+        # r − (S − r) / (n − 1) is n / (n − 1) times r − S / n.
+        advantages.append((_centred(group) * (count / max(count - 1, 1))).nan_to_num(nan=0.0))
+    return advantages
+
+
+def compared(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Which completions were scored and have another scored one in their group: the mask for `whiten` of their advantages.
+
+    Args:
+        rewards: one (G_i,) tensor a group.
+
+    Returns:
+        One (G_i,) bool tensor a group.
+    """
+    scored = [~group.isnan() for group in rewards]
+    return [group & bool(group.sum() > 1) for group in scored]
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Mean 0 and a standard deviation of just under 1 (the divisor is the deviation + 1e-4).
+
+    Args:
+        values: (N,) values of a batch; NaN counts as masked out.
+        mask: (N,) bool, True for the values that count; None for all.
+
+    Returns:
+        (N,) scaled values; 0 for those that do not count.
+    """
+    counted = values if mask is None else values.masked_fill(~mask, torch.nan)
+    return _standardised(counted).nan_to_num(nan=0.0)
+
+
+def _standardised(values: torch.Tensor) -> torch.Tensor:
+    return _centred(values) / (_deviation(values) + _EPSILON)
+
+
+def _centred(values: torch.Tensor) -> torch.Tensor:
+    """Values minus their mean; NaN stays."""
+    scored = values[~values.isnan()]
+    # The mean of equal floats need not be that float.
+    if bool((scored == scored[:1]).all()):
+        return values.masked_fill(~values.isnan(), 0.0)
+    return values - scored.mean()
+
+
+def _deviation(values: torch.Tensor) -> torch.Tensor:
+    """Standard deviation with Bessel's correction, NaN left out; 0 for fewer than two values."""
+    scored = values[~values.isnan()]
+    return scored.std() if len(scored) > 1 else values.new_zeros(())

@@ -2,21 +2,78 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import torch
 
+from lockstep.algorithms.segments import Segments
 
-def truncated_token_weights(policy_logps: torch.Tensor, behaviour_logps: torch.Tensor, clip_max: float) -> torch.Tensor:
-    """Token-level truncated importance weights min(π_trainer / π_engine, clip_max).
+CorrectionMode = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask"
+]
 
-    A token is sampled by the engine and differentiated by the trainer; where their numerics differ the weight makes up for
-    it, truncated so that no token dominates.
+
+@torch.no_grad()
+def importance_weights(
+    policy_logps: torch.Tensor,
+    behaviour_logps: torch.Tensor,
+    segments: Segments,
+    mode: CorrectionMode,
+    clip_min: float | None,
+    clip_max: float | None,
+) -> torch.Tensor:
+    """Importance weights π_trainer / π_engine, bounded so that no token or completion dominates.
+
+    A token is sampled by the engine and differentiated by the trainer; where their numerics differ the weight makes up for it.
 
     Args:
-        policy_logps: (N,) the trainer's log-probs at the version that sampled, without gradient.
+        policy_logps: (N,) the trainer's log-probs at the version that sampled.
         behaviour_logps: (N,) the engine's.
-        clip_max: upper bound of a weight.
+        segments: the completions.
+        mode:
+            `token_truncate`: each token's ratio, clamped into the bounds (TIS);
+            `token_mask`: each token's ratio, 0 outside the bounds (with both bounds set: IcePop);
+            `sequence_truncate`, `sequence_mask`: the same with the product of a completion's ratios at each of its tokens (it
+            vanishes or explodes with length: TRL #5814);
+            `sequence_geometric_mask`: 1 for every token of a completion whose geometric mean ratio lies within the bounds,
+            otherwise 0.
+        clip_min: lower bound of a ratio; None for none.
+        clip_max: upper bound of a ratio; None for none.
 
     Returns:
-        (N,) weights; all ones where both sides agree exactly.
+        (N,) weights without gradient; where both sides agree exactly and 1 lies within the bounds, all ones.
     """
-    return torch.exp(policy_logps - behaviour_logps).clamp(max=clip_max)
+    ratios = _ratios(policy_logps - behaviour_logps, segments, mode)
+    low = -math.inf if clip_min is None else clip_min
+    high = math.inf if clip_max is None else clip_max
+    if mode in ("token_truncate", "sequence_truncate"):
+        return ratios.clamp(low, high)
+    outside = (ratios < low) | (ratios > high)
+    # A missing log-prob is outside of nothing, and stays NaN.
+    kept = ratios.masked_fill(~ratios.isnan(), 1.0) if mode == "sequence_geometric_mask" else ratios
+    return kept.masked_fill(outside, 0.0)
+
+
+def _ratios(differences: torch.Tensor, segments: Segments, mode: CorrectionMode) -> torch.Tensor:
+    if mode in ("token_truncate", "token_mask"):
+        return differences.exp()
+    if mode == "sequence_geometric_mask":
+        return segments.spread(segments.means(differences).exp())
+    return segments.spread(segments.sums(differences).exp())
+
+
+def effective_sample_size(weight_sum: float, weight_square_sum: float, count: int) -> float:
+    """Share of the samples that equally weighted ones would need for the same variance (Kish): (Σw)² / (n Σw²).
+
+    Args:
+        weight_sum: Σw over all ranks and micro-batches.
+        weight_square_sum: Σw².
+        count: n, the weights summed.
+
+    Returns:
+        1 for equal weights, 1/n where one weight dominates, 0 where all weights are 0 or there are none.
+    """
+    if count == 0 or weight_square_sum == 0.0:
+        return 0.0
+    return weight_sum**2 / (count * weight_square_sum)
