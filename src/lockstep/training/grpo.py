@@ -18,12 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
+from lockstep.models.adapters import with_adapter
 from lockstep.models.policy import load_policy, switch_off_dropout
 from lockstep.models.resolve import resolve_model
 from lockstep.parity.gap import GapStats, check_count
 from lockstep.rollouts.collect import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.rewards import RewardFunction, score_groups
+from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.checkpoints import guarded_save
 from lockstep.training.config import GRPOConfig
@@ -60,6 +62,7 @@ class GRPOTrainer(Trainer):
         eval_dataset: the same, for `evaluate`; must not overlap with the training data.
         processing_class: the tokenizer; by default the model's.
         callbacks, optimizers: as in `transformers.Trainer`.
+        peft_config: a `peft.LoraConfig`: trains a new adapter of the model instead of its weights.
         engine: a running engine to use instead of starting one; it stays the caller's to close.
 
     Raises:
@@ -80,6 +83,7 @@ class GRPOTrainer(Trainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        peft_config: Any = None,
         *,
         engine: Engine | None = None,
     ) -> None:
@@ -96,7 +100,10 @@ class GRPOTrainer(Trainer):
         )
         policy = load_policy(self.model_path, args.model_init_kwargs) if isinstance(model, str) else model  # type: ignore[arg-type]
         fit_vocabulary(policy, tokenizer)
+        policy = with_adapter(policy, peft_config, seed=args.seed, gradient_checkpointing=args.gradient_checkpointing)
         switch_off_dropout(policy)
+        # Here, so that an adapter which no engine could be given is refused before one is started.
+        weights_of(policy)
 
         context = args.vllm_max_model_length or policy.config.get_text_config().max_position_embeddings
         load = _prompt_reader(tokenizer, context - args.max_completion_length, args)
