@@ -37,7 +37,7 @@ def causal_model(model: torch.nn.Module) -> PreTrainedModel:
     """The causal language model itself: the one inside a `PeftModel`, with its adapted layers, or the model as it is."""
     peft = sys.modules.get("peft")
     wrapped = peft is not None and hasattr(peft, "PeftModel") and isinstance(model, peft.PeftModel)
-    return model.get_base_model() if wrapped else model  # type: ignore[operator, return-value]
+    return model.get_base_model() if wrapped else model  # type: ignore[operator]
 
 
 def head_name(model: torch.nn.Module) -> str:

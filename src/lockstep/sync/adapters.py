@@ -99,7 +99,8 @@ def _walk(module: torch.nn.Module, original: torch.nn.Module, prefix: str) -> It
 
     layer = None
     if isinstance(module, AuxiliaryTrainingWrapper):
-        module, original = _saved_module(module, prefix), module.original_module
+        saved: Any = module
+        module, original = _saved_module(saved, prefix), saved.original_module
     elif isinstance(module, BaseTunerLayer):
         layer = _checked_layer(module, prefix)
         module = original = module.get_base_layer()
