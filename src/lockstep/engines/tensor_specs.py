@@ -10,7 +10,7 @@ copied, converted or changed in between is read again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +23,8 @@ from lockstep.engines.protocol import TensorSpec
 # xxhash releases the interpreter's lock while it reads.
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="lockstep-digest")
 
+# Enough for both threads; tensors that were made for the push are alive together up to here.
+_TOGETHER = 16 << 20
 
 _Identity = tuple[object, ...]
 _read_in_this_push: ContextVar[dict[_Identity, str] | None] = ContextVar("read_in_this_push", default=None)
@@ -30,7 +32,10 @@ _read_in_this_push: ContextVar[dict[_Identity, str] | None] = ContextVar("read_i
 
 @contextmanager
 def one_push() -> Iterator[None]:
-    """Inside, memory that has been digested and not written to since is not read again."""
+    """Inside, memory that has been digested and not written to since is not read again.
+
+    Only for tensors that stay alive: the memory of one that was made to be sent may be given to the next.
+    """
     token = _read_in_this_push.set({})
     try:
         yield
@@ -52,6 +57,31 @@ def tensor_specs(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[TensorSpec,
         TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), digest)
         for (name, tensor), digest in zip(named, digests, strict=True)
     )
+
+
+def described(
+    tensors: Iterable[tuple[str, torch.Tensor]], specs: list[TensorSpec], together: int = _TOGETHER
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same stream, each tensor's description added to `specs` before it comes.
+
+    Args:
+        together: bytes that are read ahead, so that a stream of tensors made on the way never lies whole in memory.
+    """
+    held: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in tensors:
+        held.append((name, tensor))
+        if sum(t.nbytes for _, t in held) >= together:
+            specs += tensor_specs(held)
+            yield from _emptied(held)
+    specs += tensor_specs(held)
+    yield from _emptied(held)
+
+
+def _emptied(held: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a list holds, which it then no longer does."""
+    held.reverse()
+    while held:
+        yield held.pop()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

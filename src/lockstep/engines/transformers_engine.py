@@ -34,9 +34,10 @@ from lockstep.engines.protocol import (
     GenerationRequest,
     LoadedWeights,
     RequestKey,
+    TensorSpec,
 )
 from lockstep.engines.sampling import processed_logprobs
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.engines.tensor_specs import described
 from lockstep.errors import InputError, LockstepError
 from lockstep.tokens.end import end_ids
 
@@ -189,17 +190,13 @@ class TransformersEngine:
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
         own = dict(self._model.named_parameters())
-        arrived, written = [], set()
-        for name, tensor in tensors:
-            if name in own:
-                if own[name].shape != tensor.shape:
-                    raise LockstepError(
-                        f"{name} has shape {tuple(tensor.shape)}, the engine's {tuple(own[name].shape)}"
-                    )
-                own[name].data.copy_(tensor)
-                written.add(name)
-                arrived.append((name, tensor))
-        return LoadedWeights(tensor_specs(arrived), tuple(name for name in own if name not in written))
+        specs: list[TensorSpec] = []
+        for name, tensor in described(((name, tensor) for name, tensor in tensors if name in own), specs):
+            if own[name].shape != tensor.shape:
+                raise LockstepError(f"{name} has shape {tuple(tensor.shape)}, the engine's {tuple(own[name].shape)}")
+            own[name].data.copy_(tensor)
+        written = {spec.name for spec in specs}
+        return LoadedWeights(tuple(specs), tuple(name for name in own if name not in written))
 
     def reset_caches(self) -> bool:
         # Nothing outlives a call of `generate`.

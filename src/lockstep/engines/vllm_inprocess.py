@@ -171,10 +171,7 @@ class VLLMInProcess:
         self._llm.start_weight_update()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
-        named = list(tensors)
-        self._llm.update_weights(
-            {"update_info": {"names": [name for name, _ in named], "tensors": [tensor for _, tensor in named]}}
-        )
+        self._llm.update_weights({"update_info": {"tensors": tensors}})
         self._llm.finish_weight_update()
         (acknowledgement,) = self._llm.collective_rpc(_acknowledgement)
         return acknowledgement

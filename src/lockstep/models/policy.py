@@ -35,7 +35,7 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
-    """Dropout would make the policy that is trained another than the one that sampled."""
+    """Dropout, of the model and of its adapter, would make the policy that is trained another than the one that sampled."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

@@ -16,6 +16,7 @@ from lockstep.parity.decomposition import split_gap
 from lockstep.parity.gap import GapStats, gap_error, measure_gap, over_limits
 from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.parity.tolerances import Tolerance
+from lockstep.tokens.tokenizer import embedding_rows
 
 _SEQUENCES, _LENGTH = 4, 24
 
@@ -33,7 +34,7 @@ def sing(model: PreTrainedModel, engine: ProbedEngine, max_model_len: int, preci
     Raises:
         ProofError: the engine holds no committed weights, or a log-prob is not finite.
     """
-    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    vocab_size = embedding_rows(model)
     sequences = canary_sequences(vocab_size, max_model_len)
     scores = engine.score(sequences)
     gap = GapStats()

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lockstep.engines.model_fields import model_fields
 from lockstep.engines.protocol import EngineSettings
 from lockstep.errors import ProofError
+from lockstep.models.adapters import causal_model
 from lockstep.tokens.tokenizer import embedding_rows
 
 
@@ -42,7 +43,7 @@ def expected_settings(
     """What a trainer of `model` assumes of an engine that computes in `dtype`."""
     return ExpectedSettings(
         model=model_path,
-        architecture=type(model).__name__,
+        architecture=type(causal_model(model)).__name__,
         dtype=dtype,
         head_dtype=dtype,
         vocab_size=embedding_rows(model),

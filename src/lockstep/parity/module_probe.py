@@ -1,8 +1,9 @@
 """The module probe: each module that the engine really runs, against the same product with the trainer's weights.
 
-Comes from: the trained model and `Engine.probe`, both given the same input (`engines/probe.py`). Goes to: every push, which does
-not serve training before its probe has passed, and `lockstep verify`, which probes every module. It sees what a comparison of
-stored tensors cannot: weights that are packed, fused, tied, padded or quantised, as the engine computes with them.
+Comes from: the trained model's weights as they are sent (`sync/source.py`; merged, if it has an adapter) and `Engine.probe`, both
+given the same input (`engines/probe.py`). Goes to: every push, which does not serve training before its probe has passed, and
+`lockstep verify`, which probes every module. It sees what a comparison of stored tensors cannot: weights that are packed, fused,
+tied, padded or quantised, as the engine computes with them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from transformers.pytorch_utils import Conv1D
 from lockstep.engines.probe import SAMPLED_ROWS, EngineModules, ProbedModule, probe_rows, probe_vector
 from lockstep.engines.protocol import ProbedEngine
 from lockstep.errors import InputError, ProofError
+from lockstep.models.adapters import head_name
 from lockstep.parity.tolerances import output_rounding, probe_limit
+from lockstep.sync.adapters import weights_of
 
 # Linear layers, and vectors (norms), that a sampled probe takes beside embeddings and heads, which it always does.
 _SAMPLE = 6
@@ -62,15 +65,15 @@ class ModuleProbe:
         engine_dtype: dtype that the engine casts weights to.
 
     Raises:
-        InputError: the engine runs no module under the model's names.
+        InputError: the engine runs no module under the model's names, or the model has an adapter of a kind that cannot be merged.
     """
 
     def __init__(self, model: PreTrainedModel, engine: ProbedEngine, engine_dtype: torch.dtype) -> None:
         self._model = model
         self._engine = engine
         self._dtype = engine_dtype
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._modules = self._comparable(engine.modules(tuple(self._parameters)))
+        self._source = weights_of(model)
+        self._modules = self._comparable(engine.modules(self._source.names))
         if not self._modules.probed:
             raise InputError("the engine runs no module under the trained model's names; it cannot be proven")
 
@@ -82,6 +85,8 @@ class ModuleProbe:
             every: probe all modules and compare all of their outputs; else a sample, as at a push of a run.
         """
         start = time.perf_counter()
+        # Anew, as for every push: an adapter may have been switched in between.
+        self._source = weights_of(self._model)
         names = list(self._modules.probed) if every else self._sample(seed)
         answers = self._engine.probe(names, seed, every=every)
         errors: dict[str, float] = {}
@@ -96,11 +101,11 @@ class ModuleProbe:
 
     def reached(self) -> float:
         """Share of the trainer's weights (their elements) that a probe reaches."""
-        weights = {id(p): p.numel() for name, p in self._parameters.items() if not name.endswith("bias")}
-        reached = {
-            id(self._parameters[tensor]) for module in self._modules.probed.values() for tensor in module.tensors
-        }
-        return sum(size for key, size in weights.items() if key in reached) / sum(weights.values())
+        source = self._source
+        names = {source.first_name(name) for name in source.names if not name.endswith("bias")}
+        reached = {source.first_name(tensor) for module in self._modules.probed.values() for tensor in module.tensors}
+        weights = {name: source.shape(name).numel() for name in names}
+        return sum(size for name, size in weights.items() if name in reached) / sum(weights.values())
 
     def _comparable(self, found: EngineModules) -> EngineModules:
         """Without modules whose outputs are not those of the named weights one after the other (a loader that pads or merges)."""
@@ -114,11 +119,11 @@ class ModuleProbe:
 
     def _sample(self, seed: int) -> list[str]:
         """Embeddings and heads, and some of the layers and of the vectors."""
-        probed, head = self._modules.probed, self._model.get_output_embeddings().weight
+        probed, head = self._modules.probed, self._source.first_name(head_name(self._model))
         layers = [
             name
             for name, module in probed.items()
-            if module.kind == "linear" and all(self._parameters[tensor] is not head for tensor in module.tensors)
+            if module.kind == "linear" and all(self._source.first_name(tensor) != head for tensor in module.tensors)
         ]
         vectors = [name for name, module in probed.items() if module.kind == "values"]
         draw = random.Random(seed)
@@ -127,10 +132,10 @@ class ModuleProbe:
 
     def _outputs(self, module: ProbedModule, tensor: str) -> int:
         """How many outputs of a module belong to one of its tensors."""
-        weight = self._parameters[tensor]
+        shape = self._source.shape(tensor)
         if module.kind == "values":
-            return weight.numel()
-        return weight.shape[1] if self._transposed(tensor) else len(weight)
+            return shape.numel()
+        return shape[1] if self._transposed(tensor) else shape[0]
 
     def _parts(self, module: ProbedModule, answer: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """An answer cut into those of the module's tensors, (inputs, outputs) each; None where its size is wrong."""
@@ -144,7 +149,9 @@ class ModuleProbe:
 
     def _error(self, module: ProbedModule, tensor: str, seed: int, found: torch.Tensor, every: bool) -> float:
         """Error of one tensor's outputs (see `_distance`), the bias's own included."""
-        weight, bias = self._parameters[tensor], self._parameters.get(tensor.removesuffix("weight") + "bias")
+        beside = tensor.removesuffix("weight") + "bias"
+        weight = self._source.tensor(tensor)
+        bias = self._source.tensor(beside) if beside in self._source.names else None
         if module.kind == "values":
             expected = self._cast(weight).flatten()
             return self._distance(found[0], expected, expected)
@@ -166,7 +173,7 @@ class ModuleProbe:
         return max(self._distance(found[0], product + added, product), self._distance(found[1], added, added))
 
     def _inputs(self, tensor: str) -> int:
-        return self._parameters[tensor].shape[0 if self._transposed(tensor) else 1]
+        return self._source.shape(tensor)[0 if self._transposed(tensor) else 1]
 
     def _distance(self, found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> float:
         """max over outputs of |engine − trainer|, less what rounding does to the output itself, ÷ rms(size)."""
@@ -178,11 +185,11 @@ class ModuleProbe:
 
     def _transposed(self, tensor: str) -> bool:
         """Whether the trainer keeps this weight as (inputs, outputs), as GPT-2 does."""
-        return isinstance(self._model.get_submodule(tensor.rpartition(".")[0]), Conv1D)
+        return isinstance(self._source.holder(tensor), Conv1D)
 
     def _cast(self, parameter: torch.Tensor) -> torch.Tensor:
         """The values that the engine should hold, in float32."""
-        return parameter.detach().to(self._dtype).float()
+        return parameter.to(self._dtype).float()
 
 
 def check_probe(record: ProbeRecord, version: int) -> None:

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Sampling
 from lockstep.engines.sampling import processed_logprobs
+from lockstep.models.adapters import causal_model, head_name
+from lockstep.sync.adapters import weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +35,19 @@ class Precision:
 @torch.no_grad()
 def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Precision = Precision()) -> torch.Tensor:
     """(len(ids), V) float32 logits of one sequence, in evaluation mode."""
-    row = torch.tensor([list(ids)], device=model.device)
+    inner = causal_model(model)
+    row = torch.tensor([list(ids)], device=inner.device)
     was_training = model.training
     model.eval()
     try:
-        with torch.autocast(model.device.type, precision.autocast) if precision.autocast else nullcontext():
-            hidden = model.base_model(input_ids=row, use_cache=False).last_hidden_state[0]
+        with torch.autocast(inner.device.type, precision.autocast) if precision.autocast else nullcontext():
+            hidden = inner.base_model(input_ids=row, use_cache=False).last_hidden_state[0]
             if precision.head is None:
-                return model.get_output_embeddings()(hidden).float()
-        head = model.get_output_embeddings()
-        bias = head.bias.to(precision.head) if getattr(head, "bias", None) is not None else None
-        return torch.nn.functional.linear(hidden.to(precision.head), head.weight.to(precision.head), bias).float()
+                return inner.get_output_embeddings()(hidden).float()
+        source, name = weights_of(model), head_name(model)
+        weight, beside = source.tensor(name).to(precision.head), name.removesuffix("weight") + "bias"
+        bias = source.tensor(beside).to(precision.head) if beside in source.names else None
+        return torch.nn.functional.linear(hidden.to(precision.head), weight, bias).float()
     finally:
         model.train(was_training)
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lockstep.engines.transport import WeightReceiverCalls, finish_all
 from lockstep.errors import InputError
 from lockstep.sync.chunks import Named, chunks, end_of, layout, views
+from lockstep.sync.source import outline
 
 NAME = "gloo"
 _SENDER = 0
@@ -45,20 +46,19 @@ class GlooTransport:
         _listen(host, port).close()
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
-        parts = list(chunks(tensors))
         pool = ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push")
         listener = _listen(self._host, self._port)
         ends = list(accumulate((server.world_size for server in servers), initial=1))
         port, size = listener.getsockname()[1], ends[-1]
         try:
-            placed = [layout(part)[0] for part in parts]
+            placed = [layout(part)[0] for part in chunks(outline(tensors))]
             meeting = {"transport": NAME, "host": self._host, "port": port, "size": size, "timeout": self._timeout}
             pending = [
                 pool.submit(server.update_weights, {**meeting, "rank": rank, "chunks": placed})
                 for rank, server in zip(ends, servers, strict=False)
             ]
             try:
-                self._broadcast(listener, size, parts, pending)
+                self._broadcast(listener, size, tensors, pending)
             except RuntimeError:
                 # A server that went away says more about it than the connection that broke.
                 finish_all(pending)
@@ -74,16 +74,15 @@ class GlooTransport:
         """Nothing outlives a push."""
 
     def _broadcast(
-        self, listener: socket.socket, size: int, parts: Sequence[Sequence[Named]], pending: Sequence[Future[None]]
+        self, listener: socket.socket, size: int, tensors: Iterable[Named], pending: Sequence[Future[None]]
     ) -> None:
         # A second descriptor: the store closes its own.
         store = _store(self._host, listener.getsockname()[1], self._timeout, listener.detach())
         self._await(store, size, pending)
         group = _group(store, _SENDER, size, self._host, self._timeout)
-        for part in parts:
-            for _, tensor in part:
-                _refused(pending)
-                _everyone(group, tensor.detach().contiguous().cpu().flatten().view(torch.uint8))
+        for _, tensor in tensors:
+            _refused(pending)
+            _everyone(group, tensor.detach().contiguous().cpu().flatten().view(torch.uint8))
 
     def _await(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
         """Wait until every worker is there, or one of their servers says that it will not come."""

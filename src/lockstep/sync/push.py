@@ -9,6 +9,7 @@ half an update must never serve a token.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,8 @@ import torch
 from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
 from lockstep.engines.tensor_specs import one_push
 from lockstep.errors import ProofError
-from lockstep.sync.source import Manifest, PlainSource
+from lockstep.sync.adapters import weights_of
+from lockstep.sync.source import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +35,17 @@ class SyncRecord:
 def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -> SyncRecord:
     """Bring an engine to the weights of `model` and commit them as `version`.
 
-    The model is only read. On failure the engine refuses to generate until a later push succeeds.
+    The model is only read; one with an adapter is sent merged (`sync/adapters.py`). On failure the engine refuses to generate until
+    a later push succeeds.
 
     Raises:
+        InputError: the model has an adapter of a kind that cannot be merged.
         ProofError: the engine loaded something else than was sent, left parameters untouched, or did not confirm the reset of
             its caches.
     """
     start = time.perf_counter()
-    source = PlainSource(model)
-    with one_push():
+    source = weights_of(model)
+    with one_push() if source.own_memory else nullcontext():
         manifest = source.manifest(version)
         engine.begin_update()
         with torch.no_grad():
@@ -55,8 +59,7 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
             "finish or abort every request before pushing weights",
         )
     engine.commit_version(version)
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return SyncRecord(version, manifest.digest, len(manifest.tensors), size, time.perf_counter() - start)
+    return SyncRecord(version, manifest.digest, len(manifest.tensors), source.bytes, time.perf_counter() - start)
 
 
 def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
@@ -91,7 +94,7 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
             "manifest",
             f"{len(loaded.untouched)} engine parameters received nothing, {loaded.untouched[0]} first",
             "the trained model lacks parameters that the engine serves, or names them differently",
-            "give trainer and engine the same model; adapters and partial models are not supported here",
+            "give trainer and engine the same model; partial models are not supported",
         )
 
 

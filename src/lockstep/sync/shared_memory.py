@@ -17,6 +17,7 @@ import torch
 from lockstep.engines.transport import WeightReceiverCalls, finish_all
 from lockstep.errors import InputError
 from lockstep.sync.chunks import Named, chunks, layout, views
+from lockstep.sync.source import outline
 
 NAME = "shared_memory"
 _FOLDER = Path("/dev/shm")
@@ -33,14 +34,14 @@ class SharedMemoryTransport:
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="lockstep-push")
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
-        laid_out = [(chunk, *layout(chunk)) for chunk in chunks(tensors)]
-        largest = max((size for _, _, size in laid_out), default=0)
+        laid_out = [layout(chunk) for chunk in chunks(outline(tensors))]
+        largest = max((size for _, size in laid_out), default=0)
         if self._segment is None or largest > self._slot:
             self._open(largest, servers)
         segment = self._segment
         assert segment is not None
         pending: list[Future[None]] = []
-        for number, (chunk, placed, size) in enumerate(laid_out):
+        for number, (chunk, (placed, size)) in enumerate(zip(chunks(tensors), laid_out, strict=True)):
             base = (number % _SLOTS) * self._slot
             for (_, target), (_, source) in zip(views(segment[base : base + size], placed), chunk, strict=True):
                 _copy(target, source)

@@ -1,19 +1,20 @@
 """The trainer's weights as a stream of named tensors, and the manifest that says what the stream holds.
 
-Comes from: the trained model, which is only read. Goes to: `sync/push.py`.
+Comes from: the trained model, which is only read. Goes to: `sync/push.py`, and to the module probe, which compares the engine with
+the same tensors. `sync/adapters.py` has the source for models with adapters, and chooses between the two.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from lockstep.engines.protocol import TensorSpec
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.engines.tensor_specs import described
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +31,66 @@ class Manifest:
 
 
 class PlainSource:
-    """Weights of a model that lies whole in this process. Tied parameters occur once, under their first name."""
+    """Weights of a model that lies whole in this process. Tied parameters occur once, under their first name.
+
+    May be read several times; equal weights give equal bytes. It is made anew for every push.
+    """
+
+    # Whether what is read is the model's own memory, rather than tensors made to be read once.
+    own_memory = True
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
+        self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        firsts: dict[int, str] = {}
+        self._first = {name: firsts.setdefault(id(p), name) for name, p in self._parameters.items()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name of every tensor, those of tied ones too."""
+        return tuple(self._first)
+
+    def first_name(self, name: str) -> str:
+        """The name that a tensor is sent under: its own, or the first of those tied to it."""
+        return self._first[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """What an engine should hold under `name`. Not to be written to."""
+        return self._parameters[name].detach()
+
+    def shape(self, name: str) -> torch.Size:
+        """Shape of a tensor, without making it."""
+        return self._parameters[name].shape
+
+    def holder(self, name: str) -> torch.nn.Module:
+        """The plain module that has a tensor as its own."""
+        return self._model.get_submodule(name.rpartition(".")[0])
+
+    def outline(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What iterating gives, as tensors without memory (device `meta`)."""
+        for name in self._sent():
+            yield name, torch.empty_like(self._parameters[name], device="meta")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one push."""
+        return sum(tensor.nbytes for _, tensor in self.outline())
 
     def manifest(self, version: int) -> Manifest:
-        return Manifest(version, tensor_specs(list(self)))
+        """What the source holds now, read to the last byte."""
+        specs: list[TensorSpec] = []
+        for _ in described(self, specs):
+            pass
+        return Manifest(version, tuple(specs))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._named():
-            yield name, parameter.detach()
+        for name in self._sent():
+            yield name, self.tensor(name)
 
-    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self._model.named_parameters()
+    def _sent(self) -> Iterator[str]:
+        return (name for name, first in self._first.items() if name == first)
+
+
+def outline(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Names, dtypes and shapes of a stream that will be read later: of a source without making its tensors."""
+    return tensors.outline() if isinstance(tensors, PlainSource) else tensors

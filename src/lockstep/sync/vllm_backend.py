@@ -6,7 +6,7 @@ reload; what was written is kept as the acknowledgement that `sync/push.py` comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,10 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.sync import gloo, shared_memory
-from lockstep.sync.chunks import Named, views
+from lockstep.sync.chunks import Named, chunks, views
+
+# What is made for a push lies in memory up to here, twice, beside what vLLM still waits to use.
+_PART_BYTES = 16 << 20
 
 
 @dataclass
@@ -33,10 +36,9 @@ class InProcessInit(WeightTransferInitInfo):
 
 @dataclass
 class InProcessUpdate(WeightTransferUpdateInfo):
-    """Named tensors of the trainer, by reference."""
+    """Named tensors of the trainer, by reference, made as they are read where the model has an adapter."""
 
-    names: list[str]
-    tensors: list[torch.Tensor]
+    tensors: Iterable[Named]
 
 
 @dataclass
@@ -116,7 +118,8 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
         pass
 
     def receive_weights(self, update_info: InProcessUpdate) -> None:
-        self.load(list(zip(update_info.names, update_info.tensors, strict=True)))
+        for part in chunks(update_info.tensors, _PART_BYTES):
+            self.load(part)
 
 
 class ServerWeightTransfer(_LayerwiseTransfer):

@@ -22,13 +22,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
-from lockstep.models.adapters import add_adapter, causal_model
+from lockstep.models.adapters import causal_model, with_adapter
 from lockstep.models.policy import load_policy, switch_off_dropout
 from lockstep.models.resolve import resolve_model
 from lockstep.parity.gap import check_count
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
 from lockstep.rollouts.rewards import RewardFunction
+from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.checkpoints import guarded_save
 from lockstep.training.config import OnlineConfig
@@ -64,7 +65,7 @@ class OnlineTrainer(Trainer):
         processing_class: the tokenizer; by default the model's.
         reward_processing_classes: tokenizers of reward models.
         callbacks, optimizers: as in `transformers.Trainer`.
-        peft_config: trains an adapter on the model instead of the model.
+        peft_config: a `peft.LoraConfig`: trains a new adapter of the model instead of its weights.
         engine: a running engine to use instead of starting one; it stays the caller's to close.
         refused: arguments of TRL's that are not supported; any value but None is refused by name.
 
@@ -115,9 +116,10 @@ class OnlineTrainer(Trainer):
         )
         policy = load_policy(self.model_path, args.model_init_kwargs) if isinstance(model, str) else model  # type: ignore[arg-type]
         fit_vocabulary(policy, tokenizer)
-        if peft_config is not None:
-            policy = add_adapter(policy, peft_config)
+        policy = with_adapter(policy, peft_config, seed=args.seed, gradient_checkpointing=args.gradient_checkpointing)
         switch_off_dropout(policy)
+        # Here, so that an adapter which no engine could be given is refused before one is started.
+        weights_of(policy)
 
         self.objective: Objective = self.objective_class(args)
         self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None

@@ -15,7 +15,7 @@ from safetensors.torch import load_model, save_model
 from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
-from lockstep.models.adapters import is_adapted, without_adapter
+from lockstep.models.adapters import causal_model, is_adapted, without_adapter
 
 _FILE = "reference.safetensors"
 
@@ -47,8 +47,8 @@ class Reference:
         if self._own is not None:
             yield self._own
             return
-        with without_adapter(self._policy) as base:
-            yield base
+        with without_adapter(self._policy):
+            yield causal_model(self._policy)
 
     def to(self, device: torch.device) -> None:
         """Move a model of its own to the trainer's device."""

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
+from lockstep.models.adapters import causal_model
 from lockstep.training.packing import Pack
 
 
@@ -66,13 +67,14 @@ def score_pack(
     """Log-prob and entropy of every scored token of a pack.
 
     Args:
-        model: a causal language model; its trunk sees the whole pack, its head only the predicting positions.
+        model: a causal language model, adapted or not; its trunk sees the whole pack, its head only the predicting positions.
         temperature: divides the logits, as it did when the tokens were sampled.
         chunk_size: rows of logits held at a time; memory grows with it, results do not change.
         entropy_gradient: entropies are part of the loss.
         critic: maps hidden states (rows, width) to values (rows, 1).
     """
-    hidden = model.base_model(
+    inner = causal_model(model)
+    hidden = inner.base_model(
         input_ids=pack.input_ids,
         position_ids=pack.position_ids,
         attention_mask=pack.attention_mask,
@@ -81,7 +83,7 @@ def score_pack(
     # Tokens of equal branches share a predictor: each is put through the head once for all of them.
     rows, place = torch.unique(pack.predictors, return_inverse=True)
     selected = hidden[rows]
-    head = model.get_output_embeddings()
+    head = inner.get_output_embeddings()
     logps, entropies = [], []
     for start in range(0, len(rows), chunk_size):
         inside = (place >= start) & (place < start + chunk_size)

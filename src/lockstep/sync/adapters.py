@@ -1,0 +1,241 @@
+"""The weights of a model with an adapter as its engine holds them: base + delta under the base model's names.
+
+Comes from: the trained model, which is only read: merged tensors are made one at a time into memory of their own, never in place
+(in place they drift, W5, and a failure leaves the model merged, H7). Goes to: `sync/push.py` and the module probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from lockstep.errors import InputError
+from lockstep.models.adapters import causal_model, is_adapted
+from lockstep.sync.source import PlainSource
+
+_QUANTISED = ("Params4bit", "Int8Params")
+_DORA = ("DoraLinearVariant", "DoraEmbeddingVariant")
+
+
+class _Found(NamedTuple):
+    """One parameter as the model computes with it.
+
+    Attributes:
+        name: as the base model had it, and the engine has it.
+        parameter: its values, without a delta.
+        original: the base model's own parameter in that place.
+        holder: the plain module that computes with it.
+        layer: LoRA's layer around the holder, where an adapter is active there.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    original: torch.Tensor
+    holder: torch.nn.Module
+    layer: Any
+
+
+class AdaptedSource(PlainSource):
+    """Weights of a model with LoRA (rsLoRA, DoRA) layers: merged into scratch as they are read, everything else as it is.
+
+    Modules that were trained as a whole (`modules_to_save`) take the place of the originals. Adapter tensors are not sent. Deltas
+    are added in float32 (float64 for such weights) and rounded once, to the base weight's dtype.
+
+    Raises:
+        InputError: another kind of adapter, several active ones, one that is merged in place, quantised base layers, or tied
+            weights that the adapter takes apart.
+    """
+
+    own_memory = False
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        inner = causal_model(model)
+        _check_kinds(model)
+        found = list(_walk(inner, inner, ""))
+        _check_ties(found)
+        firsts: dict[object, str] = {}
+        self._parameters = {f.name: f.parameter for f in found}
+        self._first = {f.name: firsts.setdefault(id(f.original), f.name) for f in found}
+        self._holders = {f.name: f.holder for f in found}
+        self._layers = {f.name: f.layer for f in found if f.layer is not None}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        layer = self._layers.get(name)
+        if layer is None:
+            return self._parameters[name].detach()
+        adapter = _active(layer)[0]
+        with torch.no_grad():
+            if name.endswith("bias"):
+                return _merged_bias(layer, adapter, self._parameters[name])
+            return _merged_weight(layer, adapter, self._parameters[name])
+
+    def holder(self, name: str) -> torch.nn.Module:
+        return self._holders[name]
+
+
+def weights_of(model: torch.nn.Module) -> PlainSource:
+    """The source of a model's weights, as its engine should hold them: plain, or merged where the model has an adapter.
+
+    Raises:
+        InputError: the model's adapter is of a kind that cannot be merged.
+    """
+    return AdaptedSource(model) if is_adapted(model) else PlainSource(model)
+
+
+# ---- the walk -----------------------------------------------------------------------------------------------------------
+
+
+def _walk(module: torch.nn.Module, original: torch.nn.Module, prefix: str) -> Iterator[_Found]:
+    """Every parameter in the base model's order, under each of its names.
+
+    Args:
+        original: what the base model has in this place; another module only inside `modules_to_save`.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    layer = None
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        saved: Any = module
+        module, original = _saved_module(saved, prefix), saved.original_module
+    elif isinstance(module, BaseTunerLayer):
+        layer = _checked_layer(module, prefix)
+        module = original = module.get_base_layer()
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            _check_plain(parameter, prefix + name)
+            merged = layer if name == "weight" or (layer is not None and _has_bias(layer)) else None
+            yield _Found(prefix + name, parameter, getattr(original, name), module, merged)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, getattr(original, name), f"{prefix}{name}.")
+
+
+def _saved_module(wrapper: Any, prefix: str) -> torch.nn.Module:
+    """The module that computes in a wrapper's place."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    if not isinstance(wrapper, ModulesToSaveWrapper):
+        raise InputError(
+            f"{prefix.rstrip('.')} is a {type(wrapper).__name__}, which is not supported: of what is trained beside LoRA layers, "
+            "only whole modules (modules_to_save) can be sent to an engine"
+        )
+    active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
+    if wrapper.disable_adapters or not active:
+        return wrapper.original_module
+    return wrapper.modules_to_save[active[0]]
+
+
+def _checked_layer(layer: Any, prefix: str) -> Any:
+    """The layer, or None where no adapter is active in it.
+
+    Raises:
+        InputError: its weight cannot be merged here.
+    """
+    from peft.tuners import lora
+
+    where = prefix.rstrip(".")
+    # Exactly these: what derives from them may compute otherwise.
+    plain = type(layer) in (lora.Linear, lora.Embedding)
+    if not plain or not isinstance(layer.get_base_layer(), torch.nn.Linear | torch.nn.Embedding | Conv1D):
+        raise InputError(
+            f"{where} is a {type(layer).__module__}.{type(layer).__name__} around a {type(layer.get_base_layer()).__name__}, which "
+            "is not supported: only LoRA on linear layers and embeddings that are not quantised can be merged for an engine"
+        )
+    if layer.merged:
+        raise InputError(
+            f"the adapter of {where} is merged into the base weight; call unmerge_adapter() and train it apart"
+        )
+    active = _active(layer)
+    if len(active) > 1:
+        raise InputError(f"{where} has {len(active)} active adapters ({', '.join(active)}); exactly one is supported")
+    if not active:
+        return None
+    variant = type(layer.lora_variant.get(active[0])).__name__
+    if variant not in ("NoneType", *_DORA):
+        raise InputError(
+            f"{where} has LoRA of the kind {variant}, which is not supported; plain LoRA, rsLoRA and DoRA are"
+        )
+    if _has_bias(layer) and getattr(layer.get_base_layer(), "bias", None) is None:
+        raise InputError(f"the adapter adds a bias to {where}, where the engine's model has none; leave lora_bias out")
+    return layer
+
+
+def _active(layer: Any) -> list[str]:
+    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.scaling]
+
+
+def _has_bias(layer: Any) -> bool:
+    return bool(layer.lora_bias.get(_active(layer)[0]))
+
+
+def _check_plain(parameter: torch.Tensor, name: str) -> None:
+    if type(parameter).__name__ in _QUANTISED:
+        raise InputError(
+            f"{name} is quantised ({type(parameter).__name__}): an adapter on quantised weights is not supported yet; load "
+            "the model without a quantization_config"
+        )
+
+
+def _check_kinds(model: torch.nn.Module) -> None:
+    """Kinds of adapters that leave no layers behind (prompts, prefixes) are known by their configuration only."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind != "LORA":
+            raise InputError(f"adapter {name!r} is of the kind {kind}, which is not supported; only LoRA can be merged")
+
+
+def _check_ties(found: list[_Found]) -> None:
+    """Weights that the base model ties must still be one; an engine keeps a single copy of them."""
+    first: dict[int, _Found] = {}
+    for f in found:
+        other = first.setdefault(id(f.original), f)
+        if _memory(other) != _memory(f):
+            raise InputError(
+                f"{other.name} and {f.name} are tied in the model, and the adapter takes them apart, which an engine cannot "
+                "follow: adapt neither, or untie the model (tie_word_embeddings) and save it first"
+            )
+
+
+def _memory(f: _Found) -> object:
+    """Equal only for parameters with the same values, now and after every step: made of the same memory in the same way."""
+    if f.layer is None:
+        return f.parameter.data_ptr()
+    adapter = _active(f.layer)[0]
+    factors = frozenset(factor.data_ptr() for factor in _factors(f.layer, adapter))
+    return f.parameter.data_ptr(), factors, f.layer.scaling[adapter], adapter in f.layer.lora_variant
+
+
+# ---- merging ------------------------------------------------------------------------------------------------------------
+
+
+def _factors(layer: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The delta's factors: left @ right has the shape of the layer's weight."""
+    if adapter in layer.lora_embedding_A:
+        return layer.lora_embedding_A[adapter].T, layer.lora_embedding_B[adapter].T
+    down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    return (down.T, up.T) if layer.fan_in_fan_out else (up, down)
+
+
+def _merged_weight(layer: Any, adapter: str, base: torch.Tensor) -> torch.Tensor:
+    """base + scaling · delta, in new memory; with DoRA (arXiv 2402.09353), each of its outputs scaled to the trained length."""
+    left, right = (factor.to(_wide(base)) for factor in _factors(layer, adapter))
+    total = torch.addmm(base.to(_wide(base)), left, right, alpha=layer.scaling[adapter])
+    if adapter in layer.lora_variant:
+        # Outputs of a layer are rows of its weight, or columns where it lies the other way round.
+        transposed = layer.fan_in_fan_out or adapter in layer.lora_embedding_A
+        length = total.norm(dim=0 if transposed else 1, keepdim=True)
+        total.mul_(layer.lora_magnitude_vector[adapter].weight.to(total.dtype).view_as(length) / length)
+    return total.to(base.dtype)
+
+
+def _merged_bias(layer: Any, adapter: str, base: torch.Tensor) -> torch.Tensor:
+    added = layer.lora_B[adapter].bias.to(_wide(base))
+    return torch.add(base.to(_wide(base)), added, alpha=layer.scaling[adapter]).to(base.dtype)
+
+
+def _wide(base: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(base.dtype, torch.float32)

@@ -1,0 +1,114 @@
+"""What is the model, and what the policy without its adapter; both ways back, after errors too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import peft
+import pytest
+import torch
+from tiny import make_model
+
+from lockstep.errors import InputError
+from lockstep.models.adapters import add_adapter, causal_model, head_name, is_adapted, without_adapter
+from lockstep.sync.adapters import weights_of
+
+IDS = torch.tensor([[5, 9, 200, 31]])
+
+
+def adapted(**fields: Any) -> Any:
+    torch.manual_seed(0)
+    config = {"target_modules": ["q_proj", "up_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM", **fields}
+    return peft.get_peft_model(make_model(), peft.LoraConfig(**config))
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def state(model: Any) -> tuple[Any, ...]:
+    return (
+        model.active_adapters,
+        [(name, p.requires_grad) for name, p in model.named_parameters()],
+        weights_of(model).manifest(0).digest,
+    )
+
+
+def test_the_causal_model_is_the_one_inside() -> None:
+    plain, model = make_model(), adapted()
+    assert causal_model(plain) is plain
+    assert type(causal_model(model)) is type(plain)
+    assert causal_model(model).base_model is not model.base_model
+    assert (is_adapted(plain), is_adapted(model), is_adapted(causal_model(model))) == (False, True, True)
+    assert head_name(model) == head_name(plain) == head_name(adapted(target_modules=["lm_head"])) == "lm_head.weight"
+
+
+@pytest.mark.parametrize("saved", [None, ["lm_head"]])
+def test_without_its_adapter_a_model_is_the_one_it_was_made_of(saved: Any) -> None:
+    model, plain = adapted(modules_to_save=saved), make_model()
+    before, own = state(model), logits(model)
+    with without_adapter(model):
+        assert torch.equal(logits(model), logits(plain))
+        # Its weights are then the base model's too, should an engine be given them.
+        assert all(torch.equal(t, plain.get_parameter(name)) for name, t in weights_of(model))
+    assert torch.equal(logits(model), own)
+    assert not torch.equal(own, logits(plain))
+    assert state(model) == before
+
+
+def test_a_reference_adapter_takes_the_place_of_none() -> None:
+    model = adapted()
+    model.add_adapter("ref", peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    before, own = state(model), logits(model)
+    with without_adapter(model):
+        assert model.active_adapters == ["ref"]
+        reference = logits(model)
+        assert not torch.equal(reference, logits(make_model()))
+    assert not torch.equal(reference, own)
+    assert torch.equal(logits(model), own)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_an_error_inside_leaves_the_policy_as_it_was(reference: bool) -> None:
+    model = adapted()
+    if reference:
+        model.add_adapter("ref", peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    # One tensor of the adapter is not trained; it must not begin to be.
+    next(p for name, p in model.named_parameters() if "default" in name).requires_grad_(False)
+    before, own = state(model), logits(model)
+    with pytest.raises(RuntimeError, match="inside"), without_adapter(model):
+        raise RuntimeError("inside")
+    assert state(model) == before
+    assert torch.equal(logits(model), own)
+
+
+def test_a_model_without_an_adapter_has_none_to_switch_off() -> None:
+    with pytest.raises(InputError, match="no adapter to switch off"), without_adapter(make_model()):
+        pass
+
+
+def test_an_adapter_that_is_added_leaves_the_generator_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    model = add_adapter(_made(), peft.LoraConfig(), seed=5)
+    assert is_adapted(model)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def _made() -> Any:
+    """A tiny model that does not set the seed."""
+    kept = torch.get_rng_state()
+    model = make_model()
+    torch.set_rng_state(kept)
+    return model
+
+
+def test_the_command_line_does_not_import_peft_to_print_its_help() -> None:
+    code = "import sys; sys.argv = ['lockstep', '--help']\nfrom lockstep.cli.main import main\n"
+    code += "try:\n    main()\nexcept SystemExit:\n    pass\nassert 'peft' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
