@@ -295,7 +295,8 @@ def test_bad_data_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
         (lambda **_: [1.0], "returned 1 scores for 8 completions"),
         (lambda completions, **_: [float("nan")] * len(completions), "NaN for all 8"),
         ([], "no reward function"),
-        ("reward-model", "no Python function"),
+        (torch.nn.Linear(1, 1), "neither a function nor a reward model"),
+        ("/no/such/reward-model", "does not exist"),
     ],
 )
 def test_a_bad_reward_is_named(untied_dir: str, tmp_path: Path, hf_engine: Engine, reward: Any, message: str) -> None:

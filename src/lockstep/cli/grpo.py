@@ -29,14 +29,14 @@ def _train(arguments: RunArguments, config) -> int:
     from lockstep.cli.data import data_of
     from lockstep.models.resolve import resolve_model
     from lockstep.report.summary import summary_lines
-    from lockstep.tasks.rewards import load_reward
+    from lockstep.tasks.rewards import load_reward, names_model
     from lockstep.training.run import curve_settings, run_grpo
     from lockstep.training.run_directory import open_run
 
     model, dataset = arguments.model_name_or_path, arguments.dataset_name
     if model is None or dataset is None:
         raise InputError(f"{'model_name_or_path' if model is None else 'dataset_name'} is not set")
-    named = [load_reward(name) for name in arguments.reward_funcs or ()]
+    named = [name if names_model(name) else load_reward(name) for name in arguments.reward_funcs or ()]
     data = data_of(arguments)
     rewards = named or list(data.rewards)
     if not rewards:

@@ -23,6 +23,8 @@ from lockstep.models.resolve import resolve_model
 from lockstep.parity.gap import GapStats, check_count
 from lockstep.rollouts.collect import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.rollouts.reward_functions import Given, ProcessingClasses, reward_functions
+from lockstep.rollouts.reward_log import RewardLog
 from lockstep.rollouts.rewards import RewardFunction, score_groups
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.checkpoints import guarded_save
@@ -54,11 +56,13 @@ class GRPOTrainer(Trainer):
     Args:
         model: name, directory or hub id (see `lockstep.models.resolve`), or a loaded causal language model whose
             `config.name_or_path` the engine can load too.
-        reward_funcs: one reward function or several, with TRL's convention (see `lockstep.rollouts.rewards`).
+        reward_funcs: one reward function or several, with TRL's convention (see `lockstep.rollouts.rewards`); a reward model, or
+            the directory or hub id of one, is one too (see `lockstep.rollouts.reward_functions`).
         args: the configuration.
         train_dataset: `datasets.Dataset` with a `prompt` column (text or messages); other columns go to the rewards.
         eval_dataset: the same, for `evaluate`; must not overlap with the training data.
         processing_class: the tokenizer; by default the model's.
+        reward_processing_classes: tokenizers of the reward models, one an entry of `reward_funcs`; by default the models' own.
         callbacks, optimizers: as in `transformers.Trainer`.
         engine: a running engine to use instead of starting one; it stays the caller's to close.
 
@@ -73,21 +77,23 @@ class GRPOTrainer(Trainer):
     def __init__(
         self,
         model: str | PreTrainedModel,
-        reward_funcs: RewardFunction | list[RewardFunction],
+        reward_funcs: Given | list[Given],
         args: GRPOConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: ProcessingClasses = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         *,
         engine: Engine | None = None,
     ) -> None:
         args = args if args is not None else GRPOConfig()
-        self.reward_funcs, self.reward_weights = _check_rewards(reward_funcs, args)
         check_dataset(train_dataset, "train")
         if eval_dataset is not None:
             check_dataset(eval_dataset, "eval")
+        self.reward_funcs, self.reward_weights = _rewards(reward_funcs, reward_processing_classes, args)
+        self._reward_log = RewardLog()
 
         name = model if isinstance(model, str) else model.config.name_or_path
         self.model_path = resolve_model(name)
@@ -181,6 +187,7 @@ class GRPOTrainer(Trainer):
                 self.reward_weights,
                 trainer_state=self.state,
                 timeout=self.config.reward_timeout,
+                log=self._reward_log,
             )
 
     def _sample(self, prompts: list[Prompt] | tuple[Prompt, ...], num_generations: int) -> list[RolloutGroup]:
@@ -229,7 +236,7 @@ class GRPOTrainer(Trainer):
         # Kept in the trainer's state, and so in checkpoints.
         prompts_seen = sum(len(g.prompt.ids) * len(g.rollouts) for g in groups)
         self.state.num_input_tokens_seen += generation.sampled_tokens + prompts_seen
-        self._note(rollout_metrics(groups))
+        self._note(self._rollout_metrics(groups))
         if self.config.single_update:
             return generation
         # The policy will move under these rollouts: prove and keep its log-probs before it does.
@@ -290,7 +297,7 @@ class GRPOTrainer(Trainer):
             groups = self._evaluate_prompts(samples)
         mean, half_width = mean_with_interval(groups)
         metrics = {
-            **rollout_metrics(groups),
+            **self._rollout_metrics(groups),
             "reward": mean,
             "reward_ci95": half_width,
             "problems": len(groups),
@@ -302,6 +309,10 @@ class GRPOTrainer(Trainer):
         self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
 
+    def _rollout_metrics(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        metrics = rollout_metrics(groups)
+        return metrics | self._reward_log.take(own=metrics)
+
     def _evaluate_prompts(self, samples: int) -> list[RolloutGroup]:
         # In parts, since one call to an engine has a time limit.
         size = max(_EVALUATION_PART // samples, 1)
@@ -312,8 +323,10 @@ class GRPOTrainer(Trainer):
         """Add the rollouts' and the proof's numbers since the last log, and seconds by phase, to what the base class logs."""
         if "loss" in logs:
             logs |= {name: sum(values) / len(values) for name, values in self._logged.items()}
-            # A count, like the seconds: all since the last log.
+            # Counts, like the seconds: all since the last log.
             logs["parity/checked_tokens"] = sum(self._logged.get("parity/checked_tokens", ()))
+            if "rewards/unscored" in self._logged:
+                logs["rewards/unscored"] = sum(self._logged["rewards/unscored"])
             if self.recovery.losses:
                 logs["engine/losses"] = self.recovery.losses
             logs["num_tokens"] = self.state.num_input_tokens_seen
@@ -352,21 +365,15 @@ class _StepEvents(TrainerCallback):
         self._trainer.clock.stop("optimizer")
 
 
-def _check_rewards(
-    reward_funcs: RewardFunction | list[RewardFunction], args: GRPOConfig
+def _rewards(
+    given: Given | list[Given], tokenizers: ProcessingClasses, args: GRPOConfig
 ) -> tuple[list[RewardFunction], list[float]]:
-    functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    if not functions:
-        raise InputError("no reward function given")
-    for function in functions:
-        if not callable(function) or isinstance(function, torch.nn.Module):
-            raise InputError(
-                f"reward function {function!r:.80} is no Python function; reward models are not supported yet"
-            )
-    weights = list(args.reward_weights) if args.reward_weights is not None else [1.0] * len(functions)
-    if len(weights) != len(functions):
-        raise InputError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions")
-    return functions, weights
+    count = len(given) if isinstance(given, list | tuple) else 1
+    weights = list(args.reward_weights) if args.reward_weights is not None else [1.0] * count
+    if len(weights) != count:
+        raise InputError(f"reward_weights has {len(weights)} entries for {count} reward functions")
+    kwargs: Any = args.chat_template_kwargs
+    return reward_functions(given, tokenizers, chat_template_kwargs=kwargs, device=args.device), weights
 
 
 def _prompt_reader(

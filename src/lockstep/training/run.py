@@ -23,7 +23,7 @@ from lockstep.report.html import render_report
 from lockstep.report.live import LiveView
 from lockstep.report.summary import summarise
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.rollouts.rewards import RewardFunction
+from lockstep.rollouts.reward_functions import Given
 from lockstep.training.checkpoints import TRAINER_STATE, checkpoint_step
 from lockstep.training.config import GRPOConfig
 from lockstep.training.grpo import GRPOTrainer
@@ -48,7 +48,7 @@ def run_grpo(
     config: GRPOConfig,
     place: RunPlace,
     model: str,
-    reward_funcs: list[RewardFunction],
+    reward_funcs: list[Given],
     train_dataset: Any,
     eval_dataset: Any | None,
 ) -> FinishedRun:
@@ -68,7 +68,7 @@ def run_grpo(
         trainer.close()
 
 
-def _trainer(model: str, rewards: list[RewardFunction], config: GRPOConfig, train: Any, evaluation: Any) -> GRPOTrainer:
+def _trainer(model: str, rewards: list[Given], config: GRPOConfig, train: Any, evaluation: Any) -> GRPOTrainer:
     try:
         return GRPOTrainer(model, rewards, config, train, evaluation)
     except LockstepError:
@@ -147,7 +147,8 @@ def _shown(group: RolloutGroup) -> dict[str, Any]:
     return {
         "prompt": source if isinstance(source, str) else source[-1]["content"],
         "completions": [rollout.text for rollout in group.rollouts],
-        "rewards": group.rewards,
+        # NaN is not JSON.
+        "rewards": [rollout.reward if rollout.scored else None for rollout in group.rollouts],
     }
 
 
