@@ -36,7 +36,7 @@ def _train(arguments: RunArguments, config) -> int:
     model, dataset = arguments.model_name_or_path, arguments.dataset_name
     if model is None or dataset is None:
         raise InputError(f"{'model_name_or_path' if model is None else 'dataset_name'} is not set")
-    named = [name if names_model(name) else load_reward(name) for name in arguments.reward_funcs or ()]
+    named = [resolve_model(name) if names_model(name) else load_reward(name) for name in arguments.reward_funcs or ()]
     data = data_of(arguments)
     rewards = named or list(data.rewards)
     if not rewards:
