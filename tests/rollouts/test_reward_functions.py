@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 import torch
 from test_rewards import groups
-from tiny import make_tokenizer, save_model
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
+from tiny import make_model, make_tokenizer, save_model
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedModel,
+)
 
 from lockstep.errors import InputError
 from lockstep.models.reward_model import RewardModel
@@ -52,7 +59,26 @@ def test_a_score_is_that_of_the_text_alone_whatever_the_batch(budget: int) -> No
     assert len({round(score, 3) for score in found}) == 4
 
 
-@pytest.mark.parametrize("budget", [1, 60, 100])
+def test_a_model_that_looks_both_ways_does_not_look_at_padding() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForSequenceClassification(BertConfig(vocab_size=384, num_labels=1, initializer_range=0.5, **sizes))
+    found = RewardModel(model, make_tokenizer())(prompts=PROMPTS, completions=COMPLETIONS)
+    expected = [alone(model, p + c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_tokenizer_adds_nothing_to_prompt_and_completion() -> None:
+    model, tokenizer = classifier(), make_tokenizer()
+    starts = TemplateProcessing(single="<|system|> $A", special_tokens=[("<|system|>", 1)])
+    tokenizer.backend_tokenizer.post_processor = starts
+    assert tokenizer("a")["input_ids"][0] == 1
+    assert RewardModel(model, tokenizer)(prompts=["a"], completions=["b"]) == pytest.approx(
+        [alone(model, "ab")], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("budget", range(1, 120, 9))
 def test_no_forward_pass_is_larger_than_its_budget_but_for_a_single_row(budget: int) -> None:
     model = classifier()
     shapes: list[tuple[int, ...]] = []
@@ -79,8 +105,17 @@ def test_dropout_is_off_and_no_gradient_is_kept_even_when_the_owner_trains_the_m
     reward = RewardModel(model, make_tokenizer())
     first = reward(prompts=PROMPTS, completions=COMPLETIONS)
     model.train()
+    assert model.model.layers[0].self_attn.attention_dropout == 0.0
     assert reward(prompts=PROMPTS, completions=COMPLETIONS) == first
+    assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_that_returns_no_single_score_a_text_is_refused() -> None:
+    model = make_model()
+    model.config.num_labels = 1
+    with pytest.raises(InputError, match=r"logits of shape \(1, 2, 384\), not \(1, 1\)"):
+        RewardModel(model, make_tokenizer())(prompts=["a"], completions=["b"])
 
 
 def test_a_missing_pad_token_becomes_the_end_token_and_the_model_knows() -> None:
