@@ -84,3 +84,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fly"]) == 2
     assert "no command 'fly'" in capsys.readouterr().err
+
+
+def test_a_name_with_a_slash_is_a_reward_model_and_looked_for_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["grpo", "--model_name_or_path", "m", "--dataset_name", "arithmetic", "--output_dir", str(tmp_path / "run")]
+    assert main([*words, "--reward_funcs", "accuracy", "/no/such/model"]) == 2
+    assert "model directory /no/such/model does not exist" in capsys.readouterr().err
+    assert main([*words, "--reward_funcs", "accurate"]) == 2
+    assert "not one of exact_match, accuracy, format" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

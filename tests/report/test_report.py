@@ -121,3 +121,11 @@ def test_small_helpers() -> None:
     assert sparkline([0.0, 1.0, 0.5]) == "▁█▅"
     assert sparkline([2.0]) == "▁"
     assert clock(125) == "2:05"
+
+
+def test_a_rollout_without_a_reward_is_shown_as_such_and_is_not_the_best() -> None:
+    entry = {"prompt": "q", "completions": ["first", "second", "third"], "rewards": [None, 0.5, 0.25]}
+    page = render_report("t", {}, [], [entry], [{**entry, "rewards": [None, None, None]}])
+    assert "<span class='bad'>first</span> (no score)" in page
+    assert "<span class='good'>second</span> (0.5)" in page
+    assert page.count("(no score)") == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.rollouts.reward_log import RewardLog
 from lockstep.rollouts.rewards import score_groups
 
 
@@ -47,6 +49,8 @@ def test_functions_get_prompts_completions_ids_columns_and_state_by_keyword() ->
     assert seen["completion_ids"] == [[3, 0], [3, 1], [3, 2]] * 2
     assert seen["answer"] == ["answer 0"] * 3 + ["answer 1"] * 3
     assert seen["trainer_state"] == "state"
+    assert callable(seen["log_metric"])
+    assert callable(seen["log_extra"])
     score_groups(groups(conversational=True), [record], [1.0])
     assert seen["completions"][4] == [{"role": "assistant", "content": "text 11"}]
     assert seen["prompts"][0] == [{"role": "user", "content": "question 0"}]
@@ -112,14 +116,84 @@ def raises(**_: Any) -> list[float]:
         (lambda **_: ["good"] * 6, "'good', not a number"),
         (lambda **_: 1.0, "returned float, not a list"),
         (lambda **_: None, "returned NoneType, not a list"),
-        (lambda **_: [None] * 6, "no reward function scored rollout row/0#0"),
-        (lambda **_: [1.0, None, 1.0, 1.0, 1.0, 1.0], "no reward function scored rollout row/0#1"),
+        (lambda **_: [None] * 6, "scored any of the 6 completions"),
+        (lambda log_metric, **_: log_metric("loss", 1.0), "'loss' cannot be a metric's name"),
+        (lambda log_metric, **_: log_metric("parity/gap", 1.0), "'parity/gap' cannot be a metric's name"),
+        (lambda log_metric, **_: log_metric("hits", "many"), "hits is 'many', not a number"),
+        (lambda log_metric, **_: log_metric("hits", float("nan")), "hits is nan, not a finite number"),
+        (lambda log_extra, **_: log_extra("note", ["a"]), "column 'note' has 1 values for 6 completions"),
         (lambda **_: np.float64(1.0), "returned 1 scores for 6"),
     ],
 )
 def test_a_wrong_answer_is_one_clear_error(function: Any, message: str) -> None:
     with pytest.raises(InputError, match=message.replace("(", r"\(")):
         rewards_of(function)
+
+
+def test_a_rollout_that_no_function_scored_has_no_reward_and_the_others_keep_theirs() -> None:
+    found = score_groups(groups(), [lambda **_: [1.0, None, 3.0, float("nan"), 5.0, None]], [2.0])
+    assert str([group.rewards for group in found]) == "[[2.0, nan, 6.0], [nan, 10.0, nan]]"
+    assert [rollout.scored for group in found for rollout in group.rollouts] == [True, False, True, False, True, False]
+
+
+def test_a_generation_without_any_score_names_its_functions() -> None:
+    def first(completions: list[str], **_: Any) -> list[None]:
+        return [None] * len(completions)
+
+    with pytest.raises(InputError, match=r"no reward function \(first_0, first_1\) scored any of the 6"):
+        rewards_of([first, first])
+
+
+def test_no_prompts_are_no_error() -> None:
+    assert score_groups([], [lambda completions, **_: [1.0] * len(completions)], [1.0]) == []
+
+
+class Objects:
+    """A reward function that is an object with a coroutine for `__call__`."""
+
+    async def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(text[-1]) for text in completions]
+
+
+@pytest.mark.parametrize("function", [Objects(), functools.partial(Objects()), functools.partial(Objects(), extra=1)])
+def test_an_object_with_a_coroutine_call_is_awaited_in_partials_too(function: Any) -> None:
+    assert rewards_of(function) == [[0, 1, 2]] * 2
+    assert list(score_groups(groups(), [function], [1.0])[0].rollouts[0].scores) == ["Objects"]
+
+
+def test_metrics_that_functions_log_are_averaged_over_calls_and_taken_once() -> None:
+    log = RewardLog()
+
+    def logs(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        log_metric("hits", 1)
+        log_metric("hits", torch.tensor(4.0))
+        log_metric("rewards/part", 0.5)
+        return [0.0] * len(completions)
+
+    async def waits(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        log_metric("hits", 7)
+        return [0.0] * len(completions)
+
+    score_groups(groups(), [logs, waits], [1.0, 1.0], log=log)
+    score_groups(groups(), [logs, waits], [1.0, 1.0])
+    assert log.take() == {"hits": 4.0, "rewards/part": 0.5}
+    assert log.take() == {}
+    score_groups(groups(), [logs], [1.0], log=log)
+    with pytest.raises(InputError, match="'hits' is a metric of the trainer's own"):
+        log.take(own=["reward", "hits"])
+
+
+def test_extra_columns_go_to_their_own_rollouts() -> None:
+    def logs(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+        log_extra("upper", [text.upper() for text in completions])
+        log_extra("place", range(len(completions)))
+        return [0.0] * len(completions)
+
+    found = [rollout for group in score_groups(groups(), [logs], [1.0]) for rollout in group.rollouts]
+    assert [rollout.extra["upper"] for rollout in found] == [rollout.text.upper() for rollout in found]
+    assert [rollout.extra["place"] for rollout in found] == list(range(6))
+    assert not groups()[0].rollouts[0].extra
 
 
 def test_a_rollout_of_another_prompt_cannot_enter_a_group() -> None:

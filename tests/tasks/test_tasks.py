@@ -11,9 +11,10 @@ from datasets import Dataset, DatasetDict
 
 from lockstep.errors import InputError
 from lockstep.tasks.arithmetic import KINDS, arithmetic
+from lockstep.tasks.builtin_rewards import exact_match
 from lockstep.tasks.data import TaskData, load_data
 from lockstep.tasks.gym import reasoning_gym_problems
-from lockstep.tasks.rewards import exact_match, load_reward
+from lockstep.tasks.rewards import load_reward
 
 
 def load(name: str, **fields: Any) -> TaskData:
@@ -115,7 +116,7 @@ def test_rewards_are_found_by_name_file_and_package(tmp_path: Path) -> None:
     file.write_text("def half(completions, **_):\n    return [0.5] * len(completions)\n")
     assert load_reward("exact_match") is exact_match
     assert load_reward(f"{file}:half")(completions=["a", "b"]) == [0.5, 0.5]
-    assert load_reward("lockstep.tasks.rewards.exact_match") is exact_match
+    assert load_reward("lockstep.tasks.builtin_rewards.exact_match") is exact_match
 
 
 @pytest.mark.parametrize(

@@ -156,3 +156,23 @@ def test_the_interval_comes_from_the_spread_of_problems() -> None:
     mean, half = mean_with_interval(scored([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]], [[1, 1]] * 3))
     assert mean == 0.5
     assert half == pytest.approx(1.96 * 0.5 / 3**0.5)
+
+
+NONE = float("nan")
+
+
+def test_rollouts_without_a_reward_are_counted_and_in_no_mean() -> None:
+    groups = scored([[1.0, NONE, 0.0], [1.0, NONE, 1.0], [NONE] * 3, [2.0, NONE, NONE]], [[1] * 3] * 4)
+    metrics = rollout_metrics(groups)
+    assert metrics["reward"] == 1.0
+    assert metrics["reward_std"] == pytest.approx(0.5**0.5)
+    # Equal rewards, and a single one; the group without any has no spread to speak of.
+    assert metrics["frac_reward_zero_std"] == 0.5
+    assert metrics["rewards/unscored"] == 7.0
+    assert "rewards/unscored" not in rollout_metrics(scored([[1.0, 0.0]], [[1, 1]]))
+
+
+def test_the_interval_leaves_out_rollouts_and_problems_without_a_reward() -> None:
+    whole = mean_with_interval(scored([[1.0, 1.0], [0.0], [1.0, 0.0]], [[1, 1], [1], [1, 1]]))
+    groups = scored([[1.0, NONE, 1.0], [0.0, NONE], [NONE, NONE], [1.0, 0.0]], [[1] * 3, [1] * 2, [1] * 2, [1] * 2])
+    assert mean_with_interval(groups) == whole

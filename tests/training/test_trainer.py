@@ -11,7 +11,7 @@ import torch
 from conftest import needs_vllm
 from datasets import Dataset
 from tiny import CONTEXT, make_model, make_tokenizer, save_model
-from transformers import TrainerCallback
+from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
 import lockstep.training.proofs
 from lockstep import GRPOConfig, GRPOTrainer
@@ -268,6 +268,58 @@ def test_evaluation_reports_the_held_out_reward_with_its_interval(
     assert metrics == run.evaluate()
 
 
+def some_scores(completions: list[str], log_metric: Any, **_: Any) -> list[float | None]:
+    log_metric("characters", sum(map(len, completions)))
+    return [float(len(text)) if i % 2 else None for i, text in enumerate(completions)]
+
+
+def test_an_evaluation_counts_rollouts_without_a_reward_and_keeps_their_functions_metrics(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    args = GRPOConfig(
+        output_dir=str(tmp_path), max_completion_length=8, bf16=False, num_generations_eval=2, disable_tqdm=True
+    )
+    run = GRPOTrainer(untied_dir, some_scores, args, PROMPTS, PROMPTS.select(range(5)), engine=hf_engine)
+    metrics = run.evaluate()
+    lengths = [[len(rollout.text) for rollout in group.rollouts] for group in run.last_eval_groups]
+    assert metrics["eval_reward"] == pytest.approx(sum(own for _, own in lengths) / 5)
+    assert metrics["eval_rewards/unscored"] == 5
+    assert metrics["eval_characters"] == sum(map(sum, lengths))
+
+
+def test_a_reward_models_directory_is_a_reward_and_logged_metrics_are_in_the_steps_log(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    def halves(completions: list[str], trainer_state: Any, log_metric: Any, **_: Any) -> list[float]:
+        log_metric("twice", 2 * trainer_state.global_step)
+        return [0.5] * len(completions)
+
+    sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_labels=1, initializer_range=0.3, pad_token_id=None)  # type: ignore[arg-type]
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "taste")
+    make_tokenizer().save_pretrained(tmp_path / "taste")
+    run = trainer(
+        untied_dir, tmp_path, engine=hf_engine, reward=[str(tmp_path / "taste"), halves], max_steps=4, logging_steps=2
+    )
+    run.train()
+    first, second = run.state.log_history[:2]
+    assert first["rewards/halves/mean"] == 0.5
+    assert first["rewards/taste/std"] > 0
+    assert first["reward"] == pytest.approx(first["rewards/taste/mean"] + 0.5)
+    assert (first["twice"], second["twice"]) == (1.0, 5.0)
+
+
+def test_a_reward_function_cannot_log_under_a_name_of_the_trainers_own(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    def takes(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        log_metric("reward_std", 0.0)
+        return [0.5] * len(completions)
+
+    with pytest.raises(InputError, match="'reward_std' is a metric of the trainer's own"):
+        trainer(untied_dir, tmp_path, engine=hf_engine, reward=takes).train()
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -295,7 +347,8 @@ def test_bad_data_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
         (lambda **_: [1.0], "returned 1 scores for 8 completions"),
         (lambda completions, **_: [float("nan")] * len(completions), "NaN for all 8"),
         ([], "no reward function"),
-        ("reward-model", "no Python function"),
+        (torch.nn.Linear(1, 1), "neither a function nor a reward model"),
+        ("/no/such/reward-model", "does not exist"),
     ],
 )
 def test_a_bad_reward_is_named(untied_dir: str, tmp_path: Path, hf_engine: Engine, reward: Any, message: str) -> None:

@@ -44,7 +44,10 @@ class RunArguments:
     dataset_seed: int = dataclasses.field(default=0, metadata={"help": "Seed of the problems and of what is held out."})
     reward_funcs: list[str] | None = dataclasses.field(
         default=None,
-        metadata={"help": "exact_match, file.py:function, or package.module.function. Default: the data's own."},
+        metadata={
+            "help": "accuracy, format, length, exact_match, reasoning_gym, soft_overlong(MAX,CACHE), file.py:function, "
+            "package.module.function, or a reward model's directory or hub id. Default: the data's own."
+        },
     )
 
 

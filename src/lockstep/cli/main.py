@@ -12,13 +12,17 @@ from collections.abc import Callable
 
 from lockstep.errors import InputError, LockstepError
 
-_COMMANDS = ("grpo", "serve", "verify")
+_COMMANDS = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo", "serve", "verify")
 _USAGE = """usage: lockstep COMMAND [--config FILE] [--field value …]
 
 commands:
-  grpo    train with GRPO (lockstep grpo --config recipes/arithmetic.yaml; --help lists every field)
-  serve   run vLLM's own server for training, behind a key (lockstep serve MODEL)
-  verify  prove that trainer and engine agree on a model, before a long run (lockstep verify --model DIRECTORY)
+  grpo          train with GRPO (lockstep grpo --config recipes/arithmetic.yaml; --help lists every field)
+  rloo          train with RLOO
+  online-dpo    train with Online DPO
+  reinforce-pp  train with REINFORCE++
+  ppo           train with PPO
+  serve         run vLLM's own server for training, behind a key (lockstep serve MODEL)
+  verify        prove that trainer and engine agree on a model, before a long run (lockstep verify --model DIRECTORY)
 """
 
 
@@ -34,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] not in _COMMANDS:
         print(f"lockstep: no command {words[0]!r}; there is: {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
-    command = importlib.import_module(f"lockstep.cli.{words[0]}")
+    command = importlib.import_module(f"lockstep.cli.{words[0].replace('-', '_')}")
     return _guarded(lambda: command.run(words[1:]))
 
 

@@ -114,8 +114,9 @@ def _rollouts(before: list[Line], after: list[Line]) -> str:
 
 
 def _completions(entry: Line) -> str:
-    best = max(entry["rewards"])
+    best = max((reward for reward in entry["rewards"] if reward is not None), default=None)
     return "<br>".join(
-        f"<span class='{'good' if reward == best and reward > 0 else 'bad'}'>{html.escape(text)}</span> ({reward:g})"
+        f"<span class='{'good' if reward is not None and reward == best and reward > 0 else 'bad'}'>{html.escape(text)}</span> "
+        f"({'no score' if reward is None else f'{reward:g}'})"
         for text, reward in zip(entry["completions"], entry["rewards"], strict=True)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,13 +34,21 @@ class Rollout:
     Attributes:
         text: the completion decoded for reward functions and reports; never encoded again.
         scores: by reward function name; None where a function gave no score.
-        reward: weighted sum of the scores.
+        reward: weighted sum of the scores; NaN where no function gave one, and before scoring. Such a rollout is part of no
+            baseline and nothing is learned from it.
+        extra: what reward functions logged of it with `log_extra`, by column.
     """
 
     completion: Completion
     text: str
     scores: Mapping[str, float | None] = field(default_factory=dict)
     reward: float = float("nan")
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def scored(self) -> bool:
+        """Whether a reward function gave a score."""
+        return not math.isnan(self.reward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,4 +65,5 @@ class RolloutGroup:
 
     @property
     def rewards(self) -> list[float]:
+        """Reward of each rollout, in their order; NaN where none was given."""
         return [rollout.reward for rollout in self.rollouts]

@@ -1,12 +1,14 @@
 """Calls reward functions with TRL's convention and turns what they return into one reward a rollout.
 
-A reward function takes `prompts`, `completions`, `completion_ids`, `trainer_state` and the dataset's other columns, all
-by keyword, and returns one number a completion, or None for "no score". It may be a coroutine function.
+A reward function takes `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and the dataset's
+other columns, all by keyword, and returns one number a completion, or None for "no score". It may be a coroutine function, or an
+object whose `__call__` is one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +17,7 @@ from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
+from lockstep.rollouts.reward_log import Extras, RewardLog
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 Scores = list[float | None]
@@ -22,11 +25,8 @@ Scores = list[float | None]
 
 def reward_name(function: RewardFunction) -> str:
     """Name of a reward function in metrics."""
-    return (
-        getattr(function, "__name__", None)
-        or getattr(getattr(function, "func", None), "__name__", None)
-        or type(function).__name__
-    )
+    function = _unwrapped(function)
+    return getattr(function, "__name__", None) or type(function).__name__
 
 
 def score_groups(
@@ -36,29 +36,54 @@ def score_groups(
     *,
     trainer_state: Any = None,
     timeout: float = 600.0,
+    log: RewardLog | None = None,
 ) -> list[RolloutGroup]:
     """Score every rollout of every group.
 
     Args:
-        weights: one a function; a rollout's reward is the weighted sum of the scores it got.
+        weights: one a function; a rollout's reward is the weighted sum of the scores it got, NaN where it got none.
         trainer_state: passed on to the functions.
         timeout: seconds that coroutine functions may take together. (A plain function cannot be interrupted.)
+        log: receives what the functions give to `log_metric`; what they give to `log_extra` goes to the rollouts.
 
     Raises:
-        InputError: a function raised, returned the wrong number of scores or something else than numbers, or left a
-            rollout that no function scored.
+        InputError: a function raised, or returned the wrong number of scores or something else than numbers; or no function
+            scored any rollout.
     """
-    arguments = _arguments(groups, trainer_state)
-    plain = {i: _call(f, arguments) for i, f in enumerate(functions) if not inspect.iscoroutinefunction(f)}
+    extras = Extras(sum(len(group.rollouts) for group in groups))
+    log_metric = (log if log is not None else RewardLog()).log_metric
+    arguments = _arguments(groups) | {
+        "trainer_state": trainer_state,
+        "log_metric": log_metric,
+        "log_extra": extras.log_extra,
+    }
+    plain = {i: _call(f, arguments) for i, f in enumerate(functions) if not _is_coroutine_function(f)}
     pending = {i: f for i, f in enumerate(functions) if i not in plain}
     answers = plain | (asyncio.run(_call_all(pending, arguments, timeout)) if pending else {})
     count = len(arguments["completions"])
     names = _unique([reward_name(function) for function in functions])
     columns = {names[i]: _checked(names[i], answers[i], count) for i in range(len(functions))}
-    return _attach(groups, columns, dict(zip(names, weights, strict=True)))
+    if count and all(score is None for column in columns.values() for score in column):
+        raise InputError(
+            f"no reward function ({', '.join(names)}) scored any of the {count} completions: there is nothing to learn from; "
+            "let one return numbers, or leave these rows out of the data"
+        )
+    return _attach(groups, columns, dict(zip(names, weights, strict=True)), extras)
 
 
-def _arguments(groups: Sequence[RolloutGroup], trainer_state: Any) -> dict[str, Any]:
+def _is_coroutine_function(function: Any) -> bool:
+    """Whether a call returns a coroutine: a coroutine function, an object with such a `__call__`, or a partial of either."""
+    function = _unwrapped(function)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def _arguments(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     pairs = [(group.prompt, rollout) for group in groups for rollout in group.rollouts]
     conversational = [isinstance(prompt.source, list) for prompt, _ in pairs]
     columns: dict[str, Any] = {
@@ -72,7 +97,6 @@ def _arguments(groups: Sequence[RolloutGroup], trainer_state: Any) -> dict[str, 
             for (_, rollout), chat in zip(pairs, conversational, strict=True)
         ],
         "completion_ids": [list(rollout.completion.token_ids) for _, rollout in pairs],
-        "trainer_state": trainer_state,
     }
 
 
@@ -129,7 +153,7 @@ def _number(name: str, value: Any) -> float | None:
 
 
 def _attach(
-    groups: Sequence[RolloutGroup], columns: dict[str, Scores], weights: dict[str, float]
+    groups: Sequence[RolloutGroup], columns: dict[str, Scores], weights: dict[str, float], extras: Extras
 ) -> list[RolloutGroup]:
     scored, position = [], 0
     for group in groups:
@@ -137,12 +161,8 @@ def _attach(
         for rollout in group.rollouts:
             scores = {name: column[position] for name, column in columns.items()}
             given = [weights[name] * score for name, score in scores.items() if score is not None]
-            if not given:
-                raise InputError(
-                    f"no reward function scored rollout {rollout.completion.key}; a rollout without a reward would train on "
-                    "nothing: let one function return a number for it"
-                )
-            rollouts.append(replace(rollout, scores=scores, reward=sum(given)))
+            reward = sum(given) if given else math.nan
+            rollouts.append(replace(rollout, scores=scores, reward=reward, extra=extras.of(position)))
             position += 1
         scored.append(replace(group, rollouts=tuple(rollouts)))
     return scored

@@ -10,8 +10,8 @@ from datasets.exceptions import DatasetsError
 
 from lockstep.errors import InputError
 from lockstep.tasks.arithmetic import arithmetic
+from lockstep.tasks.builtin_rewards import Reward, exact_match
 from lockstep.tasks.gym import reasoning_gym_problems
-from lockstep.tasks.rewards import Reward, exact_match
 
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from lockstep.errors import InputError
 from lockstep.tasks.arithmetic import chat
-from lockstep.tasks.rewards import Reward, texts
+from lockstep.tasks.builtin_rewards import Reward, texts
 
 SYSTEM = "Answer with just the result."
 

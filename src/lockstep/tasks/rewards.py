@@ -1,32 +1,28 @@
-"""Built-in reward functions, and reward functions by name.
+"""Reward functions by name.
 
-A name is one of the built-in ones, `path/to/file.py:function`, or `package.module.function`.
+A name is one of the built-in ones, `soft_overlong(MAX, CACHE)`, `path/to/file.py:function`, or `package.module.function`. A name
+that is a directory, or has a slash and no colon, is a reward model's and is loaded elsewhere.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
+from lockstep.tasks.builtin_rewards import BUILT_IN, Reward, soft_overlong
 
-Reward = Callable[..., Any]
-
-
-def texts(completions: list[Any]) -> list[str]:
-    """Text of each completion, whether plain or a list of messages."""
-    return [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+_SOFT_OVERLONG = re.compile(r"soft_overlong\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 
 
-def exact_match(completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
-    """1 where the completion, stripped of white space, is the `answer` column's value, else 0."""
-    return [float(text.strip() == str(right)) for text, right in zip(texts(completions), answer, strict=True)]
-
-
-BUILT_IN: dict[str, Reward] = {"exact_match": exact_match}
+def names_model(name: str) -> bool:
+    """Whether a name is that of a reward model (a directory, or a hub id such as `user/model`) rather than of a function."""
+    if name in BUILT_IN or ":" in name or name.endswith(".py"):
+        return False
+    return "/" in name or Path(name).expanduser().is_dir()
 
 
 def load_reward(name: str) -> Reward:
@@ -37,10 +33,13 @@ def load_reward(name: str) -> Reward:
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
+    if numbers := _SOFT_OVERLONG.fullmatch(name):
+        return soft_overlong(int(numbers[1]), int(numbers[2]))
     where, _, function = name.rpartition(":") if ":" in name else name.rpartition(".")
-    if not where:
+    if not where or name.endswith(".py"):
         raise InputError(
-            f"reward function {name!r}: not one of {', '.join(BUILT_IN)}, nor file.py:function, nor package.module.function"
+            f"reward function {name!r}: not one of {', '.join(BUILT_IN)}, soft_overlong(MAX,CACHE), nor file.py:function, "
+            "package.module.function, or the directory or hub id of a reward model"
         )
     module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
     found = getattr(module, function, None)

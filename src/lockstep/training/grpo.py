@@ -170,6 +170,7 @@ class GRPOTrainer(OnlineTrainer):
     """
 
     config_class = GRPOConfig
+    method = "GRPO"
     objective_class = GRPOObjective
 
 

@@ -28,7 +28,7 @@ from lockstep.models.resolve import resolve_model
 from lockstep.parity.gap import check_count
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
-from lockstep.rollouts.rewards import RewardFunction
+from lockstep.rollouts.reward_functions import Given, ProcessingClasses
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.checkpoints import guarded_save
@@ -40,13 +40,14 @@ from lockstep.training.packing import TrainingSequence
 from lockstep.training.phases import PhaseClock
 from lockstep.training.prompts import MicroBatch, PromptLoader, check_dataset, make_loader, read_prompts
 from lockstep.training.reference import Reference
-from lockstep.training.rollout_metrics import evaluation_metrics, rollout_metrics
+from lockstep.training.rollout_metrics import evaluation_metrics
 from lockstep.training.sampling import RolloutSource
 from lockstep.training.scoring import check_scorable
 from lockstep.training.setup import Scorer, refuse_arguments, reward_scorer
 from lockstep.training.update import AllScores, Policy, UpdateSums, learn, score_all
 
 _CRITIC = "value_head.safetensors"
+_COUNTS = ("parity/checked_tokens", "rewards/unscored")
 _OBJECTIVE_STATE = "objective.json"
 # A rank waits for the owner's longest piece of work: a generation that is lost and repeated.
 _LONGEST_CALL = 12
@@ -58,12 +59,13 @@ class OnlineTrainer(Trainer):
     Args:
         model: name, directory or hub id (see `lockstep.models.resolve`), or a loaded causal language model whose
             `config.name_or_path` the engine can load too.
-        reward_funcs: one reward function or several, with TRL's convention (see `lockstep.rollouts.rewards`).
+        reward_funcs: one reward function or several, with TRL's convention (see `lockstep.rollouts.rewards`); a reward model, or
+            the directory or hub id of one, is one too (see `lockstep.rollouts.reward_functions`).
         args: the configuration; by default the method's own.
         train_dataset: `datasets.Dataset` with a `prompt` column (text or messages); other columns go to the rewards.
         eval_dataset: the same, for `evaluate`; must not overlap with the training data.
         processing_class: the tokenizer; by default the model's.
-        reward_processing_classes: tokenizers of reward models.
+        reward_processing_classes: tokenizers of the reward models, one an entry of `reward_funcs`; by default the models' own.
         callbacks, optimizers: as in `transformers.Trainer`.
         peft_config: a `peft.LoraConfig`: trains a new adapter of the model instead of its weights.
         engine: a running engine to use instead of starting one; it stays the caller's to close.
@@ -76,18 +78,20 @@ class OnlineTrainer(Trainer):
 
     config_class: ClassVar[type[OnlineConfig]]
     objective_class: ClassVar[type[Objective]]
+    # Its name in reports.
+    method: ClassVar[str]
     # The loss of a micro-batch is already its share of the whole optimizer step's.
     loss_is_scaled_for_ga = True
 
     def __init__(
         self,
         model: str | PreTrainedModel,
-        reward_funcs: RewardFunction | list[RewardFunction] | None = None,
+        reward_funcs: Given | list[Given] | None = None,
         args: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: PreTrainedTokenizerBase | None = None,
-        reward_processing_classes: Any = None,
+        reward_processing_classes: ProcessingClasses = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         quantization_config: Any = None,
@@ -104,10 +108,10 @@ class OnlineTrainer(Trainer):
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
             )
         self.config: Any = args
-        score = self.scorer(reward_funcs, reward_processing_classes)
         check_dataset(train_dataset, "train")
         if eval_dataset is not None:
             check_dataset(eval_dataset, "eval")
+        score = self.scorer(reward_funcs, reward_processing_classes)
 
         name = model if isinstance(model, str) else model.config.name_or_path
         self.model_path = resolve_model(name)
@@ -158,7 +162,7 @@ class OnlineTrainer(Trainer):
 
     def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
         """What gives rollouts their rewards."""
-        return reward_scorer(reward_funcs, self.config, processing_classes)
+        return reward_scorer(reward_funcs, processing_classes, self.config)
 
     def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module | None:
         """A value head, for methods that have one."""
@@ -249,7 +253,7 @@ class OnlineTrainer(Trainer):
         # Kept in the trainer's state, and so in checkpoints.
         prompts_seen = sum(len(g.prompt.ids) * len(g.rollouts) for g in groups)
         self.state.num_input_tokens_seen += generation.sampled_tokens + prompts_seen
-        self._note(rollout_metrics(groups) | self.source.take_metrics())
+        self._note(self.source.metrics(groups))
         if self.config.single_update:
             # The policy stays as it is until the step: its log-probs are the step's own, and so is the proof.
             return generation.without_old_logps()
@@ -346,7 +350,7 @@ class OnlineTrainer(Trainer):
         # An evaluation's time is not charged to a step.
         with self.clock.aside():
             groups = self.source.rollout_in_parts(self._eval_prompts, self.config.group_size_eval, self.state)
-        named = evaluation_metrics(groups, metric_key_prefix)
+        named = evaluation_metrics(groups, self.source.metrics(groups), metric_key_prefix)
         self.last_eval_groups = groups
         self.log(dict(named))
         self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
@@ -356,8 +360,8 @@ class OnlineTrainer(Trainer):
         """Add the rollouts' and the proof's numbers since the last log, and seconds by phase, to what the base class logs."""
         if "loss" in logs:
             logs |= {name: sum(values) / len(values) for name, values in self._logged.items()}
-            # A count, like the seconds: all since the last log.
-            logs["parity/checked_tokens"] = sum(self._logged.get("parity/checked_tokens", ()))
+            # Counts, like the seconds: all since the last log.
+            logs |= {name: sum(self._logged[name]) for name in _COUNTS if name in self._logged}
             if self.source.losses:
                 logs["engine/losses"] = self.source.losses
             logs["num_tokens"] = self.state.num_input_tokens_seen

@@ -15,12 +15,11 @@ import torch
 from lockstep.algorithms.preference_loss import choose, preference_loss
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.rollouts.judges import judge_scorer
 from lockstep.training.config import OnlineConfig
 from lockstep.training.objective import Objective, TokenBatch
 from lockstep.training.online import OnlineTrainer
 from lockstep.training.packing import TrainingSequence
-from lockstep.training.setup import Scorer
+from lockstep.training.setup import Scorer, judge_scorer
 from lockstep.training.tally import Tally
 from lockstep.training.trl_fields import doc
 
@@ -179,6 +178,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     """
 
     config_class = OnlineDPOConfig
+    method = "Online DPO"
     objective_class = OnlineDPOObjective
 
     def __init__(

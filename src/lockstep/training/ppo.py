@@ -106,6 +106,7 @@ class PPOTrainer(OnlineTrainer):
     """
 
     config_class = PPOConfig
+    method = "PPO"
     objective_class = PPOObjective
 
     def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module:

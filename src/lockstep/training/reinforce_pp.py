@@ -108,4 +108,5 @@ class ReinforcePPTrainer(OnlineTrainer):
     """
 
     config_class = ReinforcePPConfig
+    method = "REINFORCE++"
     objective_class = ReinforcePPObjective

@@ -102,4 +102,5 @@ class RLOOTrainer(OnlineTrainer):
     """
 
     config_class = RLOOConfig
+    method = "RLOO"
     objective_class = RLOOObjective

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,16 +13,20 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Rewards and lengths of scored groups.
 
     Returns:
-        `reward`, `reward_std` (over all rollouts), `frac_reward_zero_std`, `rewards/<function>/mean` and `/std`,
-        `completions/…` lengths in tokens and `completions/clipped_ratio` by the engine's finish reason.
+        `reward`, `reward_std` (over all rollouts that have one), `frac_reward_zero_std` (groups whose rewards are all one
+        number), `rewards/unscored` (rollouts without a reward; only where there are any), `rewards/<function>/mean` and
+        `/std`, `completions/…` lengths in tokens and `completions/clipped_ratio` by the engine's finish reason.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float64)
+    by_group = [_rewards(group) for group in groups]
+    rewards = torch.tensor([reward for group in by_group for reward in group], dtype=torch.float64)
     metrics = {
         "reward": float(rewards.mean()),
         "reward_std": _std(rewards),
-        "frac_reward_zero_std": sum(len(set(g.rewards)) == 1 for g in groups) / len(groups),
+        "frac_reward_zero_std": sum(len(set(group)) == 1 for group in by_group) / len(groups),
     }
+    if len(rewards) < len(rollouts):
+        metrics["rewards/unscored"] = float(len(rollouts) - len(rewards))
     for name in rollouts[0].scores:
         given = torch.tensor([r.scores[name] for r in rollouts if r.scores[name] is not None], dtype=torch.float64)
         metrics[f"rewards/{name}/mean"] = float(given.mean()) if len(given) else float("nan")
@@ -49,17 +53,22 @@ def mean_with_interval(groups: Sequence[RolloutGroup]) -> tuple[float, float]:
     """Mean reward and half-width of its 95 % interval.
 
     The samples of one problem are not independent, so the interval comes from the spread of the problems' means
-    (normal approximation).
+    (normal approximation). Rollouts without a reward are left out, and so are problems that have no other.
     """
-    means = torch.tensor([sum(g.rewards) / len(g.rewards) for g in groups], dtype=torch.float64)
-    return float(means.mean()), 1.96 * _std(means) / len(means) ** 0.5
+    scored = [rewards for group in groups if (rewards := _rewards(group))]
+    means = torch.tensor([sum(rewards) / len(rewards) for rewards in scored], dtype=torch.float64)
+    return float(means.mean()), 1.96 * _std(means) / max(len(means), 1) ** 0.5
 
 
-def evaluation_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
-    """What an evaluation logs: the mean reward with its interval, sizes, and the rollout metrics, each under `prefix`."""
+def _rewards(group: RolloutGroup) -> list[float]:
+    return [rollout.reward for rollout in group.rollouts if rollout.scored]
+
+
+def evaluation_metrics(groups: Sequence[RolloutGroup], measured: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """What an evaluation logs: the mean reward with its interval, sizes, and what was measured, each under `prefix`."""
     mean, half_width = mean_with_interval(groups)
     metrics = {
-        **rollout_metrics(groups),
+        **measured,
         "reward": mean,
         "reward_ci95": half_width,
         "problems": len(groups),

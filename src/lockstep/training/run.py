@@ -23,10 +23,10 @@ from lockstep.report.html import render_report
 from lockstep.report.live import LiveView
 from lockstep.report.summary import summarise
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.rollouts.rewards import RewardFunction
+from lockstep.rollouts.reward_functions import Given
 from lockstep.training.checkpoints import TRAINER_STATE, checkpoint_step
 from lockstep.training.config import OnlineConfig
-from lockstep.training.grpo import GRPOTrainer
+from lockstep.training.online import OnlineTrainer
 from lockstep.training.run_directory import SUMMARY, RunPlace, read_lines
 
 _SHOWN_ROLLOUTS = 12
@@ -44,15 +44,19 @@ class FinishedRun:
     report: Path
 
 
-def run_grpo(
+def run_method(
+    kind: type[OnlineTrainer],
     config: OnlineConfig,
     place: RunPlace,
     model: str,
-    reward_funcs: list[RewardFunction],
+    reward_funcs: list[Given],
     train_dataset: Any,
     eval_dataset: Any | None,
 ) -> FinishedRun:
-    """Run GRPO from start to report, or on from the checkpoint of `place`.
+    """Run a method from start to report, or on from the checkpoint of `place`.
+
+    Args:
+        kind: the method's trainer.
 
     Raises:
         Interrupted: SIGINT arrived; the step under way was finished and saved.
@@ -61,7 +65,7 @@ def run_grpo(
     start = time.monotonic()
     config.output_dir = str(place.folder)
     config.disable_tqdm = True
-    trainer = _trainer(model, reward_funcs, config, train_dataset, eval_dataset)
+    trainer = _trainer(kind, model, reward_funcs, config, train_dataset, eval_dataset)
     try:
         return _run(trainer, place, start)
     finally:
@@ -69,10 +73,10 @@ def run_grpo(
 
 
 def _trainer(
-    model: str, rewards: list[RewardFunction], config: OnlineConfig, train: Any, evaluation: Any
-) -> GRPOTrainer:
+    kind: type[OnlineTrainer], model: str, rewards: list[Given], config: OnlineConfig, train: Any, evaluation: Any
+) -> OnlineTrainer:
     try:
-        return GRPOTrainer(model, rewards, config, train, evaluation)
+        return kind(model, reward_funcs=rewards, args=config, train_dataset=train, eval_dataset=evaluation)
     except LockstepError:
         raise
     except (ValueError, RuntimeError, ImportError) as error:
@@ -80,11 +84,14 @@ def _trainer(
         raise InputError(str(error)) from error
 
 
-def _run(trainer: GRPOTrainer, place: RunPlace, start: float) -> FinishedRun:
+def _run(trainer: OnlineTrainer, place: RunPlace, start: float) -> FinishedRun:
     folder = place.folder
     trainer.remove_callback(PrinterCallback)
     before = _evaluation(trainer, folder / "before.json", again=place.checkpoint is None)
-    view, stop = LiveView(f"GRPO · {trainer.engine.settings().engine} in lockstep"), StopOnInterrupt(trainer.config)
+    view, stop = (
+        LiveView(f"{trainer.method} · {trainer.engine.settings().engine} in lockstep"),
+        StopOnInterrupt(trainer.config),
+    )
     # The evaluations before and after have files of their own.
     metrics_file = MetricsFile(folder / "metrics.jsonl")
     for callback in (metrics_file, view, stop):
@@ -107,7 +114,7 @@ def _run(trainer: GRPOTrainer, place: RunPlace, start: float) -> FinishedRun:
         time.monotonic() - start,
     )
     page = render_report(
-        f"GRPO on {trainer.model_path}",
+        f"{trainer.method} on {trainer.model_path}",
         summary,
         metrics,
         before["rollouts"] if before else [],
@@ -118,7 +125,7 @@ def _run(trainer: GRPOTrainer, place: RunPlace, start: float) -> FinishedRun:
     return FinishedRun(summary, folder / "report.html")
 
 
-def _train(trainer: GRPOTrainer, checkpoint: Path | None) -> None:
+def _train(trainer: OnlineTrainer, checkpoint: Path | None) -> None:
     """Train to the end, from the start or from a checkpoint, which may stand at the end already."""
     if checkpoint is None:
         trainer.train()
@@ -130,7 +137,7 @@ def _train(trainer: GRPOTrainer, checkpoint: Path | None) -> None:
         trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
-def _evaluation(trainer: GRPOTrainer, path: Path, *, again: bool) -> dict[str, Any] | None:
+def _evaluation(trainer: OnlineTrainer, path: Path, *, again: bool) -> dict[str, Any] | None:
     """Evaluate and keep the result, or read what an earlier part of the run kept."""
     if trainer.eval_dataset is None:
         return None
@@ -149,7 +156,8 @@ def _shown(group: RolloutGroup) -> dict[str, Any]:
     return {
         "prompt": source if isinstance(source, str) else source[-1]["content"],
         "completions": [rollout.text for rollout in group.rollouts],
-        "rewards": group.rewards,
+        # NaN is not JSON.
+        "rewards": [rollout.reward if rollout.scored else None for rollout in group.rollouts],
     }
 
 

@@ -20,6 +20,7 @@ from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.collect import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
+from lockstep.rollouts.reward_log import RewardLog
 from lockstep.rollouts.wire import groups_from_wire, groups_to_wire
 from lockstep.training.config import OnlineConfig
 from lockstep.training.engine import shake_hands, start_engine
@@ -27,6 +28,7 @@ from lockstep.training.generation import Generation, sampling_of
 from lockstep.training.phases import PhaseClock
 from lockstep.training.proofs import Proofs
 from lockstep.training.recovery import Recovery
+from lockstep.training.rollout_metrics import rollout_metrics
 from lockstep.training.setup import Scorer
 
 T = TypeVar("T")
@@ -65,7 +67,7 @@ class RolloutSource:
         self._score, self._tokenizer = score, tokenizer
         self._config, self._clock, self._ranks = config, clock, ranks
         self._policy = policy
-        self._metrics: dict[str, float] = {}
+        self._reward_log = RewardLog()
         # bf16 autocast, or the dtype that the weights were loaded in.
         compute_dtype = torch.bfloat16 if config.bf16 else policy.dtype
         self.limit = tolerance(config.engine_torch_dtype, compute_dtype)
@@ -154,7 +156,7 @@ class RolloutSource:
             lambda data: groups_from_wire(data, prompts),
         )
         with self._clock.phase("rewards"):
-            return self._score(groups, state)
+            return self._score(groups, state, self._reward_log)
 
     def rollout_in_parts(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
         """`rollout` of many prompts, since one call to an engine has a time limit."""
@@ -189,10 +191,10 @@ class RolloutSource:
         self.proofs.check_gap(gap, sampled, generation.completions, generation.version)
         self.proofs.write(gap, sampled, step, generation.version)
 
-    def take_metrics(self) -> dict[str, float]:
-        """What reward functions have logged since this was last asked."""
-        taken, self._metrics = self._metrics, {}
-        return taken
+    def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """What is logged of scored groups, with what reward functions have logged since this was last asked."""
+        metrics = rollout_metrics(groups)
+        return metrics | self._reward_log.take(own=metrics)
 
     def remember_receipt(self, checkpoint: Path) -> None:
         """Leave the receipt's head in a checkpoint."""

@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.rollouts.rewards import RewardFunction, score_groups
+from lockstep.rollouts.judges import PairwiseJudge, judge_pairs, judged
+from lockstep.rollouts.reward_functions import Given, ProcessingClasses, reward_functions
+from lockstep.rollouts.reward_log import RewardLog
+from lockstep.rollouts.rewards import score_groups
 from lockstep.training.config import OnlineConfig
 
 # Arguments of TRL's trainers that nothing here does yet.
 _KNOWN = {"quantization_config", "tools", "rollout_func", "environment_factory"}
 _KNOWN |= {"data_collator", "compute_metrics", "preprocess_logits_for_metrics"}
-# Gives groups their rewards; gets the trainer's state.
-Scorer = Callable[[Sequence[RolloutGroup], Any], list[RolloutGroup]]
+# Gives groups their rewards; gets the trainer's state, and a log for what reward functions say beside them.
+Scorer = Callable[[Sequence[RolloutGroup], Any, RewardLog], list[RolloutGroup]]
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
@@ -36,28 +37,32 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
             raise InputError(f"{name} is not supported yet; leave it out")
 
 
-def reward_scorer(
-    reward_funcs: RewardFunction | list[RewardFunction] | None, args: OnlineConfig, processing_classes: Any
-) -> Scorer:
-    """What scores groups by the weighted sum of reward functions.
+def reward_scorer(given: Given | list[Given] | None, tokenizers: ProcessingClasses, args: OnlineConfig) -> Scorer:
+    """What scores groups by the weighted sum of reward functions and reward models.
 
     Raises:
-        InputError: there is none, one cannot be called, or the weights are not one a function.
+        InputError: there is none, one is neither function nor reward model, or the weights are not one a function.
     """
-    given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    functions: list[RewardFunction] = [function for function in given if function is not None]
-    if not functions:
+    entries: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    if not entries or None in entries:
         raise InputError("no reward function given")
-    for function in functions:
-        if not callable(function) or isinstance(function, torch.nn.Module):
-            raise InputError(
-                f"reward function {function!r:.80} is no Python function; reward models are not supported yet"
-            )
-    weights = list(args.reward_weights) if args.reward_weights is not None else [1.0] * len(functions)
-    if len(weights) != len(functions):
-        raise InputError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions")
+    weights = list(args.reward_weights) if args.reward_weights is not None else [1.0] * len(entries)
+    if len(weights) != len(entries):
+        raise InputError(f"reward_weights has {len(weights)} entries for {len(entries)} reward functions")
+    kwargs: Any = args.chat_template_kwargs
+    functions = reward_functions(entries, tokenizers, chat_template_kwargs=kwargs, device=args.device)
 
-    def score(groups: Sequence[RolloutGroup], state: Any) -> list[RolloutGroup]:
-        return score_groups(groups, functions, weights, trainer_state=state, timeout=args.reward_timeout)
+    def score(groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
+        return score_groups(groups, functions, weights, trainer_state=state, timeout=args.reward_timeout, log=log)
+
+    return score
+
+
+def judge_scorer(judge: PairwiseJudge) -> Scorer:
+    """What scores pairs by a judge's verdicts: 1 for the better completion, 0 for the other, none where there is no verdict."""
+
+    def score(groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
+        verdicts = judge_pairs(groups, judge)
+        return [judged(group, verdict) for group, verdict in zip(groups, verdicts, strict=True)]
 
     return score

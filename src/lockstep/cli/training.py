@@ -1,0 +1,58 @@
+"""What the training commands share: a config and data become a run of a method, with a summary and a report at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from lockstep.cli.arguments import RunArguments, parse, resolved
+from lockstep.cli.quiet import quiet_libraries
+from lockstep.errors import InputError
+
+
+def train(words: list[str], method: Callable[[], Any]) -> int:
+    """Run a training command; returns the exit code.
+
+    Args:
+        method: imports and gives the method's trainer class.
+
+    Raises:
+        LockstepError: as `lockstep.training.run.run_method`; bad input before anything is started.
+    """
+    quiet_libraries()
+    kind = method()
+    arguments, config, dry_run = parse(words, kind.config_class, RunArguments)
+    if dry_run:
+        print(resolved(arguments, config), end="")
+        return 0
+    return _train(kind, arguments, config)
+
+
+def _train(kind: Any, arguments: RunArguments, config: Any) -> int:
+    from lockstep.cli.data import data_of
+    from lockstep.models.resolve import resolve_model
+    from lockstep.report.summary import summary_lines
+    from lockstep.tasks.rewards import load_reward, names_model
+    from lockstep.training.run import curve_settings, run_method
+    from lockstep.training.run_directory import open_run
+
+    model, dataset = arguments.model_name_or_path, arguments.dataset_name
+    if model is None or dataset is None:
+        raise InputError(f"{'model_name_or_path' if model is None else 'dataset_name'} is not set")
+    named = [resolve_model(name) if names_model(name) else load_reward(name) for name in arguments.reward_funcs or ()]
+    data = data_of(arguments)
+    rewards = named or list(data.rewards)
+    if not rewards:
+        raise InputError("reward_funcs is not set, and data of one's own has no reward function of its own")
+    resolve_model(model)
+    settings = {"method": kind.method, **asdict(arguments), **curve_settings(config)}
+    with open_run(config.output_dir, settings) as place:
+        if place.checkpoint:
+            print(f"going on from {place.checkpoint}", flush=True)
+        finished = run_method(kind, config, place, model, rewards, data.train, data.evaluation)
+    print()
+    for line in summary_lines(finished.summary):
+        print(line)
+    print(f"report           {finished.report}")
+    return 0

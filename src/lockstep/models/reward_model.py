@@ -1,0 +1,171 @@
+"""A reward model: a sequence classifier with one output, called like a reward function.
+
+Comes from: a directory, a hub id or a loaded model (`rollouts/reward_functions.py`). Goes to: `rollouts/rewards.py`, which cannot
+tell it from a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.errors import InputError
+from lockstep.models.policy import switch_off_dropout
+
+# Tokens with padding, and so activations, of one forward pass; a single longer text is a batch of its own.
+_TOKENS_PER_BATCH = 16384
+
+
+class RewardModel:
+    """Scores prompt and completion together; a reward function by its convention.
+
+    Args:
+        model: a sequence classifier with one output. It is scored where it is, in evaluation mode and without dropout.
+        tokenizer: the model's own. Without a pad token it gets its end-of-sequence token as one; its pad id is written into the
+            model's config, by which the model finds a text's last token (TRL's convention).
+        chat_template_kwargs: passed to the chat template, for prompts that are messages.
+        tokens_per_batch: bound on rows × longest row of one forward pass.
+
+    Raises:
+        InputError: the model has several outputs, or the tokenizer has neither a pad nor an end-of-sequence token.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tokens_per_batch: int = _TOKENS_PER_BATCH,
+    ) -> None:
+        self.__name__ = str(model.config._name_or_path).rstrip("/").split("/")[-1] or type(model).__name__
+        outputs = getattr(model.config, "num_labels", None)
+        if outputs != 1:
+            raise InputError(
+                f"reward model {self.__name__} is a {type(model).__name__} with {outputs} outputs; a reward model is a sequence "
+                "classifier with one (AutoModelForSequenceClassification, num_labels=1)"
+            )
+        if tokenizer.pad_token_id is None:
+            if tokenizer.eos_token_id is None:
+                raise InputError(f"the tokenizer of reward model {self.__name__} has neither a pad nor an end token")
+            tokenizer.pad_token = tokenizer.eos_token
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        switch_off_dropout(model)
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self._template_kwargs = chat_template_kwargs or {}
+        self._tokens_per_batch = tokens_per_batch
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
+        """One score a completion: the model's only logit, in the order of the completions.
+
+        Args:
+            prompts: text, or messages; of the same kind as `completions`.
+            completions: text that follows the prompt, or messages.
+
+        Raises:
+            InputError: messages without a chat template or that it refuses, or a text that is empty or longer than the model reads.
+        """
+        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        if not texts:
+            return []
+        rows: list[list[int]] = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        self._check_lengths(rows)
+        scores = [0.0] * len(rows)
+        for batch in _batches([len(row) for row in rows], self._tokens_per_batch):
+            for position, score in zip(batch, self._forward([rows[i] for i in batch]), strict=True):
+                scores[position] = score
+        return scores
+
+    @torch.inference_mode()
+    def _forward(self, rows: list[list[int]]) -> list[float]:
+        # Set anew each time: nothing keeps the model's owner from calling train().
+        self.model.eval()
+        width = max(map(len, rows))
+        padding = self.tokenizer.pad_token_id
+        ids = torch.tensor([row + [padding] * (width - len(row)) for row in rows], device=self.model.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self.model.device)
+        logits = self.model(input_ids=ids, attention_mask=mask).logits
+        if tuple(logits.shape) != (len(rows), 1):
+            raise InputError(
+                f"reward model {self.__name__} ({type(self.model).__name__}) returned logits of shape {tuple(logits.shape)}, not "
+                f"({len(rows)}, 1): give a sequence classifier with one output"
+            )
+        return logits[:, 0].float().tolist()
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return prompt + completion
+        if isinstance(prompt, str) or isinstance(completion, str):
+            raise InputError(f"reward model {self.__name__}: a prompt of messages needs a completion of messages")
+        if self.tokenizer.chat_template is None:
+            raise InputError(
+                f"prompts are messages but the tokenizer of reward model {self.__name__} has no chat template; give prompts as text"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                _joined(prompt, completion), tokenize=False, **self._template_kwargs
+            )
+        except TemplateError as error:
+            raise InputError(
+                f"the chat template of reward model {self.__name__} refuses these messages: {error}"
+            ) from error
+
+    def _check_lengths(self, rows: list[list[int]]) -> None:
+        longest, shortest = max(map(len, rows)), min(map(len, rows))
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and longest > limit:
+            raise InputError(
+                f"reward model {self.__name__} reads {limit} tokens; prompt and completion have {longest} of its tokens: lower "
+                "max_completion_length or leave out long prompts"
+            )
+        if not shortest:
+            raise InputError(f"reward model {self.__name__}: a prompt and its completion have no tokens together")
+
+
+def load_reward_model(path: str) -> PreTrainedModel:
+    """Sequence classifier with one output, in the precision that it was saved in.
+
+    Args:
+        path: as `lockstep.models.resolve.resolve_model` returns it.
+
+    Raises:
+        InputError: there is none, or its head is not in the files (a language model's directory) and would be random.
+    """
+    try:
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=1, dtype="auto", output_loading_info=True
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise InputError(f"cannot load a reward model with one output from {path}: {lines[0]}") from error
+    random = sorted({*report["missing_keys"], *(str(entry[0]) for entry in report["mismatched_keys"])})
+    if random:
+        raise InputError(
+            f"{path} is no reward model with one output: it does not hold {', '.join(random[:3])}, which would be random numbers"
+        )
+    return model
+
+
+def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The whole conversation; a completion that goes on with the prompt's last message becomes one message with it."""
+    if prompt[-1]["role"] == "assistant" and completion and completion[0]["role"] == "assistant":
+        whole = (prompt[-1].get("content") or "") + (completion[0].get("content") or "")
+        return [*prompt[:-1], {**completion[0], "content": whole}, *completion[1:]]
+    return [*prompt, *completion]
+
+
+def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
+    """Positions in batches of rows × longest row at most `budget`, the shortest rows together, so that little is padding."""
+    batch: list[int] = []
+    for position in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if batch and (len(batch) + 1) * lengths[position] > budget:
+            yield batch
+            batch = []
+        batch.append(position)
+    if batch:
+        yield batch

@@ -1,0 +1,98 @@
+"""Judges: of the two completions of a prompt, which is better. For trainers that learn from pairs (Online DPO).
+
+Comes from: rollout groups of two. Goes to: the trainer's choice of chosen and rejected. The interface is that of TRL's
+`BasePairwiseJudge`, so one of those works here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from lockstep.errors import InputError
+from lockstep.rollouts.group import Prompt, RolloutGroup
+
+NO_VERDICT = -1
+
+
+class PairwiseJudge(Protocol):
+    """Compares the two completions of each prompt."""
+
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> Sequence[int]:
+        """Index of the better completion of each pair: 0 or 1, or −1 where the judge came to no verdict.
+
+        Args:
+            prompts: text of each prompt.
+            completions: for each prompt, its two completions as text.
+            shuffle_order: whether the judge may show itself the two in either order, against a liking for one place. The
+                verdict is about the order given, all the same.
+        """
+        ...
+
+
+def judge_pairs(groups: Sequence[RolloutGroup], judge: PairwiseJudge, *, shuffle_order: bool = True) -> list[int]:
+    """Which rollout of each group the judge prefers.
+
+    Args:
+        groups: of two rollouts each. Prompts that are messages are shown as paragraphs, `Role: content`.
+
+    Returns:
+        One number a group, in their order: 0 or 1, the better rollout's place in the group, or −1 for no verdict.
+
+    Raises:
+        InputError: a group has not two rollouts; the judge raised, or returned another number of verdicts or something that is
+            none.
+    """
+    for group in groups:
+        if len(group.rollouts) != 2:
+            raise InputError(
+                f"prompt {group.prompt.prompt_id} has {len(group.rollouts)} completions; a pairwise judge compares two "
+                "(num_generations 2)"
+            )
+    if not groups:
+        return []
+    name = type(judge).__name__
+    prompts = [_text(group.prompt) for group in groups]
+    completions = [[rollout.text for rollout in group.rollouts] for group in groups]
+    try:
+        answer = judge.judge(prompts, completions, shuffle_order=shuffle_order)
+    except Exception as error:
+        raise InputError(f"judge {name} raised {type(error).__name__}: {error}") from error
+    return _checked(name, answer, len(groups))
+
+
+def judged(group: RolloutGroup, verdict: int) -> RolloutGroup:
+    """A pair with a reward of 1 for the better rollout and 0 for the other; without rewards where there is no verdict."""
+    if verdict == NO_VERDICT:
+        return group
+    rewards = [1.0 if place == verdict else 0.0 for place in range(len(group.rollouts))]
+    pairs = zip(group.rollouts, rewards, strict=True)
+    return replace(group, rollouts=tuple(replace(r, scores={"judge": value}, reward=value) for r, value in pairs))
+
+
+def _checked(name: str, answer: Any, count: int) -> list[int]:
+    values = answer.tolist() if hasattr(answer, "tolist") else answer
+    if not isinstance(values, list | tuple):
+        raise InputError(f"judge {name} returned {type(answer).__name__}, not a list of 0, 1 or -1")
+    if len(values) != count:
+        raise InputError(f"judge {name} returned {len(values)} verdicts for {count} pairs")
+    return [_verdict(name, value) for value in values]
+
+
+def _verdict(name: str, value: Any) -> int:
+    try:
+        # True would say that the first is better, 1 that the second is.
+        verdict = None if "bool" in type(value).__name__ else operator.index(value)
+    except TypeError:
+        verdict = None
+    if verdict not in (0, 1, NO_VERDICT):
+        raise InputError(f"judge {name} returned {value!r:.80}, not 0 or 1 (the better completion) or -1 (no verdict)")
+    return verdict
+
+
+def _text(prompt: Prompt) -> str:
+    if isinstance(prompt.source, str):
+        return prompt.source
+    return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in prompt.source)

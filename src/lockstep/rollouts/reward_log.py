@@ -1,0 +1,82 @@
+"""What reward functions say beside their scores: TRL's `log_metric` and `log_extra`.
+
+Comes from: reward functions, which get both as keyword arguments. Goes to: the trainer's logs (metrics) and the rollouts (extras).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from lockstep.errors import InputError
+
+# Names that a log line has already: a reward function that took one would hide what the trainer says.
+_TAKEN = ("loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens")
+_TAKEN_FAMILIES = ("parity/", "time/", "engine/", "completions/")
+
+
+class RewardLog:
+    """Metrics that reward functions log, kept until the trainer takes them."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Keep one value of a metric.
+
+        Raises:
+            InputError: the name is the trainer's own, or the value is not a finite number.
+        """
+        if not isinstance(name, str) or name in _TAKEN or name.startswith(_TAKEN_FAMILIES):
+            raise InputError(f"log_metric: {name!r:.80} cannot be a metric's name here; choose another")
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"log_metric: {name} is {value!r:.80}, not a number") from error
+        if not math.isfinite(number):
+            raise InputError(f"log_metric: {name} is {number}, not a finite number; leave the call out instead")
+        self._values.setdefault(name, []).append(number)
+
+    def take(self, own: Iterable[str] = ()) -> dict[str, float]:
+        """Mean of each metric over the calls since it was last taken.
+
+        Args:
+            own: names of the trainer's own metrics that these are logged beside.
+
+        Raises:
+            InputError: a reward function logged one of `own`.
+        """
+        clash = sorted(set(self._values) & set(own))
+        if clash:
+            raise InputError(f"log_metric: {clash[0]!r} is a metric of the trainer's own; choose another name")
+        means = {name: sum(values) / len(values) for name, values in self._values.items()}
+        self._values.clear()
+        return means
+
+
+class Extras:
+    """Columns that reward functions add to the rollouts of one call, one value a completion.
+
+    Args:
+        count: completions of the call.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._columns: dict[str, list[Any]] = {}
+
+    def log_extra(self, column: str, values: Iterable[Any]) -> None:
+        """Keep a column; one that is logged again replaces the earlier one.
+
+        Raises:
+            InputError: not one value a completion.
+        """
+        kept = list(values)
+        if len(kept) != self._count:
+            raise InputError(f"log_extra: column {column!r} has {len(kept)} values for {self._count} completions")
+        self._columns[str(column)] = kept
+
+    def of(self, position: int) -> dict[str, Any]:
+        """The values of one completion, by column."""
+        return {column: values[position] for column, values in self._columns.items()}

@@ -1,0 +1,191 @@
+"""The reward functions that come with Lockstep, by the names that `--reward_funcs` knows them by.
+
+Each takes what it needs by keyword and leaves the rest. docs/rollouts.md lists them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.errors import InputError
+
+Reward = Callable[..., Any]
+
+# Seconds that math-verify may take for one expression and for one comparison.
+_PARSE_LIMIT, _COMPARE_LIMIT = 10, 5
+
+
+def texts(completions: list[Any]) -> list[str]:
+    """Text of each completion, whether plain or a list of messages."""
+    return [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+
+
+def exact_match(completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
+    """1 where the completion, stripped of white space, is the `answer` column's value, else 0."""
+    return [float(text.strip() == str(right)) for text, right in zip(texts(completions), answer, strict=True)]
+
+
+def accuracy(
+    completions: list[Any],
+    solution: list[Any] | None = None,
+    answer: list[Any] | None = None,
+    log_extra: Callable[[str, list[str]], None] | None = None,
+    **_: Any,
+) -> list[float | None]:
+    r"""1 where the completion's final answer equals the reference as mathematics (math-verify), else 0.
+
+    The final answer must be LaTeX, as for TRL's `accuracy_reward`: what stands in `\boxed{…}` (several that differ are wrong), or
+    else a formula that is said to be the answer, as in "the answer is $4$".
+    math-verify limits its own time by a signal, which only the main thread can have; in another thread there is no limit.
+
+    Args:
+        solution: the reference, LaTeX or a plain number; may also hold a derivation that ends in it.
+        answer: the same, where the data has no `solution`.
+
+    Returns:
+        None where there is no reference, or none that math-verify can read.
+
+    Raises:
+        InputError: the data has neither column.
+    """
+    references = solution if solution is not None else answer
+    if references is None:
+        raise InputError("accuracy needs a column 'solution' or 'answer' with the right result; the data has neither")
+    golds = [_reference(str(reference)) if reference is not None else [] for reference in references]
+    found = [_final_answer(text) if gold else [] for text, gold in zip(texts(completions), golds, strict=True)]
+    if log_extra is not None:
+        log_extra("gold_parsed", [str(gold) if gold else "[unparseable]" for gold in golds])
+        log_extra(
+            "answer_parsed",
+            [str(a) if a else "[unparseable]" if gold else "[skipped]" for a, gold in zip(found, golds, strict=True)],
+        )
+    return [_equal(gold, own) if gold else None for gold, own in zip(golds, found, strict=True)]
+
+
+def format(completions: list[Any], **_: Any) -> list[float]:
+    """1 where the completion starts with `<think>`, closes it with `</think>`, and opens it only once, else 0.
+
+    What follows the closing tag is free. The same as TRL's `think_format_reward`.
+    """
+    return [float(_thinks_once(text)) for text in texts(completions)]
+
+
+def length(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Minus the number of completion tokens: shorter is better.
+
+    Alone it teaches to say nothing, so it needs another reward beside it and a small weight (`reward_weights`), such as 0.001.
+    """
+    return [-float(len(ids)) for ids in completion_ids]
+
+
+def soft_overlong(max_completion_length: int, cache: int) -> Reward:
+    """Punishment of completions that are nearly or quite too long (DAPO, arXiv 2503.14476, eq. 13).
+
+    Args:
+        max_completion_length: tokens from which the punishment is −1.
+        cache: tokens before that over which it grows from 0, in a straight line.
+
+    Raises:
+        InputError: not `0 <= cache <= max_completion_length`.
+    """
+    if not 0 <= cache <= max_completion_length:
+        raise InputError(
+            f"soft_overlong({max_completion_length}, {cache}): the second number, the tokens over which the punishment grows, must "
+            "be between 0 and the first, the longest completion"
+        )
+    punished = functools.partial(_punished, start=max_completion_length - cache, cache=cache)
+
+    def soft_overlong(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [punished(len(ids)) for ids in completion_ids]
+
+    return soft_overlong
+
+
+def reasoning_gym(completions: list[Any], entry: list[Any], **_: Any) -> list[float]:
+    """The score that the reasoning-gym data set of each row gives the completion, usually between 0 and 1.
+
+    Args:
+        entry: the problem as reasoning-gym made it, as JSON or as a dictionary; its `metadata.source_dataset` names the data set.
+
+    Raises:
+        InputError: an entry names no data set, or one that reasoning-gym does not have.
+    """
+    problems = [json.loads(problem) if isinstance(problem, str) else problem for problem in entry]
+    return [
+        float(_gym_scorer(_gym_name(problem))(text.strip(), problem))
+        for text, problem in zip(texts(completions), problems, strict=True)
+    ]
+
+
+BUILT_IN: dict[str, Reward] = {f.__name__: f for f in (exact_match, accuracy, format, length, reasoning_gym)}
+
+
+def _thinks_once(text: str) -> bool:
+    opening, closing = "<think>", "</think>"
+    rest = text[len(opening) :]
+    return text.startswith(opening) and opening not in rest and closing in rest
+
+
+def _punished(tokens: int, *, start: int, cache: int) -> float:
+    if tokens <= start:
+        return 0.0
+    return max((start - tokens) / cache, -1.0) if cache else -1.0
+
+
+def _limit(seconds: int) -> int | None:
+    return seconds if threading.current_thread() is threading.main_thread() else None
+
+
+def _reference(text: str) -> list[Any]:
+    # Imported where they are used: sympy takes a second.
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=_limit(_PARSE_LIMIT))
+
+
+def _final_answer(text: str) -> list[Any]:
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse
+
+    latex = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True),
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
+    )
+    return parse(
+        text,
+        extraction_config=[latex],
+        extraction_mode="first_match",
+        parsing_timeout=_limit(_PARSE_LIMIT),
+    )
+
+
+def _equal(gold: list[Any], found: list[Any]) -> float:
+    from math_verify import verify
+
+    return float(verify(gold, found, timeout_seconds=_limit(_COMPARE_LIMIT)))
+
+
+def _gym_name(problem: Any) -> str:
+    metadata = problem.get("metadata") if isinstance(problem, dict) else None
+    name = metadata.get("source_dataset") if isinstance(metadata, dict) else None
+    if not isinstance(name, str):
+        raise InputError(
+            f"an entry names no reasoning-gym data set (metadata.source_dataset): {problem!r:.120}; "
+            "keep the whole problem that reasoning-gym made in the column 'entry'"
+        )
+    return name
+
+
+@functools.cache
+def _gym_scorer(name: str) -> Callable[[str, dict[str, Any]], float]:
+    from reasoning_gym.factory import get_score_answer_fn
+
+    try:
+        return get_score_answer_fn(name)
+    except ValueError as error:
+        raise InputError(f"reasoning-gym has no data set {name!r}: {error}") from error
