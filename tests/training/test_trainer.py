@@ -175,7 +175,7 @@ def test_what_a_broken_call_of_train_left_does_not_reach_the_next(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(untied_dir, tmp_path, engine=hf_engine, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    real, calls = lockstep.training.grpo.learn, []
+    real, calls = lockstep.training.online.learn, []
 
     def breaks_at_the_second(*args: Any) -> float:
         calls.append(1)
@@ -183,7 +183,7 @@ def test_what_a_broken_call_of_train_left_does_not_reach_the_next(
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(lockstep.training.grpo, "learn", breaks_at_the_second)
+    monkeypatch.setattr(lockstep.training.online, "learn", breaks_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         run.train()
     run.train()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PHASES = ("generate", "rewards", "forward_backward", "optimizer", "sync", "verify")
+PHASES = ("generate", "rewards", "reference", "forward_backward", "optimizer", "sync", "verify")
 
 
 class PhaseClock:
