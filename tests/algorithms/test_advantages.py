@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.algorithms.advantages import (
@@ -31,6 +31,7 @@ def test_hand_computed_values() -> None:
     assert second.tolist() == [0.0, 0.0]
 
 
+@settings(deadline=None)
 @given(groups_of_rewards, st.sampled_from(["group", "batch", "none"]))
 def test_a_groups_advantages_sum_to_zero_and_equal_rewards_give_exact_zeros(
     rewards: list[list[float]], scale: str
@@ -44,6 +45,7 @@ def test_a_groups_advantages_sum_to_zero_and_equal_rewards_give_exact_zeros(
         assert abs(float(advantages.sum())) < 0.1
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=6), groups_of_rewards)
 def test_group_scaling_never_looks_at_other_groups(one: list[float], others: list[list[float]]) -> None:
     alone = group_advantages([torch.tensor(one)], "group")[0]
@@ -51,6 +53,7 @@ def test_group_scaling_never_looks_at_other_groups(one: list[float], others: lis
     assert torch.equal(alone, among)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=5), st.integers(0, 5))
 def test_a_completion_without_a_score_changes_nothing_for_the_others(rewards: list[float], place: int) -> None:
     place = min(place, len(rewards))
@@ -80,6 +83,7 @@ def test_a_group_that_nobody_scored_or_that_has_one_score_teaches_nothing() -> N
     assert [mask.tolist() for mask in masks] == [[False] * 3, [False] * 2, [True, False, True]]
 
 
+@settings(deadline=None)
 @given(groups_of_rewards)
 def test_each_reward_is_compared_with_the_mean_of_the_others(rewards: list[list[float]]) -> None:
     found = leave_one_out_advantages([torch.tensor(group) for group in rewards])
@@ -109,6 +113,7 @@ def test_a_function_that_scored_some_completions_only_is_scaled_over_those() -> 
     assert advantages[2] == 0.0
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=20), st.data())
 def test_whitened_values_have_mean_zero_and_deviation_one(values: list[float], data: st.DataObject) -> None:
     mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values))))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.algorithms.corrections import effective_sample_size, importance_weights
@@ -53,6 +53,7 @@ def test_a_missing_log_prob_is_not_hidden(mode: str) -> None:
     assert weights.isnan().any()
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=20))
 def test_the_effective_share_lies_between_one_sample_and_all(weights: list[float]) -> None:
     square_sum = sum(w * w for w in weights)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.algorithms.policy_loss import (
@@ -22,6 +22,7 @@ from lockstep.algorithms.sequence_loss import vespo_loss
 lengths_of_step = st.lists(st.integers(1, 20), min_size=1, max_size=10)
 
 
+@settings(deadline=None)
 @given(lengths_of_step, st.data())
 def test_weighted_sums_are_the_papers_averages(lengths: list[int], data: st.DataObject) -> None:
     losses = [data.draw(st.lists(st.floats(-2, 2, width=32), min_size=n, max_size=n)) for n in lengths]
@@ -112,6 +113,7 @@ def test_cispo_bounds_the_weight_and_keeps_every_gradient() -> None:
     assert token.high_clipped.tolist() == [True, False, False]
 
 
+@settings(deadline=None)
 @given(st.floats(0.05, 5), st.sampled_from([-1.0, 1.0]))
 def test_sapos_gradient_fades_on_both_sides_of_one(ratio: float, advantage: float) -> None:
     ratios = torch.tensor([ratio], dtype=torch.float64, requires_grad=True)
@@ -142,6 +144,23 @@ def test_vespos_shape_follows_the_sign_of_the_advantage(advantage: float, power:
     assert phi.item() == pytest.approx(weight**power * math.exp(rate - rate * weight), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("log_ratios", "corrections", "log_weight"),
+    [
+        # Each token within e^±20, each correction from 1e-8 on, and so the whole.
+        ([-60.0, 30.0], [1.0, 1.0], 0.0),
+        ([20.0, 0.0], [0.0, 1.0], 20 + math.log(1e-8)),
+        ([-60.0, 0.0], [1.0, 1.0], math.log(1e-8)),
+    ],
+)
+def test_vespos_log_weights_are_bounded(log_ratios: list[float], corrections: list[float], log_weight: float) -> None:
+    two = Segments(torch.tensor([2]))
+    _, phi = vespo_loss(
+        torch.tensor(log_ratios), torch.zeros(2), torch.ones(2), two, torch.tensor(corrections), 0.5, 1.0, 3.0, 2.0
+    )
+    assert phi.item() == pytest.approx(math.exp(0.5 * log_weight + 1 - math.exp(log_weight)), rel=1e-4)
+
+
 def test_vespo_takes_a_completions_correction_once() -> None:
     segments = Segments(torch.tensor([3]))
     arguments = (torch.zeros(3), torch.zeros(3), torch.ones(3), segments, torch.full((3,), 2.0), 2.0, 3.0, 3.0, 2.0)
@@ -150,6 +169,7 @@ def test_vespo_takes_a_completions_correction_once() -> None:
     assert vespo_loss(*arguments)[1].item() == pytest.approx(8.0**2 * math.exp(3 - 3 * 8.0))
 
 
+@settings(deadline=None)
 @given(st.permutations(range(4)), st.integers(0, 100))
 def test_the_order_of_completions_changes_no_ones_loss(order: list[int], seed: int) -> None:
     torch.manual_seed(seed)

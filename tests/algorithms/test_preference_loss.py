@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.algorithms.preference_loss import choose, preference_loss
@@ -14,6 +14,7 @@ from lockstep.algorithms.preference_loss import choose, preference_loss
 logps = st.floats(-20, 0)
 
 
+@settings(deadline=None)
 @given(logps, logps, logps, logps, st.floats(0.05, 1))
 def test_the_losses_are_the_papers(chosen: float, rejected: float, rc: float, rr: float, beta: float) -> None:
     numbers = [torch.tensor([x], dtype=torch.float64) for x in (chosen, rejected, rc, rr)]

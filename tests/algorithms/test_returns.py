@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.algorithms.returns import clipped_value_loss, generalised_advantages, rewards_to_go
@@ -13,6 +13,7 @@ from lockstep.algorithms.segments import Segments
 lengths_of_batch = st.lists(st.integers(0, 7), min_size=1, max_size=6)
 
 
+@settings(deadline=None)
 @given(lengths_of_batch, st.floats(0, 1), st.floats(0, 0.5), st.integers(0, 1000))
 def test_a_tokens_return_is_what_its_completion_still_earns(
     lengths: list[int], gamma: float, beta: float, seed: int
@@ -34,6 +35,7 @@ def test_without_discount_and_price_every_token_has_its_completions_score() -> N
     assert found.tolist() == [2.0, 2.0, 2.0, -1.0]
 
 
+@settings(deadline=None)
 @given(lengths_of_batch, st.floats(0, 1), st.floats(0, 1), st.integers(0, 1000))
 def test_generalised_advantages_are_the_recursion_of_each_completion_alone(
     lengths: list[int], gamma: float, lam: float, seed: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.algorithms.segments import Segments
@@ -12,6 +12,7 @@ from lockstep.algorithms.segments import Segments
 rows_of_values = st.lists(st.lists(st.floats(-3, 3, width=32), max_size=6), min_size=1, max_size=6)
 
 
+@settings(deadline=None)
 @given(rows_of_values)
 def test_sums_means_and_spread_are_those_of_each_completion(rows: list[list[float]]) -> None:
     segments = Segments(torch.tensor([len(row) for row in rows]))
