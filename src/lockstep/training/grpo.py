@@ -129,6 +129,7 @@ class GRPOObjective(Objective[GRPOConfig]):
             config.vespo_lambda_pos,
             config.vespo_k_neg,
             config.vespo_lambda_neg,
+            "sequence" if config.vllm_importance_sampling_mode.startswith("sequence") else "token",
         )
         tally.mean("vespo/phi_seq_mean", phi)
         return token

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lockstep.algorithms.advantages import leave_one_out_advantages, whiten
+from lockstep.algorithms.advantages import compared, leave_one_out_advantages, whiten
 from lockstep.algorithms.divergence import k1
 from lockstep.algorithms.policy_loss import TokenLoss, clipped_policy_loss
 from lockstep.errors import InputError
@@ -64,8 +64,9 @@ class RLOOObjective(Objective[RLOOConfig]):
             rewards = [group - config.beta * kl for group, kl in zip(rewards, penalties, strict=True)]
         advantages = leave_one_out_advantages(rewards)
         if config.normalize_advantages:
-            scored = torch.cat([torch.where(r.isnan(), r, a) for r, a in zip(rewards, advantages, strict=True)])
-            advantages = list(whiten(scored).nan_to_num(0.0).split([len(group) for group in rewards]))
+            mask = torch.cat(compared(rewards))
+            white = torch.where(mask, whiten(torch.cat(advantages), mask), 0.0)
+            advantages = list(white.split([len(group) for group in rewards]))
         per_token = repeated(sequences, advantages)
         return [replace(s, advantages=a) for s, a in zip(sequences, per_token, strict=True)]
 
