@@ -159,6 +159,14 @@ class TestCommand:
         assert made.keys().isdisjoint({"VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_API_KEY"})
         assert (made[KEY_VARIABLE], made["OMP_NUM_THREADS"], made["HOME"]) == (KEY, "7", "/h")
 
+    def test_memory_on_a_cpu_does_not_grow_with_the_shapes_seen_unless_the_user_says_so(
+        self, untied_dir: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+        assert int(environment(KEY, options(untied_dir), {})[name]) <= 128
+        assert environment(KEY, options(untied_dir), {name: "1024"})[name] == "1024"
+
 
 class TestRefusals:
     def refused(self, words: list[str], capsys: pytest.CaptureFixture[str], reason: str) -> None:
