@@ -43,6 +43,7 @@ def _masked_by_value(stage: Stage) -> Patch:
                 sequence,
                 completion_ids=tuple(sequence.completion_ids[i] for i in kept),
                 behaviour_logps=tuple(sequence.behaviour_logps[i] for i in kept),
+                advantages=tuple(sequence.advantages[i] for i in kept),
             )
 
         batches = tuple(tuple(without_pad(s) for s in batch) for batch in generation.micro_batches)
