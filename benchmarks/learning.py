@@ -1,0 +1,155 @@
+"""Every method learns: a tiny model made here, a task that it cannot do at first, one curve a method.
+
+    make learning      (two cores, no download; about five minutes; ARGS="--methods ppo" for one)
+
+The task: the prompt names a letter, the completion should repeat it. A completion's reward is the share of its tokens that are the
+letter. Writes `runs/bench/learning.json` and draws `runs/bench/learning.svg`. (docs/methods.md)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+LETTERS = "abcdefgh"
+TOKENS = 8
+STEPS = 60
+_WIDTH, _HEIGHT, _COLUMNS = 260, 120, 4
+
+GROUPS = {"num_generations": 8, "per_device_train_batch_size": 64, "max_completion_length": TOKENS}
+SINGLES = {"num_generations": 1, "per_device_train_batch_size": 64, "max_completion_length": TOKENS}
+# Name: trainer, its fields.
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("GRPO", GROUPS | {"loss_type": name}) for name in ("grpo", "dr_grpo", "dapo", "bnpo", "sapo", "vespo")},
+    "cispo": ("GRPO", GROUPS | {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch"}),
+    "gspo": ("GRPO", GROUPS | {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4}),
+    "luspo": ("GRPO", GROUPS | {"importance_sampling_level": "sequence", "loss_type": "luspo"}),
+    "rloo": ("RLOO", GROUPS | {"beta": 0.01}),
+    "online_dpo": ("OnlineDPO", {"per_device_train_batch_size": 32, "max_new_tokens": TOKENS, "temperature": 1.0}),
+    "reinforce_pp": ("ReinforcePP", SINGLES),
+    "reinforce_pp_baseline": ("ReinforcePP", GROUPS | {"baseline": "group"}),
+    "ppo": ("PPO", SINGLES | {"num_iterations": 2, "steps_per_generation": 1, "beta": 0.01}),
+}
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
+    words.add_argument("--steps", type=int, default=STEPS)
+    words.add_argument("--folder", type=Path, default=Path("runs/bench"))
+    asked = words.parse_args()
+    curves = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model")
+        for name in asked.methods:
+            curves[name] = curve(name, model, Path(folder) / name, asked.steps)
+            first, last = ends(curves[name])
+            print(f"{name:22} reward of the first tenth {first:.3f}, of the last {last:.3f}", flush=True)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    (asked.folder / "learning.json").write_text(json.dumps(curves, indent=1) + "\n")
+    (asked.folder / "learning.svg").write_text(drawing(curves))
+
+
+def make_model(folder: Path) -> str:
+    """A Llama of two layers and random weights, over the letters."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["<end>", "<?>", *LETTERS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<?>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+    }
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=0,
+        bos_token_id=None,
+        **sizes,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<?>").save_pretrained(folder)
+    return str(folder)
+
+
+def repeats(prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Any], **_: Any) -> list[float]:
+    """Share of a completion's tokens that are the letter its prompt names."""
+    return [
+        text.split().count(prompt) / len(ids)
+        for prompt, text, ids in zip(prompts, completions, completion_ids, strict=True)
+    ]
+
+
+def curve(name: str, model: str, folder: Path, steps: int) -> list[float]:
+    """Mean reward of each generation of a run."""
+    from datasets import Dataset
+
+    import lockstep
+
+    trainer_name, fields = METHODS[name]
+    draw = random.Random(0)
+    data = Dataset.from_dict({"prompt": [draw.choice(LETTERS) for _ in range(256)]})
+    config = getattr(lockstep, f"{trainer_name}Config")(
+        output_dir=str(folder),
+        max_steps=steps,
+        learning_rate=2e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        bf16=False,
+        use_vllm=False,
+        disable_tqdm=True,
+        **fields,
+    )
+    trainer = getattr(lockstep, f"{trainer_name}Trainer")(
+        model=model, reward_funcs=repeats, args=config, train_dataset=data
+    )
+    trainer.train()
+    trainer.close()
+    return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+
+
+def ends(rewards: Sequence[float]) -> tuple[float, float]:
+    """Means over the first and the last tenth."""
+    tenth = max(len(rewards) // 10, 1)
+    return sum(rewards[:tenth]) / tenth, sum(rewards[-tenth:]) / tenth
+
+
+def drawing(curves: dict[str, list[float]]) -> str:
+    """The curves as small pictures side by side: reward from 0 to 1 over generations."""
+    rows = -(-len(curves) // _COLUMNS)
+    size = f'width="{_COLUMNS * _WIDTH}" height="{rows * _HEIGHT}"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">']
+    for place, (name, rewards) in enumerate(curves.items()):
+        x, y = place % _COLUMNS * _WIDTH + 12, place // _COLUMNS * _HEIGHT + 22
+        width, height = _WIDTH - 24, _HEIGHT - 36
+        points = " ".join(
+            f"{x + width * i / max(len(rewards) - 1, 1):.1f},{y + height * (1 - reward):.1f}"
+            for i, reward in enumerate(rewards)
+        )
+        parts.append(f'<text x="{x}" y="{y - 6}">{name}: {ends(rewards)[0]:.2f} → {ends(rewards)[1]:.2f}</text>')
+        parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="none" stroke="#bbb"/>')
+        parts.append(f'<polyline points="{points}" fill="none" stroke="#1f6feb" stroke-width="1.5"/>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    main()
