@@ -32,6 +32,7 @@ from lockstep.rollouts.reward_functions import Given, ProcessingClasses
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.checkpoints import guarded_save
+from lockstep.training.completion_log import show_generation
 from lockstep.training.config import OnlineConfig
 from lockstep.training.distributed import check_same_weights, leave_unwrapped, share_of, sum_gradients
 from lockstep.training.generation import Generation, prepare_generation, sequences_of
@@ -367,6 +368,8 @@ class OnlineTrainer(Trainer):
             logs["num_tokens"] = self.state.num_input_tokens_seen
             logs |= {f"time/{name}": seconds for name, seconds in self.clock.take().items()}
             self._logged.clear()
+            if self.is_world_process_zero():
+                show_generation(self._generation, self.config, self.state.global_step)
         super().log(logs, start_time)
 
     def _note(self, metrics: dict[str, float]) -> None:
