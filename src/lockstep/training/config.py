@@ -274,7 +274,8 @@ class OnlineConfig(OneValueFields, TrainingArguments):
         trackers = sorted({"wandb", "trackio"} & set(self.report_to or ()))
         if self.log_completions and trackers:
             raise InputError(
-                f"log_completions prints completions and does not send them to {' or '.join(trackers)} yet; leave one of the two out"
+                f"log_completions prints completions and does not send them to {' or '.join(trackers)} yet; leave one of "
+                "the two out"
             )
 
     def _check_saves(self) -> None:
