@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from conftest import needs_vllm, start
+from servers import connect
 from test_push import Recorder
 from tiny import make_model
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
@@ -219,12 +220,17 @@ def test_quantised_base_layers_are_refused() -> None:
 # ---- the probe -----------------------------------------------------------------------------------------------------------
 
 
+VLLM = [pytest.mark.vllm, needs_vllm]
+
+
 @pytest.fixture(
-    scope="module",
-    params=["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])],
+    scope="module", params=["transformers", pytest.param("vllm", marks=VLLM), pytest.param("server", marks=VLLM)]
 )
 def own_engine(request: pytest.FixtureRequest, untied_dir: str) -> Any:
-    made = start(request.param, untied_dir)
+    if request.param == "server":
+        made: Engine = connect(request.getfixturevalue("server").url)
+    else:
+        made = start(request.param, untied_dir)
     yield made
     made.close()
 

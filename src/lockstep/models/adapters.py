@@ -47,10 +47,10 @@ def head_name(model: torch.nn.Module) -> str:
     return next(f"{name}.weight" for name, module in inner.named_modules() if module is head)
 
 
-def with_adapter(
-    model: PreTrainedModel, peft_config: Any | None, *, seed: int, gradient_checkpointing: bool
-) -> PreTrainedModel:
+def with_adapter(model: PreTrainedModel, peft_config: Any | None, *, seed: int) -> PreTrainedModel:
     """The policy that a trainer trains: `model`, with a new adapter where `peft_config` asks for one.
+
+    With gradient checkpointing, transformers' Trainer itself gives the frozen embeddings' outputs the gradient that blocks need.
 
     Raises:
         InputError: the adapter cannot be added (see `add_adapter`), or the model's own is frozen.
@@ -63,9 +63,6 @@ def with_adapter(
         raise InputError(
             "the model's adapter is frozen: load it with PeftModel.from_pretrained(..., is_trainable=True)"
         )
-    if gradient_checkpointing:
-        # The embeddings are frozen: a checkpointed block whose inputs need no gradient would give its adapter none.
-        model.enable_input_require_grads()
     return model
 
 

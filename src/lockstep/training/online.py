@@ -121,7 +121,7 @@ class OnlineTrainer(Trainer):
         )
         policy = load_policy(self.model_path, args.model_init_kwargs) if isinstance(model, str) else model  # type: ignore[arg-type]
         fit_vocabulary(policy, tokenizer)
-        policy = with_adapter(policy, peft_config, seed=args.seed, gradient_checkpointing=args.gradient_checkpointing)
+        policy = with_adapter(policy, peft_config, seed=args.seed)
         switch_off_dropout(policy)
         # Here, so that an adapter which no engine could be given is refused before one is started.
         weights_of(policy)
