@@ -44,7 +44,7 @@ from lockstep.training.reference import Reference
 from lockstep.training.rollout_metrics import evaluation_metrics
 from lockstep.training.sampling import RolloutSource
 from lockstep.training.scoring import check_scorable
-from lockstep.training.setup import Scorer, refuse_arguments, reward_scorer
+from lockstep.training.setup import Scorer, check_reference, refuse_arguments, reward_scorer
 from lockstep.training.update import AllScores, Policy, UpdateSums, learn, score_all
 
 _CRITIC = "value_head.safetensors"
@@ -109,6 +109,7 @@ class OnlineTrainer(Trainer):
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
             )
         self.config: Any = args
+        check_reference(model, ref_model, args, peft_config)
         check_dataset(train_dataset, "train")
         if eval_dataset is not None:
             check_dataset(eval_dataset, "eval")
