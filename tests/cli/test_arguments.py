@@ -14,12 +14,18 @@ from lockstep.training.grpo_config import GRPOConfig
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
+COMMANDS = {"rloo.yaml": "rloo", "online_dpo.yaml": "online-dpo"}
+
+
 @pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda p: p.name)
 def test_every_recipe_resolves_and_its_resolution_is_a_config(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["grpo", "--config", str(recipe), "--dry_run"]) == 0
+    command = COMMANDS.get(recipe.name, "grpo")
+    assert main([command, "--config", str(recipe), "--dry_run"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     for name, value in yaml.safe_load(recipe.read_text()).items():
         assert printed[name] == value, name
+    # It says itself how it is run.
+    assert f"lockstep {command} --config recipes/{recipe.name}" in recipe.read_text()
 
 
 def test_a_dry_run_can_be_used_as_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +69,7 @@ def test_words_win_over_the_file(tmp_path: Path) -> None:
         ([], "- a\n- b\n", "must hold fields with values"),
         ([], "a: [\n", "is not YAML"),
         (["--num_generations", "3"], None, "no multiple of num_generations=3"),
-        (["--top_p", "0.9"], None, "top_p=0.9 is not supported yet"),
+        (["--top_p", "0.9"], None, "top_p=0.9 is not supported"),
         ([], None, "model_name_or_path is not set"),
         (["--model_name_or_path", "m"], None, "dataset_name is not set"),
         (["stray"], None, "stray"),

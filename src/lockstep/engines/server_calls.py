@@ -180,7 +180,8 @@ class ServerCalls:
 def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
     """Base URL of each server, from a list separated by commas or, without one, from host and port."""
     if not base_url:
-        return [f"http://{host}:{port}"]
+        # TRL's default host is an address to listen at; a server that listens there is reached at this one.
+        return [f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"]
     return [url.strip().rstrip("/") for url in base_url.split(",")]
 
 

@@ -73,9 +73,7 @@ def check_alone(ranks: int) -> None:
 
 def urls_of(given: Mapping[str, Any]) -> list[str]:
     """Base URL of each server, in server mode."""
-    # TRL's default is an address to listen at; the server listens at this one.
-    host = "127.0.0.1" if given["server_host"] == "0.0.0.0" else given["server_host"]
-    return server_urls(given["server_base_url"], host, given["server_port"])
+    return server_urls(given["server_base_url"], given["server_host"], given["server_port"])
 
 
 def check_model(model: Any, accelerator: Any, processing_class: Any) -> None:

@@ -96,6 +96,13 @@ class OnlineConfig(OneValueFields, TrainingArguments):
     token_budget: int = field(default=1024, metadata=doc("Most positions of one forward (tokens after sharing)."))
     logits_chunk_size: int = field(default=256, metadata=doc("Rows of logits held at a time."))
 
+    log_completions: bool = field(
+        default=False,
+        metadata=doc("Print prompts, completions, rewards and advantages of the last generation at every log."),
+    )
+    num_completions_to_print: int | None = field(default=None, metadata=doc("How many of them; default: all."))
+    log_unique_prompts: bool = field(default=False, metadata=doc("One of them a prompt."))
+
     _VALID_DICT_FIELDS = [  # noqa: RUF012 - read as a class attribute by TrainingArguments
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
@@ -115,6 +122,7 @@ class OnlineConfig(OneValueFields, TrainingArguments):
         self._refuse_unsupported()
         self._check_server()
         self._check_corrections()
+        self._check_completion_log()
         self.size_generation()
         self._check_saves()
 
@@ -258,6 +266,16 @@ class OnlineConfig(OneValueFields, TrainingArguments):
         if self.vllm_importance_sampling_correction and low is None and high is None:
             raise InputError(
                 "vllm_importance_sampling_correction needs a bound: set vllm_importance_sampling_clip_max, or switch it off"
+            )
+
+    def _check_completion_log(self) -> None:
+        if self.num_completions_to_print is not None and self.num_completions_to_print < 1:
+            raise InputError(f"num_completions_to_print={self.num_completions_to_print}; it must be at least 1")
+        trackers = sorted({"wandb", "trackio"} & set(self.report_to or ()))
+        if self.log_completions and trackers:
+            raise InputError(
+                f"log_completions prints completions and does not send them to {' or '.join(trackers)} yet; leave one of "
+                "the two out"
             )
 
     def _check_saves(self) -> None:

@@ -32,6 +32,7 @@ from lockstep.rollouts.reward_functions import Given, ProcessingClasses
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.checkpoints import guarded_save
+from lockstep.training.completion_log import show_generation
 from lockstep.training.config import OnlineConfig
 from lockstep.training.distributed import check_same_weights, leave_unwrapped, share_of, sum_gradients
 from lockstep.training.generation import Generation, prepare_generation, sequences_of
@@ -43,7 +44,7 @@ from lockstep.training.reference import Reference
 from lockstep.training.rollout_metrics import evaluation_metrics
 from lockstep.training.sampling import RolloutSource
 from lockstep.training.scoring import check_scorable
-from lockstep.training.setup import Scorer, refuse_arguments, reward_scorer
+from lockstep.training.setup import Scorer, check_reference, refuse_arguments, reward_scorer
 from lockstep.training.update import AllScores, Policy, UpdateSums, learn, score_all
 
 _CRITIC = "value_head.safetensors"
@@ -108,6 +109,7 @@ class OnlineTrainer(Trainer):
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
             )
         self.config: Any = args
+        check_reference(model, ref_model, args, peft_config)
         check_dataset(train_dataset, "train")
         if eval_dataset is not None:
             check_dataset(eval_dataset, "eval")
@@ -367,6 +369,8 @@ class OnlineTrainer(Trainer):
             logs["num_tokens"] = self.state.num_input_tokens_seen
             logs |= {f"time/{name}": seconds for name, seconds in self.clock.take().items()}
             self._logged.clear()
+            if self.is_world_process_zero():
+                show_generation(self._generation, self.config, self.state.global_step)
         super().log(logs, start_time)
 
     def _note(self, metrics: dict[str, float]) -> None:

@@ -78,6 +78,12 @@ class OnlineDPOConfig(OnlineConfig):
             raise InputError(
                 f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in max_length={self.max_length}"
             )
+        for name in ("mode", "clip_min", "clip_max"):
+            given = f"vllm_importance_sampling_{name}"
+            if getattr(self, given) != getattr(OnlineConfig, given):
+                raise InputError(
+                    f"{given}={getattr(self, given)!r}: Online DPO's loss has no such weights; leave it out"
+                )
 
 
 class OnlineDPOObjective(Objective[OnlineDPOConfig]):

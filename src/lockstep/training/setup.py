@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import InputError
+from lockstep.models.adapters import is_adapted
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.judges import PairwiseJudge, judge_pairs, judged
 from lockstep.rollouts.reward_functions import Given, ProcessingClasses, reward_functions
@@ -37,6 +38,21 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
             raise InputError(f"{name} is not supported yet; leave it out")
 
 
+def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> None:
+    """Refuse a reference model that would not be one, not be used, or not follow.
+
+    Raises:
+        InputError: it is the policy itself, no divergence is asked for, or an adapter leaves no model that could follow.
+    """
+    if ref_model is not None and ref_model is model:
+        raise InputError("ref_model is the model that is trained; leave it out to use a copy of it as it is now")
+    if ref_model is not None and not args.beta:
+        raise InputError("ref_model is given, and beta=0.0 leaves it unused; set beta, or leave ref_model out")
+    adapted = peft_config is not None or (not isinstance(model, str) and is_adapted(model))
+    if getattr(args, "sync_ref_model", False) and adapted and ref_model is None:
+        raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
+
+
 def reward_scorer(given: Given | list[Given] | None, tokenizers: ProcessingClasses, args: OnlineConfig) -> Scorer:
     """What scores groups by the weighted sum of reward functions and reward models.
 
@@ -59,7 +75,13 @@ def reward_scorer(given: Given | list[Given] | None, tokenizers: ProcessingClass
 
 
 def judge_scorer(judge: PairwiseJudge) -> Scorer:
-    """What scores pairs by a judge's verdicts: 1 for the better completion, 0 for the other, none where there is no verdict."""
+    """What scores pairs by a judge's verdicts: 1 for the better completion, 0 for the other, none where there is no verdict.
+
+    Raises:
+        InputError: it is no judge.
+    """
+    if not callable(getattr(judge, "judge", None)):
+        raise InputError(f"judge is a {type(judge).__name__} without a method 'judge' (see lockstep.rollouts.judges)")
 
     def score(groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
         verdicts = judge_pairs(groups, judge)

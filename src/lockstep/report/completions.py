@@ -1,0 +1,79 @@
+"""What was sampled last, as a table on the terminal: prompts, completions, scores, advantages, and what rewards say beside them.
+
+Comes from: plain rows that the trainer makes of a generation. Printed where the run's other lines are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One completion.
+
+    Attributes:
+        prompt: text, or messages with `role` and `content`.
+        scores: by reward function; None where it gave none.
+        extra: what reward functions logged of the completion, by column.
+    """
+
+    prompt: Any
+    completion: str
+    scores: Mapping[str, float | None]
+    advantage: float
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def chosen_rows(rows: Sequence[Row], count: int | None, *, unique_prompts: bool) -> list[Row]:
+    """The rows to show.
+
+    Args:
+        count: how many at most, at even distances, so that few rows are of many prompts; None for all.
+        unique_prompts: only the first row of every prompt.
+    """
+    kept = list(rows)
+    if unique_prompts:
+        first: dict[str, Row] = {}
+        for row in rows:
+            first.setdefault(repr(row.prompt), row)
+        kept = list(first.values())
+    if count is None or count >= len(kept):
+        return kept
+    return [kept[place * len(kept) // count] for place in range(count)]
+
+
+def print_completions(rows: Sequence[Row], step: int, console: Console | None = None) -> None:
+    """Print rows as one table; a column for every score and every extra that one of them has."""
+    scores = list(dict.fromkeys(name for row in rows for name in row.scores))
+    extras = list(dict.fromkeys(name for row in rows for name in row.extra))
+    table = Table(expand=True, show_lines=True)
+    table.add_column("Prompt", style="yellow")
+    table.add_column("Completion", style="green")
+    for name in (*scores, "Advantage"):
+        table.add_column(Text(name), style="cyan", justify="right")
+    for name in extras:
+        table.add_column(Text(name))
+    for row in rows:
+        numbers = [_number(row.scores.get(name)) for name in scores] + [_number(row.advantage)]
+        said = [_text(row.extra[name]) if name in row.extra else Text("") for name in extras]
+        table.add_row(_text(row.prompt), Text(row.completion), *numbers, *said)
+    (console or Console()).print(Panel(table, title=f"Step {step}", expand=False))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None or value != value else f"{value:.2f}"
+
+
+def _text(value: Any) -> Text:
+    # As Text: square brackets in what was sampled are no markup.
+    if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
+        return Text("\n\n".join(f"{str(m.get('role', '')).upper()}\n{m.get('content', '')}" for m in value))
+    return Text(str(value))

@@ -1,0 +1,81 @@
+"""`log_completions`: what a run with a real engine shows at its logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny import CONTEXT
+
+from lockstep import GRPOConfig, GRPOTrainer
+from lockstep.engines.protocol import Engine
+from lockstep.engines.transformers_engine import TransformersEngine
+from lockstep.errors import InputError
+from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.training.completion_log import rows_of
+
+PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(4)]})
+
+
+def by_length(completion_ids: list[list[int]], log_extra: Any, **_: Any) -> list[float]:
+    log_extra("tokens", [f"{len(ids)} of them" for ids in completion_ids])
+    return [float(len(ids) + ids[0] % 7) for ids in completion_ids]
+
+
+@pytest.fixture(scope="module")
+def engine(untied_dir: str) -> Engine:
+    return TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT)
+
+
+def run(model: str, folder: Path, engine: Engine, **fields: Any) -> GRPOTrainer:
+    base: dict[str, Any] = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6}
+    base |= {"max_steps": 2, "logging_steps": 2, "save_strategy": "no", "bf16": False, "disable_tqdm": True}
+    base |= {"learning_rate": 1e-3, "report_to": "none"}
+    made = GRPOTrainer(model, by_length, GRPOConfig(str(folder), **{**base, **fields}), PROMPTS, engine=engine)
+    made.train()
+    return made
+
+
+def test_every_log_shows_the_last_generation(
+    untied_dir: str, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    made = run(untied_dir, tmp_path, engine, log_completions=True)
+    shown = capsys.readouterr().out
+    assert made._generation is not None
+    rows = rows_of(made._generation)
+    assert len(rows) == 8
+    assert shown.count("Step ") == 1
+    assert "Step 2" in shown
+    assert shown.count(" of them") == 8
+    assert all(r.scores == {"by_length": r.scores["by_length"]} for r in rows)
+    assert any(f"{r.advantage:.2f}" in shown for r in rows if r.advantage)
+    # Each row's advantage is that of its own completion: the higher the score in a group, the higher it is.
+    for prompt in {r.prompt for r in rows}:
+        group = [r for r in rows if r.prompt == prompt]
+        assert sorted(group, key=lambda r: r.scores["by_length"]) == sorted(group, key=lambda r: r.advantage)
+
+
+def test_nothing_is_shown_unasked_and_one_row_a_prompt_where_asked(
+    untied_dir: str, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    run(untied_dir, tmp_path, engine)
+    assert "Step " not in capsys.readouterr().out
+    run(untied_dir, tmp_path, engine, log_completions=True, log_unique_prompts=True)
+    assert capsys.readouterr().out.count(" of them") == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_completions_to_print": 0}, "num_completions_to_print=0"),
+        ({"log_completions": True, "report_to": ["wandb"]}, "log_completions .* wandb"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        GRPOConfig(output_dir="unused", **fields)

@@ -1,0 +1,269 @@
+"""docs/migrating-from-trl.md says of every field and argument of TRL's what is true of TRL's code and of ours."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import types
+import typing
+from dataclasses import MISSING, Field, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainingArguments
+
+import lockstep
+from lockstep.errors import InputError
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+trl = pytest.importorskip("trl")
+from trl.experimental import online_dpo  # noqa: E402
+
+PAGE = Path(__file__).parents[2] / "docs" / "migrating-from-trl.md"
+# By the column of the tables.
+METHODS = {"GRPO": "GRPO", "RLOO": "RLOO", "Online DPO": "OnlineDPO"}
+STATUSES = {"same", "different", "refused", "—"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """What the page says of one field or argument: by method where the table has a column for each."""
+
+    status: dict[str, str]
+    trl: dict[str, Any]
+    ours: dict[str, Any]
+    reason: str
+
+
+def theirs(method: str, kind: str) -> Any:
+    return getattr(online_dpo if method == "Online DPO" else trl, METHODS[method] + kind)
+
+
+def ours(method: str, kind: str) -> Any:
+    return getattr(lockstep, METHODS[method] + kind)
+
+
+@cache
+def table(section: str, first: str) -> dict[str, Line]:
+    """The rows of the table in a section whose first column is called `first` and that has this many columns."""
+    text = PAGE.read_text().split(f"\n{section}\n", 1)[1]
+    text = text.split("\n## ", 1)[0]
+    head, _, *rows = re.split(rf"\n(?=\| {first} \|)", text, maxsplit=1)[1].split("\n\n", 1)[0].splitlines()
+    names = cells(head)
+    found: dict[str, Line] = {}
+    for row in rows:
+        values = dict(zip(names, cells(row), strict=True))
+        name = values[first].strip("`")
+        assert name not in found, f"{name} has two rows"
+        said = {m: values[m] for m in METHODS if m in values} or dict.fromkeys(METHODS, values.get("status", ""))
+        assert set(said.values()) <= STATUSES, name
+        having = [m for m in METHODS if said[m] != "—"]
+        both = [spread(values[column], having) if column in values else {} for column in ("TRL", "here")]
+        found[name] = Line(said, both[0], both[1], values[names[-1]])
+    return found
+
+
+def cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip().strip("|").split("|")]
+
+
+def spread(cell: str, methods: list[str]) -> dict[str, Any]:
+    values = [ast.literal_eval(part.strip().strip("`")) for part in cell.split(" · ")]
+    assert len(values) in (1, len(methods)), cell
+    return dict(zip(methods, values * len(methods) if len(values) == 1 else values, strict=True))
+
+
+def default(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+PLAIN = {f.name: default(f) for f in fields(TrainingArguments) if f.init}
+
+
+def added(config: Any) -> dict[str, Any]:
+    """Fields that a config adds to TrainingArguments or gives another default, with that default."""
+    found = {f.name: default(f) for f in fields(config) if f.init}
+    return {name: value for name, value in found.items() if name not in PLAIN or PLAIN[name] != value}
+
+
+def own(method: str) -> dict[str, Any]:
+    return {f.name: default(f) for f in fields(ours(method, "Config")) if f.init}
+
+
+def plain_types(hint: Any) -> set[type]:
+    """The classes that a type hint names, without None; a float's place takes an int."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return set().union(*(plain_types(part) for part in typing.get_args(hint)))
+    if typing.get_origin(hint) is typing.Literal:
+        return {type(value) for value in typing.get_args(hint)}
+    base = typing.get_origin(hint) or hint
+    return set() if base is type(None) else {base, int} if base is float else {base}
+
+
+def other(value: Any, hint: Any) -> Any:
+    """A value of the type that is neither `value` nor neutral."""
+    kinds = plain_types(hint)
+    if bool in kinds:
+        return not value
+    if kinds & {dict} and str in kinds:
+        return {"key": 1}
+    return next(
+        (made for kind, made in ((str, "another"), (dict, {"key": 1}), (float, 0.37), (int, 3)) if kind in kinds), 1
+    )
+
+
+def rows_of_fields() -> list[tuple[str, str]]:
+    return [(method, name) for method in METHODS for name in added(theirs(method, "Config"))]
+
+
+def config(method: str, **given: Any) -> Any:
+    return ours(method, "Config")(output_dir="unused", **given)
+
+
+@pytest.mark.parametrize(("method", "name"), rows_of_fields())
+def test_every_field_of_trl_has_a_true_row(method: str, name: str) -> None:
+    line = table("## Config fields", "field").get(name)
+    assert line is not None, f"{name} of TRL's {method} has no row"
+    status, default_there = line.status[method], added(theirs(method, "Config"))[name]
+    assert status != "—", f"TRL's {method} has {name}"
+    assert line.trl[method] == default_there
+    check_field(method, name, line, default_there)
+
+
+def check_field(method: str, name: str, line: Line, default_there: Any) -> None:
+    status, made = line.status[method], own(method)
+    assert name in made or status == "refused"
+    if name in made:
+        assert line.ours[method] == made[name]
+    hints = typing.get_type_hints(ours(method, "Config"))
+    if status == "same":
+        assert made[name] == default_there
+        missing = plain_types(typing.get_type_hints(theirs(method, "Config"))[name]) - plain_types(hints[name])
+        assert not missing, f"{name} does not take {missing}"
+    if status == "different":
+        assert line.reason or made[name] != default_there
+    refusal = refused(method, name, other(made.get(name), hints.get(name, str)))
+    assert refusal == (status == "refused")
+    assert status != "refused" or line.reason
+    if name in made and status != "refused":
+        # Whoever names TRL's default gets a config.
+        config(method, **{name: default_there})
+    elif made.get(name) == default_there:
+        config(method, **{name: default_there})
+
+
+@pytest.mark.parametrize("name", table("## Config fields", "field"))
+def test_no_row_is_of_a_field_that_trl_does_not_have(name: str) -> None:
+    line = table("## Config fields", "field")[name]
+    for method in METHODS:
+        assert (line.status[method] == "—") == (name not in added(theirs(method, "Config"))), method
+
+
+def refused(method: str, name: str, value: Any) -> bool:
+    """Whether a value is refused because of its field, and not because it is no value that the field can have."""
+    try:
+        config(method, **COMPANIONS.get(name, {}), **{name: value})
+    except (InputError, TypeError) as error:
+        return re.search(rf"^{name}=.* not supported|unexpected keyword argument '{name}'", str(error)) is not None
+    except (ValueError, ImportError, AttributeError):
+        return False
+    return False
+
+
+UNCHANGED = "Fields that TRL leaves as they are in `TrainingArguments`, and that differ here in all three:"
+
+
+@pytest.mark.parametrize("name", table(UNCHANGED, "field"))
+def test_rows_of_training_arguments_are_true(name: str) -> None:
+    line = table(UNCHANGED, "field")[name]
+    for method in METHODS:
+        assert name not in added(theirs(method, "Config"))
+        assert line.trl[method] == PLAIN[name]
+        made = own(method)
+        assert line.ours[method] == made[name]
+        if line.status[method] == "refused":
+            assert refused(method, name, unusual(name))
+        else:
+            assert made[name] != PLAIN[name]
+            config(method, **{name: PLAIN[name]})
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_field_of_training_arguments_that_is_refused_has_a_row(name: str) -> None:
+    if refused("GRPO", name, unusual(name)):
+        assert name in table("## Config fields", "field") or name in table(UNCHANGED, "field")
+
+
+def unusual(name: str) -> Any:
+    return UNUSUAL[name] if name in UNUSUAL else other(own("GRPO")[name], HINTS[name])
+
+
+HINTS = typing.get_type_hints(TrainingArguments)
+# What transformers itself asks for beside a field.
+COMPANIONS = {"load_best_model_at_end": {"eval_strategy": "steps", "save_strategy": "steps"}}
+UNUSUAL: dict[str, Any] = {
+    "label_smoothing_factor": 0.1,
+    "neftune_noise_alpha": 5.0,
+    "include_num_input_tokens_seen": "all",
+    "torch_empty_cache_steps": 2,
+    "dataloader_num_workers": 2,
+    "resume_from_checkpoint": "checkpoint-1",
+    "train_sampling_strategy": "sequential",
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_default_that_is_not_trls_has_a_row(method: str) -> None:
+    known = {**table("## Config fields", "field"), **table(UNCHANGED, "field")}
+    defaults = {f.name: default(f) for f in fields(theirs(method, "Config")) if f.init}
+    assert {n for n, value in own(method).items() if n in defaults and defaults[n] != value} <= known.keys()
+
+
+def arguments(trainer: Any) -> dict[str, inspect.Parameter]:
+    return {n: p for n, p in inspect.signature(trainer.__init__).parameters.items() if n != "self"}
+
+
+@pytest.mark.parametrize(("method", "name"), [(m, n) for m in METHODS for n in arguments(theirs(m, "Trainer"))])
+def test_every_argument_of_trl_has_a_true_row(method: str, name: str) -> None:
+    line = table("## Constructor arguments", "argument").get(name)
+    assert line is not None, f"{name} of TRL's {method} has no row"
+    status, mine, trainer = line.status[method], arguments(ours(method, "Trainer")), ours(method, "Trainer")
+    assert status != "—", f"TRL's {method} has {name}"
+    if status == "refused":
+        assert line.reason
+        with pytest.raises((InputError, TypeError), match=name):
+            trainer("model", **{"reward_funcs": len, name: object()})
+        return
+    place = list(arguments(theirs(method, "Trainer"))).index(name)
+    assert list(mine).index(name) == place, "by position it would be another one"
+    there = arguments(theirs(method, "Trainer"))[name].default
+    assert mine[name].default == there or there is inspect.Parameter.empty
+    assert status == "same" or line.reason
+
+
+@pytest.mark.parametrize("name", table("## Constructor arguments", "argument"))
+def test_no_row_is_of_an_argument_that_trl_does_not_have(name: str) -> None:
+    line = table("## Constructor arguments", "argument")[name]
+    for method in METHODS:
+        assert (line.status[method] == "—") == (name not in arguments(theirs(method, "Trainer"))), method
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_everything_that_is_only_here_is_named(method: str) -> None:
+    text = PAGE.read_text().split("\n## Added\n", 1)[1].split("\n## ", 1)[0]
+    more = own(method).keys() - {f.name for f in fields(theirs(method, "Config"))}
+    # Refused fields are in all of our configs; those of the other two trainers' tables need no mention.
+    table_names = table("## Config fields", "field")
+    assert {n for n in more if f"`{n}`" not in text and n not in table_names} == set()
+    mine = arguments(ours(method, "Trainer")).keys() - arguments(theirs(method, "Trainer")).keys()
+    assert {n for n in mine - {"refused"} if f"`{n}`" not in text} == set()
+
+
+def test_the_address_at_which_trls_server_listens_is_this_machine() -> None:
+    made = config("GRPO", vllm_mode="server", vllm_server_host="0.0.0.0", vllm_server_port=8123)
+    assert made.server_urls == ["http://127.0.0.1:8123"]
+    assert config("GRPO", vllm_mode="server", vllm_server_host="10.0.0.7").server_urls == ["http://10.0.0.7:8000"]
