@@ -124,9 +124,7 @@ def relative_to_group(rewards: list[list[float | None]], scale: str) -> list[flo
 
 def leave_one_out(drawn: Drawn, config: Any) -> list[float]:
     """RLOO's: the KL of the whole completion is part of its reward."""
-    penalties = iter(
-        sum(s.old_logps or ()) - sum(s.ref_logps or ()) if config.beta else 0.0 for s in drawn.sequences
-    )
+    penalties = iter(sum(s.old_logps or ()) - sum(s.ref_logps or ()) if config.beta else 0.0 for s in drawn.sequences)
     found: list[float | None] = []
     low, high = config.reward_clip_range or (-math.inf, math.inf)
     for group in drawn.rewards:
@@ -159,10 +157,8 @@ def per_token_kl(s: TrainingSequence) -> list[float]:
 
 
 def reinforce_pp_advantages(drawn: Drawn, config: Any) -> list[list[float]]:
-    if config.baseline == "group":
-        centred = relative_to_group(drawn.rewards, "none")
-    else:
-        centred = [r or 0.0 for r in drawn.flat_rewards]
+    scores = [r or 0.0 for r in drawn.flat_rewards]
+    centred = relative_to_group(drawn.rewards, "none") if config.baseline == "group" else scores
     rows = []
     for s, score in zip(drawn.sequences, centred, strict=True):
         price = config.beta if config.baseline == "none" else 0.0
@@ -275,9 +271,7 @@ def rloo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any) -> torc
     return -(pull * (weight * now.logps * mask).sum(1)).sum() / len(sequences)
 
 
-def online_dpo(
-    model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, beta: float
-) -> torch.Tensor:
+def online_dpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, beta: float) -> torch.Tensor:
     """Mean over all pairs of the step; one that nobody prefers adds nothing to the gradient."""
     sequences = drawn.sequences[step]
     now = padded(model, sequences, config.temperature)

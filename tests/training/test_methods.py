@@ -40,9 +40,7 @@ from lockstep.training.update import Policy, UpdateSums, learn, score_all
 # In double precision a difference is a mistake. What is left is the float32 of advantages, values and columns.
 MODEL = make_model("qwen2").double()
 LIMIT = 1e-5
-few = settings(
-    max_examples=6, deadline=None, suppress_health_check=list(HealthCheck)
-)
+few = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +214,12 @@ def check(
 GRPO_VARIANTS: dict[str, dict[str, Any]] = {
     "dapo": {},
     "grpo, KL": {"loss_type": "grpo", "beta": 0.3, "mask_truncated_completions": True},
-    "dr_grpo, plain KL": {"loss_type": "dr_grpo", "beta": 0.3, "use_bias_correction_kl": False, "scale_rewards": "none"},
+    "dr_grpo, plain KL": {
+        "loss_type": "dr_grpo",
+        "beta": 0.3,
+        "use_bias_correction_kl": False,
+        "scale_rewards": "none",
+    },
     "bnpo, entropy": {"loss_type": "bnpo", "entropy_coef": 0.2, "mask_truncated_completions": True},
     "dapo, KL, entropy, quantile": {"beta": 0.1, "entropy_coef": 0.2, "top_entropy_quantile": 0.4},
     "quantile, masked": {"top_entropy_quantile": 0.3, "mask_truncated_completions": True, "scale_rewards": "batch"},
@@ -372,6 +375,8 @@ def test_reinforce_pp_equals_the_padded_reference(fields: dict[str, Any], shape:
 )
 @few
 @given(shape=shapes(sizes=(1, 2)))
-def test_ppo_equals_the_padded_reference_in_policy_and_value_head(fields: dict[str, Any], shape: dict[str, Any]) -> None:
+def test_ppo_equals_the_padded_reference_in_policy_and_value_head(
+    fields: dict[str, Any], shape: dict[str, Any]
+) -> None:
     run, critic = config(PPOConfig, shape, **fields), make_critic()
     check(PPOObjective(run), shape, lambda drawn, step: plain.ppo(MODEL, critic, drawn, step, run), critic)
