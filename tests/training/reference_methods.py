@@ -193,7 +193,8 @@ def ppo_targets(drawn: Drawn, config: Any) -> tuple[list[list[float]], list[list
 
 
 def clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: Any) -> torch.Tensor:
-    near = ratio.clamp(1 - config.epsilon, 1 + config.epsilon_high)
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    near = ratio.clamp(1 - config.epsilon, 1 + high)
     far = ratio if getattr(config, "delta", None) is None else ratio.clamp(max=config.delta)
     return -torch.minimum(far * advantages, near * advantages)
 

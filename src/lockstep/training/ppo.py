@@ -59,10 +59,10 @@ class PPOObjective(Objective[PPOConfig]):
 
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
         config = self.config
-        rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
+        rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
         lengths = torch.tensor([len(s.completion_ids) for s in sequences])
         segments = Segments(lengths)
-        token_rewards = torch.zeros(int(lengths.sum()))
+        token_rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
         if self.uses_reference:
             token_rewards = -config.beta * k1(flat(sequences, "old_logps"), flat(sequences, "ref_logps"))
         token_rewards[lengths.cumsum(0) - 1] += rewards.nan_to_num(0.0)

@@ -55,12 +55,15 @@ class RLOOObjective(Objective[RLOOConfig]):
 
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
         config = self.config
-        rewards = [torch.tensor(group.rewards, dtype=torch.float32) for group in groups]
+        # In double: where rewards agree, what is left is a small difference of penalties.
+        rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
         if config.reward_clip_range is not None:
             low, high = config.reward_clip_range
             rewards = [group.clamp(low, high) for group in rewards]
         if self.uses_reference:
-            penalties = torch.tensor([_divergence(s) for s in sequences]).split([len(group) for group in rewards])
+            penalties = torch.tensor([_divergence(s) for s in sequences], dtype=torch.float64).split(
+                [len(group) for group in rewards]
+            )
             rewards = [group - config.beta * kl for group, kl in zip(rewards, penalties, strict=True)]
         advantages = leave_one_out_advantages(rewards)
         if config.normalize_advantages:
