@@ -15,6 +15,8 @@ from lockstep.cli.main import main
 
 REWARD = """
 import os, signal
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 calls = 0
 
 def by_length(completion_ids, **_):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,19 +37,12 @@ from lockstep.training.reinforce_pp import ReinforcePPObjective
 from lockstep.training.rloo import RLOOObjective
 from lockstep.training.update import Policy, UpdateSums, learn, score_all
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # In double precision a difference is a mistake. What is left is the float32 of advantages, values and columns.
 MODEL = make_model("qwen2").double()
 LIMIT = 1e-5
 few = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small only lose by being shared out."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_critic() -> torch.nn.Linear:

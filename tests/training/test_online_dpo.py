@@ -16,6 +16,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def hf_engine(untied_dir: str) -> Engine:

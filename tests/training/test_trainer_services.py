@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from lockstep.engines.protocol import Engine
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 METHODS: dict[str, dict[str, Any]] = {"RLOO": GROUPS, "OnlineDPO": PAIRS}
 
 
