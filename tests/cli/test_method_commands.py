@@ -13,10 +13,10 @@ from datasets import Dataset
 
 from lockstep.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 REWARD = """
 import os, signal
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 calls = 0
 
 def by_length(completion_ids, **_):
@@ -96,9 +96,8 @@ def test_a_command_runs_its_method_to_summary_and_report_and_goes_on_after_an_in
     assert signal.getsignal(signal.SIGINT) is before
     monkeypatch.delenv("TEST_INTERRUPT_AT")
 
-    other = "rloo" if command != "rloo" else "reinforce-pp"
-    own = {k: v for k, v in fields.items() if k not in ("reward_clip_range", "baseline")}
-    foreign = config(home, untied_dir, **(own if command != "online-dpo" else GROUPS))
+    other = "grpo" if command == "rloo" else "rloo"
+    foreign = config(home, untied_dir, **GROUPS)
     assert main([other, "--config", foreign]) == 2
     assert f"method was '{method}'" in capsys.readouterr().err
 

@@ -46,7 +46,7 @@ def test_evaluations_in_the_loop_and_every_log_reach_callbacks_and_trackers(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracker = Listener()
-    monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", lambda names: [lambda: tracker])
+    monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", lambda names: [tracker])
     own = Listener()
     fields = {**METHODS[method], "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "report_to": "tensorboard"}
     run = make(method, untied_dir, tmp_path, hf_engine, fields, eval_dataset=PROMPTS.select(range(3)), callbacks=[own])

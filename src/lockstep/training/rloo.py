@@ -35,7 +35,7 @@ class RLOOConfig(GroupConfig):
     num_generations: int = field(default=2, metadata=doc("Completions a prompt (the size of a group)."))
     beta: float = field(default=0.05, metadata=doc("Weight of the KL to the reference model in the reward."))
     normalize_advantages: bool = field(default=False, metadata=doc("Give a generation's advantages mean 0, spread 1."))
-    reward_clip_range: tuple[float, float] | None = field(default=None, metadata=doc("Bounds of a reward."))
+    reward_clip_range: list[float] | None = field(default=None, metadata=doc("Bounds of a reward: two numbers."))
 
     def __post_init__(self) -> None:
         super().__post_init__()
