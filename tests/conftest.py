@@ -30,6 +30,15 @@ from lockstep.verify.stage import Stage
 needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed here")
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tests of tensors so small that they only lose by being shared out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def untied_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("models") / "untied"))

@@ -200,6 +200,29 @@ def test_packs_hold_every_token_once_and_keep_to_the_budget(sequences: list[Trai
         assert torch.equal(pack.attention_mask[0, 0].sum(-1), pack.position_ids[0] + 1)
 
 
+@settings(max_examples=100, deadline=None)
+@given(steps(), st.integers(1, 120), st.lists(st.integers(1, 3), min_size=20, max_size=20))
+def test_units_are_never_cut_apart(sequences: list[TrainingSequence], budget: int, sizes: list[int]) -> None:
+    units: list[list[TrainingSequence]] = []
+    rest = list(sequences)
+    for number, size in enumerate(sizes):
+        # Of one, two or three; some sequences belong to none.
+        unit = None if number % 4 == 3 else f"unit {number}"
+        taken, rest = rest[:size], rest[size:]
+        marked = [replace(s, unit=unit) for s in taken]
+        units += [[s] for s in marked] if unit is None else [marked] if marked else []
+    flat = [s for unit in units for s in unit]
+    packs = list(pack_sequences(flat, budget))
+    assert [s for pack in packs for s in pack.sequences] == flat
+    homes = {s.name: i for i, pack in enumerate(packs) for s in pack.sequences}
+    assert all(len({homes[s.name] for s in unit}) == 1 for unit in units)
+    for pack in packs:
+        held = [unit for unit in units if unit[0].name in {s.name for s in pack.sequences}]
+        whole = [next(iter(pack_sequences(unit, 10**6))).input_ids.shape[1] for unit in held]
+        # Only a unit that is too large alone goes over the budget.
+        assert pack.input_ids.shape[1] <= (budget if len(held) > 1 else max(budget, whole[0]))
+
+
 def test_entropy_is_that_of_the_distribution() -> None:
     model = MODELS["llama"]
     sequence = TrainingSequence("a#0", (5, 6, 7), (8, 9), (-1.0, -1.0), (1.0, 1.0), 1.0)

@@ -42,15 +42,17 @@ def _train(kind: Any, arguments: RunArguments, config: Any) -> int:
         raise InputError(f"{'model_name_or_path' if model is None else 'dataset_name'} is not set")
     named = [resolve_model(name) if names_model(name) else load_reward(name) for name in arguments.reward_funcs or ()]
     data = data_of(arguments)
-    rewards = named or list(data.rewards)
-    if not rewards:
+    # A reward model of Online DPO's own stands instead of the data's.
+    by_config = getattr(config, "reward_model_path", None) is not None
+    rewards = named or ([] if by_config else list(data.rewards))
+    if not rewards and not by_config:
         raise InputError("reward_funcs is not set, and data of one's own has no reward function of its own")
     resolve_model(model)
     settings = {"method": kind.method, **asdict(arguments), **curve_settings(config)}
     with open_run(config.output_dir, settings) as place:
         if place.checkpoint:
             print(f"going on from {place.checkpoint}", flush=True)
-        finished = run_method(kind, config, place, model, rewards, data.train, data.evaluation)
+        finished = run_method(kind, config, place, model, rewards or None, data.train, data.evaluation)
     print()
     for line in summary_lines(finished.summary):
         print(line)

@@ -6,6 +6,7 @@ Comes from: rollout groups of two. Goes to: the trainer's choice of chosen and r
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,12 +65,16 @@ def judge_pairs(groups: Sequence[RolloutGroup], judge: PairwiseJudge, *, shuffle
 
 
 def judged(group: RolloutGroup, verdict: int) -> RolloutGroup:
-    """A pair with a reward of 1 for the better rollout and 0 for the other; without rewards where there is no verdict."""
-    if verdict == NO_VERDICT:
-        return group
-    rewards = [1.0 if place == verdict else 0.0 for place in range(len(group.rollouts))]
-    pairs = zip(group.rollouts, rewards, strict=True)
-    return replace(group, rollouts=tuple(replace(r, scores={"judge": value}, reward=value) for r, value in pairs))
+    """A pair with a reward of 1 for the better rollout and 0 for the other; with a score of None where there is no verdict."""
+    scores = [None if verdict == NO_VERDICT else float(place == verdict) for place in range(len(group.rollouts))]
+    pairs = zip(group.rollouts, scores, strict=True)
+    return replace(
+        group,
+        rollouts=tuple(
+            replace(rollout, scores={"judge": score}, reward=math.nan if score is None else score)
+            for rollout, score in pairs
+        ),
+    )
 
 
 def _checked(name: str, answer: Any, count: int) -> list[int]:

@@ -10,14 +10,12 @@ On several ranks one holds the engine; all read the same prompts, get the same g
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from lockstep.engines.protocol import Engine
@@ -36,6 +34,7 @@ from lockstep.training.completion_log import show_generation
 from lockstep.training.config import OnlineConfig
 from lockstep.training.distributed import check_same_weights, leave_unwrapped, share_of, sum_gradients
 from lockstep.training.generation import Generation, prepare_generation, sequences_of
+from lockstep.training.method_state import MethodState
 from lockstep.training.objective import Objective, Scores
 from lockstep.training.packing import TrainingSequence
 from lockstep.training.phases import PhaseClock
@@ -47,9 +46,7 @@ from lockstep.training.scoring import check_scorable
 from lockstep.training.setup import Scorer, check_reference, refuse_arguments, reward_scorer
 from lockstep.training.update import AllScores, Policy, UpdateSums, learn, score_all
 
-_CRITIC = "value_head.safetensors"
 _COUNTS = ("parity/checked_tokens", "rewards/unscored")
-_OBJECTIVE_STATE = "objective.json"
 # A rank waits for the owner's longest piece of work: a generation that is lost and repeated.
 _LONGEST_CALL = 12
 
@@ -130,7 +127,12 @@ class OnlineTrainer(Trainer):
         self.objective: Objective = self.objective_class(args)
         self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None
         self.critic = self.make_critic(policy)
-        context = args.context_limit or policy.config.get_text_config().max_position_embeddings
+        follows = getattr(args, "sync_ref_model", False) and self.reference is not None
+        if follows and not self.reference.can_follow:  # type: ignore[union-attr]
+            raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
+        self._method_state = MethodState(self.objective, self.reference if follows else None, self.critic)
+        attended = policy.config.get_text_config().max_position_embeddings
+        context = min(args.context_limit or attended, attended)
         self._train_prompts, self._eval_prompts = read_prompts(train_dataset, eval_dataset, tokenizer, context, args)
         longest = max(len(p.ids) for p in self._train_prompts + self._eval_prompts) + args.completion_limit
         check_scorable(causal_model(policy), longest)
@@ -153,7 +155,7 @@ class OnlineTrainer(Trainer):
             if part is not None:
                 part.to(self.args.device)
         # One more, where the model has it: an engine scores a sequence anew only with room for a token behind it.
-        max_model_len = args.context_limit or min(longest + 1, context)
+        max_model_len = context if args.context_limit else min(longest + 1, context)
         self.source = RolloutSource(
             policy, score, tokenizer, args, self.clock, self.ranks, engine, self.model_path, max_model_len, longest
         )
@@ -318,15 +320,21 @@ class OnlineTrainer(Trainer):
         """Forget what an earlier, perhaps interrupted, call of `train` left, and open the receipt. Called by the loop."""
         self._generation = None
         self._logged.clear()
+        self._forget_gradients()
         self.source.start(Path(self.args.output_dir or "."), self.state.global_step)
         self.clock.take()
 
     def end_step(self) -> None:
         """What follows an optimizer step. Called by the loop."""
-        config = self.config
-        if getattr(config, "sync_ref_model", False) and self.state.global_step % config.ref_model_sync_steps == 0:
-            assert self.reference is not None
-            self.reference.follow(config.ref_model_mixup_alpha)
+        self._forget_gradients()
+        config, reference = self.config, self._method_state.moving_reference
+        if reference is not None and self.state.global_step % config.ref_model_sync_steps == 0:
+            reference.follow(config.ref_model_mixup_alpha)
+
+    def _forget_gradients(self) -> None:
+        """The value head's: the base class clears those of its model alone."""
+        if self.critic is not None:
+            self.critic.zero_grad()
 
     def _policy(self) -> Policy:
         return Policy(self._causal(), self.accelerator.autocast, self.accelerator.backward, self.critic)
@@ -381,29 +389,13 @@ class OnlineTrainer(Trainer):
         folder = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
         with guarded_save(self.args.output_dir or ".", self.state.global_step):
             if self.args.should_save:
-                self._save_method(folder)
+                self._method_state.save(folder)
             super()._save_checkpoint(model, trial)
             self.source.remember_receipt(folder)
 
-    def _save_method(self, folder: Path) -> None:
-        """What the base class does not know of; written first, since its state makes a checkpoint whole."""
-        folder.mkdir(parents=True, exist_ok=True)
-        if state := self.objective.state():
-            (folder / _OBJECTIVE_STATE).write_text(json.dumps(state))
-        if self.critic is not None:
-            save_file(self.critic.state_dict(), folder / _CRITIC)
-        if getattr(self.config, "sync_ref_model", False) and self.reference is not None:
-            self.reference.save(folder)
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        folder = Path(resume_from_checkpoint)
-        if (folder / _OBJECTIVE_STATE).exists():
-            self.objective.load_state(json.loads((folder / _OBJECTIVE_STATE).read_text()))
-        if self.critic is not None:
-            self.critic.load_state_dict(load_file(folder / _CRITIC))
-        if getattr(self.config, "sync_ref_model", False) and self.reference is not None:
-            self.reference.load(folder)
+        self._method_state.load(Path(resume_from_checkpoint))
 
     def close(self) -> None:
         """Release the engine, if the trainer started it."""

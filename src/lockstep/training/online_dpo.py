@@ -227,8 +227,14 @@ class OnlineDPOTrainer(OnlineTrainer):
         )
 
     def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
+        given = {"judge": self._judge, "reward_funcs": reward_funcs, "reward_model_path": self.config.reward_model_path}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) > 1:
+            raise InputError(f"{' and '.join(names)} all say which completion is better; give one of them")
         if self._judge is None:
             return super().scorer(reward_funcs or self.config.reward_model_path, processing_classes)
-        if reward_funcs is not None or self.config.reward_model_path is not None:
-            raise InputError("reward_funcs and judge both say which completion is better; give one of the two")
+        if self.config.missing_eos_penalty is not None:
+            raise InputError(
+                "missing_eos_penalty is taken off a reward, and a judge gives none; leave one of the two out"
+            )
         return judge_scorer(self._judge)

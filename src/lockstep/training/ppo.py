@@ -18,6 +18,7 @@ from lockstep.algorithms.divergence import k1
 from lockstep.algorithms.policy_loss import clipped_policy_loss, importance_ratios, token_weights
 from lockstep.algorithms.returns import clipped_value_loss, generalised_advantages
 from lockstep.algorithms.segments import Segments
+from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.group_config import GroupConfig
 from lockstep.training.objective import Objective, TokenBatch, note_clipping
@@ -58,10 +59,10 @@ class PPOObjective(Objective[PPOConfig]):
 
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
         config = self.config
-        rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float32)
+        rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
         lengths = torch.tensor([len(s.completion_ids) for s in sequences])
         segments = Segments(lengths)
-        token_rewards = torch.zeros(int(lengths.sum()))
+        token_rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
         if self.uses_reference:
             token_rewards = -config.beta * k1(flat(sequences, "old_logps"), flat(sequences, "ref_logps"))
         token_rewards[lengths.cumsum(0) - 1] += rewards.nan_to_num(0.0)
@@ -117,9 +118,16 @@ class PPOTrainer(OnlineTrainer):
         return head
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        fresh = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if fresh and self.critic is not None:
+        assert self.critic is not None
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        # An optimizer of the user's cannot know of the head.
+        if missing := [p for p in self.critic.parameters() if id(p) not in held]:
+            if self.lr_scheduler is not None:
+                raise InputError(
+                    "PPO adds its value head to the optimizer, which a scheduler made before does not follow; give "
+                    "optimizers=(optimizer, None)"
+                )
             rate = self.config.value_learning_rate or 10 * self.config.learning_rate
-            optimizer.add_param_group({"params": list(self.critic.parameters()), "lr": rate, "weight_decay": 0.0})
+            optimizer.add_param_group({"params": missing, "lr": rate, "weight_decay": 0.0})
         return optimizer

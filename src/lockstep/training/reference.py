@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, is_adapted, without_adapter
 
-_FILE = "reference.safetensors"
+FILE = "reference.safetensors"
 
 
 class Reference:
@@ -28,7 +28,7 @@ class Reference:
         given: another model to use.
 
     Raises:
-        InputError: `given` is the policy itself.
+        InputError: `given` is the policy itself, or the policy's adapter cannot be switched off.
     """
 
     def __init__(self, policy: PreTrainedModel, given: PreTrainedModel | None = None) -> None:
@@ -38,6 +38,10 @@ class Reference:
         self._own: PreTrainedModel | None = given
         if given is None and not is_adapted(policy):
             self._own = copy.deepcopy(policy)
+        if self._own is None:
+            # Refused here, and not when the first rollouts have been paid for.
+            with without_adapter(policy):
+                pass
         if self._own is not None:
             self._own.requires_grad_(False).eval()
 
@@ -55,24 +59,24 @@ class Reference:
         if self._own is not None:
             self._own.to(device)
 
+    @property
+    def can_follow(self) -> bool:
+        """Whether it is a copy of the trained weights; the model without its adapter does not move."""
+        return self._own is not None and not is_adapted(self._policy)
+
     @torch.no_grad()
     def follow(self, share: float) -> None:
-        """Become `share` × policy + (1 − share) × reference (TR-DPO, arXiv 2404.09656).
-
-        Raises:
-            InputError: the reference is the model without its adapter, which does not move.
-        """
-        if self._own is None:
-            raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
+        """Become `share` × policy + (1 − share) × reference (TR-DPO, arXiv 2404.09656)."""
+        assert self._own is not None
         for mine, theirs in zip(self._own.parameters(), self._policy.parameters(), strict=True):
             mine.lerp_(theirs.detach().to(mine.device, mine.dtype), share)
 
     def save(self, folder: Path) -> None:
         """Keep a reference that has moved beside a checkpoint."""
         if self._own is not None:
-            save_model(self._own, str(folder / _FILE))
+            save_model(self._own, str(folder / FILE))
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` has left."""
-        if self._own is not None and (folder / _FILE).exists():
-            load_model(self._own, str(folder / _FILE))
+        if self._own is not None:
+            load_model(self._own, str(folder / FILE))

@@ -60,12 +60,12 @@ class ReinforcePPObjective(Objective[ReinforcePPConfig]):
 
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
         config = self.config
-        rewards = [torch.tensor(group.rewards, dtype=torch.float32) for group in groups]
+        rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
         scored = ~torch.cat(rewards).isnan()
         if config.baseline == "group":
             rewards = group_advantages(rewards, "none")
         segments = Segments(torch.tensor([len(s.completion_ids) for s in sequences]))
-        divergence = torch.zeros(int(segments.lengths.sum()))
+        divergence = torch.zeros(int(segments.lengths.sum()), dtype=torch.float64)
         if self.scores_first:
             divergence = k1(flat(sequences, "old_logps"), flat(sequences, "ref_logps"))
         flat_rewards = torch.cat(rewards).nan_to_num(0.0)
@@ -97,8 +97,8 @@ class ReinforcePPObjective(Objective[ReinforcePPConfig]):
 
 
 def flat(sequences: Sequence[TrainingSequence], name: str) -> torch.Tensor:
-    """(N,) a column of all sequences, one after the other."""
-    return torch.tensor([value for s in sequences for value in getattr(s, name)])
+    """(N,) float64: a column of all sequences, one after the other. What is whitened may be small differences."""
+    return torch.tensor([value for s in sequences for value in getattr(s, name)], dtype=torch.float64)
 
 
 class ReinforcePPTrainer(OnlineTrainer):

@@ -35,7 +35,7 @@ class RLOOConfig(GroupConfig):
     num_generations: int = field(default=2, metadata=doc("Completions a prompt (the size of a group)."))
     beta: float = field(default=0.05, metadata=doc("Weight of the KL to the reference model in the reward."))
     normalize_advantages: bool = field(default=False, metadata=doc("Give a generation's advantages mean 0, spread 1."))
-    reward_clip_range: tuple[float, float] | None = field(default=None, metadata=doc("Bounds of a reward."))
+    reward_clip_range: list[float] | None = field(default=None, metadata=doc("Bounds of a reward: two numbers."))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,12 +55,15 @@ class RLOOObjective(Objective[RLOOConfig]):
 
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
         config = self.config
-        rewards = [torch.tensor(group.rewards, dtype=torch.float32) for group in groups]
+        # In double: where rewards agree, what is left is a small difference of penalties.
+        rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
         if config.reward_clip_range is not None:
             low, high = config.reward_clip_range
             rewards = [group.clamp(low, high) for group in rewards]
         if self.uses_reference:
-            penalties = torch.tensor([_divergence(s) for s in sequences]).split([len(group) for group in rewards])
+            penalties = torch.tensor([_divergence(s) for s in sequences], dtype=torch.float64).split(
+                [len(group) for group in rewards]
+            )
             rewards = [group - config.beta * kl for group, kl in zip(rewards, penalties, strict=True)]
         advantages = leave_one_out_advantages(rewards)
         if config.normalize_advantages:

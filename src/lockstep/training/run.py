@@ -49,7 +49,7 @@ def run_method(
     config: OnlineConfig,
     place: RunPlace,
     model: str,
-    reward_funcs: list[Given],
+    reward_funcs: list[Given] | None,
     train_dataset: Any,
     eval_dataset: Any | None,
 ) -> FinishedRun:
@@ -57,6 +57,7 @@ def run_method(
 
     Args:
         kind: the method's trainer.
+        reward_funcs: None where the configuration names what scores.
 
     Raises:
         Interrupted: SIGINT arrived; the step under way was finished and saved.
@@ -73,7 +74,12 @@ def run_method(
 
 
 def _trainer(
-    kind: type[OnlineTrainer], model: str, rewards: list[Given], config: OnlineConfig, train: Any, evaluation: Any
+    kind: type[OnlineTrainer],
+    model: str,
+    rewards: list[Given] | None,
+    config: OnlineConfig,
+    train: Any,
+    evaluation: Any,
 ) -> OnlineTrainer:
     try:
         return kind(model, reward_funcs=rewards, args=config, train_dataset=train, eval_dataset=evaluation)

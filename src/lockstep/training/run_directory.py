@@ -58,6 +58,8 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
     if checkpoint is not None:
         earlier = json.loads(known.read_text())
         changed = sorted(k for k in earlier.keys() | plain.keys() if earlier.get(k) != plain.get(k))
+        # Another method has other fields: their list would hide what they come from.
+        changed.sort(key=lambda name: name != "method")
         if changed:
             what = ", ".join(f"{k} was {earlier.get(k)!r}, is {plain.get(k)!r}" for k in changed[:5])
             raise InputError(

@@ -1,0 +1,60 @@
+"""Small runs of every method on the transformers engine, whose every bit is fixed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+import lockstep
+from lockstep.engines.protocol import Engine
+from lockstep.training.online import OnlineTrainer
+
+PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
+GROUPS: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 6}
+ALONE = {**GROUPS, "num_generations": 1}
+PAIRS: dict[str, Any] = {"per_device_train_batch_size": 2, "max_new_tokens": 6, "max_length": 100}
+
+
+def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(len(ids) + ids[0] % 7) for ids in completion_ids]
+
+
+def lora() -> peft.LoraConfig:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+
+
+def make(method: str, model: Any, folder: Path, engine: Engine, fields: dict[str, Any], **arguments: Any) -> Any:
+    """A trainer of a method: `GRPO`, `RLOO`, `OnlineDPO`, `ReinforcePP` or `PPO`."""
+    base: dict[str, Any] = {"max_steps": 6, "logging_steps": 1, "save_strategy": "no", "bf16": False}
+    base |= {"disable_tqdm": True, "report_to": "none", "learning_rate": 1e-2}
+    config = getattr(lockstep, f"{method}Config")(output_dir=str(folder), **{**base, **fields})
+    arguments = {"reward_funcs": by_length, "train_dataset": PROMPTS, **arguments}
+    return getattr(lockstep, f"{method}Trainer")(model=model, args=config, engine=engine, **arguments)
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = control.should_training_stop or state.global_step >= self._step
+
+
+def parameters(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()} if module is not None else {}
+
+
+def reference_of(run: OnlineTrainer) -> Any:
+    """The reference model that a trainer holds of its own, if it does."""
+    return getattr(run.reference, "_own", None)
+
+
+def logs(run: OnlineTrainer) -> list[dict[str, Any]]:
+    """What was logged of each step, but for the times."""
+    timeless = [{k: v for k, v in log.items() if not k.startswith("time/")} for log in run.state.log_history]
+    return [log for log in timeless if "loss" in log]

@@ -1,0 +1,323 @@
+"""Every method once more, plainly: whole logits of padded rows, loops over groups and tokens, nothing of `lockstep.algorithms`.
+
+Formulas are those of the papers, with TRL's constants where it has the method and OpenRLHF's otherwise. Each function takes a whole
+generation, and gives the loss of one optimizer step of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.training.packing import TrainingSequence
+
+
+@dataclass
+class Drawn:
+    """A generation: what was sampled and what is known of it, before any method has seen it.
+
+    Attributes:
+        sequences: one a rollout; `old_logps`, `ref_logps` and `values` are those of the time of sampling.
+        rewards: of each group; None where a completion has none.
+        cut: whether each completion ended at the length limit.
+        moved: the policy is no longer the one that sampled.
+    """
+
+    sequences: list[TrainingSequence]
+    rewards: list[list[float | None]]
+    cut: list[bool]
+    moved: bool
+
+    @property
+    def flat_rewards(self) -> list[float | None]:
+        return [reward for group in self.rewards for reward in group]
+
+
+@dataclass
+class Padded:
+    """A forward of padded rows; all (B, C), with gradient but for the mask."""
+
+    logps: torch.Tensor
+    entropies: torch.Tensor
+    mask: torch.Tensor
+    hidden: torch.Tensor
+
+
+def padded(model: PreTrainedModel, sequences: Sequence[TrainingSequence], temperature: float) -> Padded:
+    """One row a completion, whole logits."""
+    rows = [torch.tensor(s.prompt_ids + s.completion_ids) for s in sequences]
+    width, longest = max(map(len, rows)), max(len(s.completion_ids) for s in sequences)
+    ids = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
+    attention = torch.stack([(torch.arange(width) < len(row)).long() for row in rows])
+    found = model(input_ids=ids, attention_mask=attention, output_hidden_states=True)
+    distribution = (found.logits / temperature).log_softmax(-1)
+    parts: list[list[torch.Tensor]] = [[], [], [], []]
+    for i, s in enumerate(sequences):
+        begin, count = len(s.prompt_ids) - 1, len(s.completion_ids)
+        own = distribution[i, begin : begin + count]
+        logps = own[torch.arange(count), torch.tensor(s.completion_ids)]
+        entropies = -(own.exp() * own).sum(-1)
+        empty = longest - count
+        parts[0].append(torch.nn.functional.pad(logps, (0, empty)))
+        parts[1].append(torch.nn.functional.pad(entropies, (0, empty)))
+        parts[2].append((torch.arange(longest) < count).to(logps))
+        parts[3].append(torch.nn.functional.pad(found.hidden_states[-1][i, begin : begin + count], (0, 0, 0, empty)))
+    return Padded(*(torch.stack(part) for part in parts))
+
+
+def table(sequences: Sequence[TrainingSequence], rows: Sequence[Sequence[float]]) -> torch.Tensor:
+    """(B, C) of ragged rows, zeros behind them."""
+    longest = max(len(s.completion_ids) for s in sequences)
+    return torch.tensor([[*row, *([0.0] * (longest - len(row)))] for row in rows], dtype=torch.float64)
+
+
+def column(sequences: Sequence[TrainingSequence], name: str) -> torch.Tensor:
+    return table(sequences, [getattr(s, name) for s in sequences])
+
+
+def old_of(drawn: Drawn, step: slice, now: torch.Tensor) -> torch.Tensor:
+    return column(drawn.sequences[step], "old_logps") if drawn.moved else now.detach()
+
+
+def learned(drawn: Drawn, step: slice, mask: torch.Tensor, config: Any) -> torch.Tensor:
+    """The mask without the completions that were cut, where those are left out."""
+    if not config.mask_truncated_completions:
+        return mask
+    return mask * torch.tensor([[0.0 if cut else 1.0] for cut in drawn.cut[step]], dtype=mask.dtype)
+
+
+def correction(old: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, config: Any) -> torch.Tensor:
+    low = config.vllm_importance_sampling_clip_min or 0.0
+    high = config.vllm_importance_sampling_clip_max
+    difference = (old - behaviour) * mask
+    if config.vllm_importance_sampling_mode == "sequence_mask":
+        ratio = difference.sum(1, keepdim=True).exp().expand_as(mask)
+        return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0).detach()
+    assert config.vllm_importance_sampling_mode == "token_truncate"
+    return difference.exp().clamp(low, high).detach()
+
+
+# ---- advantages of completions -------------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float]) -> float:
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+def relative_to_group(rewards: list[list[float | None]], scale: str) -> list[float]:
+    """GRPO's."""
+    every = [r for group in rewards for r in group if r is not None]
+    found = []
+    for group in rewards:
+        scored = [r for r in group if r is not None]
+        deviation = spread(scored) if scale == "group" else spread(every)
+        divisor = 1.0 if scale == "none" else deviation + 1e-4
+        found += [0.0 if r is None or len(set(scored)) == 1 else (r - fmean(scored)) / divisor for r in group]
+    return found
+
+
+def leave_one_out(drawn: Drawn, config: Any) -> list[float]:
+    """RLOO's: the KL of the whole completion is part of its reward."""
+    penalties = iter(sum(s.old_logps or ()) - sum(s.ref_logps or ()) if config.beta else 0.0 for s in drawn.sequences)
+    found: list[float | None] = []
+    low, high = config.reward_clip_range or (-math.inf, math.inf)
+    for group in drawn.rewards:
+        total = [(None if r is None else min(max(r, low), high), next(penalties)) for r in group]
+        net = [None if r is None else r - config.beta * kl for r, kl in total]
+        for i, own in enumerate(net):
+            others = [r for j, r in enumerate(net) if j != i and r is not None]
+            found.append(None if own is None or not others else own - fmean(others))
+    if config.normalize_advantages:
+        known = [a for a in found if a is not None]
+        centre = fmean(known) if known else 0.0
+        return [0.0 if a is None else (a - centre) / (spread(known) + 1e-4) for a in found]
+    return [a or 0.0 for a in found]
+
+
+def whitened(rows: list[list[float]], counted: list[bool]) -> list[list[float]]:
+    """Mean 0, spread 1, over the tokens of the completions that count; 0 elsewhere."""
+    known = [value for row, counts in zip(rows, counted, strict=True) if counts for value in row]
+    centre, divisor = (fmean(known), spread(known) + 1e-4) if known else (0.0, 1.0)
+    return [
+        [(value - centre) / divisor if counts else 0.0 for value in row]
+        for row, counts in zip(rows, counted, strict=True)
+    ]
+
+
+def per_token_kl(s: TrainingSequence) -> list[float]:
+    assert s.old_logps is not None
+    assert s.ref_logps is not None
+    return [old - ref for old, ref in zip(s.old_logps, s.ref_logps, strict=True)]
+
+
+def reinforce_pp_advantages(drawn: Drawn, config: Any) -> list[list[float]]:
+    scores = [r or 0.0 for r in drawn.flat_rewards]
+    centred = relative_to_group(drawn.rewards, "none") if config.baseline == "group" else scores
+    rows = []
+    for s, score in zip(drawn.sequences, centred, strict=True):
+        price = config.beta if config.baseline == "none" else 0.0
+        ahead, row = score, []
+        for kl in reversed(per_token_kl(s)):
+            # The score is earned at the last token and discounted from there.
+            ahead = (ahead if not row else config.gamma * ahead) - price * kl
+            row.append(ahead)
+        rows.append(row[::-1])
+    return whitened(rows, [r is not None for r in drawn.flat_rewards])
+
+
+def ppo_targets(drawn: Drawn, config: Any) -> tuple[list[list[float]], list[list[float]]]:
+    """Whitened advantages, and returns."""
+    advantages, returns = [], []
+    for s, score in zip(drawn.sequences, drawn.flat_rewards, strict=True):
+        assert s.values is not None
+        count = len(s.completion_ids)
+        earned = [-config.beta * kl for kl in per_token_kl(s)]
+        earned[-1] += score or 0.0
+        row, carried = [0.0] * count, 0.0
+        for t in reversed(range(count)):
+            following = s.values[t + 1] if t + 1 < count else 0.0
+            carried = earned[t] + config.gamma * following - s.values[t] + config.gamma * config.lam * carried
+            row[t] = carried
+        advantages.append(row)
+        returns.append([a + v for a, v in zip(row, s.values, strict=True)])
+    return whitened(advantages, [r is not None for r in drawn.flat_rewards]), returns
+
+
+# ---- losses of a step ----------------------------------------------------------------------------------------------
+
+
+def clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: Any) -> torch.Tensor:
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    near = ratio.clamp(1 - config.epsilon, 1 + high)
+    far = ratio if getattr(config, "delta", None) is None else ratio.clamp(max=config.delta)
+    return -torch.minimum(far * advantages, near * advantages)
+
+
+def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coefficient: float | None = None) -> Any:
+    """GRPO and its relatives.
+
+    Args:
+        coefficient: of the entropy bonus; by default the config's.
+    """
+    sequences = drawn.sequences[step]
+    now = padded(model, sequences, config.temperature)
+    mask = learned(drawn, step, now.mask, config)
+    old, behaviour = old_of(drawn, step, now.logps), column(sequences, "behaviour_logps")
+    advantages = torch.tensor(relative_to_group(drawn.rewards, config.scale_rewards)[step])[:, None].double()
+    lengths = now.mask.sum(1, keepdim=True)
+    log_ratio = now.logps - old
+    if config.importance_sampling_level == "sequence":
+        log_ratio = ((log_ratio * now.mask).sum(1, keepdim=True) / lengths).expand_as(now.mask)
+    ratio, weight = log_ratio.exp(), correction(old, behaviour, now.mask, config)
+
+    if config.loss_type == "vespo":
+        log_weight = ((now.logps.detach() - old + weight.log()) * now.mask).sum(1, keepdim=True)
+        w = log_weight.clamp(math.log(1e-8), 20.0).exp()
+        k = torch.where(advantages >= 0, config.vespo_k_pos, config.vespo_k_neg)
+        rate = torch.where(advantages >= 0, config.vespo_lambda_pos, config.vespo_lambda_neg)
+        loss = -(w**k * (rate * (1 - w)).exp()) * advantages * now.logps
+    elif config.loss_type == "cispo":
+        loss = -ratio.detach().clamp(max=config.epsilon_high) * advantages * now.logps * weight
+    elif config.loss_type == "sapo":
+        tau = torch.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
+        loss = -(4 / tau) / (1 + (-tau * (ratio - 1)).exp()) * advantages * weight
+    else:
+        loss = clipped(ratio, advantages, config) * weight
+
+    if config.off_policy_mask_threshold is not None:
+        drift = ((behaviour - now.logps.detach()) * now.mask).sum(1, keepdim=True) / lengths
+        loss = loss * ~((advantages < 0) & (drift > config.off_policy_mask_threshold))
+    chosen = mask
+    if config.top_entropy_quantile < 1.0 and mask.any():
+        entropies = now.entropies.detach()
+        threshold = torch.quantile(entropies[mask > 0], 1 - config.top_entropy_quantile)
+        # Equal entropies must stay on one side, whatever the last bit.
+        chosen = mask * (entropies >= threshold - 1e-6)
+        loss = loss * chosen
+    if config.beta:
+        gap = column(sequences, "ref_logps") - now.logps
+        kl = gap.exp() - gap - 1
+        loss = loss + config.beta * (kl * ratio if config.use_bias_correction_kl else kl)
+
+    count = len(sequences)
+    if config.loss_type in ("grpo", "sapo"):
+        total = ((loss * mask).sum(1) / mask.sum(1).clamp(min=1)).sum() / count
+    elif config.loss_type == "dr_grpo":
+        total = (loss * mask).sum() / (count * config.max_completion_length)
+    elif config.loss_type == "luspo":
+        total = (loss * mask).sum() / count
+    else:
+        total = (loss * mask).sum() / mask.sum().clamp(min=1)
+    bonus = (now.entropies * chosen).sum() / chosen.sum().clamp(min=1)
+    return total - (config.entropy_coef if coefficient is None else coefficient) * bonus
+
+
+def rloo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any) -> torch.Tensor:
+    """The gradient of a completion's ratio is ratio × Σ weight × gradient of each log-prob; what is clipped has none."""
+    sequences = drawn.sequences[step]
+    now = padded(model, sequences, config.temperature)
+    old = old_of(drawn, step, now.logps)
+    mask = learned(drawn, step, now.mask, config)
+    weight = correction(old, column(sequences, "behaviour_logps"), now.mask, config)
+    advantages = torch.tensor(leave_one_out(drawn, config)[step], dtype=torch.float64)
+    ratio = ((now.logps.detach() - old) * now.mask).sum(1).exp()
+    outside = ((ratio > 1 + config.epsilon_high) & (advantages > 0)) | ((ratio < 1 - config.epsilon) & (advantages < 0))
+    pull = torch.where(outside, 0.0, ratio * advantages)
+    return -(pull * (weight * now.logps * mask).sum(1)).sum() / len(sequences)
+
+
+def online_dpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, beta: float) -> torch.Tensor:
+    """Mean over all pairs of the step; one that nobody prefers adds nothing to the gradient."""
+    sequences = drawn.sequences[step]
+    now = padded(model, sequences, config.temperature)
+    gains = ((now.logps - column(sequences, "ref_logps")) * now.mask).sum(1)
+    penalty = config.missing_eos_penalty or 0.0
+    rewards = [
+        None if r is None else r - penalty * cut
+        for r, cut in zip(drawn.flat_rewards[step], drawn.cut[step], strict=True)
+    ]
+    total = gains.sum() * 0
+    for i in range(0, len(rewards), 2):
+        first, second = rewards[i], rewards[i + 1]
+        if first is None or second is None or first == second:
+            continue
+        better, worse = (i, i + 1) if first > second else (i + 1, i)
+        margin = gains[better] - gains[worse]
+        if config.loss_type == "ipo":
+            total = total + (margin - 1 / (2 * beta)) ** 2
+        else:
+            total = total + torch.log1p(torch.exp(-beta * margin))
+    return total / (len(rewards) / 2)
+
+
+def reinforce_pp(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any) -> torch.Tensor:
+    sequences = drawn.sequences[step]
+    now = padded(model, sequences, config.temperature)
+    old = old_of(drawn, step, now.logps)
+    mask = learned(drawn, step, now.mask, config)
+    weight = correction(old, column(sequences, "behaviour_logps"), now.mask, config)
+    advantages = table(sequences, reinforce_pp_advantages(drawn, config)[step])
+    loss = clipped((now.logps - old).exp(), advantages, config) * weight
+    if config.baseline == "group":
+        loss = loss + config.beta * (now.logps - column(sequences, "ref_logps")) ** 2 / 2
+    return (loss * mask).sum() / mask.sum().clamp(min=1)
+
+
+def ppo(model: PreTrainedModel, critic: torch.nn.Linear, drawn: Drawn, step: slice, config: Any) -> torch.Tensor:
+    sequences = drawn.sequences[step]
+    now = padded(model, sequences, config.temperature)
+    old = old_of(drawn, step, now.logps)
+    mask = learned(drawn, step, now.mask, config)
+    weight = correction(old, column(sequences, "behaviour_logps"), now.mask, config)
+    advantages, returns = (table(sequences, rows[step]) for rows in ppo_targets(drawn, config))
+    policy = clipped((now.logps - old).exp(), advantages, config) * weight
+    values, before = now.hidden @ critic.weight[0] + critic.bias[0], column(sequences, "values")
+    near = torch.clamp(values, before - config.cliprange_value, before + config.cliprange_value)
+    value = torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
+    return ((policy + config.vf_coef * value) * mask).sum() / mask.sum().clamp(min=1)

@@ -1,0 +1,137 @@
+"""The reference model: it stands still unless it is told to follow, starts as the policy, and costs nothing beside an adapter."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from conftest import start
+from methods import ALONE, GROUPS, PAIRS, logs, lora, make, parameters, reference_of
+from tiny import make_model, perturbed
+from transformers import TrainerCallback
+
+from lockstep.engines.protocol import Engine
+from lockstep.errors import InputError
+from lockstep.models.policy import load_policy
+from lockstep.training.reference import Reference
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WITH_REFERENCE: dict[str, dict[str, Any]] = {
+    "GRPO": {**GROUPS, "beta": 0.2},
+    "RLOO": GROUPS,
+    "OnlineDPO": PAIRS,
+    "ReinforcePP": ALONE,
+    "PPO": ALONE,
+}
+
+
+@pytest.fixture(scope="module")
+def hf_engine(untied_dir: str) -> Engine:
+    return start("transformers", untied_dir)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
+@pytest.mark.parametrize("method", sorted(WITH_REFERENCE))
+def test_the_reference_is_the_policy_of_the_start_and_the_divergence_from_it_begins_at_0(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, method: str, adapter: bool
+) -> None:
+    arguments = {"peft_config": lora()} if adapter else {}
+    run = make(method, untied_dir, tmp_path, hf_engine, {**WITH_REFERENCE[method], "max_steps": 3}, **arguments)
+    start_weights, trained = parameters(make_model()), parameters(run.model)
+    run.train()
+    assert not same(parameters(run.model), trained)
+    if adapter:
+        assert reference_of(run) is None
+    else:
+        assert same(parameters(reference_of(run)), start_weights)
+        assert not any(p.requires_grad for p in reference_of(run).parameters())
+    with run.reference.model() as model:
+        ids = torch.arange(4, 40)[None]
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, make_model()(ids).logits)
+    # It is put back: what is trained, and what the model computes.
+    assert {name for name, p in run.model.named_parameters() if p.requires_grad} == {
+        name for name in trained if not adapter or "lora_" in name
+    }
+    name = "objective/kl" if method == "OnlineDPO" else "kl"
+    divergences = [log[name] for log in logs(run) if name in log]
+    assert abs(divergences[0]) < 1e-5
+    assert all(abs(later) > 1e-4 for later in divergences[1:])
+
+
+def test_the_reference_comes_back_after_an_error(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+    run = make("RLOO", untied_dir, tmp_path, hf_engine, {**GROUPS, "max_steps": 2}, peft_config=lora())
+    run.train()
+    ids = torch.arange(4, 40)[None]
+    with torch.no_grad():
+        before = run.model(ids).logits
+
+        def interrupted() -> None:
+            with run.reference.model() as model:
+                assert not torch.equal(model(ids).logits, before)
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert torch.equal(run.model(ids).logits, before)
+
+
+def test_a_reference_that_is_told_to_follows_by_its_share_at_its_steps_alone(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    class Watch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            policies.append(parameters(run.model))
+            references.append(parameters(reference_of(run)))
+
+    fields = {"sync_ref_model": True, "ref_model_mixup_alpha": 0.25, "ref_model_sync_steps": 2, "max_steps": 5}
+    run = make("GRPO", untied_dir, tmp_path, hf_engine, {**WITH_REFERENCE["GRPO"], **fields})
+    policies, references = [parameters(run.model)], [parameters(reference_of(run))]
+    run.add_callback(Watch())
+    run.train()
+    for step in range(1, 6):
+        before, after = references[step - 1], references[step]
+        if step % 2:
+            assert same(before, after)
+            continue
+        assert not same(before, after)
+        for name, value in after.items():
+            mixed = 0.25 * policies[step][name] + 0.75 * before[name]
+            assert torch.allclose(value, mixed, atol=1e-7), (step, name)
+
+
+def test_a_reference_of_the_users_own_is_used_and_left_alone(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    other = perturbed(make_model())
+    before = parameters(copy.deepcopy(other))
+    run = make("OnlineDPO", untied_dir, tmp_path, hf_engine, {**PAIRS, "max_steps": 2}, ref_model=other)
+    run.train()
+    assert reference_of(run) is other
+    assert same(parameters(other), before)
+    assert abs(logs(run)[0]["objective/kl"]) > 1e-3
+
+
+def test_references_that_cannot_work_are_refused_before_anything_is_sampled(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    follows = {**GROUPS, "beta": 0.1, "sync_ref_model": True}
+    with pytest.raises(InputError, match="sync_ref_model needs a reference model of its own"):
+        make("GRPO", untied_dir, tmp_path, hf_engine, follows, peft_config=lora())
+    with pytest.raises(InputError, match="sync_ref_model has no reference"):
+        make("GRPO", untied_dir, tmp_path, hf_engine, {**follows, "beta": 0.0})
+    model = load_policy(untied_dir)
+    with pytest.raises(InputError, match="ref_model is the model that is trained"):
+        make("OnlineDPO", model, tmp_path, hf_engine, PAIRS, ref_model=model)
+    injected = peft.inject_adapter_in_model(lora(), load_policy(untied_dir))
+    with pytest.raises(InputError, match="no adapter to switch off"):
+        Reference(injected)  # type: ignore[arg-type]
