@@ -94,6 +94,14 @@ class Ranks:
         answer = self.call(name, lambda: None, work)
         return made[0] if made else unpack(answer)
 
+    def on_owner(self, name: str, work: Callable[[], Any]) -> None:
+        """Done by the owner alone, while the others wait; every rank must call.
+
+        Raises:
+            LockstepError: as `call`.
+        """
+        self.from_owner(name, work, lambda _: None, lambda _: None)
+
     def share(self, name: str, part: Callable[[], T]) -> list[T]:
         """Every rank's part, by rank, on every rank; of JSON types.
 

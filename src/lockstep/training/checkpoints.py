@@ -9,16 +9,23 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers.trainer_utils import sort_checkpoints
 
 from lockstep.errors import LockstepError
 from lockstep.parity.receipt import RECEIPT, lines_up_to
+from lockstep.training.objective import Objective
+from lockstep.training.reference import Reference
 
 # The last file that a checkpoint gets: what has it is whole.
 TRAINER_STATE = "trainer_state.json"
+_CRITIC = "value_head.safetensors"
+_OBJECTIVE = "objective.json"
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
@@ -55,6 +62,38 @@ def guarded_save(output_dir: str | Path, step: int) -> Iterator[None]:
             f"checkpoint-{step} could not be written ({free:.1f} GiB free in {output_dir}): {error}; {keeps}. Make room and "
             "start the same command again"
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class MethodState:
+    """What a method keeps beside the policy, and the base class does not know of.
+
+    Attributes:
+        reference: only where it moves.
+    """
+
+    objective: Objective
+    critic: torch.nn.Module | None
+    reference: Reference | None
+
+    def save(self, checkpoint: Path) -> None:
+        """Write it into a checkpoint; first, since the trainer's state makes a checkpoint whole."""
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        if state := self.objective.state():
+            (checkpoint / _OBJECTIVE).write_text(json.dumps(state))
+        if self.critic is not None:
+            save_file(self.critic.state_dict(), checkpoint / _CRITIC)
+        if self.reference is not None:
+            self.reference.save(checkpoint)
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from what `save` has left."""
+        if (checkpoint / _OBJECTIVE).exists():
+            self.objective.load_state(json.loads((checkpoint / _OBJECTIVE).read_text()))
+        if self.critic is not None:
+            self.critic.load_state_dict(load_file(checkpoint / _CRITIC))
+        if self.reference is not None:
+            self.reference.load(checkpoint)
 
 
 def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:

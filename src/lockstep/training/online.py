@@ -10,14 +10,12 @@ On several ranks one holds the engine; all read the same prompts, get the same g
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from lockstep.engines.protocol import Engine
@@ -31,7 +29,7 @@ from lockstep.rollouts.ranks import Ranks
 from lockstep.rollouts.reward_functions import Given, ProcessingClasses
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
-from lockstep.training.checkpoints import guarded_save
+from lockstep.training.checkpoints import MethodState, guarded_save
 from lockstep.training.config import OnlineConfig
 from lockstep.training.distributed import check_same_weights, leave_unwrapped, share_of, sum_gradients
 from lockstep.training.generation import Generation, prepare_generation, sequences_of
@@ -46,9 +44,7 @@ from lockstep.training.scoring import check_scorable
 from lockstep.training.setup import Scorer, refuse_arguments, reward_scorer
 from lockstep.training.update import AllScores, Policy, UpdateSums, learn, score_all
 
-_CRITIC = "value_head.safetensors"
 _COUNTS = ("parity/checked_tokens", "rewards/unscored")
-_OBJECTIVE_STATE = "objective.json"
 # A rank waits for the owner's longest piece of work: a generation that is lost and repeated.
 _LONGEST_CALL = 12
 
@@ -111,7 +107,7 @@ class OnlineTrainer(Trainer):
         check_dataset(train_dataset, "train")
         if eval_dataset is not None:
             check_dataset(eval_dataset, "eval")
-        score = self.scorer(reward_funcs, reward_processing_classes)
+        scorer = self.scorer(reward_funcs, reward_processing_classes)
 
         name = model if isinstance(model, str) else model.config.name_or_path
         self.model_path = resolve_model(name)
@@ -153,7 +149,7 @@ class OnlineTrainer(Trainer):
         # One more, where the model has it: an engine scores a sequence anew only with room for a token behind it.
         max_model_len = args.context_limit or min(longest + 1, context)
         self.source = RolloutSource(
-            policy, score, tokenizer, args, self.clock, self.ranks, engine, self.model_path, max_model_len, longest
+            policy, scorer, tokenizer, args, self.clock, self.ranks, engine, self.model_path, max_model_len, longest
         )
         self.last_eval_groups: list[RolloutGroup] = []
         self._generation: Generation | None = None
@@ -191,6 +187,9 @@ class OnlineTrainer(Trainer):
         """Not counted: a shared-prefix forward does not do `6 × tokens × parameters` operations."""
         return 0
 
+    def store_flos(self) -> None:
+        """Nothing to store. (The base class gathers the count of all ranks, and only one of them saves.)"""
+
     # ---- weights and rollouts ---------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
@@ -204,7 +203,8 @@ class OnlineTrainer(Trainer):
             ProofError: trainer and engine do not agree.
             LockstepError: the engine was lost and did not come back in time.
         """
-        check_same_weights(self.ranks, self._causal(), self.state.global_step)
+        trained = [self._causal(), *([self.critic] if self.critic is not None else [])]
+        check_same_weights(self.ranks, trained, self.state.global_step)
         return self.source.rollout(prompts, num_generations, self.state)
 
     # ---- one micro-step ---------------------------------------------------------------------------------------------
@@ -259,12 +259,7 @@ class OnlineTrainer(Trainer):
             return generation.without_old_logps()
         assert found is not None
         gap = found.gap
-        self.ranks.from_owner(
-            "gap",
-            lambda: self.source.prove(gap, generation, self.state.global_step + 1),
-            lambda _: None,
-            lambda _: None,
-        )
+        self.ranks.on_owner("gap", lambda: self.source.prove(gap, generation, self.state.global_step + 1))
         return generation
 
     def _score(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
@@ -375,31 +370,28 @@ class OnlineTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
-        with guarded_save(self.args.output_dir or ".", self.state.global_step):
-            if self.args.should_save:
-                self._save_method(folder)
-            super()._save_checkpoint(model, trial)
-            self.source.remember_receipt(folder)
 
-    def _save_method(self, folder: Path) -> None:
-        """What the base class does not know of; written first, since its state makes a checkpoint whole."""
-        folder.mkdir(parents=True, exist_ok=True)
-        if state := self.objective.state():
-            (folder / _OBJECTIVE_STATE).write_text(json.dumps(state))
-        if self.critic is not None:
-            save_file(self.critic.state_dict(), folder / _CRITIC)
-        if getattr(self.config, "sync_ref_model", False) and self.reference is not None:
-            self.reference.save(folder)
+        def guarded(save: Callable[[], None]) -> None:
+            with guarded_save(folder.parent, self.state.global_step):
+                save()
+
+        # The owner writes last, since the trainer's state makes a checkpoint whole.
+        if self.ranks.count > 1:
+            self.ranks.share("checkpoint", lambda: guarded(lambda: self._save_rng_state(str(folder))))
+        self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
+
+    def _save_whole(self, model: Any, trial: Any, folder: Path) -> None:
+        self._method_state().save(folder)
+        super()._save_checkpoint(model, trial)
+        self.source.remember_receipt(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        folder = Path(resume_from_checkpoint)
-        if (folder / _OBJECTIVE_STATE).exists():
-            self.objective.load_state(json.loads((folder / _OBJECTIVE_STATE).read_text()))
-        if self.critic is not None:
-            self.critic.load_state_dict(load_file(folder / _CRITIC))
-        if getattr(self.config, "sync_ref_model", False) and self.reference is not None:
-            self.reference.load(folder)
+        self._method_state().load(Path(resume_from_checkpoint))
+
+    def _method_state(self) -> MethodState:
+        moves = getattr(self.config, "sync_ref_model", False)
+        return MethodState(self.objective, self.critic, self.reference if moves else None)
 
     def close(self) -> None:
         """Release the engine, if the trainer started it."""
