@@ -73,7 +73,11 @@ CLIPPED: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_g
 
 def resumed(rank: int, model: str, folder: Path) -> dict[str, Any]:
     """Four steps at once; and two, then two more in another trainer, of a method with everything to keep."""
+    import shutil
+
     from methods import make
+
+    from lockstep.training.checkpoints import cut_back
 
     fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
     found = {}
@@ -81,10 +85,9 @@ def resumed(rank: int, model: str, folder: Path) -> dict[str, Any]:
         run = make("ppo", model, folder / name, size=2, ranks=2, **fields)
         if checkpoint:
             (folder / name).mkdir(exist_ok=True)
-            for file in ("receipt.jsonl",):
-                if rank == 0:
-                    lines = (folder / "whole" / file).read_text().splitlines()
-                    (folder / name / file).write_text("".join(f"{line}\n" for line in lines[:2]))
+            if rank == 0:
+                shutil.copy(folder / "whole" / "receipt.jsonl", folder / name)
+                cut_back(folder / name, Path(checkpoint))
         run.train(resume_from_checkpoint=checkpoint)
         critic = {f"critic.{name}": p.detach() for name, p in run.critic.named_parameters()}
         found[name] = {name: p.detach().clone() for name, p in run.model.named_parameters()} | critic
@@ -115,7 +118,13 @@ def rewards(rank: int, model: str, folder: Path) -> dict[str, Any]:
     extras = [r.extra["scored_by"] for group in run.last_eval_groups for r in group.rollouts]
     evaluation, seen = seen, []
     run.train()
-    return {"evaluation": evaluation, "training": seen, "extras": extras, "metrics": metrics, "logs": run.state.log_history}
+    return {
+        "evaluation": evaluation,
+        "training": seen,
+        "extras": extras,
+        "metrics": metrics,
+        "logs": run.state.log_history,
+    }
 
 
 def judged(rank: int, model: str, folder: Path) -> dict[str, Any]:
@@ -203,9 +212,10 @@ WORK: dict[str, Callable[[int, str, Path], Any]] = {
     "evaluated": evaluated,
     "rewards": rewards,
     "judged": judged,
-    **{f"reward:{kind}": odd_rewards(kind) for kind in ("nothing", "half", "nans", "fails", "killed")},
+    **{f"reward:{kind}": odd_rewards(kind) for kind in ("nothing", "half", "nans", "fails")},
     **{f"weights:{part}": other_weights(part) for part in ("policy", "critic")},
     "breaks": breaks,
+    "reward:killed": odd_rewards("killed"),
 }
 
 

@@ -160,10 +160,11 @@ class Ranks:
             yield
         except RuntimeError as error:
             # gloo has no kind of error of its own for a peer that is late or gone.
+            said = str(error).partition(". This is typically")[0].strip()[-160:]
             raise LockstepError(
                 f"rank {self.rank} waited at {name!r} for {whom}, which is gone or did not come within {self._limit:.0f} s "
-                f"({str(error).strip()[-160:]}); look at the other ranks' output, and see that all make the same calls (loops "
-                "over tools that some ranks leave earlier do not)"
+                f"({said}); look at the other ranks' output, and see that all make the same calls (loops over tools that some "
+                "ranks leave earlier do not)"
             ) from error
 
 

@@ -92,7 +92,10 @@ def weigh_scores(groups: Sequence[RolloutGroup], weights: Sequence[float]) -> li
         if all(_is_nan(rollout.scores[name]) for rollout in rollouts):
             raise InputError(f"reward function {name} returned NaN for all {len(rollouts)} completions")
     weighed = [
-        replace(group, rollouts=tuple(_weighed(rollout, dict(zip(names, weights, strict=True))) for rollout in group.rollouts))
+        replace(
+            group,
+            rollouts=tuple(_weighed(rollout, dict(zip(names, weights, strict=True))) for rollout in group.rollouts),
+        )
         for group in groups
     ]
     if rollouts and not any(rollout.scored for group in weighed for rollout in group.rollouts):
