@@ -40,3 +40,12 @@ def test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy
         for step, (expected, found) in enumerate(zip(whole, cut, strict=True)):
             worst = difference(expected, found)
             assert worst <= 1e-6, (size, step)
+
+
+@pytest.mark.parametrize("case", ["grpo-full", "ppo"])
+def test_a_steps_gradient_holds_nothing_of_the_step_before(
+    untied_dir: str, tmp_path: Path, engine: Engine, case: str
+) -> None:
+    # Two passes over one generation by a policy that stands still.
+    first, second = gradients(make(case, untied_dir, tmp_path, engine=engine, size=4, learning_rate=0.0))
+    assert difference(first, second) <= 1e-6

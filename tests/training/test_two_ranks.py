@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import start
+from conftest import needs_vllm, start
 from methods import CASES, PROMPTS, difference, gradients, make, norm_in_double
-from servers import free_port
+from servers import KEY, Server, free_port
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from two_ranks import CLIPPED, WORK
 
 from lockstep.engines.protocol import Engine
 from lockstep.parity.receipt import check_chain
+from lockstep.server.keys import KEY_VARIABLE
 from lockstep.training.checkpoints import last_checkpoint
 
 SCRIPT = Path(__file__).parent / "two_ranks.py"
@@ -238,9 +239,25 @@ def test_the_command_runs_on_two_ranks_and_leaves_and_says_everything_once(untie
     )
     assert done.returncode == 0, done.stderr[-3000:]
     for said in ("engine: transformers", "held-out reward", "report   "):
-        assert done.stdout.count(said) == (2 if said == "held-out reward" else 1), done.stdout
+        assert done.stdout.count(said) == (3 if said == "held-out reward" else 1), done.stdout
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2]
     assert [entry["kind"] for entry in check_entries(tmp_path / "run")] == ["start", "step", "step"]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"] == 2
     assert (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@needs_vllm
+def test_two_ranks_train_with_one_server(
+    untied_dir: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_SERVER_URL", server.url)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    run_pair([sys.executable, str(SCRIPT)], [untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0])
+    one, other = (torch.load(tmp_path / f"served.{rank}.pt") for rank in (0, 1))
+    assert "raised" not in one, one
+    assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())
+    assert one["logs"][0]["parity/max_abs_gap"] < 1e-3
+    assert [entry["kind"] for entry in check_entries(tmp_path / "served")] == ["start", "step"]

@@ -24,7 +24,7 @@ def main() -> None:
 
     Qwen2RMSNorm.forward = norm_in_double
     for name in names:
-        found = tried(lambda name=name: WORK[name](int(rank), model, Path(folder)))
+        found = tried(lambda name=name: {**WORK, "served": served}[name](int(rank), model, Path(folder)))
         torch.save(found, Path(folder) / f"{name.replace(':', '-')}.{rank}.pt")
         if "raised" in found:
             print(name, found, file=sys.stderr)
@@ -203,6 +203,16 @@ def breaks(rank: int, model: str, folder: Path) -> Any:
         run._save_rng_state = full  # type: ignore[method-assign]
     run.train()
     return {}
+
+
+def served(rank: int, model: str, folder: Path) -> dict[str, Any]:
+    """One method with a real server."""
+    from methods import make
+
+    server = {"use_vllm": None, "vllm_server_base_url": os.environ["TEST_SERVER_URL"]}
+    run = make("grpo-grpo", model, folder / "served", size=2, ranks=2, **server)
+    run.train()
+    return {"weights": {name: p.detach() for name, p in run.model.named_parameters()}, "logs": run.state.log_history}
 
 
 WORK: dict[str, Callable[[int, str, Path], Any]] = {

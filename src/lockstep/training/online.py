@@ -42,6 +42,7 @@ from lockstep.training.rollout_metrics import evaluation_metrics
 from lockstep.training.sampling import RolloutSource
 from lockstep.training.scoring import check_scorable
 from lockstep.training.setup import Scorer, refuse_arguments, reward_scorer
+from lockstep.training.step_events import StepEvents
 from lockstep.training.update import AllScores, Policy, UpdateSums, learn, score_all
 
 _COUNTS = ("parity/checked_tokens", "rewards/unscored")
@@ -141,7 +142,7 @@ class OnlineTrainer(Trainer):
         )
         leave_unwrapped(self.accelerator)
         self.clock = PhaseClock()
-        self.add_callback(_StepEvents(self))
+        self.add_callback(StepEvents(self))
         self.ranks = Ranks(_LONGEST_CALL * args.vllm_server_timeout)
         for part in (self.reference, self.critic):
             if part is not None:
@@ -271,6 +272,9 @@ class OnlineTrainer(Trainer):
 
     def _begin_step(self, generation: Generation, step: int) -> Generation:
         self._sums = UpdateSums()
+        if self.critic is not None:
+            # The loop clears the model's gradients alone.
+            self.critic.zero_grad()
 
         def entropies(sequences: Sequence[TrainingSequence]) -> Scores:
             with self.clock.phase("verify"):
@@ -396,22 +400,3 @@ class OnlineTrainer(Trainer):
     def close(self) -> None:
         """Release the engine, if the trainer started it."""
         self.source.close()
-
-
-class _StepEvents(TrainerCallback):
-    """What the trainer must do at events of the base class's loop."""
-
-    def __init__(self, trainer: OnlineTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.begin_training()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.clock.start("optimizer")
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.clock.stop("optimizer")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.end_step()
