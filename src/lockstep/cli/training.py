@@ -24,7 +24,8 @@ def train(words: list[str], method: Callable[[], Any]) -> int:
     kind = method()
     arguments, config, dry_run = parse(words, kind.config_class, RunArguments)
     if dry_run:
-        print(resolved(arguments, config), end="")
+        if config.process_index == 0:
+            print(resolved(arguments, config), end="")
         return 0
     return _train(kind, arguments, config)
 
@@ -32,10 +33,10 @@ def train(words: list[str], method: Callable[[], Any]) -> int:
 def _train(kind: Any, arguments: RunArguments, config: Any) -> int:
     from lockstep.cli.data import data_of
     from lockstep.models.resolve import resolve_model
-    from lockstep.report.summary import summary_lines
+    from lockstep.rollouts.ranks import Ranks
     from lockstep.tasks.rewards import load_reward, names_model
     from lockstep.training.run import curve_settings, run_method
-    from lockstep.training.run_directory import open_run
+    from lockstep.training.run_directory import open_run_together
 
     model, dataset = arguments.model_name_or_path, arguments.dataset_name
     if model is None or dataset is None:
@@ -49,12 +50,20 @@ def _train(kind: Any, arguments: RunArguments, config: Any) -> int:
         raise InputError("reward_funcs is not set, and data of one's own has no reward function of its own")
     resolve_model(model)
     settings = {"method": kind.method, **asdict(arguments), **curve_settings(config)}
-    with open_run(config.output_dir, settings) as place:
-        if place.checkpoint:
+    ranks = Ranks(config.vllm_server_timeout)
+    with open_run_together(ranks, config.output_dir, settings) as place:
+        if place.checkpoint and ranks.owner:
             print(f"going on from {place.checkpoint}", flush=True)
         finished = run_method(kind, config, place, model, rewards or None, data.train, data.evaluation)
+    if ranks.owner:
+        _show(finished)
+    return 0
+
+
+def _show(finished: Any) -> None:
+    from lockstep.report.summary import summary_lines
+
     print()
     for line in summary_lines(finished.summary):
         print(line)
     print(f"report           {finished.report}")
-    return 0

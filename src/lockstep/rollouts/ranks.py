@@ -94,6 +94,14 @@ class Ranks:
         answer = self.call(name, lambda: None, work)
         return made[0] if made else unpack(answer)
 
+    def on_owner(self, name: str, work: Callable[[], Any]) -> None:
+        """Done by the owner alone, while the others wait; every rank must call.
+
+        Raises:
+            LockstepError: as `call`.
+        """
+        self.from_owner(name, work, lambda _: None, lambda _: None)
+
     def share(self, name: str, part: Callable[[], T]) -> list[T]:
         """Every rank's part, by rank, on every rank; of JSON types.
 
@@ -152,10 +160,11 @@ class Ranks:
             yield
         except RuntimeError as error:
             # gloo has no kind of error of its own for a peer that is late or gone.
+            said = str(error).partition(". This is typically")[0].strip()[-160:]
             raise LockstepError(
                 f"rank {self.rank} waited at {name!r} for {whom}, which is gone or did not come within {self._limit:.0f} s "
-                f"({str(error).strip()[-160:]}); look at the other ranks' output, and see that all make the same calls (loops "
-                "over tools that some ranks leave earlier do not)"
+                f"({said}); look at the other ranks' output, and see that all make the same calls (loops over tools that some "
+                "ranks leave earlier do not)"
             ) from error
 
 

@@ -6,7 +6,7 @@ Comes from: reward functions, which get both as keyword arguments. Goes to: the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import InputError
@@ -37,6 +37,15 @@ class RewardLog:
         if not math.isfinite(number):
             raise InputError(f"log_metric: {name} is {number}, not a finite number; leave the call out instead")
         self._values.setdefault(name, []).append(number)
+
+    def values(self) -> dict[str, list[float]]:
+        """Every value that is kept, by metric."""
+        return dict(self._values)
+
+    def add(self, values: Mapping[str, Sequence[float]]) -> None:
+        """Keep what another log's `values` holds, too."""
+        for name, more in values.items():
+            self._values.setdefault(name, []).extend(more)
 
     def take(self, own: Iterable[str] = ()) -> dict[str, float]:
         """Mean of each metric over the calls since it was last taken.

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep.rollouts.group import RolloutGroup
+from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.rollouts.reward_log import Extras, RewardLog
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
@@ -50,6 +50,21 @@ def score_groups(
         InputError: a function raised, or returned the wrong number of scores or something else than numbers; or no function
             scored any rollout.
     """
+    return weigh_scores(call_functions(groups, functions, trainer_state, timeout, log), weights)
+
+
+def call_functions(
+    groups: Sequence[RolloutGroup],
+    functions: Sequence[RewardFunction],
+    trainer_state: Any = None,
+    timeout: float = 600.0,
+    log: RewardLog | None = None,
+) -> list[RolloutGroup]:
+    """The first half of `score_groups`, for any part of the groups: their scores, not yet rewards; NaN where it was returned.
+
+    Raises:
+        InputError: a function raised, or returned the wrong number of scores or something else than numbers.
+    """
     extras = Extras(sum(len(group.rollouts) for group in groups))
     log_metric = (log if log is not None else RewardLog()).log_metric
     arguments = _arguments(groups) | {
@@ -60,15 +75,46 @@ def score_groups(
     plain = {i: _call(f, arguments) for i, f in enumerate(functions) if not _is_coroutine_function(f)}
     pending = {i: f for i, f in enumerate(functions) if i not in plain}
     answers = plain | (asyncio.run(_call_all(pending, arguments, timeout)) if pending else {})
-    count = len(arguments["completions"])
     names = _unique([reward_name(function) for function in functions])
-    columns = {names[i]: _checked(names[i], answers[i], count) for i in range(len(functions))}
-    if count and all(score is None for column in columns.values() for score in column):
-        raise InputError(
-            f"no reward function ({', '.join(names)}) scored any of the {count} completions: there is nothing to learn from; "
-            "let one return numbers, or leave these rows out of the data"
+    columns = {name: _checked(name, answers[i], len(arguments["completions"])) for i, name in enumerate(names)}
+    return _attach(groups, columns, extras)
+
+
+def weigh_scores(groups: Sequence[RolloutGroup], weights: Sequence[float]) -> list[RolloutGroup]:
+    """The second half of `score_groups`, for all groups together: rewards from scores.
+
+    Raises:
+        InputError: a function returned NaN for every rollout, or no function scored any.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    names = list(rollouts[0].scores) if rollouts else []
+    for name in names:
+        if all(_is_nan(rollout.scores[name]) for rollout in rollouts):
+            raise InputError(f"reward function {name} returned NaN for all {len(rollouts)} completions")
+    weighed = [
+        replace(
+            group,
+            rollouts=tuple(_weighed(rollout, dict(zip(names, weights, strict=True))) for rollout in group.rollouts),
         )
-    return _attach(groups, columns, dict(zip(names, weights, strict=True)), extras)
+        for group in groups
+    ]
+    if rollouts and not any(rollout.scored for group in weighed for rollout in group.rollouts):
+        raise InputError(
+            f"no reward function ({', '.join(names)}) scored any of the {len(rollouts)} completions: there is nothing to learn "
+            "from; let one return numbers, or leave these rows out of the data"
+        )
+    return weighed
+
+
+def _weighed(rollout: Rollout, weights: dict[str, float]) -> Rollout:
+    # NaN means "no score", as in TRL.
+    scores = {name: None if _is_nan(score) else score for name, score in rollout.scores.items()}
+    given = [weights[name] * score for name, score in scores.items() if score is not None]
+    return replace(rollout, scores=scores, reward=sum(given) if given else math.nan)
+
+
+def _is_nan(score: float | None) -> bool:
+    return score is not None and math.isnan(score)
 
 
 def _is_coroutine_function(function: Any) -> bool:
@@ -133,10 +179,7 @@ def _checked(name: str, answer: Any, count: int) -> Scores:
     if not isinstance(values, list) or len(values) != count:
         found = len(values) if isinstance(values, list) else 1
         raise InputError(f"reward function {name} returned {found} scores for {count} completions")
-    scores = [_number(name, value) for value in values]
-    if count and all(score is None for score in scores) and all(value is not None for value in values):
-        raise InputError(f"reward function {name} returned NaN for all {count} completions")
-    return scores
+    return [_number(name, value) for value in values]
 
 
 def _number(name: str, value: Any) -> float | None:
@@ -148,21 +191,16 @@ def _number(name: str, value: Any) -> float | None:
         raise InputError(f"reward function {name} returned {value!r:.80}, not a number or None") from error
     if math.isinf(number):
         raise InputError(f"reward function {name} returned an infinite score")
-    # NaN means "no score", as in TRL.
-    return None if math.isnan(number) else number
+    return number
 
 
-def _attach(
-    groups: Sequence[RolloutGroup], columns: dict[str, Scores], weights: dict[str, float], extras: Extras
-) -> list[RolloutGroup]:
+def _attach(groups: Sequence[RolloutGroup], columns: dict[str, Scores], extras: Extras) -> list[RolloutGroup]:
     scored, position = [], 0
     for group in groups:
         rollouts = []
         for rollout in group.rollouts:
             scores = {name: column[position] for name, column in columns.items()}
-            given = [weights[name] * score for name, score in scores.items() if score is not None]
-            reward = sum(given) if given else math.nan
-            rollouts.append(replace(rollout, scores=scores, reward=reward, extra=extras.of(position)))
+            rollouts.append(replace(rollout, scores=scores, extra=extras.of(position)))
             position += 1
         scored.append(replace(group, rollouts=tuple(rollouts)))
     return scored

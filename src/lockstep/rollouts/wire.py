@@ -1,15 +1,17 @@
-"""Rollout groups in JSON types and back, for ranks that did not sample them.
+"""Rollout groups and their scores in JSON types and back, for ranks that did not sample or score them.
 
-Comes from and goes to: `training/online.py`, through `rollouts/ranks.py`. Prompts do not travel: every rank has the same.
+Comes from and goes to: `training/sampling.py`, through `rollouts/ranks.py`. Prompts do not travel: every rank has the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.engines.protocol import Completion, RequestKey
-from lockstep.errors import ProofError
+from lockstep.errors import InputError, ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 
 
@@ -61,3 +63,44 @@ def _rollout(prompt: Prompt, data: dict[str, Any]) -> Rollout:
         finish_reason=data["finish_reason"],
     )
     return Rollout(completion, data["text"])
+
+
+def scores_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, dict[str, Any]]:
+    """What scoring has added to each rollout, by the name of its request.
+
+    Raises:
+        InputError: a reward function logged an extra that cannot be sent.
+    """
+    found = {
+        str(r.completion.key): {"scores": dict(r.scores), "reward": r.reward, "extra": dict(r.extra)}
+        for group in groups
+        for r in group.rollouts
+    }
+    try:
+        json.dumps(found)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"log_extra: with several processes, values must be numbers, text, lists or mappings of these ({error})"
+        ) from error
+    return found
+
+
+def scores_from_wire(data: Sequence[Mapping[str, Any]], groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    """The groups with the scores that the ranks have given them.
+
+    Args:
+        data: each rank's `scores_to_wire`.
+
+    Raises:
+        ProofError: a rollout was scored on no rank, or on several.
+    """
+    found = {name: scored for part in data for name, scored in part.items()}
+    names = sorted(str(r.completion.key) for group in groups for r in group.rollouts)
+    if sorted(name for part in data for name in part) != names:
+        raise ProofError(
+            "keys",
+            f"{len(found)} scores have come for {len(names)} rollouts",
+            "the ranks do not share the rollouts out alike",
+            "this is a defect of Lockstep: report it",
+        )
+    return [replace(g, rollouts=tuple(replace(r, **found[str(r.completion.key)]) for r in g.rollouts)) for g in groups]

@@ -213,6 +213,12 @@ class OnlineConfig(OneValueFields, TrainingArguments):
             raise InputError(
                 "FSDP, DeepSpeed and several GPUs in one process are not supported yet; start one process a GPU (torchrun)"
             )
+        for name, value in {"save_on_each_node": False, "metric_for_best_model": None}.items():
+            # One rank saves, while the others wait for it.
+            if self.world_size > 1 and getattr(self, name) != value:
+                raise InputError(
+                    f"{name}={getattr(self, name)!r} is not supported with several processes; leave it out"
+                )
         if str(self.save_strategy) in ("best", "SaveStrategy.BEST"):
             raise InputError("save_strategy=best is not supported yet; use steps, epoch or no")
         optimizer = str(getattr(self.optim, "value", self.optim))

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from lockstep.errors import ProofError
 from lockstep.rollouts.ranks import Ranks
 from lockstep.sync.source import PlainSource
-from lockstep.training.packing import TrainingSequence
 
+T = TypeVar("T")
 # Elements that are summed in one call.
 _BUCKET = 1 << 24
 
@@ -29,21 +28,21 @@ def leave_unwrapped(accelerator: Any) -> None:
         accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
 
 
-def share_of(sequences: Sequence[TrainingSequence], ranks: Ranks) -> list[TrainingSequence]:
+def share_of(items: Sequence[T], ranks: Ranks) -> list[T]:
     """This rank's part of something that all ranks could do: contiguous, so that shared prompts stay together."""
-    size = -(-len(sequences) // ranks.count)
-    return list(sequences[ranks.rank * size : (ranks.rank + 1) * size])
+    size = -(-len(items) // ranks.count)
+    return list(items[ranks.rank * size : (ranks.rank + 1) * size])
 
 
-def check_same_weights(ranks: Ranks, model: PreTrainedModel, version: int) -> None:
-    """Compare the digests of the policies of all ranks.
+def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version: int) -> None:
+    """Compare the digests of what is trained on all ranks: the policy, and a critic where there is one.
 
     Raises:
         ProofError: two ranks hold different weights, so that one of them would learn from tokens that it did not sample.
     """
     if ranks.count == 1:
         return
-    digests = ranks.share("weights", lambda: PlainSource(model).manifest(version).digest)
+    digests = ranks.share("weights", lambda: [PlainSource(module).manifest(version).digest for module in modules])
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         raise ProofError(

@@ -10,7 +10,7 @@ On several ranks one holds the engine; all read the same prompts, get the same g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,6 +44,7 @@ from lockstep.training.rollout_metrics import evaluation_metrics
 from lockstep.training.sampling import RolloutSource
 from lockstep.training.scoring import check_scorable
 from lockstep.training.setup import Scorer, check_reference, refuse_arguments, reward_scorer
+from lockstep.training.step_events import StepEvents
 from lockstep.training.update import AllScores, Policy, UpdateSums, learn, score_all
 
 _COUNTS = ("parity/checked_tokens", "rewards/unscored")
@@ -110,7 +111,7 @@ class OnlineTrainer(Trainer):
         check_dataset(train_dataset, "train")
         if eval_dataset is not None:
             check_dataset(eval_dataset, "eval")
-        score = self.scorer(reward_funcs, reward_processing_classes)
+        scorer = self.scorer(reward_funcs, reward_processing_classes)
 
         name = model if isinstance(model, str) else model.config.name_or_path
         self.model_path = resolve_model(name)
@@ -149,7 +150,7 @@ class OnlineTrainer(Trainer):
         )
         leave_unwrapped(self.accelerator)
         self.clock = PhaseClock()
-        self.add_callback(_StepEvents(self))
+        self.add_callback(StepEvents(self))
         self.ranks = Ranks(_LONGEST_CALL * args.vllm_server_timeout)
         for part in (self.reference, self.critic):
             if part is not None:
@@ -157,7 +158,7 @@ class OnlineTrainer(Trainer):
         # One more, where the model has it: an engine scores a sequence anew only with room for a token behind it.
         max_model_len = context if args.context_limit else min(longest + 1, context)
         self.source = RolloutSource(
-            policy, score, tokenizer, args, self.clock, self.ranks, engine, self.model_path, max_model_len, longest
+            policy, scorer, tokenizer, args, self.clock, self.ranks, engine, self.model_path, max_model_len, longest
         )
         self.last_eval_groups: list[RolloutGroup] = []
         self._generation: Generation | None = None
@@ -195,6 +196,9 @@ class OnlineTrainer(Trainer):
         """Not counted: a shared-prefix forward does not do `6 × tokens × parameters` operations."""
         return 0
 
+    def store_flos(self) -> None:
+        """Nothing to store. (The base class gathers the count of all ranks, and only one of them saves.)"""
+
     # ---- weights and rollouts ---------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
@@ -208,7 +212,8 @@ class OnlineTrainer(Trainer):
             ProofError: trainer and engine do not agree.
             LockstepError: the engine was lost and did not come back in time.
         """
-        check_same_weights(self.ranks, self._causal(), self.state.global_step)
+        trained = [self._causal(), *([self.critic] if self.critic is not None else [])]
+        check_same_weights(self.ranks, trained, self.state.global_step)
         return self.source.rollout(prompts, num_generations, self.state)
 
     # ---- one micro-step ---------------------------------------------------------------------------------------------
@@ -263,12 +268,7 @@ class OnlineTrainer(Trainer):
             return generation.without_old_logps()
         assert found is not None
         gap = found.gap
-        self.ranks.from_owner(
-            "gap",
-            lambda: self.source.prove(gap, generation, self.state.global_step + 1),
-            lambda _: None,
-            lambda _: None,
-        )
+        self.ranks.on_owner("gap", lambda: self.source.prove(gap, generation, self.state.global_step + 1))
         return generation
 
     def _score(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
@@ -280,6 +280,9 @@ class OnlineTrainer(Trainer):
 
     def _begin_step(self, generation: Generation, step: int) -> Generation:
         self._sums = UpdateSums()
+        if self.critic is not None:
+            # The loop clears the model's gradients alone.
+            self.critic.zero_grad()
 
         def entropies(sequences: Sequence[TrainingSequence]) -> Scores:
             with self.clock.phase("verify"):
@@ -387,11 +390,20 @@ class OnlineTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
-        with guarded_save(self.args.output_dir or ".", self.state.global_step):
-            if self.args.should_save:
-                self._method_state.save(folder)
-            super()._save_checkpoint(model, trial)
-            self.source.remember_receipt(folder)
+
+        def guarded(save: Callable[[], None]) -> None:
+            with guarded_save(folder.parent, self.state.global_step):
+                save()
+
+        # The owner writes last, since the trainer's state makes a checkpoint whole.
+        if self.ranks.count > 1:
+            self.ranks.share("checkpoint", lambda: guarded(lambda: self._save_rng_state(str(folder))))
+        self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
+
+    def _save_whole(self, model: Any, trial: Any, folder: Path) -> None:
+        self._method_state.save(folder)
+        super()._save_checkpoint(model, trial)
+        self.source.remember_receipt(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -400,22 +412,3 @@ class OnlineTrainer(Trainer):
     def close(self) -> None:
         """Release the engine, if the trainer started it."""
         self.source.close()
-
-
-class _StepEvents(TrainerCallback):
-    """What the trainer must do at events of the base class's loop."""
-
-    def __init__(self, trainer: OnlineTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.begin_training()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.clock.start("optimizer")
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.clock.stop("optimizer")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.end_step()

@@ -23,6 +23,7 @@ from lockstep.report.html import render_report
 from lockstep.report.live import LiveView
 from lockstep.report.summary import summarise
 from lockstep.rollouts.group import RolloutGroup
+from lockstep.rollouts.ranks import Ranks
 from lockstep.rollouts.reward_functions import Given
 from lockstep.training.checkpoints import TRAINER_STATE, checkpoint_step
 from lockstep.training.config import OnlineConfig
@@ -91,33 +92,51 @@ def _trainer(
 
 
 def _run(trainer: OnlineTrainer, place: RunPlace, start: float) -> FinishedRun:
-    folder = place.folder
+    folder, ranks = place.folder, trainer.ranks
     trainer.remove_callback(PrinterCallback)
     before = _evaluation(trainer, folder / "before.json", again=place.checkpoint is None)
-    view, stop = (
-        LiveView(f"{trainer.method} · {trainer.engine.settings().engine} in lockstep"),
-        StopOnInterrupt(trainer.config),
-    )
+    stop = StopOnInterrupt(trainer.config, ranks)
+    trainer.add_callback(stop)
+    try:
+        if ranks.owner:
+            _train_in_view(trainer, place)
+        else:
+            _train(trainer, place.checkpoint)
+    finally:
+        stop.restore()
+    if stop.requested and trainer.state.global_step < trainer.state.max_steps:
+        raise Interrupted(f"stopped after step {trainer.state.global_step}; the same command goes on from there")
+    after = _evaluation(trainer, folder / "after.json", again=True)
+    seconds = time.monotonic() - start
+    summary = ranks.from_owner("report", lambda: _report(trainer, folder, before, after, seconds), _same, _same)
+    return FinishedRun(summary, folder / "report.html")
+
+
+def _train_in_view(trainer: OnlineTrainer, place: RunPlace) -> None:
+    """Train, with every log written down and shown."""
     # The evaluations before and after have files of their own.
-    metrics_file = MetricsFile(folder / "metrics.jsonl")
-    for callback in (metrics_file, view, stop):
+    metrics_file = MetricsFile(place.folder / "metrics.jsonl")
+    view = LiveView(f"{trainer.method} · {trainer.engine.settings().engine} in lockstep")
+    for callback in (metrics_file, view):
         trainer.add_callback(callback)
     try:
         _train(trainer, place.checkpoint)
     finally:
         view.stop()
-        stop.restore()
         trainer.remove_callback(metrics_file)
-    if stop.requested and trainer.state.global_step < trainer.state.max_steps:
-        raise Interrupted(f"stopped after step {trainer.state.global_step}; the same command goes on from there")
-    after = _evaluation(trainer, folder / "after.json", again=True)
+
+
+def _report(
+    trainer: OnlineTrainer, folder: Path, before: dict[str, Any] | None, after: dict[str, Any] | None, seconds: float
+) -> dict[str, Any]:
+    """Write the report and the summary of a finished run; returns the summary."""
     metrics = read_lines(folder / "metrics.jsonl")
     summary = summarise(
         metrics,
         read_lines(folder / RECEIPT),
         before["metrics"] if before else None,
         after["metrics"] if after else None,
-        time.monotonic() - start,
+        seconds,
     )
     page = render_report(
         f"{trainer.method} on {trainer.model_path}",
@@ -128,7 +147,7 @@ def _run(trainer: OnlineTrainer, place: RunPlace, start: float) -> FinishedRun:
     )
     (folder / "report.html").write_text(page)
     (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
-    return FinishedRun(summary, folder / "report.html")
+    return summary
 
 
 def _train(trainer: OnlineTrainer, checkpoint: Path | None) -> None:
@@ -147,14 +166,26 @@ def _evaluation(trainer: OnlineTrainer, path: Path, *, again: bool) -> dict[str,
     """Evaluate and keep the result, or read what an earlier part of the run kept."""
     if trainer.eval_dataset is None:
         return None
-    if path.exists() and not again:
-        return json.loads(path.read_text())
-    print(f"evaluating on {len(trainer.eval_dataset)} held-out problems …", flush=True)
+    ranks = trainer.ranks
+    earlier = ranks.from_owner("evaluation", lambda: _read(path) if not again else {}, _same, _same)
+    if earlier:
+        return earlier
+    if ranks.owner:
+        print(f"evaluating on {len(trainer.eval_dataset)} held-out problems …", flush=True)
     metrics = trainer.evaluate()
-    print(f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}", flush=True)
     found = {"metrics": metrics, "rollouts": [_shown(group) for group in trainer.last_eval_groups[:_SHOWN_ROLLOUTS]]}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    if ranks.owner:
+        print(f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}", flush=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
     return found
+
+
+def _same(found: dict[str, Any]) -> dict[str, Any]:
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _shown(group: RolloutGroup) -> dict[str, Any]:
@@ -180,10 +211,14 @@ class MetricsFile(TrainerCallback):
 
 
 class StopOnInterrupt(TrainerCallback):
-    """SIGINT ends the run after the step under way, with a checkpoint; a second one ends it at once."""
+    """SIGINT ends the run after the step under way, with a checkpoint; a second one ends it at once.
 
-    def __init__(self, config: OnlineConfig) -> None:
+    One that reaches any rank stops all at the same step.
+    """
+
+    def __init__(self, config: OnlineConfig, ranks: Ranks) -> None:
         self.requested = False
+        self._ranks = ranks
         # Only between generations, whose rollouts are not saved, and at a log, whose sums are not saved.
         updates = config.micro_batches_per_generation // config.gradient_accumulation_steps
         self._every = math.lcm(updates, max(int(config.logging_steps), 1))
@@ -193,7 +228,10 @@ class StopOnInterrupt(TrainerCallback):
         self._earlier = signal.signal(signal.SIGINT, self._handle)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.requested and state.global_step % self._every == 0:
+        if state.global_step % self._every:
+            return
+        self.requested = any(self._ranks.share("stop", lambda: self.requested))
+        if self.requested:
             control.should_save = control.should_training_stop = True
 
     def restore(self) -> None:
@@ -206,7 +244,8 @@ class StopOnInterrupt(TrainerCallback):
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        print("\nstopping after this step, with a checkpoint (press again to stop at once)", flush=True)
+        if self._ranks.owner:
+            print("\nstopping after this step, with a checkpoint (press again to stop at once)", flush=True)
 
 
 def curve_settings(config: OnlineConfig) -> dict[str, Any]:
@@ -217,4 +256,5 @@ def curve_settings(config: OnlineConfig) -> dict[str, Any]:
     # Where servers are, not what they compute.
     ignored |= {"vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_key_file"}
     ignored |= {"vllm_weight_transport", "vllm_group_host", "vllm_group_port"}
-    return {k: v for k, v in asdict(config).items() if k not in ignored and not k.endswith("_token")}
+    kept = {k: v for k, v in asdict(config).items() if k not in ignored and not k.endswith("_token")}
+    return kept | ({"processes": config.world_size} if config.world_size > 1 else {})

@@ -9,12 +9,13 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
+from lockstep.rollouts.ranks import Ranks
 from lockstep.training.checkpoints import cut_back, last_checkpoint
 
 SETTINGS, SUMMARY = "run.json", "summary.json"
@@ -47,6 +48,22 @@ def open_run(output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPl
                 f"another process is running in {folder}; wait for it, or give another output_dir"
             ) from error
         yield _prepare(folder, settings)
+
+
+@contextmanager
+def open_run_together(ranks: Ranks, output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPlace]:
+    """`open_run` by the rank that owns the engine, for all; every rank must call, and sees the directory under the same path.
+
+    Raises:
+        InputError: as `open_run`, on every rank.
+    """
+    with ExitStack() as held:
+        yield ranks.from_owner(
+            "run directory",
+            lambda: held.enter_context(open_run(output_dir, settings)),
+            lambda place: [str(place.folder), place.checkpoint and str(place.checkpoint)],
+            lambda found: RunPlace(Path(found[0]), found[1] and Path(found[1])),
+        )
 
 
 def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:

@@ -6,9 +6,9 @@ works for all of them; reward functions run on every rank, each on its share of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,8 +21,9 @@ from lockstep.rollouts.collect import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
 from lockstep.rollouts.reward_log import RewardLog
-from lockstep.rollouts.wire import groups_from_wire, groups_to_wire
+from lockstep.rollouts.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
 from lockstep.training.config import OnlineConfig
+from lockstep.training.distributed import share_of
 from lockstep.training.engine import shake_hands, start_engine
 from lockstep.training.generation import Generation, sampling_of
 from lockstep.training.phases import PhaseClock
@@ -31,7 +32,6 @@ from lockstep.training.recovery import Recovery
 from lockstep.training.rollout_metrics import rollout_metrics
 from lockstep.training.setup import Scorer
 
-T = TypeVar("T")
 # Completions that an evaluation asks an engine for in one call.
 _EVALUATION_PART = 2048
 
@@ -41,7 +41,7 @@ class RolloutSource:
 
     Args:
         policy: the trained model; only read.
-        score: gives groups their rewards.
+        scorer: gives groups their rewards.
         given: a running engine that stays the caller's, or None to start one.
         max_model_len: the context that an engine is started with.
         longest: prompt and completion together, at most.
@@ -54,7 +54,7 @@ class RolloutSource:
     def __init__(
         self,
         policy: PreTrainedModel,
-        score: Scorer,
+        scorer: Scorer,
         tokenizer: PreTrainedTokenizerBase,
         config: OnlineConfig,
         clock: PhaseClock,
@@ -64,7 +64,7 @@ class RolloutSource:
         max_model_len: int,
         longest: int,
     ) -> None:
-        self._score, self._tokenizer = score, tokenizer
+        self._scorer, self._tokenizer = scorer, tokenizer
         self._config, self._clock, self._ranks = config, clock, ranks
         self._policy = policy
         self._reward_log = RewardLog()
@@ -75,7 +75,7 @@ class RolloutSource:
         self._engine: Engine | None = given
         self._proofs: Proofs | None = None
         self._recovery: Recovery | None = None
-        self._on_owner("engine", lambda: self._open(model_path, max_model_len, longest, compute_dtype))
+        self._ranks.on_owner("engine", lambda: self._open(model_path, max_model_len, longest, compute_dtype))
 
     def _open(self, model_path: str, max_model_len: int, longest: int, compute_dtype: torch.dtype) -> None:
         config = self._config
@@ -88,10 +88,6 @@ class RolloutSource:
         except BaseException:
             self.close()
             raise
-
-    def _on_owner(self, name: str, work: Callable[[], Any]) -> None:
-        """Done by the owner alone; an error is every rank's."""
-        self._ranks.from_owner(name, work, lambda _: None, lambda _: None)
 
     @property
     def engine(self) -> Engine:
@@ -128,7 +124,7 @@ class RolloutSource:
 
     def start(self, folder: Path, step: int) -> None:
         """Open the receipt, and prove the engine before the first rollout is paid for."""
-        self._on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step)))
+        self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step)))
 
     def sync(self, version: int) -> None:
         """Push the policy's weights as `version`.
@@ -136,7 +132,7 @@ class RolloutSource:
         Always, even where the version would not change: a version does not see weights that were set by hand, and the reset of
         caches makes every generation start alike, in a run that goes on too.
         """
-        self._on_owner("sync", lambda: self.proofs.sync(version))
+        self._ranks.on_owner("sync", lambda: self.proofs.sync(version))
 
     def rollout(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
         """Sample and score completions of prompts with the policy as it is now.
@@ -156,7 +152,25 @@ class RolloutSource:
             lambda data: groups_from_wire(data, prompts),
         )
         with self._clock.phase("rewards"):
-            return self._score(groups, state, self._reward_log)
+            return self._scorer.finish(self._scored(groups, state))
+
+    def _scored(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
+        """Every group with its scores, each rank scoring its share."""
+        if self._ranks.count == 1:
+            return self._scorer.score(groups, state, self._reward_log)
+
+        def part() -> dict[str, Any]:
+            # Reward functions need not know what to do with nothing.
+            own, log = share_of(groups, self._ranks), RewardLog()
+            return {
+                "scores": scores_to_wire(self._scorer.score(own, state, log) if own else []),
+                "metrics": log.values(),
+            }
+
+        parts = self._ranks.share("rewards", part)
+        for found in parts:
+            self._reward_log.add(found["metrics"])
+        return scores_from_wire([found["scores"] for found in parts], groups)
 
     def rollout_in_parts(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
         """`rollout` of many prompts, since one call to an engine has a time limit."""

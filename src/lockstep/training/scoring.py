@@ -104,8 +104,14 @@ def score_pack(
         entropies.append(entropy)
     order = torch.cat([index for index, _ in logps])
     by_chunk = torch.cat([logp for _, logp in logps])
-    values = critic(selected).float()[:, 0][place] if critic is not None else None
+    values = _values(critic, selected)[place] if critic is not None else None
     return TokenScores(by_chunk[order.argsort()], torch.cat(entropies)[place], values)
+
+
+def _values(critic: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """One value a row; the critic keeps its own dtype, whatever the model was loaded in."""
+    values = critic(hidden.to(next(critic.parameters()).dtype))[:, 0]
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _score_rows(

@@ -6,6 +6,7 @@ Comes from: a trainer's constructor. Pure functions of its arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import InputError
@@ -14,14 +15,25 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.judges import PairwiseJudge, judge_pairs, judged
 from lockstep.rollouts.reward_functions import Given, ProcessingClasses, reward_functions
 from lockstep.rollouts.reward_log import RewardLog
-from lockstep.rollouts.rewards import score_groups
+from lockstep.rollouts.rewards import call_functions, weigh_scores
 from lockstep.training.config import OnlineConfig
 
 # Arguments of TRL's trainers that nothing here does yet.
 _KNOWN = {"quantization_config", "tools", "rollout_func", "environment_factory"}
 _KNOWN |= {"data_collator", "compute_metrics", "preprocess_logits_for_metrics"}
-# Gives groups their rewards; gets the trainer's state, and a log for what reward functions say beside them.
-Scorer = Callable[[Sequence[RolloutGroup], Any, RewardLog], list[RolloutGroup]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """Gives groups their rewards, in two halves: ranks share the first out.
+
+    Attributes:
+        score: scores any part of the groups; gets the trainer's state, and a log for what reward functions say beside scores.
+        finish: given all groups with their scores, gives those with rewards.
+    """
+
+    score: Callable[[Sequence[RolloutGroup], Any, RewardLog], list[RolloutGroup]]
+    finish: Callable[[Sequence[RolloutGroup]], list[RolloutGroup]]
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
@@ -69,9 +81,9 @@ def reward_scorer(given: Given | list[Given] | None, tokenizers: ProcessingClass
     functions = reward_functions(entries, tokenizers, chat_template_kwargs=kwargs, device=args.device)
 
     def score(groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
-        return score_groups(groups, functions, weights, trainer_state=state, timeout=args.reward_timeout, log=log)
+        return call_functions(groups, functions, state, args.reward_timeout, log)
 
-    return score
+    return Scorer(score, lambda groups: weigh_scores(groups, weights))
 
 
 def judge_scorer(judge: PairwiseJudge) -> Scorer:
@@ -87,4 +99,4 @@ def judge_scorer(judge: PairwiseJudge) -> Scorer:
         verdicts = judge_pairs(groups, judge)
         return [judged(group, verdict) for group, verdict in zip(groups, verdicts, strict=True)]
 
-    return score
+    return Scorer(score, list)

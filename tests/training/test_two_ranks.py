@@ -1,0 +1,263 @@
+"""Training on two ranks (gloo), beside the same on one: equal numbers for every method, errors for both, and no hang.
+
+Both ranks do all the work in one pair of processes (`two_ranks.py`), since starting one takes longer than most of the work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import needs_vllm, start
+from accounts import CASES, PROMPTS, difference, gradients, make, norm_in_double
+from servers import KEY, Server, free_port
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from two_ranks import CLIPPED, WORK
+
+from lockstep.engines.protocol import Engine
+from lockstep.parity.receipt import check_chain
+from lockstep.server.keys import KEY_VARIABLE
+from lockstep.training.checkpoints import last_checkpoint
+
+SCRIPT = Path(__file__).parent / "two_ranks.py"
+LIMIT = 400
+Found = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def found(untied_dir: str, folder: Path) -> Found:
+    """What both ranks have found, by piece of work; a hang is a failure. The rank that is killed comes last."""
+    assert list(WORK)[-1] == "reward:killed"
+    run_pair([sys.executable, str(SCRIPT)], [untied_dir, str(folder), *WORK], folder, codes=[0, 9])
+
+    def of(name: str) -> list[dict[str, Any]]:
+        files = [folder / f"{name.replace(':', '-')}.{rank}.pt" for rank in (0, 1)]
+        return [torch.load(file) for file in files if file.exists()]
+
+    return of
+
+
+def run_pair(command: list[str], arguments: list[str], folder: Path, codes: list[int]) -> None:
+    """Start both ranks of a script that takes RANK PORT and more, and wait."""
+    port, ranks = str(free_port()), []
+    for rank in ("0", "1"):
+        with (folder / f"{rank}.log").open("w") as log:
+            words = [*command, rank, port, *arguments]
+            ranks.append(subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}))
+    deadline = time.monotonic() + LIMIT
+    try:
+        for process in ranks:
+            process.wait(max(deadline - time.monotonic(), 1))
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"the ranks hung:\n{_logs(folder)}")
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == codes, _logs(folder)
+
+
+def _logs(folder: Path) -> str:
+    return "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in ("0", "1"))
+
+
+@pytest.fixture(scope="module")
+def engine(untied_dir: str) -> Engine:
+    return start("transformers", untied_dir)
+
+
+@pytest.fixture(autouse=True)
+def _double(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", norm_in_double)
+
+
+def weights(run: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in run.model.named_parameters()}
+
+
+def same_logs(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    """Equal but for times and the last digits of float32."""
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            if not name.startswith(("time/", "train_")):
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6, nan_ok=True), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_take_the_steps_of_one_and_log_them_alike(
+    untied_dir: str, tmp_path: Path, engine: Engine, found: Found, case: str
+) -> None:
+    alone = make(case, untied_dir, tmp_path, engine=engine, size=4)
+    steps = gradients(alone)
+    for own in (rank[case] for rank in found("methods")):
+        for expected, got in zip(steps, own["gradients"], strict=True):
+            assert difference(expected, got) <= 1e-6
+        assert difference(weights(alone), own["weights"]) <= 1e-6
+        assert own["tokens"] == alone.state.num_input_tokens_seen
+        same_logs(alone.state.log_history, own["logs"])
+        assert own["logs"][0]["parity/checked_tokens"] > 0
+
+
+def test_both_ranks_hold_the_very_same_weights_and_no_wrapper_averages_gradients(found: Found) -> None:
+    one, other = found("methods")
+    for case in CASES:
+        assert all(torch.equal(tensor, other[case]["weights"][name]) for name, tensor in one[case]["weights"].items())
+        assert not one[case]["wrapped"]
+
+
+def test_the_norm_that_is_clipped_is_that_of_all_ranks(
+    untied_dir: str, tmp_path: Path, engine: Engine, found: Found
+) -> None:
+    alone = make("grpo-grpo", untied_dir, tmp_path, engine=engine, size=4, **CLIPPED)
+    alone.train()
+    for own in found("clipped"):
+        same_logs(alone.state.log_history, own["logs"])
+        assert own["logs"][0]["grad_norm"] > CLIPPED["max_grad_norm"]
+        assert difference(weights(alone), own["weights"]) <= 1e-6
+
+
+def test_one_rank_writes_the_receipt_and_every_token_of_both_is_in_it(found: Found, folder: Path) -> None:
+    logs = found("methods")[0]["dpo-sigmoid"]["logs"]
+    entries = check_entries(folder / "dpo-sigmoid")
+    assert [entry["kind"] for entry in entries] == ["start", "step", "step"]
+    for entry, log in zip(entries[1:], logs, strict=False):
+        assert entry["checked_tokens"] == entry["sampled_tokens"] == log["parity/checked_tokens"]
+        assert log["parity/checked_tokens"] == round(16 * log["completions/mean_length"])
+
+
+def check_entries(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "receipt.jsonl").read_text().splitlines()
+    check_chain(lines)
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_goes_on_from_its_checkpoint_on_two_ranks_as_if_it_had_not_stopped(found: Found, folder: Path) -> None:
+    one, other = found("resumed")
+    for name, tensor in one["whole"].items():
+        assert torch.equal(tensor, one["resumed"][name]), name
+        assert torch.equal(tensor, other["resumed"][name]), name
+    assert [entry["step"] for entry in check_entries(folder / "resumed")][-1] >= 3
+    assert (folder / "whole" / "checkpoint-2" / "rng_state_1.pth").exists()
+
+
+def test_an_evaluation_is_the_same_on_both_ranks_and_on_one(
+    untied_dir: str, tmp_path: Path, engine: Engine, found: Found
+) -> None:
+    alone = make("grpo-grpo", untied_dir, tmp_path, engine=engine, evaluation=PROMPTS.select(range(5))).evaluate()
+    for own in found("evaluated"):
+        assert own["metrics"] == pytest.approx(alone)
+
+
+def test_each_rollout_is_scored_once_and_all_ranks_know_the_scores(found: Found) -> None:
+    one, other = found("rewards")
+    # Three groups of two: the first rank scores two of them.
+    assert [[len(call) for call in own["evaluation"]] for own in (one, other)] == [[4], [2]]
+    assert sorted(one["evaluation"][0] + other["evaluation"][0]) == sorted(PROMPTS["prompt"][:3] * 2)
+    # A generation of four groups, learned from twice.
+    assert [[len(call) for call in own["training"]] for own in (one, other)] == [[4], [4]]
+    assert not set(one["training"][0]) & set(other["training"][0])
+    for own in (one, other):
+        assert own["extras"] == [0, 0, 0, 0, 1, 1]
+        assert own["metrics"]["eval_rank"] == own["logs"][1]["rank"] == 0.5
+    same_logs(one["logs"], other["logs"])
+
+
+def test_each_pair_is_judged_once(found: Found) -> None:
+    assert [own["seen"] for own in found("judged")] == [[2], [2]]
+    assert [own["undecided"] for own in found("judged")] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["half", "nans"])
+def test_a_share_without_a_score_is_no_error_while_the_other_has_some(found: Found, kind: str) -> None:
+    for own in found(f"reward:{kind}"):
+        assert own["steps"] == 1
+        assert own["logs"][0]["rewards/unscored"] == 4
+
+
+@pytest.mark.parametrize(
+    ("work", "kind", "said"),
+    [
+        ("reward:nothing", "InputError", "scored any of the 8 completions"),
+        ("reward:fails", "InputError", "rank 1: reward function reward raised ZeroDivisionError: by design"),
+        ("weights:policy", "ProofError", "at version 0 rank 1 holds other weights than rank 0"),
+        ("weights:critic", "ProofError", "at version 0 rank 1 holds other weights than rank 0"),
+        ("breaks", "LockstepError", "rank 1: checkpoint-2 could not be written"),
+    ],
+)
+def test_what_goes_wrong_on_one_rank_is_the_same_error_on_both(found: Found, work: str, kind: str, said: str) -> None:
+    one, other = found(work)
+    assert one["raised"] == other["raised"] == kind
+    assert said in one["message"]
+    assert one["message"] == other["message"]
+
+
+def test_a_checkpoint_that_one_rank_could_not_write_does_not_count(found: Found, folder: Path) -> None:
+    assert found("breaks")
+    assert last_checkpoint(folder / "breaks") is None
+
+
+def test_a_rank_that_is_killed_is_missed_at_once(found: Found) -> None:
+    (left,) = found("reward:killed")
+    assert left["raised"] == "LockstepError"
+    assert "waited at 'rewards' for every rank" in left["message"]
+    assert left["seconds"] < 30
+
+
+def test_the_rank_without_the_engine_prints_nothing_of_its_own(found: Found, folder: Path) -> None:
+    assert found("methods")
+    assert "engine: transformers" in (folder / "0.log").read_text()
+    assert not any(word in (folder / "1.log").read_text() for word in ("engine:", "'loss'"))
+
+
+def test_the_command_runs_on_two_ranks_and_leaves_and_says_everything_once(untied_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(24)))
+    (tmp_path / "rewards.py").write_text(
+        "def size(completion_ids, **_):\n    return [float(ids[0] % 7) for ids in completion_ids]\n"
+    )
+    fields: dict[str, Any] = {"model_name_or_path": untied_dir, "dataset_name": tmp_path / "data.jsonl", "eval_size": 4}
+    fields |= {"reward_funcs": f"{tmp_path / 'rewards.py'}:size", "output_dir": tmp_path / "run", "use_vllm": "false"}
+    fields |= {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "bf16": "false"}
+    fields |= {"max_steps": 2, "save_steps": 1, "logging_steps": 1, "learning_rate": 1e-3, "report_to": "none"}
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    words += ["-m", "lockstep.cli.main", "grpo"]
+    words += [str(word) for name, value in fields.items() for word in (f"--{name}", value)]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=LIMIT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for said in ("engine: transformers", "held-out reward", "report   "):
+        assert done.stdout.count(said) == (3 if said == "held-out reward" else 1), done.stdout
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2]
+    assert [entry["kind"] for entry in check_entries(tmp_path / "run")] == ["start", "step", "step"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"] == 2
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@needs_vllm
+def test_two_ranks_train_with_one_server(
+    untied_dir: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_SERVER_URL", server.url)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    run_pair([sys.executable, str(SCRIPT)], [untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0])
+    one, other = (torch.load(tmp_path / f"served.{rank}.pt") for rank in (0, 1))
+    assert "raised" not in one, one
+    assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())
+    assert one["logs"][0]["parity/max_abs_gap"] < 1e-3
+    assert [entry["kind"] for entry in check_entries(tmp_path / "served")] == ["start", "step"]

@@ -1,0 +1,233 @@
+"""One of two trainer ranks, started by `test_two_ranks.py`: what each piece of work gave or raised here.
+
+python two_ranks.py RANK PORT MODEL FOLDER WORK …
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+
+
+def main() -> None:
+    rank, port, model, folder, *names = sys.argv[1:]
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    import torch
+    from methods import norm_in_double
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    Qwen2RMSNorm.forward = norm_in_double
+    for name in names:
+        found = tried(lambda name=name: {**WORK, "served": served}[name](int(rank), model, Path(folder)))
+        torch.save(found, Path(folder) / f"{name.replace(':', '-')}.{rank}.pt")
+        if "raised" in found:
+            print(name, found, file=sys.stderr)
+
+
+def tried(step: Callable[[], Any]) -> Any:
+    """What a step gives, or the kind and the message of what it raises."""
+    start = time.monotonic()
+    try:
+        return step()
+    except Exception as error:  # noqa: BLE001 - the error is the result
+        return {"raised": type(error).__name__, "message": str(error), "seconds": time.monotonic() - start}
+
+
+def methods(rank: int, model: str, folder: Path) -> dict[str, Any]:
+    """Every method, in two micro-batches a rank."""
+    import torch
+    from methods import CASES, gradients, make
+
+    found = {}
+    for case in CASES:
+        run = make(case, model, folder / case, size=2, ranks=2)
+        steps = gradients(run)
+        kinds = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+        found[case] = {
+            "gradients": steps,
+            "weights": {name: p.detach() for name, p in run.model.named_parameters()},
+            "logs": run.state.log_history,
+            "tokens": run.state.num_input_tokens_seen,
+            "wrapped": isinstance(run.model_wrapped, kinds),
+        }
+    return found
+
+
+def clipped(rank: int, model: str, folder: Path) -> dict[str, Any]:
+    """AdamW, a bound on the gradient's norm, and steps of different parts of a generation."""
+    from methods import make
+
+    run = make("grpo-grpo", model, folder / "clipped", size=2, ranks=2, **CLIPPED)
+    run.train()
+    return {"weights": {name: p.detach() for name, p in run.model.named_parameters()}, "logs": run.state.log_history}
+
+
+CLIPPED: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_grad_norm": 0.05}
+
+
+def resumed(rank: int, model: str, folder: Path) -> dict[str, Any]:
+    """Four steps at once; and two, then two more in another trainer, of a method with everything to keep."""
+    import shutil
+
+    from methods import make
+
+    from lockstep.training.checkpoints import cut_back
+
+    fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
+    found = {}
+    for name, checkpoint in (("whole", None), ("resumed", str(folder / "whole" / "checkpoint-2"))):
+        run = make("ppo", model, folder / name, size=2, ranks=2, **fields)
+        if checkpoint:
+            (folder / name).mkdir(exist_ok=True)
+            if rank == 0:
+                shutil.copy(folder / "whole" / "receipt.jsonl", folder / name)
+                cut_back(folder / name, Path(checkpoint))
+        run.train(resume_from_checkpoint=checkpoint)
+        critic = {f"critic.{name}": p.detach() for name, p in run.critic.named_parameters()}
+        found[name] = {name: p.detach().clone() for name, p in run.model.named_parameters()} | critic
+    return found
+
+
+def evaluated(rank: int, model: str, folder: Path) -> dict[str, Any]:
+    from methods import PROMPTS, make
+
+    run = make("grpo-grpo", model, folder / "evaluated", ranks=2, size=4, evaluation=PROMPTS.select(range(5)))
+    return {"metrics": run.evaluate(), "history": len(run.state.log_history)}
+
+
+def rewards(rank: int, model: str, folder: Path) -> dict[str, Any]:
+    """What each rank's reward function was called with, and what all know of it afterwards."""
+    from methods import PROMPTS, make
+
+    seen: list[list[str]] = []
+
+    def counting(prompts: list[str], completions: list[str], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+        seen.append(list(prompts))
+        log_metric("rank", rank)
+        log_extra("scored_by", [rank] * len(prompts))
+        return [float(len(text)) for text in completions]
+
+    run = make("rloo", model, folder / "rewards", ranks=2, size=2, reward=counting, evaluation=PROMPTS.select(range(3)))
+    metrics = run.evaluate()
+    extras = [r.extra["scored_by"] for group in run.last_eval_groups for r in group.rollouts]
+    evaluation, seen = seen, []
+    run.train()
+    return {
+        "evaluation": evaluation,
+        "training": seen,
+        "extras": extras,
+        "metrics": metrics,
+        "logs": run.state.log_history,
+    }
+
+
+def judged(rank: int, model: str, folder: Path) -> dict[str, Any]:
+    from methods import PROMPTS
+
+    from lockstep import OnlineDPOConfig, OnlineDPOTrainer
+
+    seen: list[int] = []
+
+    class Judge:
+        def judge(self, prompts: list[str], completions: Any, shuffle_order: bool = True) -> list[int]:
+            seen.append(len(prompts))
+            return [i % 2 for i in range(len(prompts))]
+
+    args = OnlineDPOConfig(
+        output_dir=str(folder / "judged"), max_new_tokens=6, max_length=64, per_device_train_batch_size=2, max_steps=1,
+        bf16=False, use_vllm=False, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
+    )  # fmt: skip
+    run = OnlineDPOTrainer(model, args=args, train_dataset=PROMPTS, judge=Judge())
+    run.train()
+    return {"seen": seen, "undecided": run.state.log_history[0]["pairs/undecided"]}
+
+
+def odd_rewards(kind: str) -> Callable[[int, str, Path], Any]:
+    """A reward function of which one rank's calls are odd."""
+
+    def work(rank: int, model: str, folder: Path) -> Any:
+        from methods import by_length, make
+
+        def reward(completion_ids: list[list[int]], **_: Any) -> list[Any]:
+            if kind == "nothing" or (kind == "half" and rank == 0):
+                return [None] * len(completion_ids)
+            if kind == "nans" and rank == 1:
+                return [float("nan")] * len(completion_ids)
+            if kind == "fails" and rank == 1:
+                raise ZeroDivisionError("by design")
+            if kind == "killed" and rank == 1:
+                os._exit(9)
+            return by_length(completion_ids)
+
+        run = make("rloo", model, folder / kind, ranks=2, size=2, reward=reward, max_steps=1)
+        run.train()
+        return {"logs": run.state.log_history, "steps": run.state.global_step}
+
+    return work
+
+
+def other_weights(part: str) -> Callable[[int, str, Path], Any]:
+    """One rank holds other weights than the other."""
+
+    def work(rank: int, model: str, folder: Path) -> Any:
+        import torch
+        from methods import make
+
+        run = make("ppo", model, folder / "other", ranks=2, size=2, max_steps=1)
+        if rank == 1:
+            module = run.critic if part == "critic" else run.model
+            with torch.no_grad():
+                next(module.parameters()).view(-1)[0] += 1e-6
+        run.train()
+        return {}
+
+    return work
+
+
+def breaks(rank: int, model: str, folder: Path) -> Any:
+    """A checkpoint that rank 1 cannot write."""
+    from methods import make
+
+    run = make("rloo", model, folder / "breaks", ranks=2, size=2, max_steps=2, save_strategy="steps", save_steps=2)
+
+    def full(output_dir: str) -> None:
+        raise OSError("no space left")
+
+    if rank == 1:
+        run._save_rng_state = full  # type: ignore[method-assign]
+    run.train()
+    return {}
+
+
+def served(rank: int, model: str, folder: Path) -> dict[str, Any]:
+    """One method with a real server."""
+    from methods import make
+
+    server = {"use_vllm": None, "vllm_server_base_url": os.environ["TEST_SERVER_URL"]}
+    run = make("grpo-grpo", model, folder / "served", size=2, ranks=2, **server)
+    run.train()
+    return {"weights": {name: p.detach() for name, p in run.model.named_parameters()}, "logs": run.state.log_history}
+
+
+WORK: dict[str, Callable[[int, str, Path], Any]] = {
+    "methods": methods,
+    "clipped": clipped,
+    "resumed": resumed,
+    "evaluated": evaluated,
+    "rewards": rewards,
+    "judged": judged,
+    **{f"reward:{kind}": odd_rewards(kind) for kind in ("nothing", "half", "nans", "fails")},
+    **{f"weights:{part}": other_weights(part) for part in ("policy", "critic")},
+    "breaks": breaks,
+    "reward:killed": odd_rewards("killed"),
+}
+
+
+if __name__ == "__main__":
+    main()
