@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import start
 from accounts import CASES, difference, gradients, make, norm_in_double
+from conftest import start
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from lockstep.engines.protocol import Engine

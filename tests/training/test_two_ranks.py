@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import needs_vllm, start
 from accounts import CASES, PROMPTS, difference, gradients, make, norm_in_double
+from conftest import needs_vllm, start
 from servers import KEY, Server, free_port
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from two_ranks import CLIPPED, WORK

@@ -19,7 +19,7 @@ def main() -> None:
     rank, port, model, folder, *names = sys.argv[1:]
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     import torch
-    from methods import norm_in_double
+    from accounts import norm_in_double
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
     Qwen2RMSNorm.forward = norm_in_double
@@ -42,7 +42,7 @@ def tried(step: Callable[[], Any]) -> Any:
 def methods(rank: int, model: str, folder: Path) -> dict[str, Any]:
     """Every method, in two micro-batches a rank."""
     import torch
-    from methods import CASES, gradients, make
+    from accounts import CASES, gradients, make
 
     found = {}
     for case in CASES:
@@ -61,7 +61,7 @@ def methods(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
 def clipped(rank: int, model: str, folder: Path) -> dict[str, Any]:
     """AdamW, a bound on the gradient's norm, and steps of different parts of a generation."""
-    from methods import make
+    from accounts import make
 
     run = make("grpo-grpo", model, folder / "clipped", size=2, ranks=2, **CLIPPED)
     run.train()
@@ -75,7 +75,7 @@ def resumed(rank: int, model: str, folder: Path) -> dict[str, Any]:
     """Four steps at once; and two, then two more in another trainer, of a method with everything to keep."""
     import shutil
 
-    from methods import make
+    from accounts import make
 
     from lockstep.training.checkpoints import cut_back
 
@@ -95,7 +95,7 @@ def resumed(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
 
 def evaluated(rank: int, model: str, folder: Path) -> dict[str, Any]:
-    from methods import PROMPTS, make
+    from accounts import PROMPTS, make
 
     run = make("grpo-grpo", model, folder / "evaluated", ranks=2, size=4, evaluation=PROMPTS.select(range(5)))
     return {"metrics": run.evaluate(), "history": len(run.state.log_history)}
@@ -103,7 +103,7 @@ def evaluated(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
 def rewards(rank: int, model: str, folder: Path) -> dict[str, Any]:
     """What each rank's reward function was called with, and what all know of it afterwards."""
-    from methods import PROMPTS, make
+    from accounts import PROMPTS, make
 
     seen: list[list[str]] = []
 
@@ -128,7 +128,7 @@ def rewards(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
 
 def judged(rank: int, model: str, folder: Path) -> dict[str, Any]:
-    from methods import PROMPTS
+    from accounts import PROMPTS
 
     from lockstep import OnlineDPOConfig, OnlineDPOTrainer
 
@@ -152,7 +152,7 @@ def odd_rewards(kind: str) -> Callable[[int, str, Path], Any]:
     """A reward function of which one rank's calls are odd."""
 
     def work(rank: int, model: str, folder: Path) -> Any:
-        from methods import by_length, make
+        from accounts import by_length, make
 
         def reward(completion_ids: list[list[int]], **_: Any) -> list[Any]:
             if kind == "nothing" or (kind == "half" and rank == 0):
@@ -177,7 +177,7 @@ def other_weights(part: str) -> Callable[[int, str, Path], Any]:
 
     def work(rank: int, model: str, folder: Path) -> Any:
         import torch
-        from methods import make
+        from accounts import make
 
         run = make("ppo", model, folder / "other", ranks=2, size=2, max_steps=1)
         if rank == 1:
@@ -192,7 +192,7 @@ def other_weights(part: str) -> Callable[[int, str, Path], Any]:
 
 def breaks(rank: int, model: str, folder: Path) -> Any:
     """A checkpoint that rank 1 cannot write."""
-    from methods import make
+    from accounts import make
 
     run = make("rloo", model, folder / "breaks", ranks=2, size=2, max_steps=2, save_strategy="steps", save_steps=2)
 
@@ -207,7 +207,7 @@ def breaks(rank: int, model: str, folder: Path) -> Any:
 
 def served(rank: int, model: str, folder: Path) -> dict[str, Any]:
     """One method with a real server."""
-    from methods import make
+    from accounts import make
 
     server = {"use_vllm": None, "vllm_server_base_url": os.environ["TEST_SERVER_URL"]}
     run = make("grpo-grpo", model, folder / "served", size=2, ranks=2, **server)

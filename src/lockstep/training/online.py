@@ -280,9 +280,6 @@ class OnlineTrainer(Trainer):
 
     def _begin_step(self, generation: Generation, step: int) -> Generation:
         self._sums = UpdateSums()
-        if self.critic is not None:
-            # The loop clears the model's gradients alone.
-            self.critic.zero_grad()
 
         def entropies(sequences: Sequence[TrainingSequence]) -> Scores:
             with self.clock.phase("verify"):
