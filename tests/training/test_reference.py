@@ -135,3 +135,18 @@ def test_references_that_cannot_work_are_refused_before_anything_is_sampled(
     injected = peft.inject_adapter_in_model(lora(), load_policy(untied_dir))
     with pytest.raises(InputError, match="no adapter to switch off"):
         Reference(injected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["off", "another adapter"])
+def test_what_is_trained_stays_what_it_was_after_the_reference(untied_dir: str, named: bool) -> None:
+    model = peft.get_peft_model(load_policy(untied_dir), lora())
+    if named:
+        model.add_adapter("ref", lora())
+    # Frozen by the user, in an adapter that is trained otherwise.
+    frozen = next(p for name, p in model.named_parameters() if "lora_A.default" in name)
+    frozen.requires_grad_(False)
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    with Reference(model).model():  # type: ignore[arg-type]
+        pass
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+    assert model.active_adapters == ["default"]
