@@ -63,7 +63,7 @@ def test_words_win_over_the_file(tmp_path: Path) -> None:
         ([], "- a\n- b\n", "must hold fields with values"),
         ([], "a: [\n", "is not YAML"),
         (["--num_generations", "3"], None, "no multiple of num_generations=3"),
-        (["--top_p", "0.9"], None, "top_p=0.9 is not supported yet"),
+        (["--top_p", "0.9"], None, "top_p=0.9 is not supported"),
         ([], None, "model_name_or_path is not set"),
         (["--model_name_or_path", "m"], None, "dataset_name is not set"),
         (["stray"], None, "stray"),
