@@ -171,7 +171,7 @@ def test_each_rollout_is_scored_once_and_all_ranks_know_the_scores(found: Found)
     assert not set(one["training"][0]) & set(other["training"][0])
     for own in (one, other):
         assert own["extras"] == [0, 0, 0, 0, 1, 1]
-        assert own["metrics"]["eval_rank"] == own["logs"][1]["rank"] == 0.5
+        assert own["metrics"]["eval_rank"] == own["logs"][0]["rank"] == 0.5
     same_logs(one["logs"], other["logs"])
 
 
