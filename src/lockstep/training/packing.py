@@ -181,8 +181,7 @@ def _units(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSeque
 def _new_nodes(tree: _Tree, paths: Sequence[Sequence[int]]) -> int:
     """Nodes that inserting all paths would add at most: what they share among themselves is counted for the first alone."""
     first, *others = paths
-    shared = [_shared(first, other) for other in others]
-    fresh = [max(tree.new_nodes(other) - already, 0) for other, already in zip(others, shared, strict=True)]
+    fresh = [min(tree.new_nodes(other), len(other) - _shared(first, other)) for other in others]
     return tree.new_nodes(first) + sum(fresh)
 
 
