@@ -14,6 +14,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from lockstep.engines.protocol import Engine
 
 CUTS: list[tuple[int, dict[str, Any]]] = [(4, {}), (2, {"token_budget": 48, "logits_chunk_size": 5}), (1, {})]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
