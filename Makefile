@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env train test test-long lint verify bench false-alarms server-sync server-load tied-head
+.PHONY: env train test test-long lint verify bench learning false-alarms server-sync server-load tied-head
 
 # Made once; made anew when pyproject.toml or the script changes.
 env:
@@ -21,6 +21,10 @@ bench: env
 
 false-alarms: env
 	@$(BIN)/python benchmarks/false_alarms.py $(ARGS)
+
+# Every method raises its reward on a task that a tiny model cannot do at first: one curve each.
+learning: env
+	@$(BIN)/python benchmarks/learning.py $(ARGS)
 
 # What a push to a server costs, and what a server does under ten minutes of load.
 server-sync: env

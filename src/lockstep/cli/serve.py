@@ -30,6 +30,8 @@ def run(words: list[str]) -> int:
     """
     quiet_libraries()
     arguments, rest = _parser().parse_known_args(words)
+    import torch
+
     from lockstep.models.resolve import resolve_model
     from lockstep.server.command import ServeOptions, command_line, environment
     from lockstep.server.keys import write_key
@@ -53,6 +55,7 @@ def run(words: list[str]) -> int:
         max_num_seqs=arguments.max_num_seqs,
         tensor_parallel_size=arguments.tensor_parallel_size,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
+        fp32_head=arguments.cast_lm_head_to_fp32 and engine_dtype(arguments.dtype) != torch.float32,
         rest=tuple(rest),
     )
     command = command_line(options)
@@ -97,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="as training would choose"
+    )
+    parser.add_argument(
+        "--cast_lm_head_to_fp32",
+        "--cast-lm-head-to-fp32",
+        action="store_true",
+        help="compute the output head in float32, for training with the field of that name",
     )
     for name, kind, default, text in (
         ("max_model_len", int, None, "longest prompt + completion, in tokens; default: the model's own"),

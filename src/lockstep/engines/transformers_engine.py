@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from transformers import (
@@ -39,6 +40,7 @@ from lockstep.engines.protocol import (
 from lockstep.engines.sampling import processed_logprobs
 from lockstep.engines.tensor_specs import described
 from lockstep.errors import InputError, LockstepError
+from lockstep.models.policy import fp32_head_product
 from lockstep.tokens.end import end_ids
 
 
@@ -63,6 +65,7 @@ class TransformersEngine:
         max_model_len: longest prompt + completion, in tokens.
         max_num_seqs: most sequences decoded together.
         timeout: seconds that one `generate` call may take.
+        fp32_head: the output head's product is in float32, whatever `dtype` is.
     """
 
     supports_sleep = False
@@ -76,6 +79,7 @@ class TransformersEngine:
         max_model_len: int,
         max_num_seqs: int = 64,
         timeout: float = 600.0,
+        fp32_head: bool = False,
     ) -> None:
         try:
             self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
@@ -84,6 +88,10 @@ class TransformersEngine:
         if torch.cuda.is_available():
             self._model.to("cuda")
         self._model.requires_grad_(False)
+        self._fp32_head = fp32_head
+        if fp32_head:
+            head = self._model.get_output_embeddings()
+            head.forward = partial(fp32_head_product, head)
         self._name = model
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -104,7 +112,7 @@ class TransformersEngine:
             model=self._name,
             architecture=type(self._model).__name__,
             dtype=self._model.dtype,
-            head_dtype=self._model.get_output_embeddings().weight.dtype,
+            head_dtype=torch.float32 if self._fp32_head else self._model.get_output_embeddings().weight.dtype,
             vocab_size=int(self._model.get_input_embeddings().weight.shape[0]),
             max_model_len=self._max_model_len,
             logprobs_mode="processed_logprobs",

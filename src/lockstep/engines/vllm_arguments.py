@@ -45,12 +45,15 @@ _CPU_BLOCK = 32
 _SMALLEST_CACHE = 64 << 20
 
 
-def engine_arguments(model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> dict[str, Any]:
+def engine_arguments(
+    model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int, *, fp32_head: bool = False
+) -> dict[str, Any]:
     """Arguments of `vllm.LLM` (and, with dashes, of vLLM's server) that training relies on.
 
     Args:
         max_model_len: longest prompt + completion, in tokens.
         max_num_seqs: most sequences decoded together.
+        fp32_head: the output head's product is in float32, whatever `dtype` is.
     """
     arguments: dict[str, Any] = {
         "model": model,
@@ -71,6 +74,8 @@ def engine_arguments(model: str, dtype: torch.dtype, max_model_len: int, max_num
     }
     if not torch.cuda.is_available():
         arguments["block_size"] = _CPU_BLOCK
+    if fp32_head:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
     return arguments
 
 

@@ -43,6 +43,7 @@ class VLLMInProcess:
         max_num_seqs: most sequences decoded together.
         gpu_memory_utilization: share of a GPU's memory that vLLM may take; unused on CPU.
         timeout: seconds that one `generate` call may take.
+        fp32_head: the output head's product is in float32, whatever `dtype` is.
         engine_kwargs: further arguments of `vllm.LLM`, passed on as they are.
 
     Raises:
@@ -59,6 +60,7 @@ class VLLMInProcess:
         gpu_memory_utilization: float = 0.3,
         timeout: float = 600.0,
         seed: int = 0,
+        fp32_head: bool = False,
         engine_kwargs: dict[str, Any] | None = None,
     ) -> None:
         check_free(set(engine_kwargs or {}), "vllm_engine_kwargs")
@@ -68,7 +70,7 @@ class VLLMInProcess:
         try:
             self._llm = _start(
                 {
-                    **engine_arguments(model, dtype, max_model_len, max_num_seqs),
+                    **engine_arguments(model, dtype, max_model_len, max_num_seqs, fp32_head=fp32_head),
                     "seed": seed,
                     **_memory(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),
                     **(engine_kwargs or {}),

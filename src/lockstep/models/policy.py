@@ -34,6 +34,14 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
         raise InputError(f"cannot load a causal language model from {path}: {_first_line(error)}") from error
 
 
+def fp32_head_product(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """(…, V) float32 logits of an output head, computed in float32 whatever dtype it and its input have, and past autocast."""
+    weight: torch.Tensor = head.weight  # type: ignore[assignment]
+    bias: torch.Tensor | None = getattr(head, "bias", None)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+
+
 def switch_off_dropout(model: torch.nn.Module) -> None:
     """Dropout, of the model and of its adapter, would make the policy that is trained another than the one that sampled."""
     for module in model.modules():

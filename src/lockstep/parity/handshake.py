@@ -38,14 +38,18 @@ class ExpectedSettings:
 
 
 def expected_settings(
-    model: PreTrainedModel, model_path: str | None, dtype: torch.dtype, min_model_len: int
+    model: PreTrainedModel,
+    model_path: str | None,
+    dtype: torch.dtype,
+    min_model_len: int,
+    head_dtype: torch.dtype | None = None,
 ) -> ExpectedSettings:
-    """What a trainer of `model` assumes of an engine that computes in `dtype`."""
+    """What a trainer of `model` assumes of an engine that computes in `dtype`, and its output head in `head_dtype` (None: too)."""
     return ExpectedSettings(
         model=model_path,
         architecture=type(causal_model(model)).__name__,
         dtype=dtype,
-        head_dtype=dtype,
+        head_dtype=head_dtype or dtype,
         vocab_size=embedding_rows(model),
         min_model_len=min_model_len,
         model_config=model_fields(model.config.get_text_config()),

@@ -33,6 +33,7 @@ class ServeOptions:
     Attributes:
         model: directory or hub id, resolved.
         max_model_len: longest prompt + completion; None: the model's own.
+        fp32_head: the output head's product is in float32, whatever `dtype` is.
         rest: further arguments of vLLM's server, as typed.
     """
 
@@ -44,6 +45,7 @@ class ServeOptions:
     max_num_seqs: int
     tensor_parallel_size: int
     gpu_memory_utilization: float
+    fp32_head: bool = False
     rest: tuple[str, ...] = ()
 
     @property
@@ -64,7 +66,7 @@ def command_line(options: ServeOptions) -> list[str]:
     check_words(options.rest)
     length = _context(options.model) if options.max_model_len is None else options.max_model_len
     arguments: dict[str, Any] = {
-        **engine_arguments(options.model, options.dtype, length, options.max_num_seqs),
+        **engine_arguments(options.model, options.dtype, length, options.max_num_seqs, fp32_head=options.fp32_head),
         "host": options.host,
         "port": options.port,
         "tensor_parallel_size": options.tensor_parallel_size,

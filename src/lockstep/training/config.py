@@ -93,6 +93,9 @@ class OnlineConfig(OneValueFields, TrainingArguments):
         default="auto", metadata=doc("Dtype of the engine. Default: bfloat16 with bf16, else float32.")
     )
 
+    cast_lm_head_to_fp32: bool = field(
+        default=False, metadata=doc("Compute the output head in float32 on both sides, where the rest is bfloat16.")
+    )
     token_budget: int = field(default=1024, metadata=doc("Most positions of one forward (tokens after sharing)."))
     logits_chunk_size: int = field(default=256, metadata=doc("Rows of logits held at a time."))
 
@@ -197,6 +200,11 @@ class OnlineConfig(OneValueFields, TrainingArguments):
     def engine_torch_dtype(self) -> torch.dtype:
         """Dtype in which the engine computes."""
         return self.trainer_dtype if self.engine_dtype == "auto" else getattr(torch, self.engine_dtype)
+
+    @property
+    def engine_head_dtype(self) -> torch.dtype:
+        """Dtype in which the engine computes its output head."""
+        return torch.float32 if self.cast_lm_head_to_fp32 else self.engine_torch_dtype
 
     def _refuse_unsupported(self) -> None:
         neutral: dict[str, object] = {"fp16": False, "auto_find_batch_size": False, "load_best_model_at_end": False}

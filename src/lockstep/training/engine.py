@@ -58,6 +58,7 @@ def start_engine(
             "engine_kwargs": dict(config.vllm_engine_kwargs or {}),  # type: ignore[arg-type]
         },
         dtype=config.engine_torch_dtype,
+        fp32_head=config.engine_head_dtype != config.engine_torch_dtype,
         max_model_len=max_model_len,
         max_num_seqs=config.vllm_max_num_seqs,
         timeout=config.vllm_server_timeout,
@@ -90,17 +91,23 @@ def start_here(
 
 
 def shake_hands(
-    engine: Engine, model: PreTrainedModel, model_path: str, dtype: torch.dtype, min_model_len: int
+    engine: Engine,
+    model: PreTrainedModel,
+    model_path: str,
+    dtype: torch.dtype,
+    min_model_len: int,
+    head_dtype: torch.dtype | None = None,
 ) -> None:
     """Compare the engine's effective settings with what training assumes.
 
     Args:
         dtype: in which the engine is to compute.
+        head_dtype: the same of its output head; None: in `dtype` too.
 
     Raises:
         ProofError: a setting differs.
     """
     # A server may keep the same model under another path; its config is compared field by field.
     path = None if isinstance(engine, VLLMServer) else model_path
-    expected = expected_settings(model, path, dtype, min_model_len)
+    expected = expected_settings(model, path, dtype, min_model_len, head_dtype)
     check_settings(expected, engine.settings())

@@ -59,7 +59,10 @@ class Proofs:
         self._clock = clock
         self.engine_dtype = config.engine_torch_dtype
         self.limit = tolerance(self.engine_dtype, compute_dtype)
-        self.precision = Precision(autocast=torch.bfloat16 if config.bf16 else None)
+        self.precision = Precision(
+            autocast=torch.bfloat16 if config.bf16 else None,
+            head=torch.float32 if config.cast_lm_head_to_fp32 else None,
+        )
         self.probe = ModuleProbe(model, engine, self.engine_dtype)
         self._receipt: Receipt | None = None
         self._push: SyncRecord | None = None

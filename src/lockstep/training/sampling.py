@@ -82,7 +82,7 @@ class RolloutSource:
         engine = self._engine or start_engine(config, model_path, self._tokenizer, max_model_len, self._ranks.count)
         self._engine = engine
         try:
-            shake_hands(engine, self._policy, model_path, config.engine_torch_dtype, longest)
+            shake_hands(engine, self._policy, model_path, config.engine_torch_dtype, longest, config.engine_head_dtype)
             self._proofs = Proofs(self._policy, engine, config, compute_dtype, self._clock)
             self._recovery = Recovery(self._proofs.distrust)
         except BaseException:

@@ -5,7 +5,9 @@ Comes from: `training/packing.py`. Goes to: the loss, and to `parity/gap.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +15,7 @@ from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model
+from lockstep.models.policy import fp32_head_product
 from lockstep.training.packing import Pack
 
 
@@ -62,6 +65,7 @@ def score_pack(
     chunk_size: int,
     *,
     entropy_gradient: bool = False,
+    fp32_head: bool = False,
     critic: torch.nn.Module | None = None,
 ) -> TokenScores:
     """Log-prob and entropy of every scored token of a pack.
@@ -71,6 +75,7 @@ def score_pack(
         temperature: divides the logits, as it did when the tokens were sampled.
         chunk_size: rows of logits held at a time; memory grows with it, results do not change.
         entropy_gradient: entropies are part of the loss.
+        fp32_head: the head's product is in float32, past autocast.
         critic: maps hidden states (rows, width) to values (rows, 1).
     """
     inner = causal_model(model)
@@ -84,11 +89,12 @@ def score_pack(
     rows, place = torch.unique(pack.predictors, return_inverse=True)
     selected = hidden[rows]
     head = inner.get_output_embeddings()
+    product = partial(fp32_head_product, head) if fp32_head else head
     logps, entropies = [], []
     for start in range(0, len(rows), chunk_size):
         inside = (place >= start) & (place < start + chunk_size)
         arguments = (
-            head,
+            product,
             selected[start : start + chunk_size],
             place[inside] - start,
             pack.targets[inside],
@@ -115,7 +121,7 @@ def _values(critic: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _score_rows(
-    head: torch.nn.Module,
+    head: Callable[[torch.Tensor], torch.Tensor],
     hidden: torch.Tensor,
     rows: torch.Tensor,
     targets: torch.Tensor,

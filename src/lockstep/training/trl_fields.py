@@ -25,10 +25,6 @@ ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "code that comes with a model is not run"),
     "router_aux_loss_coef": ((None, 0.0), "the routers' auxiliary loss is not supported yet"),
     "disable_dropout": ((True,), "dropout is always off: the policy that is trained must be the one that sampled"),
-    "cast_lm_head_to_fp32": (
-        (False,),
-        "the engine's head would still compute in its own dtype; use bf16=false for both sides",
-    ),
     "ds3_gather_for_generation": ((True,), "DeepSpeed is not supported yet"),
     "pad_to_multiple_of": (("auto", None), "nothing is padded here"),
     "top_p": ((1.0,), _SHARED_SUPPORT),
@@ -58,7 +54,6 @@ class OneValueFields:
     trust_remote_code: bool = field(default=False, metadata=_ONE_VALUE)
     router_aux_loss_coef: float | None = field(default=None, metadata=_ONE_VALUE)
     disable_dropout: bool = field(default=True, metadata=_ONE_VALUE)
-    cast_lm_head_to_fp32: bool = field(default=False, metadata=_ONE_VALUE)
     ds3_gather_for_generation: bool = field(default=True, metadata=_ONE_VALUE)
     pad_to_multiple_of: str | None = field(default="auto", metadata=_ONE_VALUE)
     top_p: float = field(default=1.0, metadata=_ONE_VALUE)

@@ -97,6 +97,7 @@ class Policy:
                 config.temperature,
                 config.logits_chunk_size,
                 entropy_gradient=entropy_gradient,
+                fp32_head=config.cast_lm_head_to_fp32,
                 critic=self.critic,
             )
 

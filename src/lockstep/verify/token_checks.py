@@ -77,7 +77,8 @@ def chat_template(stage: Stage) -> list[Row]:
 def handshake(stage: Stage) -> list[Row]:
     """The engine's effective settings are what training assumes."""
     longest = max(len(p.ids) for p in stage.prompts) + stage.config.max_completion_length
-    shake_hands(stage.engine, stage.model, stage.trainer.model_path, stage.config.engine_torch_dtype, longest)
+    dtypes = (stage.config.engine_torch_dtype, longest, stage.config.engine_head_dtype)
+    shake_hands(stage.engine, stage.model, stage.trainer.model_path, *dtypes)
     found = stage.engine.settings()
     return [
         Row(
