@@ -124,7 +124,10 @@ def relative_to_group(rewards: list[list[float | None]], scale: str) -> list[flo
 
 def leave_one_out(drawn: Drawn, config: Any) -> list[float]:
     """RLOO's: the KL of the whole completion is part of its reward."""
-    penalties = iter(sum(s.old_logps or ()) - sum(s.ref_logps or ()) if config.beta else 0.0 for s in drawn.sequences)
+    penalties = iter(
+        sum(s.old_logps or ()) - sum(s.ref_logps or ()) if config.beta and not out else 0.0
+        for s, out in zip(drawn.sequences, left_out(drawn, config), strict=True)
+    )
     found: list[float | None] = []
     low, high = config.reward_clip_range or (-math.inf, math.inf)
     for group in drawn.rewards:
@@ -138,6 +141,18 @@ def leave_one_out(drawn: Drawn, config: Any) -> list[float]:
         centre = fmean(known) if known else 0.0
         return [0.0 if a is None else (a - centre) / (spread(known) + 1e-4) for a in found]
     return [a or 0.0 for a in found]
+
+
+def left_out(drawn: Drawn, config: Any) -> list[bool]:
+    """Completions that were cut at the limit, where such ones are masked."""
+    return [cut and config.mask_truncated_completions for cut in drawn.cut]
+
+
+def counted(drawn: Drawn, config: Any, least: int = 1) -> list[bool]:
+    """Completions that are scored in a group of at least so many scored ones, and not left out."""
+    known = [sum(r is not None for r in group) >= least for group in drawn.rewards for _ in group]
+    columns = zip(drawn.flat_rewards, known, left_out(drawn, config), strict=True)
+    return [r is not None and enough and not out for r, enough, out in columns]
 
 
 def whitened(rows: list[list[float]], counted: list[bool]) -> list[list[float]]:
@@ -168,7 +183,7 @@ def reinforce_pp_advantages(drawn: Drawn, config: Any) -> list[list[float]]:
             ahead = (ahead if not row else config.gamma * ahead) - price * kl
             row.append(ahead)
         rows.append(row[::-1])
-    return whitened(rows, [r is not None for r in drawn.flat_rewards])
+    return whitened(rows, counted(drawn, config, 2 if config.baseline == "group" else 1))
 
 
 def ppo_targets(drawn: Drawn, config: Any) -> tuple[list[list[float]], list[list[float]]]:
@@ -186,7 +201,7 @@ def ppo_targets(drawn: Drawn, config: Any) -> tuple[list[list[float]], list[list
             row[t] = carried
         advantages.append(row)
         returns.append([a + v for a, v in zip(row, s.values, strict=True)])
-    return whitened(advantages, [r is not None for r in drawn.flat_rewards]), returns
+    return whitened(advantages, counted(drawn, config)), returns
 
 
 # ---- losses of a step ----------------------------------------------------------------------------------------------
@@ -319,5 +334,7 @@ def ppo(model: PreTrainedModel, critic: torch.nn.Linear, drawn: Drawn, step: sli
     policy = clipped((now.logps - old).exp(), advantages, config) * weight
     values, before = now.hidden @ critic.weight[0] + critic.bias[0], column(sequences, "values")
     near = torch.clamp(values, before - config.cliprange_value, before + config.cliprange_value)
-    value = torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
+    # What nobody scored has no return to learn.
+    known = torch.tensor([[float(r is not None)] for r in drawn.flat_rewards[step]], dtype=torch.float64)
+    value = known * torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
     return ((policy + config.vf_coef * value) * mask).sum() / mask.sum().clamp(min=1)

@@ -83,7 +83,9 @@ def test_both_sides_compute_the_head_in_float32_and_a_run_passes_its_proofs(
 def test_an_engine_whose_head_is_in_bfloat16_is_refused(model_dir: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(model_dir)
     engine = TransformersEngine(model_dir, tokenizer, dtype=torch.bfloat16, max_model_len=CONTEXT)
-    with pytest.raises(ProofError, match=r"head_dtype is torch\.bfloat16 in the engine, training assumes torch\.float32"):
+    with pytest.raises(
+        ProofError, match=r"head_dtype is torch\.bfloat16 in the engine, training assumes torch\.float32"
+    ):
         trainer(model_dir, tmp_path, engine=engine)
     same = TransformersEngine(model_dir, tokenizer, dtype=torch.bfloat16, max_model_len=CONTEXT, fp32_head=True)
     trainer(model_dir, tmp_path, engine=same)

@@ -235,9 +235,9 @@ def test_a_reference_that_cannot_follow_is_refused(method: str) -> None:
 
 
 def test_a_judge_or_rewards_but_not_both() -> None:
-    with pytest.raises(InputError, match="give one of the two"):
+    with pytest.raises(InputError, match="give one of them"):
         make("OnlineDPO", judge=Judge())
-    with pytest.raises(InputError, match="give one of the two"):
+    with pytest.raises(InputError, match="give one of them"):
         make("OnlineDPO", reward_funcs=None, judge=Judge(), args=config("OnlineDPO", reward_model_path="somewhere"))
     with pytest.raises(InputError, match="judge is a str without a method 'judge'"):
         make("OnlineDPO", reward_funcs=None, judge="gpt")

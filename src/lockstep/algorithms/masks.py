@@ -45,4 +45,9 @@ def high_entropy_mask(entropies: torch.Tensor, share: float) -> torch.Tensor:
     """
     if entropies.numel() == 0:
         return torch.zeros_like(entropies, dtype=torch.bool)
-    return entropies >= torch.quantile(entropies.float(), 1 - share)
+    # Not torch.quantile, which takes no more than 2**24 values.
+    ranked = entropies.float().sort().values
+    place = (1 - share) * (len(ranked) - 1)
+    below = int(place)
+    above = min(below + 1, len(ranked) - 1)
+    return entropies >= torch.lerp(ranked[below], ranked[above], place - below)

@@ -35,7 +35,7 @@ class Rollout:
         text: the completion decoded for reward functions and reports; never encoded again.
         scores: by reward function name; None where a function gave no score.
         reward: weighted sum of the scores; NaN where no function gave one, and before scoring. Such a rollout is part of no
-            baseline and nothing is learned from it.
+            baseline and has no advantage (a KL or entropy term in the loss is over its tokens too).
         extra: what reward functions logged of it with `log_extra`, by column.
     """
 

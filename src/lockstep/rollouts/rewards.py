@@ -98,12 +98,22 @@ def weigh_scores(groups: Sequence[RolloutGroup], weights: Sequence[float]) -> li
         )
         for group in groups
     ]
-    if rollouts and not any(rollout.scored for group in weighed for rollout in group.rollouts):
-        raise InputError(
-            f"no reward function ({', '.join(names)}) scored any of the {len(rollouts)} completions: there is nothing to learn "
-            "from; let one return numbers, or leave these rows out of the data"
-        )
+    check_scored(weighed, f"no reward function ({', '.join(names)})")
     return weighed
+
+
+def check_scored(groups: Sequence[RolloutGroup], nobody: str) -> None:
+    """Check that a generation has something to learn from.
+
+    Raises:
+        InputError: no rollout has a reward.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if rollouts and not any(rollout.scored for rollout in rollouts):
+        raise InputError(
+            f"{nobody} scored any of the {len(rollouts)} completions: there is nothing to learn from; let one return numbers, or "
+            "leave these rows out of the data"
+        )
 
 
 def _weighed(rollout: Rollout, weights: dict[str, float]) -> Rollout:

@@ -19,8 +19,6 @@ from lockstep.parity.receipt import RECEIPT, lines_up_to
 
 # The last file that a checkpoint gets: what has it is whole.
 TRAINER_STATE = "trainer_state.json"
-_CRITIC = "value_head.safetensors"
-_OBJECTIVE = "objective.json"
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:

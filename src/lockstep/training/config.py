@@ -208,7 +208,8 @@ class OnlineConfig(OneValueFields, TrainingArguments):
 
     def _refuse_unsupported(self) -> None:
         neutral: dict[str, object] = {"fp16": False, "auto_find_batch_size": False, "load_best_model_at_end": False}
-        neutral |= {"full_determinism": False}
+        neutral |= {"full_determinism": False, "use_liger_kernel": False, "ignore_data_skip": False}
+        neutral |= {"bf16_full_eval": False, "fp16_full_eval": False, "parallelism_config": None}
         neutral |= {"remove_unused_columns": False, "dataloader_drop_last": True, "torch_compile": False}
         # Fields of TrainingArguments that the step here does not go through, or that would take it apart.
         neutral |= {"deepspeed": None, "label_smoothing_factor": 0.0, "neftune_noise_alpha": None}

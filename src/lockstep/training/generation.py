@@ -104,7 +104,7 @@ def prepare_generation(
     """
     config = objective.config
     advised = objective.advise(groups, sequences_of(groups) if sequences is None else sequences)
-    masked = [getattr(config, "mask_truncated_completions", False) and _truncated(c) for c in _completions(groups)]
+    masked = [objective.left_out(rollout) for group in groups for rollout in group.rollouts]
     weighted: list[TrainingSequence] = []
     for start in range(0, len(advised), config.completions_per_step):
         step = slice(start, start + config.completions_per_step)
@@ -115,11 +115,3 @@ def prepare_generation(
     size = config.completions_per_micro_batch
     batches = tuple(tuple(weighted[i : i + size]) for i in range(0, len(weighted), size))
     return Generation(version, tuple(groups), batches)
-
-
-def _completions(groups: Sequence[RolloutGroup]) -> list[Completion]:
-    return [rollout.completion for group in groups for rollout in group.rollouts]
-
-
-def _truncated(completion: Completion) -> bool:
-    return completion.finish_reason == "length"

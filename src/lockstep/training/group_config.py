@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lockstep.errors import InputError
 from lockstep.training.config import OnlineConfig
-from lockstep.training.trl_fields import doc
+from lockstep.training.trl_fields import check_bounds, doc
 
 
 @dataclass
@@ -79,6 +79,8 @@ class GroupConfig(OnlineConfig):
         Raises:
             InputError: they contradict each other.
         """
+        if self.epsilon_high is None:
+            self.epsilon_high = self.epsilon
         self._check_group_fields()
         if self.num_generations < self.least_group:
             raise InputError(
@@ -114,6 +116,8 @@ class GroupConfig(OnlineConfig):
             )
 
     def _check_group_fields(self) -> None:
+        check_bounds(self, {"epsilon": (0.0, None), "epsilon_high": (0.0, None), "beta": (0.0, None)})
+        check_bounds(self, {"num_generations_eval": (1, None)})
         for name in ("max_completion_length", "num_iterations", "steps_per_generation", "ref_model_sync_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}; it must be at least 1")

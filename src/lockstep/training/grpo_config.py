@@ -27,7 +27,7 @@ class GRPOConfig(GroupConfig):
         default="token", metadata=doc("One ratio a token, or one a completion (GSPO).")
     )
     delta: float | None = field(
-        default=None, metadata=doc("Bound of the unclipped ratio (dual clipping); above 1 + epsilon.")
+        default=None, metadata=doc("Bound of the unclipped ratio (dual clipping); sensibly above 1 + epsilon.")
     )
     sapo_temperature_pos: float = field(default=1.0, metadata=doc("SAPO's temperature for positive advantages."))
     sapo_temperature_neg: float = field(default=1.05, metadata=doc("SAPO's temperature for negative advantages."))
@@ -64,8 +64,6 @@ class GRPOConfig(GroupConfig):
         self.scale_rewards = {True: "group", False: "none", "True": "group", "False": "none"}.get(
             self.scale_rewards, self.scale_rewards
         )
-        if self.epsilon_high is None:
-            self.epsilon_high = self.epsilon
         for name, values in (
             ("scale_rewards", ("group", "batch", "none")),
             ("loss_type", _LOSS_TYPES),
@@ -74,6 +72,9 @@ class GRPOConfig(GroupConfig):
         ):
             if getattr(self, name) not in values:
                 raise InputError(f"{name}={getattr(self, name)!r}; it must be one of {', '.join(values)}")
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+            if getattr(self, name) <= 0:
+                raise InputError(f"{name}={getattr(self, name)}; it must be above 0")
         if not 0 < self.top_entropy_quantile <= 1:
             raise InputError(f"top_entropy_quantile={self.top_entropy_quantile}; it must be above 0 and at most 1")
         if self.entropy_coef_min > self.entropy_coef_max:

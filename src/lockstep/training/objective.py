@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lockstep.algorithms.corrections import importance_weights
-from lockstep.algorithms.policy_loss import TokenLoss
+from lockstep.algorithms.policy_loss import TokenLoss, clipped_policy_loss, importance_ratios
 from lockstep.algorithms.segments import Segments
-from lockstep.rollouts.group import RolloutGroup
+from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.training.config import OnlineConfig
 from lockstep.training.packing import Pack, TrainingSequence
 from lockstep.training.scoring import TokenScores
@@ -75,7 +75,7 @@ class TokenBatch:
         )
 
     @property
-    def per_sequence(self) -> torch.Tensor:
+    def sequence_advantages(self) -> torch.Tensor:
         """(B,) advantage of each completion, for methods that have one for all of its tokens."""
         return self.segments.means(self.advantages)
 
@@ -128,6 +128,11 @@ class Objective(ABC, Generic[Config]):
         """Whether a sequence can move the policy; one that cannot is scored without gradient."""
         return sequence.weight != 0.0 and any(advantage != 0.0 for advantage in sequence.advantages)
 
+    def left_out(self, rollout: Rollout) -> bool:
+        """Whether a rollout has no part in the loss: it was cut at the length limit and such ones are masked."""
+        masks = getattr(self.config, "mask_truncated_completions", False)
+        return masks and rollout.completion.finish_reason == "length"
+
     def prepare_step(self, sequences: Sequence[TrainingSequence], entropies: Entropies) -> list[TrainingSequence]:
         """Sequences of one optimizer step, over all ranks, just before its first forward."""
         return list(sequences)
@@ -156,6 +161,20 @@ class Objective(ABC, Generic[Config]):
             config.vllm_importance_sampling_clip_min,
             config.vllm_importance_sampling_clip_max,
         )
+
+
+def flat(sequences: Sequence[TrainingSequence], name: str) -> torch.Tensor:
+    """(N,) float64: a column of all sequences, one after the other. What is whitened may be small differences."""
+    return torch.tensor([value for s in sequences for value in getattr(s, name)], dtype=torch.float64)
+
+
+def clipped_tokens(objective: Objective[Any], batch: TokenBatch, tally: Tally) -> torch.Tensor:
+    """(N,) PPO's clipped loss, one ratio a token, corrected; of methods whose advantages are the tokens' own."""
+    ratios = importance_ratios(batch.logps, batch.old_logps, batch.segments, "token")
+    token = clipped_policy_loss(ratios, batch.advantages, objective.config.epsilon, objective.config.clip_high)
+    note_clipping(batch, token, tally)
+    correction = objective.correction(batch)
+    return token.loss if correction is None else token.loss * correction
 
 
 def repeated(sequences: Sequence[TrainingSequence], advantages: Sequence[torch.Tensor]) -> list[tuple[float, ...]]:

@@ -43,7 +43,7 @@ from lockstep.training.reference import Reference
 from lockstep.training.rollout_metrics import evaluation_metrics
 from lockstep.training.sampling import RolloutSource
 from lockstep.training.scoring import check_scorable
-from lockstep.training.setup import Scorer, check_reference, refuse_arguments, reward_scorer
+from lockstep.training.setup import Scorer, check_reference, check_reference_model, refuse_arguments, reward_scorer
 from lockstep.training.step_events import StepEvents
 from lockstep.training.update import AllScores, Policy, UpdateSums, learn, score_all
 
@@ -137,6 +137,8 @@ class OnlineTrainer(Trainer):
         self._train_prompts, self._eval_prompts = read_prompts(train_dataset, eval_dataset, tokenizer, context, args)
         longest = max(len(p.ids) for p in self._train_prompts + self._eval_prompts) + args.completion_limit
         check_scorable(causal_model(policy), longest)
+        if ref_model is not None:
+            check_reference_model(policy, ref_model, longest)
         self._loader = make_loader(self._train_prompts, args)
 
         super().__init__(
@@ -163,6 +165,7 @@ class OnlineTrainer(Trainer):
         self.last_eval_groups: list[RolloutGroup] = []
         self._generation: Generation | None = None
         self._sums = UpdateSums()
+        self._failure: Exception | None = None
         self._logged: dict[str, list[float]] = {}
 
     def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
@@ -234,11 +237,23 @@ class OnlineTrainer(Trainer):
         if place == 0:
             generation = self._begin_step(generation, step)
         own = self._step_size * step + self.config.gradient_accumulation_steps * self.ranks.rank + place
-        loss = learn(self._policy(), generation.micro_batches[own], self.objective, self.clock, self._sums)
+        loss = self._learn(generation.micro_batches[own])
         if place + 1 == self.config.gradient_accumulation_steps:
             self._finish_step(generation, step)
         # The base class logs the mean over ranks; the parts of a step add up.
         return torch.tensor(loss * self.ranks.count, device=self.args.device)
+
+    def _learn(self, sequences: Sequence[TrainingSequence]) -> float:
+        """Learn from a micro-batch. On several ranks an error waits for the step's end, where it is every rank's."""
+        if self._failure is not None:
+            return 0.0
+        try:
+            return learn(self._policy(), sequences, self.objective, self.clock, self._sums)
+        except Exception as error:
+            if self.ranks.count == 1:
+                raise
+            self._failure = error
+            return 0.0
 
     @property
     def _step_size(self) -> int:
@@ -256,30 +271,33 @@ class OnlineTrainer(Trainer):
             sequences = [replace(s, old_logps=found.logps[s.name], values=found.values.get(s.name)) for s in sequences]
         if self.reference is not None:
             with self.clock.phase("reference"), self.reference.model() as model:
-                logps = self._score(replace(self._policy(), model=model, critic=None), sequences).logps
+                reference = replace(self._policy(), model=model, critic=None)
+                logps = self._score(reference, sequences, measure=False).logps
             sequences = [replace(s, ref_logps=logps[s.name]) for s in sequences]
         generation = prepare_generation(groups, self.objective, version, sequences)
         # Kept in the trainer's state, and so in checkpoints.
         prompts_seen = sum(len(g.prompt.ids) * len(g.rollouts) for g in groups)
         self.state.num_input_tokens_seen += generation.sampled_tokens + prompts_seen
         self._note(self.source.metrics(groups))
-        if self.config.single_update:
-            # The policy stays as it is until the step: its log-probs are the step's own, and so is the proof.
-            return generation.without_old_logps()
-        assert found is not None
-        gap = found.gap
-        self.ranks.on_owner("gap", lambda: self.source.prove(gap, generation, self.state.global_step + 1))
-        return generation
+        if found is not None:
+            gap, record = found.gap, not self.config.single_update
+            step = self.state.global_step + 1
+            self.ranks.on_owner("gap", lambda: self.source.prove(gap, generation, step, record=record))
+        # Where the policy stays as it is until the step, its log-probs are the step's own, and so is the receipt's line.
+        return generation.without_old_logps() if self.config.single_update else generation
 
-    def _score(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
+    def _score(self, policy: Policy, sequences: Sequence[TrainingSequence], *, measure: bool = True) -> AllScores:
         """Scores of all sequences, each rank doing its share."""
-        found = score_all(policy, share_of(sequences, self.ranks), self.config)
+
+        def own() -> AllScores:
+            return score_all(policy, share_of(sequences, self.ranks), self.config, measure=measure)
+
         if self.ranks.count == 1:
-            return found
-        return AllScores.merged(self.ranks.share("scores", found.data))
+            return own()
+        return AllScores.merged(self.ranks.share("scores", lambda: own().data()))
 
     def _begin_step(self, generation: Generation, step: int) -> Generation:
-        self._sums = UpdateSums()
+        self._sums, self._failure = UpdateSums(), None
 
         def entropies(sequences: Sequence[TrainingSequence]) -> Scores:
             with self.clock.phase("verify"):
@@ -292,7 +310,11 @@ class OnlineTrainer(Trainer):
 
     def _finish_step(self, generation: Generation, step: int) -> None:
         """Everything between the last backward and the optimizer: the proof, the ranks' gradients, and the step's numbers."""
-        mine = self._sums
+
+        def offer() -> dict[str, Any]:
+            if self._failure is not None:
+                raise self._failure
+            return self._sums.data()
 
         def prove(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             total = UpdateSums.of(parts)
@@ -304,7 +326,7 @@ class OnlineTrainer(Trainer):
                 check_count(total.gap, tokens, generation.version)
             return [total.data()] * len(parts)
 
-        total = UpdateSums.of([self.ranks.call("step", mine.data, prove)])
+        total = UpdateSums.of([self.ranks.call("step", offer, prove)])
         for parameter in self._trained():
             # A step whose groups all agree has gradient zero, which still moves AdamW; None would not.
             if parameter.grad is None:
@@ -315,6 +337,10 @@ class OnlineTrainer(Trainer):
     def _trained(self) -> list[torch.nn.Parameter]:
         parts = [self._policy_model(), *([self.critic] if self.critic is not None else [])]
         return [p for part in parts for p in part.parameters() if p.requires_grad]
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """The base class clips its model; a value head is clipped with it."""
+        return self.accelerator.clip_grad_norm_(self._trained(), self.args.max_grad_norm)
 
     def begin_training(self) -> None:
         """Forget what an earlier, perhaps interrupted, call of `train` left, and open the receipt. Called by the loop."""

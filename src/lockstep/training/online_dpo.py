@@ -233,6 +233,8 @@ class OnlineDPOTrainer(OnlineTrainer):
             raise InputError(f"{' and '.join(names)} all say which completion is better; give one of them")
         if self._judge is None:
             return super().scorer(reward_funcs or self.config.reward_model_path, processing_classes)
+        if processing_classes is not None or self.config.reward_weights is not None:
+            raise InputError("reward_weights and reward_processing_classes are of reward functions; a judge has none")
         if self.config.missing_eos_penalty is not None:
             raise InputError(
                 "missing_eos_penalty is taken off a reward, and a judge gives none; leave one of the two out"

@@ -15,18 +15,17 @@ from transformers import PreTrainedModel
 
 from lockstep.algorithms.advantages import whiten
 from lockstep.algorithms.divergence import k1
-from lockstep.algorithms.policy_loss import clipped_policy_loss, importance_ratios, token_weights
+from lockstep.algorithms.policy_loss import token_weights
 from lockstep.algorithms.returns import clipped_value_loss, generalised_advantages
 from lockstep.algorithms.segments import Segments
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.group_config import GroupConfig
-from lockstep.training.objective import Objective, TokenBatch, note_clipping
+from lockstep.training.objective import Objective, TokenBatch, clipped_tokens, flat
 from lockstep.training.online import OnlineTrainer
 from lockstep.training.packing import TrainingSequence
-from lockstep.training.reinforce_pp import flat
 from lockstep.training.tally import Tally
-from lockstep.training.trl_fields import doc
+from lockstep.training.trl_fields import check_bounds, doc
 
 
 @dataclass
@@ -46,6 +45,12 @@ class PPOConfig(GroupConfig):
     value_learning_rate: float | None = field(
         default=None, metadata=doc("Of the value head; default: ten times learning_rate.")
     )
+
+    def size_generation(self) -> None:
+        super().size_generation()
+        check_bounds(
+            self, {"gamma": (0.0, 1.0), "lam": (0.0, 1.0), "vf_coef": (0.0, None), "cliprange_value": (0.0, None)}
+        )
 
     @property
     def least_group(self) -> int:
@@ -69,25 +74,25 @@ class PPOObjective(Objective[PPOConfig]):
         advantages, returns = generalised_advantages(
             token_rewards, flat(sequences, "values"), segments, config.gamma, config.lam
         )
-        scored = segments.spread((~rewards.isnan()).float()) > 0
-        advantages = torch.where(scored, whiten(advantages, scored), 0.0)
-        parts = zip(sequences, advantages.split(lengths.tolist()), returns.split(lengths.tolist()), strict=True)
-        return [replace(s, advantages=tuple(a.tolist()), returns=tuple(r.tolist())) for s, a, r in parts]
+        left_out = torch.tensor([self.left_out(rollout) for group in groups for rollout in group.rollouts])
+        learned = segments.spread((~rewards.isnan() & ~left_out).float()) > 0
+        advantages = torch.where(learned, whiten(advantages, learned), 0.0)
+        columns = zip(*(x.split(lengths.tolist()) for x in (advantages, returns, learned)), strict=True)
+        return [
+            replace(s, advantages=tuple(a.tolist()), returns=tuple(r.tolist()), kept=tuple(k.tolist()))
+            for s, (a, r, k) in zip(sequences, columns, strict=True)
+        ]
 
     def sequence_weights(self, lengths: torch.Tensor) -> torch.Tensor:
         return token_weights(lengths, "dapo", self.config.max_completion_length)
 
     def moves(self, sequence: TrainingSequence) -> bool:
-        # Values are learned from every completion.
-        return sequence.weight != 0.0
+        # Values are learned from every completion that has a reward, whatever its advantages.
+        return sequence.weight != 0.0 and sequence.kept is not None and any(sequence.kept)
 
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
         config = self.config
-        ratios = importance_ratios(batch.logps, batch.old_logps, batch.segments, "token")
-        token = clipped_policy_loss(ratios, batch.advantages, config.epsilon, config.clip_high)
-        note_clipping(batch, token, tally)
-        correction = self.correction(batch)
-        policy_loss = token.loss if correction is None else token.loss * correction
+        policy_loss = clipped_tokens(self, batch, tally)
         assert batch.values is not None
         old_values, returns = batch.pack.column("values"), batch.pack.column("returns")
         value_loss = clipped_value_loss(batch.values, old_values, returns, config.cliprange_value)
@@ -128,6 +133,7 @@ class PPOTrainer(OnlineTrainer):
                     "PPO adds its value head to the optimizer, which a scheduler made before does not follow; give "
                     "optimizers=(optimizer, None)"
                 )
-            rate = self.config.value_learning_rate or 10 * self.config.learning_rate
+            given = self.config.value_learning_rate
+            rate = 10 * self.config.learning_rate if given is None else given
             optimizer.add_param_group({"params": missing, "lr": rate, "weight_decay": 0.0})
         return optimizer

@@ -15,7 +15,7 @@ from safetensors.torch import load_model, save_model
 from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
-from lockstep.models.adapters import causal_model, is_adapted, without_adapter
+from lockstep.models.adapters import REFERENCE, causal_model, is_adapted, without_adapter
 
 FILE = "reference.safetensors"
 
@@ -40,8 +40,7 @@ class Reference:
             self._own = copy.deepcopy(policy)
         if self._own is None:
             # Refused here, and not when the first rollouts have been paid for.
-            with without_adapter(policy):
-                pass
+            _check_base_is_reference(policy)
         if self._own is not None:
             self._own.requires_grad_(False).eval()
 
@@ -68,8 +67,9 @@ class Reference:
     def follow(self, share: float) -> None:
         """Become `share` × policy + (1 − share) × reference (TR-DPO, arXiv 2404.09656)."""
         assert self._own is not None
-        for mine, theirs in zip(self._own.parameters(), self._policy.parameters(), strict=True):
-            mine.lerp_(theirs.detach().to(mine.device, mine.dtype), share)
+        trained = dict(self._policy.named_parameters())
+        for name, mine in self._own.named_parameters():
+            mine.lerp_(trained[name].detach().to(mine.device, mine.dtype), share)
 
     def save(self, folder: Path) -> None:
         """Keep a reference that has moved beside a checkpoint."""
@@ -80,3 +80,32 @@ class Reference:
         """Go on from what `save` has left."""
         if self._own is not None:
             load_model(self._own, str(folder / FILE))
+
+
+@torch.no_grad()
+def _check_base_is_reference(policy: PreTrainedModel) -> None:
+    """Check that without its adapter a model is the policy that training begins from, and will stay it.
+
+    Raises:
+        InputError: the adapter has been trained already or does not start at nothing, or base weights are trained beside it.
+    """
+    inner = causal_model(policy)
+    base = [
+        name
+        for name, p in policy.named_parameters()
+        if p.requires_grad and ".lora_" not in name and ".modules_to_save." not in name
+    ]
+    if base:
+        raise InputError(
+            f"{base[0]} is trained beside the adapter, so that the model without its adapter would not stay the reference; use "
+            "bias='none', or give ref_model"
+        )
+    probe = torch.arange(8, device=inner.device)[None] % inner.get_input_embeddings().weight.shape[0]
+    with without_adapter(policy):
+        before = inner(input_ids=probe, use_cache=False).logits
+    now = inner(input_ids=probe, use_cache=False).logits
+    if REFERENCE not in policy.peft_config and not torch.allclose(before, now, rtol=1e-3, atol=1e-3):
+        raise InputError(
+            "the adapter is not at its start (it has been trained, or init_lora_weights moves the base), so that the model without "
+            f"it is not the policy that training begins from; give ref_model, or a frozen copy of the adapter named {REFERENCE!r}"
+        )

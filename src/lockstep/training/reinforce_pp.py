@@ -13,19 +13,19 @@ from typing import Literal
 
 import torch
 
-from lockstep.algorithms.advantages import group_advantages, whiten
+from lockstep.algorithms.advantages import compared, group_advantages, whiten
 from lockstep.algorithms.divergence import k1, k2
-from lockstep.algorithms.policy_loss import clipped_policy_loss, importance_ratios, token_weights
+from lockstep.algorithms.policy_loss import token_weights
 from lockstep.algorithms.returns import rewards_to_go
 from lockstep.algorithms.segments import Segments
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.group_config import GroupConfig
-from lockstep.training.objective import Objective, TokenBatch, note_clipping
+from lockstep.training.objective import Objective, TokenBatch, clipped_tokens, flat
 from lockstep.training.online import OnlineTrainer
 from lockstep.training.packing import TrainingSequence
 from lockstep.training.tally import Tally
-from lockstep.training.trl_fields import doc
+from lockstep.training.trl_fields import check_bounds, doc
 
 
 @dataclass
@@ -46,6 +46,7 @@ class ReinforcePPConfig(GroupConfig):
         return 2 if self.baseline == "group" else 1
 
     def __post_init__(self) -> None:
+        check_bounds(self, {"gamma": (0.0, 1.0)})
         if self.baseline not in ("none", "group"):
             raise InputError(f"baseline={self.baseline!r}; it must be none or group")
         super().__post_init__()
@@ -61,16 +62,19 @@ class ReinforcePPObjective(Objective[ReinforcePPConfig]):
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
         config = self.config
         rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
-        scored = ~torch.cat(rewards).isnan()
+        learned = ~torch.cat(rewards).isnan()
         if config.baseline == "group":
+            # One that has nothing to be compared with teaches nothing.
+            learned = torch.cat(compared(rewards))
             rewards = group_advantages(rewards, "none")
+        learned &= ~torch.tensor([self.left_out(rollout) for group in groups for rollout in group.rollouts])
         segments = Segments(torch.tensor([len(s.completion_ids) for s in sequences]))
         divergence = torch.zeros(int(segments.lengths.sum()), dtype=torch.float64)
         if self.scores_first:
             divergence = k1(flat(sequences, "old_logps"), flat(sequences, "ref_logps"))
         flat_rewards = torch.cat(rewards).nan_to_num(0.0)
         to_go = rewards_to_go(flat_rewards, divergence, config.beta, segments, config.gamma)
-        tokens = segments.spread(scored.float()) > 0
+        tokens = segments.spread(learned.float()) > 0
         advantages = torch.where(tokens, whiten(to_go, tokens), 0.0).split(segments.lengths.tolist())
         return [replace(s, advantages=tuple(a.tolist())) for s, a in zip(sequences, advantages, strict=True)]
 
@@ -82,23 +86,13 @@ class ReinforcePPObjective(Objective[ReinforcePPConfig]):
         return super().moves(sequence) or (in_loss and sequence.weight != 0.0)
 
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
-        config = self.config
-        ratios = importance_ratios(batch.logps, batch.old_logps, batch.segments, "token")
-        token = clipped_policy_loss(ratios, batch.advantages, config.epsilon, config.clip_high)
-        note_clipping(batch, token, tally)
-        correction = self.correction(batch)
-        loss = token.loss if correction is None else token.loss * correction
+        loss = clipped_tokens(self, batch, tally)
         if self.uses_reference:
             ref_logps = batch.pack.column("ref_logps")
             tally.mean("kl", k1(batch.logps.detach(), ref_logps))
-            if config.baseline == "group":
-                loss = loss + config.beta * k2(batch.logps, ref_logps)
+            if self.config.baseline == "group":
+                loss = loss + self.config.beta * k2(batch.logps, ref_logps)
         return (loss * batch.weights).sum()
-
-
-def flat(sequences: Sequence[TrainingSequence], name: str) -> torch.Tensor:
-    """(N,) float64: a column of all sequences, one after the other. What is whitened may be small differences."""
-    return torch.tensor([value for s in sequences for value in getattr(s, name)], dtype=torch.float64)
 
 
 class ReinforcePPTrainer(OnlineTrainer):

@@ -39,8 +39,6 @@ class RLOOConfig(GroupConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.epsilon_high is None:
-            self.epsilon_high = self.epsilon
         bounds = self.reward_clip_range
         if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
             raise InputError(f"reward_clip_range={bounds}; it must be two numbers, the lower one first")
@@ -61,9 +59,10 @@ class RLOOObjective(Objective[RLOOConfig]):
             low, high = config.reward_clip_range
             rewards = [group.clamp(low, high) for group in rewards]
         if self.uses_reference:
-            penalties = torch.tensor([_divergence(s) for s in sequences], dtype=torch.float64).split(
-                [len(group) for group in rewards]
-            )
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            # A completion that is masked pays nothing, as in TRL.
+            paid = [0.0 if self.left_out(r) else _divergence(s) for r, s in zip(rollouts, sequences, strict=True)]
+            penalties = torch.tensor(paid, dtype=torch.float64).split([len(group) for group in rewards])
             rewards = [group - config.beta * kl for group, kl in zip(rewards, penalties, strict=True)]
         advantages = leave_one_out_advantages(rewards)
         if config.normalize_advantages:
@@ -84,7 +83,7 @@ class RLOOObjective(Objective[RLOOConfig]):
             # The ratio keeps its value; each token's gradient in it gets the token's weight.
             drift = drift.detach() + correction * (batch.logps - batch.logps.detach())
         ratios = torch.exp(segments.sums(drift))
-        token = clipped_policy_loss(ratios, batch.per_sequence, config.epsilon, config.clip_high)
+        token = clipped_policy_loss(ratios, batch.sequence_advantages, config.epsilon, config.clip_high)
         spread = TokenLoss(*(segments.spread(x.float()) for x in (token.loss, token.low_clipped, token.high_clipped)))
         note_clipping(batch, spread, tally, by_sequence=True)
         if self.uses_reference:

@@ -195,15 +195,19 @@ class RolloutSource:
         self.proofs.check_groups(groups)
         return groups
 
-    def prove(self, gap: GapStats, generation: Generation, step: int) -> None:
+    def prove(self, gap: GapStats, generation: Generation, step: int, *, record: bool = True) -> None:
         """Pass or stop on the gap of a whole generation, and write it down. On the rank that holds the engine.
+
+        Args:
+            record: write the receipt's line; there is one a generation.
 
         Raises:
             ProofError: tokens are missing, or the gap is over a limit.
         """
         sampled = generation.sampled_tokens
         self.proofs.check_gap(gap, sampled, generation.completions, generation.version)
-        self.proofs.write(gap, sampled, step, generation.version)
+        if record:
+            self.proofs.write(gap, sampled, step, generation.version)
 
     def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """What is logged of scored groups, with what reward functions have logged since this was last asked."""

@@ -115,8 +115,9 @@ def score_pack(
 
 
 def _values(critic: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """One value a row; the critic keeps its own dtype, whatever the model was loaded in."""
-    values = critic(hidden.to(next(critic.parameters()).dtype))[:, 0]
+    """One value a row; the critic keeps its own dtype, whatever the model was loaded in, and past autocast."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        values = critic(hidden.to(next(critic.parameters()).dtype))[:, 0]
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""What a trainer is given, checked before a model is loaded.
+"""What a trainer is given, checked before the policy is loaded.
 
 Comes from: a trainer's constructor. Pure functions of its arguments.
 """
@@ -9,14 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from lockstep.errors import InputError
-from lockstep.models.adapters import is_adapted
+from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.judges import PairwiseJudge, judge_pairs, judged
 from lockstep.rollouts.reward_functions import Given, ProcessingClasses, reward_functions
 from lockstep.rollouts.reward_log import RewardLog
-from lockstep.rollouts.rewards import call_functions, weigh_scores
+from lockstep.rollouts.rewards import call_functions, check_scored, weigh_scores
 from lockstep.training.config import OnlineConfig
+from lockstep.training.scoring import check_scorable
 
 # Arguments of TRL's trainers that nothing here does yet.
 _KNOWN = {"quantization_config", "tools", "rollout_func", "environment_factory"}
@@ -65,6 +68,20 @@ def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> 
         raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
 
 
+def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel, max_length: int) -> None:
+    """Refuse a reference model that the scoring here would get wrong, or that is not over the policy's tokens.
+
+    Raises:
+        InputError: as `check_scorable`; or its vocabulary is another one.
+    """
+    check_scorable(causal_model(ref_model), max_length)
+    sizes = [m.get_input_embeddings().weight.shape[0] for m in (causal_model(model), causal_model(ref_model))]
+    if sizes[0] != sizes[1]:
+        raise InputError(
+            f"ref_model has a vocabulary of {sizes[1]} tokens, the policy one of {sizes[0]}; they must be the same"
+        )
+
+
 def reward_scorer(given: Given | list[Given] | None, tokenizers: ProcessingClasses, args: OnlineConfig) -> Scorer:
     """What scores groups by the weighted sum of reward functions and reward models.
 
@@ -99,4 +116,8 @@ def judge_scorer(judge: PairwiseJudge) -> Scorer:
         verdicts = judge_pairs(groups, judge)
         return [judged(group, verdict) for group, verdict in zip(groups, verdicts, strict=True)]
 
-    return Scorer(score, list)
+    def finish(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        check_scored(groups, "no verdict")
+        return list(groups)
+
+    return Scorer(score, finish)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,11 +31,11 @@ class Tally:
 
     def low(self, name: str, values: torch.Tensor) -> None:
         """Add to a minimum."""
-        self._lows[name] = min(self._lows.get(name, float("inf")), float(values.min()))
+        self._lows[name] = _extreme(min, self._lows.get(name), float(values.min()))
 
     def high(self, name: str, values: torch.Tensor) -> None:
         """Add to a maximum."""
-        self._highs[name] = max(self._highs.get(name, float("-inf")), float(values.max()))
+        self._highs[name] = _extreme(max, self._highs.get(name), float(values.max()))
 
     def total(self, name: str) -> float:
         """The sum behind a mean; 0 where nothing was added."""
@@ -53,10 +55,17 @@ class Tally:
         for name, (total, count) in data["sums"].items():
             self.mean(name, total, count)
         for name, value in data["lows"].items():
-            self._lows[name] = min(self._lows.get(name, float("inf")), value)
+            self._lows[name] = _extreme(min, self._lows.get(name), value)
         for name, value in data["highs"].items():
-            self._highs[name] = max(self._highs.get(name, float("-inf")), value)
+            self._highs[name] = _extreme(max, self._highs.get(name), value)
 
     def data(self) -> dict[str, Any]:
         """Everything, in JSON types."""
         return {"sums": self._sums, "lows": self._lows, "highs": self._highs}
+
+
+def _extreme(choose: Callable[..., float], held: float | None, value: float) -> float:
+    """The smaller or larger of two; a NaN stays."""
+    if held is None or math.isnan(value):
+        return value
+    return held if math.isnan(held) else choose(held, value)

@@ -5,6 +5,7 @@ Comes from: `training/config.py`, which inherits them. Why each is refused is sa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,22 @@ from lockstep.errors import InputError
 def doc(text: str, **metadata: Any) -> dict[str, Any]:
     """Metadata of a field: its line in `--help`."""
     return {"help": text, **metadata}
+
+
+def check_bounds(config: Any, bounds: Mapping[str, tuple[float, float | None]]) -> None:
+    """Check numbers.
+
+    Args:
+        bounds: by field, the least and the largest value (None: any); a field that is None is left alone.
+
+    Raises:
+        InputError: one lies outside.
+    """
+    for name, (low, high) in bounds.items():
+        value = getattr(config, name)
+        if value is not None and not (value >= low and (high is None or value <= high)):
+            most = "" if high is None else f" and at most {high:g}"
+            raise InputError(f"{name}={value}; it must be at least {low:g}{most}")
 
 
 _ONE_VALUE = doc("One value only; see docs/migrating-from-trl.md.")

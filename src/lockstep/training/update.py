@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.algorithms.corrections import effective_sample_size
+from lockstep.errors import InputError
 from lockstep.parity.decomposition import split_gap
 from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.tolerances import Tolerance
@@ -153,14 +154,28 @@ class AllScores:
 
 
 @torch.no_grad()
-def score_all(policy: Policy, sequences: Sequence[TrainingSequence], config: OnlineConfig) -> AllScores:
-    """Score sequences, and measure the gap of their log-probs to the engine's."""
+def score_all(
+    policy: Policy, sequences: Sequence[TrainingSequence], config: OnlineConfig, *, measure: bool = True
+) -> AllScores:
+    """Score sequences.
+
+    Args:
+        measure: measure the gap of the log-probs to the engine's; not of a reference model's, which the engine does not hold.
+
+    Raises:
+        ProofError: a log-prob is not finite.
+    """
     found = AllScores({}, {}, {}, GapStats())
     gap = GapStats()
     for pack in pack_sequences(sequences, config.token_budget):
         scores = policy.score(pack, config)
-        behaviour = pack.column("behaviour_logps").to(scores.logps.device)
-        gap = gap + measure_gap(behaviour, scores.logps, pack.names())
+        if measure:
+            behaviour = pack.column("behaviour_logps").to(scores.logps.device)
+            gap = gap + measure_gap(behaviour, scores.logps, pack.names())
+        elif not bool(torch.isfinite(scores.logps).all()):
+            raise InputError(
+                "the reference model gives a sampled token no finite log-prob; look at its weights and dtype"
+            )
         for by_name, values in (
             (found.logps, scores.logps),
             (found.entropies, scores.entropies),
