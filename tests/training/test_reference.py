@@ -150,3 +150,63 @@ def test_what_is_trained_stays_what_it_was_after_the_reference(untied_dir: str, 
         pass
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
     assert model.active_adapters == ["default"]
+
+
+def adapted(untied_dir: str, **fields: Any) -> Any:
+    model = load_policy(untied_dir)
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", **fields)
+    )
+
+
+def test_the_base_of_an_adapter_that_is_not_at_its_start_is_no_reference(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    trained = adapted(untied_dir)
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    with pytest.raises(InputError, match="the adapter is not at its start"):
+        make("RLOO", trained, tmp_path, hf_engine, GROUPS)
+    with pytest.raises(InputError, match="the adapter is not at its start"):
+        make("RLOO", adapted(untied_dir, init_lora_weights=False), tmp_path, hf_engine, GROUPS)
+    # Without a reference it may be trained on.
+    make("RLOO", trained, tmp_path, hf_engine, {**GROUPS, "beta": 0.0})
+
+
+def test_base_weights_that_are_trained_beside_an_adapter_leave_no_reference(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    with pytest.raises(InputError, match="bias is trained beside the adapter"):
+        make("RLOO", adapted(untied_dir, bias="all"), tmp_path, hf_engine, GROUPS)
+
+
+def test_a_reference_over_other_tokens_or_of_other_attention_is_refused(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    other = make_model()
+    other.resize_token_embeddings(400, mean_resizing=False)
+    with pytest.raises(InputError, match="ref_model has a vocabulary of 400 tokens, the policy one of 384"):
+        make("RLOO", untied_dir, tmp_path, hf_engine, GROUPS, ref_model=other)
+    eager = load_policy(untied_dir, {"attn_implementation": "eager"})
+    with pytest.raises(InputError, match="packed batches need 'sdpa'"):
+        make("RLOO", untied_dir, tmp_path, hf_engine, GROUPS, ref_model=eager)
+
+
+class Norms(TrainerCallback):
+    def __init__(self, run: Any) -> None:
+        self._run, self.found = run, []
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        parts = [*self._run.model.parameters(), *self._run.critic.parameters()]
+        self.found.append(float(torch.stack([p.grad.norm() for p in parts]).norm()))
+
+
+def test_the_value_head_is_clipped_with_the_policy(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+    run = make("PPO", untied_dir, tmp_path, hf_engine, {**ALONE, "max_steps": 2, "max_grad_norm": 0.01})
+    norms = Norms(run)
+    run.add_callback(norms)
+    run.train()
+    assert norms.found == pytest.approx([0.01, 0.01], rel=1e-3)
+    assert all(log["grad_norm"] > 0.01 for log in logs(run))

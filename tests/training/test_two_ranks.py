@@ -206,6 +206,14 @@ def test_what_goes_wrong_on_one_rank_is_the_same_error_on_both(found: Found, wor
     assert one["message"] == other["message"]
 
 
+def test_a_forward_that_fails_on_one_rank_stops_the_other_before_the_step(found: Found) -> None:
+    one, other = found("learn")
+    assert one["raised"] == "LockstepError"
+    assert "rank 1: RuntimeError: out of memory, by design" in one["message"]
+    # Where it happened it stays what it is.
+    assert (other["raised"], other["message"]) == ("RuntimeError", "out of memory, by design")
+
+
 def test_a_checkpoint_that_one_rank_could_not_write_does_not_count(found: Found, folder: Path) -> None:
     assert found("breaks")
     assert last_checkpoint(folder / "breaks") is None

@@ -190,6 +190,28 @@ def other_weights(part: str) -> Callable[[int, str, Path], Any]:
     return work
 
 
+def fails_to_learn(rank: int, model: str, folder: Path) -> Any:
+    """A forward that one rank alone cannot do."""
+    from accounts import make
+
+    import lockstep.training.online as online
+
+    real = online.learn
+
+    def learn(*args: Any) -> float:
+        if rank == 1:
+            raise RuntimeError("out of memory, by design")
+        return real(*args)
+
+    online.learn = learn
+    try:
+        run = make("grpo-grpo", model, folder / "learn", ranks=2, size=2, max_steps=1)
+        run.train()
+    finally:
+        online.learn = real
+    return {}
+
+
 def breaks(rank: int, model: str, folder: Path) -> Any:
     """A checkpoint that rank 1 cannot write."""
     from accounts import make
@@ -225,6 +247,7 @@ WORK: dict[str, Callable[[int, str, Path], Any]] = {
     **{f"reward:{kind}": odd_rewards(kind) for kind in ("nothing", "half", "nans", "fails")},
     **{f"weights:{part}": other_weights(part) for part in ("policy", "critic")},
     "breaks": breaks,
+    "learn": fails_to_learn,
     "reward:killed": odd_rewards("killed"),
 }
 
