@@ -10,19 +10,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accounts import CASES, PROMPTS, difference, gradients, make, norm_in_double
-from conftest import needs_vllm, start
+from accounts import CASES, PROMPTS, difference
+from conftest import needs_vllm
 from servers import KEY, Server, free_port
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from two_ranks import CLIPPED, WORK
+from two_ranks import ALONE, CLIPPED, WORK
 
-from lockstep.engines.protocol import Engine
 from lockstep.parity.receipt import check_chain
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.training.checkpoints import last_checkpoint
@@ -30,8 +28,8 @@ from lockstep.training.checkpoints import last_checkpoint
 SCRIPT = Path(__file__).parent / "two_ranks.py"
 LIMIT = 400
 Found = Callable[[str], list[dict[str, Any]]]
-# The engine's log-probs have other last bits with other threads, and the corrections of the loss have them too.
-pytestmark = pytest.mark.usefixtures("one_thread")
+Alone = Callable[[str], dict[str, Any]]
+COMPARED = ("methods", "clipped", "evaluated")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(untied_dir: str, folder: Path) -> Found:
     """What both ranks have found, by piece of work; a hang is a failure. The rank that is killed comes last."""
     assert list(WORK)[-1] == "reward:killed"
-    run_pair([sys.executable, str(SCRIPT)], [untied_dir, str(folder), *WORK], folder, codes=[0, 9])
+    run_ranks([sys.executable, str(SCRIPT)], [untied_dir, str(folder), *WORK], folder, codes=[0, 9])
 
     def of(name: str) -> list[dict[str, Any]]:
         files = [folder / f"{name.replace(':', '-')}.{rank}.pt" for rank in (0, 1)]
@@ -52,10 +50,20 @@ def found(untied_dir: str, folder: Path) -> Found:
     return of
 
 
-def run_pair(command: list[str], arguments: list[str], folder: Path, codes: list[int]) -> None:
-    """Start both ranks of a script that takes RANK PORT and more, and wait."""
+@pytest.fixture(scope="module")
+def alone(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """The same on the only rank; in a process like theirs, since the engine's log-probs depend on threads and libraries."""
+    folder = tmp_path_factory.mktemp("alone")
+    run_ranks([sys.executable, str(SCRIPT)], [untied_dir, str(folder), *COMPARED], folder, [0], names=(ALONE,))
+    return lambda name: torch.load(folder / f"{name}.{ALONE}.pt")
+
+
+def run_ranks(
+    command: list[str], arguments: list[str], folder: Path, codes: list[int], names: Sequence[str] = ("0", "1")
+) -> None:
+    """Start the ranks of a script that takes RANK PORT and more, and wait."""
     port, ranks = str(free_port()), []
-    for rank in ("0", "1"):
+    for rank in names:
         with (folder / f"{rank}.log").open("w") as log:
             words = [*command, rank, port, *arguments]
             ranks.append(subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}))
@@ -72,21 +80,7 @@ def run_pair(command: list[str], arguments: list[str], folder: Path, codes: list
 
 
 def _logs(folder: Path) -> str:
-    return "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in ("0", "1"))
-
-
-@pytest.fixture(scope="module")
-def engine(untied_dir: str) -> Engine:
-    return start("transformers", untied_dir)
-
-
-@pytest.fixture(autouse=True)
-def _double(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Qwen2RMSNorm, "forward", norm_in_double)
-
-
-def weights(run: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in run.model.named_parameters()}
+    return "\n".join(log.read_text()[-3000:] for log in sorted(folder.glob("*.log")))
 
 
 def same_logs(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
@@ -99,17 +93,14 @@ def same_logs(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_take_the_steps_of_one_and_log_them_alike(
-    untied_dir: str, tmp_path: Path, engine: Engine, found: Found, case: str
-) -> None:
-    alone = make(case, untied_dir, tmp_path, engine=engine, size=4)
-    steps = gradients(alone)
+def test_two_ranks_take_the_steps_of_one_and_log_them_alike(alone: Alone, found: Found, case: str) -> None:
+    one = alone("methods")[case]
     for own in (rank[case] for rank in found("methods")):
-        for expected, got in zip(steps, own["gradients"], strict=True):
+        for expected, got in zip(one["gradients"], own["gradients"], strict=True):
             assert difference(expected, got) <= 1e-6
-        assert difference(weights(alone), own["weights"]) <= 1e-6
-        assert own["tokens"] == alone.state.num_input_tokens_seen
-        same_logs(alone.state.log_history, own["logs"])
+        assert difference(one["weights"], own["weights"]) <= 1e-6
+        assert own["tokens"] == one["tokens"]
+        same_logs(one["logs"], own["logs"])
         assert own["logs"][0]["parity/checked_tokens"] > 0
 
 
@@ -120,15 +111,12 @@ def test_both_ranks_hold_the_very_same_weights_and_no_wrapper_averages_gradients
         assert not one[case]["wrapped"]
 
 
-def test_the_norm_that_is_clipped_is_that_of_all_ranks(
-    untied_dir: str, tmp_path: Path, engine: Engine, found: Found
-) -> None:
-    alone = make("grpo-grpo", untied_dir, tmp_path, engine=engine, size=4, **CLIPPED)
-    alone.train()
+def test_the_norm_that_is_clipped_is_that_of_all_ranks(alone: Alone, found: Found) -> None:
+    one = alone("clipped")
     for own in found("clipped"):
-        same_logs(alone.state.log_history, own["logs"])
+        same_logs(one["logs"], own["logs"])
         assert own["logs"][0]["grad_norm"] > CLIPPED["max_grad_norm"]
-        assert difference(weights(alone), own["weights"]) <= 1e-6
+        assert difference(one["weights"], own["weights"]) <= 1e-6
 
 
 def test_one_rank_writes_the_receipt_and_every_token_of_both_is_in_it(found: Found, folder: Path) -> None:
@@ -155,12 +143,9 @@ def test_a_run_goes_on_from_its_checkpoint_on_two_ranks_as_if_it_had_not_stopped
     assert (folder / "whole" / "checkpoint-2" / "rng_state_1.pth").exists()
 
 
-def test_an_evaluation_is_the_same_on_both_ranks_and_on_one(
-    untied_dir: str, tmp_path: Path, engine: Engine, found: Found
-) -> None:
-    alone = make("grpo-grpo", untied_dir, tmp_path, engine=engine, evaluation=PROMPTS.select(range(5))).evaluate()
+def test_an_evaluation_is_the_same_on_both_ranks_and_on_one(alone: Alone, found: Found) -> None:
     for own in found("evaluated"):
-        assert own["metrics"] == pytest.approx(alone)
+        assert own["metrics"] == pytest.approx(alone("evaluated")["metrics"])
 
 
 def test_each_rollout_is_scored_once_and_all_ranks_know_the_scores(found: Found) -> None:
@@ -265,7 +250,7 @@ def test_two_ranks_train_with_one_server(
 ) -> None:
     monkeypatch.setenv("TEST_SERVER_URL", server.url)
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    run_pair([sys.executable, str(SCRIPT)], [untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0])
+    run_ranks([sys.executable, str(SCRIPT)], [untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0])
     one, other = (torch.load(tmp_path / f"served.{rank}.pt") for rank in (0, 1))
     assert "raised" not in one, one
     assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())

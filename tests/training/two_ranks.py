@@ -1,6 +1,6 @@
-"""One of two trainer ranks, started by `test_two_ranks.py`: what each piece of work gave or raised here.
+"""One of two trainer ranks, or the only one, started by `test_two_ranks.py`: what each piece of work gave or raised here.
 
-python two_ranks.py RANK PORT MODEL FOLDER WORK …
+python two_ranks.py RANK PORT MODEL FOLDER WORK …      (RANK: 0, 1, or alone)
 """
 
 from __future__ import annotations
@@ -12,22 +12,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ALONE = "alone"
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 
 def main() -> None:
     rank, port, model, folder, *names = sys.argv[1:]
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if rank != ALONE:
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     import torch
     from accounts import norm_in_double
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
     Qwen2RMSNorm.forward = norm_in_double
     for name in names:
-        found = tried(lambda name=name: {**WORK, "served": served}[name](int(rank), model, Path(folder)))
+        found = tried(lambda name=name: {**WORK, "served": served}[name](int(rank != "0"), model, Path(folder)))
         torch.save(found, Path(folder) / f"{name.replace(':', '-')}.{rank}.pt")
         if "raised" in found:
             print(name, found, file=sys.stderr)
+
+
+def cut() -> dict[str, int]:
+    """A step in micro-batches of two on each of two ranks, or of four on one."""
+    alone = sys.argv[1] == ALONE
+    return {"size": 4 if alone else 2, "ranks": 1 if alone else 2}
 
 
 def tried(step: Callable[[], Any]) -> Any:
@@ -46,7 +55,7 @@ def methods(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
     found = {}
     for case in CASES:
-        run = make(case, model, folder / case, size=2, ranks=2)
+        run = make(case, model, folder / case, **cut())
         steps = gradients(run)
         kinds = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
         found[case] = {
@@ -63,7 +72,7 @@ def clipped(rank: int, model: str, folder: Path) -> dict[str, Any]:
     """AdamW, a bound on the gradient's norm, and steps of different parts of a generation."""
     from accounts import make
 
-    run = make("grpo-grpo", model, folder / "clipped", size=2, ranks=2, **CLIPPED)
+    run = make("grpo-grpo", model, folder / "clipped", **cut(), **CLIPPED)
     run.train()
     return {"weights": {name: p.detach() for name, p in run.model.named_parameters()}, "logs": run.state.log_history}
 
@@ -97,7 +106,7 @@ def resumed(rank: int, model: str, folder: Path) -> dict[str, Any]:
 def evaluated(rank: int, model: str, folder: Path) -> dict[str, Any]:
     from accounts import PROMPTS, make
 
-    run = make("grpo-grpo", model, folder / "evaluated", ranks=2, size=4, evaluation=PROMPTS.select(range(5)))
+    run = make("grpo-grpo", model, folder / "evaluated", **cut(), evaluation=PROMPTS.select(range(5)))
     return {"metrics": run.evaluate(), "history": len(run.state.log_history)}
 
 
