@@ -20,15 +20,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
-from lockstep.models.adapters import causal_model, with_adapter
-from lockstep.models.policy import load_policy, switch_off_dropout
-from lockstep.models.resolve import resolve_model
+from lockstep.models.adapters import causal_model
 from lockstep.parity.gap import check_count
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
 from lockstep.rollouts.reward_functions import Given, ProcessingClasses
-from lockstep.sync.adapters import weights_of
-from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.checkpoints import guarded_save
 from lockstep.training.completion_log import show_generation
 from lockstep.training.config import OnlineConfig
@@ -38,6 +34,7 @@ from lockstep.training.method_state import MethodState
 from lockstep.training.objective import Objective, Scores
 from lockstep.training.packing import TrainingSequence
 from lockstep.training.phases import PhaseClock
+from lockstep.training.policy import open_policy
 from lockstep.training.prompts import MicroBatch, PromptLoader, check_dataset, make_loader, read_prompts
 from lockstep.training.reference import Reference
 from lockstep.training.rollout_metrics import evaluation_metrics
@@ -113,17 +110,8 @@ class OnlineTrainer(Trainer):
             check_dataset(eval_dataset, "eval")
         scorer = self.scorer(reward_funcs, reward_processing_classes)
 
-        name = model if isinstance(model, str) else model.config.name_or_path
-        self.model_path = resolve_model(name)
-        tokenizer = (
-            guard_tokenizer(processing_class) if processing_class is not None else load_tokenizer(self.model_path)
-        )
-        policy = load_policy(self.model_path, args.model_init_kwargs) if isinstance(model, str) else model  # type: ignore[arg-type]
-        fit_vocabulary(policy, tokenizer)
-        policy = with_adapter(policy, peft_config, seed=args.seed)
-        switch_off_dropout(policy)
-        # Here, so that an adapter which no engine could be given is refused before one is started.
-        weights_of(policy)
+        opened = open_policy(model, processing_class, peft_config, args)
+        policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
 
         self.objective: Objective = self.objective_class(args)
         self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None

@@ -1,0 +1,52 @@
+"""The policy that a trainer was given or is to load, with its tokenizer, ready to be sampled from and trained.
+
+Comes from: a trainer's constructor. Goes to: `training/online.py`, and through it to everything that reads the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.models.adapters import with_adapter
+from lockstep.models.policy import load_policy, switch_off_dropout
+from lockstep.models.resolve import resolve_model
+from lockstep.sync.adapters import weights_of
+from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
+from lockstep.training.config import OnlineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPolicy:
+    """A policy, its tokenizer, and the directory or hub id that an engine loads the same model from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    path: str
+
+
+def open_policy(
+    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, peft_config: Any, args: OnlineConfig
+) -> OpenedPolicy:
+    """Load or take a policy, give it its adapter, and switch its dropout off.
+
+    Args:
+        model: name, directory or hub id, or a loaded model whose `config.name_or_path` says where it is from.
+        tokenizer: by default the model's.
+        peft_config: trains a new adapter on the model.
+
+    Raises:
+        InputError: the model or its tokenizer cannot be loaded, do not fit each other, or carry an adapter that no engine could
+            be given.
+    """
+    path = resolve_model(model if isinstance(model, str) else model.config.name_or_path)
+    guarded = guard_tokenizer(tokenizer) if tokenizer is not None else load_tokenizer(path)
+    policy = load_policy(path, args.model_init_kwargs) if isinstance(model, str) else model  # type: ignore[arg-type]
+    fit_vocabulary(policy, guarded)
+    policy = with_adapter(policy, peft_config, seed=args.seed)
+    switch_off_dropout(policy)
+    # Here, so that an adapter which no engine could be given is refused before one is started.
+    weights_of(policy)
+    return OpenedPolicy(policy, guarded, path)
