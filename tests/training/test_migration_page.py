@@ -95,13 +95,14 @@ def own(method: str) -> dict[str, Any]:
 
 
 def plain_types(hint: Any) -> set[type]:
-    """The classes that a type hint names, without None; a float's place takes an int."""
+    """The classes that a type hint names, without None; a float's place takes an int, a list's a tuple."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return set().union(*(plain_types(part) for part in typing.get_args(hint)))
     if typing.get_origin(hint) is typing.Literal:
         return {type(value) for value in typing.get_args(hint)}
     base = typing.get_origin(hint) or hint
-    return set() if base is type(None) else {base, int} if base is float else {base}
+    also = {float: {int}, list: {tuple}}.get(base, set())
+    return set() if base is type(None) else {base} | also
 
 
 def other(value: Any, hint: Any) -> Any:

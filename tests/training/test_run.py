@@ -116,7 +116,15 @@ class TestRuns:
     def test_a_run_leaves_what_it_promises(self, uninterrupted: Path) -> None:
         summary = json.loads((uninterrupted / "summary.json").read_text())
         assert summary["steps"] == STEPS
-        assert set(summary["time"]) == {"generate", "rewards", "reference", "forward_backward", "optimizer", "sync", "verify"}
+        assert set(summary["time"]) == {
+            "generate",
+            "rewards",
+            "reference",
+            "forward_backward",
+            "optimizer",
+            "sync",
+            "verify",
+        }
         assert {"eval_reward_before", "eval_reward_after", "wall_s", "tokens_per_s"} <= summary.keys()
         assert summary["eval_samples"] == 12
         parity = summary["parity"]
