@@ -10,7 +10,7 @@ from tiny import make_model
 from transformers import PreTrainedModel
 
 import lockstep
-import lockstep.training.online
+import lockstep.training.policy
 from lockstep.errors import InputError
 
 METHODS = ["GRPO", "RLOO", "OnlineDPO", "ReinforcePP", "PPO"]
@@ -44,7 +44,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> str:
         pytest.fail(f"{name} was looked for before the input was checked")
 
-    monkeypatch.setattr(lockstep.training.online, "resolve_model", fail)
+    monkeypatch.setattr(lockstep.training.policy, "resolve_model", fail)
 
 
 @pytest.fixture(scope="module")

@@ -202,7 +202,7 @@ class TestBadInput:
         self.refused(["--model", str(tmp_path), "--engine", "vllm"], capsys, "vLLM cannot load")
 
     def test_sampling_that_training_refuses(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-        self.refused(["--model", untied_dir, "--top_p", "0.9"], capsys, "top_p=0.9 is not supported yet")
+        self.refused(["--model", untied_dir, "--top_p", "0.9"], capsys, "top_p=0.9 is not supported, only 1.0 is")
 
     def test_a_missing_receipt(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.refused(["--receipt", str(tmp_path / "receipt.jsonl")], capsys, "does not exist")
