@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from transformers import TrainingArguments
 
+from lockstep.algorithms.corrections import CorrectionMode
 from lockstep.engines.server_calls import server_urls
 from lockstep.errors import InputError
 from lockstep.training.precision import has_fast_bf16
@@ -49,9 +50,7 @@ class OnlineConfig(OneValueFields, TrainingArguments):
     vllm_importance_sampling_correction: bool = field(
         default=True, metadata=doc("Weight tokens by the measured trainer / engine ratio, once the gap has passed.")
     )
-    vllm_importance_sampling_mode: Literal[
-        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask"
-    ] = field(
+    vllm_importance_sampling_mode: CorrectionMode = field(
         default="token_truncate",
         metadata=doc("How such a weight is bounded; see lockstep.algorithms.corrections."),
     )

@@ -25,7 +25,7 @@ from lockstep.algorithms.policy_loss import (
 from lockstep.algorithms.sequence_loss import vespo_loss
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.grpo_config import GRPOConfig
-from lockstep.training.objective import Entropies, Objective, TokenBatch, note_clipping, repeated
+from lockstep.training.objective import Entropies, Objective, TokenBatch, advised, note_clipping
 from lockstep.training.online import OnlineTrainer
 from lockstep.training.packing import TrainingSequence
 from lockstep.training.tally import Tally
@@ -51,8 +51,7 @@ class GRPOObjective(Objective[GRPOConfig]):
         else:
             rewards = [torch.tensor(group.rewards, dtype=torch.float32) for group in groups]
             advantages = group_advantages(rewards, config.scale_rewards)  # type: ignore[arg-type]
-        per_token = repeated(sequences, advantages)
-        return [replace(s, advantages=a) for s, a in zip(sequences, per_token, strict=True)]
+        return advised(sequences, advantages)
 
     def sequence_weights(self, lengths: torch.Tensor) -> torch.Tensor:
         return token_weights(lengths, self.config.loss_type, self.config.max_completion_length)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
+from lockstep.algorithms.advantages import ScaleRewards
+from lockstep.algorithms.policy_loss import ImportanceLevel, LossType
 from lockstep.errors import InputError
 from lockstep.training.group_config import GroupConfig
 from lockstep.training.trl_fields import doc
-
-_LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 
 
 @dataclass
@@ -20,10 +20,10 @@ class GRPOConfig(GroupConfig):
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"] = field(
+    loss_type: LossType = field(
         default="dapo", metadata=doc("The loss of a token, and how tokens are averaged; see docs/methods.md.")
     )
-    importance_sampling_level: Literal["token", "sequence"] = field(
+    importance_sampling_level: ImportanceLevel = field(
         default="token", metadata=doc("One ratio a token, or one a completion (GSPO).")
     )
     delta: float | None = field(
@@ -65,9 +65,9 @@ class GRPOConfig(GroupConfig):
             self.scale_rewards, self.scale_rewards
         )
         for name, values in (
-            ("scale_rewards", ("group", "batch", "none")),
-            ("loss_type", _LOSS_TYPES),
-            ("importance_sampling_level", ("token", "sequence")),
+            ("scale_rewards", get_args(ScaleRewards)),
+            ("loss_type", get_args(LossType)),
+            ("importance_sampling_level", get_args(ImportanceLevel)),
             ("multi_objective_aggregation", ("sum_then_normalize", "normalize_then_sum")),
         ):
             if getattr(self, name) not in values:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -177,10 +177,10 @@ def clipped_tokens(objective: Objective[Any], batch: TokenBatch, tally: Tally) -
     return token.loss if correction is None else token.loss * correction
 
 
-def repeated(sequences: Sequence[TrainingSequence], advantages: Sequence[torch.Tensor]) -> list[tuple[float, ...]]:
-    """One advantage a completion, in groups, as one a token."""
-    flat = torch.cat(list(advantages)).tolist()
-    return [(value,) * len(s.completion_ids) for s, value in zip(sequences, flat, strict=True)]
+def advised(sequences: Sequence[TrainingSequence], advantages: Sequence[torch.Tensor]) -> list[TrainingSequence]:
+    """Sequences with one advantage a completion, given in groups, for each of its tokens."""
+    values = torch.cat(list(advantages)).tolist()
+    return [replace(s, advantages=(v,) * len(s.completion_ids)) for s, v in zip(sequences, values, strict=True)]
 
 
 @torch.no_grad()

@@ -117,8 +117,6 @@ class OnlineTrainer(Trainer):
         self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None
         self.critic = self.make_critic(policy)
         follows = getattr(args, "sync_ref_model", False) and self.reference is not None
-        if follows and not self.reference.can_follow:  # type: ignore[union-attr]
-            raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
         self._method_state = MethodState(self.objective, self.reference if follows else None, self.critic)
         attended = policy.config.get_text_config().max_position_embeddings
         context = min(args.context_limit or attended, attended)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 
-from lockstep.algorithms.preference_loss import choose, preference_loss
+from lockstep.algorithms.preference_loss import PreferenceLossType, choose, preference_loss
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.config import OnlineConfig
@@ -45,7 +45,7 @@ class OnlineDPOConfig(OnlineConfig):
     beta: list[float] = field(
         default_factory=lambda: [0.1], metadata=doc("Strength of the tie to the reference; several: one an epoch.")
     )
-    loss_type: Literal["sigmoid", "ipo"] = field(default="sigmoid", metadata=doc("DPO's loss, or IPO's."))
+    loss_type: PreferenceLossType = field(default="sigmoid", metadata=doc("DPO's loss, or IPO's."))
     vllm_gpu_memory_utilization: float = field(default=0.55, metadata=doc("Share of a GPU's memory for vLLM."))
 
     @property
@@ -72,7 +72,7 @@ class OnlineDPOConfig(OnlineConfig):
         self.beta = [float(b) for b in (self.beta if isinstance(self.beta, list | tuple) else [self.beta])]
         if not self.beta or min(self.beta) <= 0:
             raise InputError(f"beta={self.beta}; every beta must be above 0")
-        if self.loss_type not in ("sigmoid", "ipo"):
+        if self.loss_type not in get_args(PreferenceLossType):
             raise InputError(f"loss_type={self.loss_type!r}; it must be sigmoid or ipo")
         if not 1 <= self.max_new_tokens < self.max_length:
             raise InputError(

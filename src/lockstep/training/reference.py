@@ -25,24 +25,22 @@ class Reference:
 
     Args:
         policy: the model to be trained; where it carries an adapter, the reference is the model without it and costs no memory.
-        given: another model to use.
+        given: another model to use (`training/setup.py` has checked it).
 
     Raises:
-        InputError: `given` is the policy itself, or the policy's adapter cannot be switched off.
+        InputError: the policy's adapter cannot be switched off, or the base under it is not the policy of the start.
     """
 
     def __init__(self, policy: PreTrainedModel, given: PreTrainedModel | None = None) -> None:
-        if given is policy:
-            raise InputError("ref_model is the model that is trained; leave it out to use a copy of it as it is now")
         self._policy = policy
         self._own: PreTrainedModel | None = given
         if given is None and not is_adapted(policy):
             self._own = copy.deepcopy(policy)
-        if self._own is None:
-            # Refused here, and not when the first rollouts have been paid for.
-            _check_base_is_reference(policy)
         if self._own is not None:
             self._own.requires_grad_(False).eval()
+        else:
+            # Refused here, and not when the first rollouts have been paid for.
+            _check_base_is_reference(policy)
 
     @contextmanager
     def model(self) -> Iterator[PreTrainedModel]:
@@ -57,11 +55,6 @@ class Reference:
         """Move a model of its own to the trainer's device."""
         if self._own is not None:
             self._own.to(device)
-
-    @property
-    def can_follow(self) -> bool:
-        """Whether it is a copy of the trained weights; the model without its adapter does not move."""
-        return self._own is not None and not is_adapted(self._policy)
 
     @torch.no_grad()
     def follow(self, share: float) -> None:

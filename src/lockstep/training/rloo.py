@@ -7,7 +7,7 @@ engine; here they are proven, and weigh each token's gradient as they do in GRPO
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,7 +17,7 @@ from lockstep.algorithms.policy_loss import TokenLoss, clipped_policy_loss
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.group_config import GroupConfig
-from lockstep.training.objective import Objective, TokenBatch, note_clipping, repeated
+from lockstep.training.objective import Objective, TokenBatch, advised, note_clipping
 from lockstep.training.online import OnlineTrainer
 from lockstep.training.packing import TrainingSequence
 from lockstep.training.tally import Tally
@@ -69,8 +69,7 @@ class RLOOObjective(Objective[RLOOConfig]):
             mask = torch.cat(compared(rewards))
             white = torch.where(mask, whiten(torch.cat(advantages), mask), 0.0)
             advantages = list(white.split([len(group) for group in rewards]))
-        per_token = repeated(sequences, advantages)
-        return [replace(s, advantages=a) for s, a in zip(sequences, per_token, strict=True)]
+        return advised(sequences, advantages)
 
     def sequence_weights(self, lengths: torch.Tensor) -> torch.Tensor:
         return torch.full((len(lengths),), 1.0 / len(lengths))

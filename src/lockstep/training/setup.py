@@ -64,7 +64,7 @@ def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> 
     if ref_model is not None and not args.beta:
         raise InputError("ref_model is given, and beta=0.0 leaves it unused; set beta, or leave ref_model out")
     adapted = peft_config is not None or (not isinstance(model, str) and is_adapted(model))
-    if getattr(args, "sync_ref_model", False) and adapted and ref_model is None:
+    if getattr(args, "sync_ref_model", False) and adapted:
         raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
 
 

@@ -6,7 +6,7 @@ cannot move the policy (advantage or weight zero) are scored without gradient: e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -89,12 +89,17 @@ class Policy:
     backward: Callable[[torch.Tensor], None]
     critic: torch.nn.Module | None = None
 
+    def packs(self, sequences: Sequence[TrainingSequence], config: OnlineConfig) -> Iterator[Pack]:
+        """Sequences in packs, where the model is."""
+        for pack in pack_sequences(sequences, config.token_budget):
+            yield pack.to(self.model.device)
+
     def score(self, pack: Pack, config: OnlineConfig, *, entropy_gradient: bool = False) -> TokenScores:
-        """Scores of a pack under the run's precision and temperature."""
+        """Scores of a pack of `packs` under the run's precision and temperature."""
         with self.autocast():
             return score_pack(
                 self.model,
-                pack.to(self.model.device),
+                pack,
                 config.temperature,
                 config.logits_chunk_size,
                 entropy_gradient=entropy_gradient,
@@ -116,17 +121,16 @@ def learn(
     still = [s for s in sequences if not objective.moves(s)]
     before = sums.loss
     with clock.phase("forward_backward"):
-        for pack in pack_sequences(moving, config.token_budget):
+        for pack in policy.packs(moving, config):
             scores = policy.score(pack, config, entropy_gradient=objective.entropy_gradient)
-            batch = TokenBatch.of(pack.to(scores.logps.device), scores)
+            batch = TokenBatch.of(pack, scores)
             loss = objective.loss(batch, sums.tally)
             sums.loss += loss.item()
             policy.backward(loss)
             _measure(batch, sums)
     with clock.phase("verify"), torch.no_grad():
-        for pack in pack_sequences(still, config.token_budget):
-            scores = policy.score(pack, config)
-            _measure(TokenBatch.of(pack.to(scores.logps.device), scores), sums)
+        for pack in policy.packs(still, config):
+            _measure(TokenBatch.of(pack, policy.score(pack, config)), sums)
     return sums.loss - before
 
 
@@ -163,28 +167,30 @@ def score_all(
         measure: measure the gap of the log-probs to the engine's; not of a reference model's, which the engine does not hold.
 
     Raises:
-        ProofError: a log-prob is not finite.
+        ProofError: a log-prob of the policy's is not finite.
+        InputError: one of a reference model's is not.
     """
-    found = AllScores({}, {}, {}, GapStats())
+    logps: Scores = {}
+    entropies: Scores = {}
+    critic_values: Scores = {}
     gap = GapStats()
-    for pack in pack_sequences(sequences, config.token_budget):
+    for pack in policy.packs(sequences, config):
         scores = policy.score(pack, config)
         if measure:
-            behaviour = pack.column("behaviour_logps").to(scores.logps.device)
-            gap = gap + measure_gap(behaviour, scores.logps, pack.names())
+            gap = gap + measure_gap(pack.column("behaviour_logps"), scores.logps, pack.names())
         elif not bool(torch.isfinite(scores.logps).all()):
             raise InputError(
                 "the reference model gives a sampled token no finite log-prob; look at its weights and dtype"
             )
         for by_name, values in (
-            (found.logps, scores.logps),
-            (found.entropies, scores.entropies),
-            (found.values, scores.values),
+            (logps, scores.logps),
+            (entropies, scores.entropies),
+            (critic_values, scores.values),
         ):
             if values is not None:
                 parts = values.split([len(s.completion_ids) for s in pack.sequences])
                 by_name.update((s.name, tuple(part.tolist())) for s, part in zip(pack.sequences, parts, strict=True))
-    return AllScores(found.logps, found.entropies, found.values, gap)
+    return AllScores(logps, entropies, critic_values, gap)
 
 
 @torch.no_grad()
