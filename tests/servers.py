@@ -42,8 +42,13 @@ class Server:
                 found |= {name: pid for mark, name in role.items() if mark in command}
         return found
 
-    def kill(self, role: str, sign: signal.Signals = signal.SIGKILL) -> None:
-        os.kill(self.processes[role], sign)
+    def kill(self, role: str, sign: signal.Signals = signal.SIGKILL, limit: float = _START_LIMIT) -> None:
+        """Signal a process, as soon as there is one (after an earlier kill there is none for a while)."""
+        deadline = time.monotonic() + limit
+        while (pid := self.processes.get(role)) is None:
+            assert time.monotonic() < deadline, f"no process {role} in {self.processes}"
+            time.sleep(0.1)
+        os.kill(pid, sign)
 
     def await_health(self, limit: float = _START_LIMIT) -> None:
         deadline = time.monotonic() + limit

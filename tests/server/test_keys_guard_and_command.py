@@ -231,6 +231,27 @@ threading.Timer(float(sys.argv[2]), lambda: os._exit(3)).start()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 """
 
+# Healthy for a second; then it refuses connections, or says that it fails, and does not end.
+DYING = """
+import sys, time, threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+start = time.monotonic()
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        well = time.monotonic() - start < 1
+        self.send_response(401 if self.path == "/" else 200 if well else 503)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+if sys.argv[2] == "closed":
+    time.sleep(1.5)
+    server.shutdown()
+    server.server_close()
+time.sleep(60)
+"""
+
 
 class TestSupervisor:
     """With a small real process in place of vLLM; the real one is killed in test_killed_servers.py."""
@@ -258,3 +279,23 @@ class TestSupervisor:
         )
         with pytest.raises(Exception, match="ended with exit code 7 before it was ready"):
             supervisor.run()
+
+    @pytest.mark.parametrize("ill", ["closed", "failing"])
+    def test_a_server_whose_engine_died_and_that_does_not_end_is_ended(
+        self, ill: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What vLLM's does while calls to its dead engine are open: it stops listening, and waits for them for ever."""
+        from servers import free_port
+
+        monkeypatch.setattr("lockstep.server.supervisor._FAILING_LIMIT", 1.0)
+        monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.5)
+        port, lines = free_port(), []
+
+        def say(line: str) -> None:
+            lines.append(line)
+            supervisor.stop()
+
+        command = [sys.executable, "-c", DYING, str(port), ill]
+        supervisor = Supervisor(command, {}, f"http://127.0.0.1:{port}", ready=lambda seconds: None, say=say)
+        supervisor.run()
+        assert lines == ["the server said for 1 s that it fails; starting it again in 1 s"]

@@ -50,10 +50,16 @@ class Killer:
         real, armed = trainer.engine.generate, [True]
 
         def generate(requests: Any) -> Any:
-            if armed:
-                armed.pop()
-                threading.Timer(0.25, self.kill, ("generating", role)).start()
-            return real(requests)
+            if not armed:
+                return real(requests)
+            armed.pop()
+            timer = threading.Timer(0.25, self.kill, ("generating", role))
+            timer.start()
+            try:
+                return real(requests)
+            finally:
+                # On a busy machine the generation may end first; the next call then meets the dead server.
+                timer.join()
 
         with patch.object(trainer.engine, "generate", generate):
             yield

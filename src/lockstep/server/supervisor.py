@@ -19,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 
 from lockstep.engines.server_calls import HEALTH
 from lockstep.errors import InputError, LockstepError
@@ -26,15 +27,29 @@ from lockstep.errors import InputError, LockstepError
 _TICK = 0.25
 _HEALTH_EVERY = 5.0
 _HEALTH_LIMIT = 5.0
-# A server that answers nothing for this long is as dead as one that has ended.
+# A server that answers nothing for this long is as dead as one that has ended. It may only be busy, so that the limit is long.
 _SILENT_LIMIT = 120.0
+# One that refuses connections or says that it fails is not busy: its engine has died, and it waits for calls that will never end.
+_FAILING_LIMIT = 10.0
 _START_LIMIT = 1800.0
 # A start takes the best part of a minute, so that longer waits would not spare anyone anything.
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 5.0
 # After this long in health a death is a new one, not the same one again.
 _STEADY = 60.0
 _STOP_LIMIT = 15.0
+# In the place of a status, where nothing listens.
+_REFUSED = 0
 _PR_SET_PDEATHSIG = 1
+
+
+class Health(Enum):
+    """What a server says of itself when it is asked."""
+
+    WELL = auto()
+    # It does not answer, or not in time.
+    SILENT = auto()
+    # It answers with an error, or nothing listens any more.
+    FAILING = auto()
 
 
 class Supervisor:
@@ -90,7 +105,8 @@ class Supervisor:
 
     def _one_life(self) -> tuple[float | None, str]:
         """From start to end: seconds in health (None: never), and how it ended."""
-        start, healthy_since, last_answer, next_question = time.monotonic(), None, time.monotonic(), 0.0
+        start, healthy_since, next_question = time.monotonic(), None, 0.0
+        last_well = last_silent = start
         self._child = subprocess.Popen(
             self._command, env=self._environment, start_new_session=True, preexec_fn=_die_with_parent
         )
@@ -101,28 +117,38 @@ class Supervisor:
                 if self._stop or code is not None:
                     return _since(healthy_since), _ending(code)
                 if now >= next_question:
-                    answered = self._healthy()
-                    last_answer = time.monotonic() if answered else last_answer
-                    if answered and healthy_since is None and self._is_ours():
+                    health = self._health()
+                    if health is Health.WELL:
+                        last_well = time.monotonic()
+                    elif health is Health.SILENT:
+                        last_silent = time.monotonic()
+                    if health is Health.WELL and healthy_since is None and self._is_ours():
                         healthy_since = time.monotonic()
                         self._ready(healthy_since - start)
-                    next_question = now + (_HEALTH_EVERY if healthy_since else _TICK)
-                if healthy_since is not None and now - last_answer > _SILENT_LIMIT:
-                    return _since(healthy_since), f"did not answer for {_SILENT_LIMIT:.0f} s"
+                    next_question = now + (_HEALTH_EVERY if healthy_since and health is Health.WELL else _TICK)
+                if healthy_since is not None:
+                    if now - last_well > _SILENT_LIMIT:
+                        return _since(healthy_since), f"did not answer for {_SILENT_LIMIT:.0f} s"
+                    if now - max(last_well, last_silent) > _FAILING_LIMIT:
+                        return _since(healthy_since), f"said for {_FAILING_LIMIT:.0f} s that it fails"
                 if healthy_since is None and now - start > _START_LIMIT:
                     return None, f"was not ready within {_START_LIMIT:.0f} s"
                 time.sleep(_TICK)
         finally:
             self._end()
 
-    def _healthy(self) -> bool:
-        return self._status(HEALTH) == 200
+    def _health(self) -> Health:
+        status = self._status(HEALTH)
+        if status is None:
+            return Health.SILENT
+        return Health.WELL if status == 200 else Health.FAILING
 
     def _is_ours(self) -> bool:
         """Whether a guard stands there; another program on the port may answer anything with 200."""
         return self._status("/") == 401
 
     def _status(self, path: str) -> int | None:
+        """The answer's status; `_REFUSED` where nothing listens, None where nothing answers."""
         # The answer is that of our own child on this machine: no proxy, and whose certificate it shows does not matter.
         handlers = [
             urllib.request.ProxyHandler({}),
@@ -133,8 +159,8 @@ class Supervisor:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
-        except (urllib.error.URLError, http.client.HTTPException, OSError):
-            return None
+        except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+            return _REFUSED if isinstance(getattr(error, "reason", error), ConnectionRefusedError) else None
 
     def _end(self) -> None:
         """The child and every process that it started; engines outlive an API server that was killed."""
