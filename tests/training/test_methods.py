@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from lockstep import (
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.judges import judge_pairs, judged
+from lockstep.training import tree_attention
 from lockstep.training.generation import prepare_generation
 from lockstep.training.grpo import GRPOObjective
 from lockstep.training.objective import Objective
@@ -35,12 +36,25 @@ from lockstep.training.phases import PhaseClock
 from lockstep.training.ppo import PPOObjective
 from lockstep.training.reinforce_pp import ReinforcePPObjective
 from lockstep.training.rloo import RLOOObjective
+from lockstep.training.tree_attention import adopt_tree_attention
 from lockstep.training.update import Policy, UpdateSums, learn, score_all
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # In double precision a difference is a mistake. What is left is the float32 of advantages, values and columns.
 MODEL = make_model("qwen2").double()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def trees() -> Iterator[None]:
+    """Packs of these sizes attend by trees too, as long ones do."""
+    adopt_tree_attention(MODEL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "_ROWS", 6)
+        patch.setattr(tree_attention, "_GAP", 2)
+        yield
+
+
 LIMIT = 1e-5
 few = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 

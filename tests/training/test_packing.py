@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,29 @@ from tiny import make_model
 from transformers import PreTrainedModel
 
 from lockstep.algorithms.policy_loss import token_weights
+from lockstep.training import tree_attention
 from lockstep.training.grpo import GRPOObjective
 from lockstep.training.grpo_config import GRPOConfig
 from lockstep.training.packing import TrainingSequence, pack_sequences
 from lockstep.training.phases import PhaseClock
 from lockstep.training.scoring import score_pack
+from lockstep.training.tree_attention import adopt_tree_attention
 from lockstep.training.update import Policy, UpdateSums, learn, score_all
 
 MODELS = {kind: make_model(kind, tied=kind == "llama") for kind in ("qwen2", "llama")}
 # In double precision a difference is a mistake and not rounding, however degenerate the drawn step is.
 EXACT = {kind: make_model(kind, tied=kind == "llama").double() for kind in ("qwen2", "llama")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def trees() -> Iterator[None]:
+    """Packs of these sizes attend by trees too, as long ones do."""
+    for model in (*MODELS.values(), *EXACT.values()):
+        adopt_tree_attention(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "_ROWS", 6)
+        patch.setattr(tree_attention, "_GAP", 2)
+        yield
 
 
 def config(folder: Path | str = "unused", **fields: Any) -> GRPOConfig:

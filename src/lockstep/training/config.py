@@ -95,8 +95,8 @@ class OnlineConfig(OneValueFields, TrainingArguments):
     cast_lm_head_to_fp32: bool = field(
         default=False, metadata=doc("Compute the output head in float32 on both sides, where the rest is bfloat16.")
     )
-    token_budget: int = field(default=1024, metadata=doc("Most positions of one forward (tokens after sharing)."))
-    logits_chunk_size: int = field(default=256, metadata=doc("Rows of logits held at a time."))
+    token_budget: int = field(default=2048, metadata=doc("Most positions of one forward (tokens after sharing)."))
+    logits_chunk_size: int = field(default=512, metadata=doc("Rows of logits held at a time."))
 
     log_completions: bool = field(
         default=False,

@@ -40,7 +40,14 @@ from lockstep.training.reference import Reference
 from lockstep.training.rollout_metrics import evaluation_metrics
 from lockstep.training.sampling import RolloutSource
 from lockstep.training.scoring import check_scorable
-from lockstep.training.setup import Scorer, check_reference, check_reference_model, refuse_arguments, reward_scorer
+from lockstep.training.setup import (
+    Scorer,
+    check_reference,
+    check_reference_model,
+    needs_plain_rows,
+    refuse_arguments,
+    reward_scorer,
+)
 from lockstep.training.step_events import StepEvents
 from lockstep.training.update import AllScores, Policy, UpdateSums, learn, score_all
 
@@ -122,9 +129,10 @@ class OnlineTrainer(Trainer):
         context = min(args.context_limit or attended, attended)
         self._train_prompts, self._eval_prompts = read_prompts(train_dataset, eval_dataset, tokenizer, context, args)
         longest = max(len(p.ids) for p in self._train_prompts + self._eval_prompts) + args.completion_limit
-        check_scorable(causal_model(policy), longest)
+        check_scorable(causal_model(policy))
         if ref_model is not None:
-            check_reference_model(policy, ref_model, longest)
+            check_reference_model(policy, ref_model)
+        self._plain_rows = needs_plain_rows([policy, *([ref_model] if ref_model is not None else [])], longest)
         self._loader = make_loader(self._train_prompts, args)
 
         super().__init__(
@@ -349,7 +357,9 @@ class OnlineTrainer(Trainer):
             self.critic.zero_grad()
 
     def _policy(self) -> Policy:
-        return Policy(self._causal(), self.accelerator.autocast, self.accelerator.backward, self.critic)
+        return Policy(
+            self._causal(), self.accelerator.autocast, self.accelerator.backward, self.critic, self._plain_rows
+        )
 
     def _policy_model(self) -> PreTrainedModel:
         return self.accelerator.unwrap_model(self.model)

@@ -4,15 +4,18 @@ Comes from: rollout groups. Goes to: `training/scoring.py`. All sequences of a p
 position a node. A token attends to its ancestors, its position id is its depth, so each branch sees exactly what it would
 see alone. There are no pad tokens, a prompt goes through the model once however many completions it has, worked examples that
 all prompts repeat go through once, and so do equal completions. The last token of a completion predicts nothing that is
-trained on and takes no position.
+trained on and takes no position. Models that cannot attend within a tree get plain rows instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+
+from lockstep.training.tree_attention import TreePlan, plan_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +52,16 @@ class TrainingSequence:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """One row for the model; T nodes, N scored tokens (those of each sequence in turn).
+    """What goes through the model at once; N scored tokens (those of each sequence in turn).
 
     Attributes:
         sequences: what is packed, in the order of the scored tokens.
-        input_ids: (1, T).
-        position_ids: (1, T) depth of each node.
-        attention_mask: (1, 1, T, T) bool, True where the row's node may see the column's.
-        predictors: (N,) node whose hidden state predicts each scored token.
+        input_ids: (1, T) nodes of a tree; of plain rows (B, L).
+        position_ids: the same shape, depth of each node.
+        attention_mask: (1, 1, T, T) bool, True where the row's node may see the column's; of plain rows (B, L), False at padding.
+        predictors: (N,) node whose hidden state predicts each scored token, counted through all rows.
         targets: (N,) ids of the scored tokens.
+        tree: how attention skips what the mask hides; None: the mask alone says it.
     """
 
     sequences: tuple[TrainingSequence, ...]
@@ -66,6 +70,7 @@ class Pack:
     attention_mask: torch.Tensor
     predictors: torch.Tensor
     targets: torch.Tensor
+    tree: TreePlan | None = None
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -91,8 +96,10 @@ class Pack:
 
     def to(self, device: torch.device) -> Pack:
         """The same pack on another device."""
-        tensors = (self.input_ids, self.position_ids, self.attention_mask, self.predictors, self.targets)
-        return Pack(self.sequences, *(tensor.to(device) for tensor in tensors))
+        names = ("input_ids", "position_ids", "attention_mask", "predictors", "targets")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        tree = self.tree.to(device) if self.tree is not None else None
+        return replace(self, **moved, tree=tree)
 
 
 class _Tree:
@@ -164,6 +171,44 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
         yield _finish(tree, held, places)
 
 
+def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int) -> Iterator[Pack]:
+    """Packs of plain rows, padded behind, for models whose layers cannot be told of a tree.
+
+    Args:
+        token_budget: most positions of a pack, padding included (a longer unit gets a pack of its own).
+
+    Raises:
+        ValueError: a sequence has no prompt or no completion.
+    """
+    held: list[TrainingSequence] = []
+    for unit in _units(sequences):
+        longest = max(len(s.prompt_ids) + len(s.completion_ids) - 1 for s in (*held, *unit))
+        if held and longest * (len(held) + len(unit)) > token_budget:
+            yield _rows(held)
+            held = []
+        held += unit
+    if held:
+        yield _rows(held)
+
+
+def _rows(held: list[TrainingSequence]) -> Pack:
+    paths = [(*s.prompt_ids, *s.completion_ids[:-1]) for s in held]
+    longest = max(len(path) for path in paths)
+    places = [
+        row * longest + len(s.prompt_ids) - 1 + offset
+        for row, s in enumerate(held)
+        for offset in range(len(s.completion_ids))
+    ]
+    return Pack(
+        sequences=tuple(held),
+        input_ids=torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths]),
+        position_ids=torch.arange(longest).expand(len(held), -1),
+        attention_mask=torch.tensor([[i < len(path) for i in range(longest)] for path in paths]),
+        predictors=torch.tensor(places),
+        targets=torch.tensor([token for s in held for token in s.completion_ids]),
+    )
+
+
 def _units(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSequence]]:
     """Runs of sequences of one unit."""
     unit: list[TrainingSequence] = []
@@ -191,11 +236,13 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _finish(tree: _Tree, held: list[TrainingSequence], places: list[int]) -> Pack:
+    mask = tree.mask()
     return Pack(
         sequences=tuple(held),
         input_ids=torch.tensor([tree.tokens]),
         position_ids=torch.tensor([tree.depths]),
-        attention_mask=tree.mask()[None, None],
+        attention_mask=mask[None, None],
         predictors=torch.tensor(places),
         targets=torch.tensor([token for s in held for token in s.completion_ids]),
+        tree=plan_attention(mask),
     )

@@ -10,12 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.models.adapters import with_adapter
+from lockstep.models.adapters import causal_model, with_adapter
 from lockstep.models.policy import load_policy, switch_off_dropout
 from lockstep.models.resolve import resolve_model
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.config import OnlineConfig
+from lockstep.training.tree_attention import adopt_tree_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class OpenedPolicy:
 def open_policy(
     model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, peft_config: Any, args: OnlineConfig
 ) -> OpenedPolicy:
-    """Load or take a policy, give it its adapter, and switch its dropout off.
+    """Load or take a policy, give it its adapter, switch its dropout off, and let it attend by trees.
 
     Args:
         model: name, directory or hub id, or a loaded model whose `config.name_or_path` says where it is from.
@@ -47,6 +48,7 @@ def open_policy(
     fit_vocabulary(policy, guarded)
     policy = with_adapter(policy, peft_config, seed=args.seed)
     switch_off_dropout(policy)
+    adopt_tree_attention(causal_model(policy))
     # Here, so that an adapter which no engine could be given is refused before one is started.
     weights_of(policy)
     return OpenedPolicy(policy, guarded, path)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
 from lockstep.models.adapters import REFERENCE, causal_model, is_adapted, without_adapter
+from lockstep.training.tree_attention import adopt_tree_attention
 
 FILE = "reference.safetensors"
 
@@ -38,6 +39,7 @@ class Reference:
             self._own = copy.deepcopy(policy)
         if self._own is not None:
             self._own.requires_grad_(False).eval()
+            adopt_tree_attention(causal_model(self._own))
         else:
             # Refused here, and not when the first rollouts have been paid for.
             _check_base_is_reference(policy)

@@ -5,18 +5,19 @@ Comes from: `training/packing.py`. Goes to: the loss, and to `parity/gap.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model
 from lockstep.models.policy import fp32_head_product
 from lockstep.training.packing import Pack
+from lockstep.training.token_logps import token_logps
+from lockstep.training.tree_attention import TREE
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +35,36 @@ class TokenScores:
     values: torch.Tensor | None = None
 
 
-def check_scorable(model: PreTrainedModel, max_length: int) -> None:
+def check_scorable(model: PreTrainedModel) -> None:
     """Refuse models whose log-probs this module would get wrong.
 
     Raises:
-        InputError: the model transforms its logits after the head, or attends within a window shorter than the sequences.
+        InputError: the model transforms its logits after the head, or attends otherwise than by SDPA.
     """
     config = model.config.get_text_config()
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, name, None) not in (None, 1.0):
             raise InputError(f"the model's config has {name}={getattr(config, name)}, which is not supported yet")
-    if config._attn_implementation != "sdpa":
+    if config._attn_implementation not in ("sdpa", TREE):
         # The others add a boolean mask to the scores, or cannot take one.
         raise InputError(f"attn_implementation is {config._attn_implementation!r}; packed batches need 'sdpa'")
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and set(kinds) - {"full_attention", "sliding_attention"}:
-        raise InputError(f"the model has layers of kind {sorted(set(kinds))}, which packed batches do not support")
+
+
+def why_plain_rows(model: PreTrainedModel, max_length: int) -> str | None:
+    """Why a model cannot attend within a tree of tokens, so that it gets a row a sequence; None if it can.
+
+    A layer that has a state in place of a mask, or that makes a mask of its own, would see other branches.
+    """
+    config = model.config.get_text_config()
+    if getattr(model, "_is_stateful", False):
+        return "it keeps a state from token to token"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if odd := sorted(kinds - {"full_attention", "sliding_attention"}):
+        return f"it has layers of kind {', '.join(odd)}"
     window = getattr(config, "sliding_window", None)
-    slides = kinds is None or "sliding_attention" in kinds
-    if slides and window is not None and window < max_length:
-        raise InputError(
-            f"the model attends within {window} tokens, sequences may have {max_length}: not supported yet"
-        )
+    if (not kinds or "sliding_attention" in kinds) and window is not None and window < max_length:
+        return f"it attends within {window} tokens, and sequences may have {max_length}"
+    return None
 
 
 def score_pack(
@@ -79,39 +88,30 @@ def score_pack(
         critic: maps hidden states (rows, width) to values (rows, 1).
     """
     inner = causal_model(model)
+    config = inner.config.get_text_config()
+    # Plain rows count their own positions.
+    branching: dict[str, Any] = {} if pack.attention_mask.ndim == 2 else {"position_ids": pack.position_ids}
+    if config._attn_implementation == TREE and pack.tree is not None:
+        branching["tree"] = pack.tree
     hidden = inner.base_model(
-        input_ids=pack.input_ids,
-        position_ids=pack.position_ids,
-        attention_mask=pack.attention_mask,
-        use_cache=False,
-    ).last_hidden_state[0]
+        input_ids=pack.input_ids, attention_mask=pack.attention_mask, use_cache=False, **branching
+    ).last_hidden_state.flatten(0, 1)
     # Tokens of equal branches share a predictor: each is put through the head once for all of them.
     rows, place = torch.unique(pack.predictors, return_inverse=True)
     selected = hidden[rows]
     head = inner.get_output_embeddings()
     product = partial(fp32_head_product, head) if fp32_head else head
-    logps, entropies = [], []
-    for start in range(0, len(rows), chunk_size):
-        inside = (place >= start) & (place < start + chunk_size)
-        arguments = (
-            product,
-            selected[start : start + chunk_size],
-            place[inside] - start,
-            pack.targets[inside],
-            temperature,
-            entropy_gradient,
-        )
-        if torch.is_grad_enabled():
-            # The chunk's logits are computed again in the backward pass instead of being kept.
-            logp, entropy = checkpoint(_score_rows, *arguments, use_reentrant=False)
-        else:
-            logp, entropy = _score_rows(*arguments)
-        logps.append((inside.nonzero()[:, 0], logp))
-        entropies.append(entropy)
-    order = torch.cat([index for index, _ in logps])
-    by_chunk = torch.cat([logp for _, logp in logps])
+    logps, entropies = token_logps(
+        product,
+        selected,
+        place,
+        pack.targets,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        entropy_gradient=entropy_gradient,
+    )
     values = _values(critic, selected)[place] if critic is not None else None
-    return TokenScores(by_chunk[order.argsort()], torch.cat(entropies)[place], values)
+    return TokenScores(logps, entropies[place], values)
 
 
 def _values(critic: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -119,23 +119,3 @@ def _values(critic: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         values = critic(hidden.to(next(critic.parameters()).dtype))[:, 0]
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def _score_rows(
-    head: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    rows: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float,
-    entropy_gradient: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of `targets` at `rows` of a chunk, and the entropy of each row of the chunk."""
-    logits = head(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature != 1.0:
-        logits = logits / temperature
-    normaliser = logits.logsumexp(-1)
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        probabilities = torch.exp(logits - normaliser[:, None])
-        entropy = normaliser - (probabilities * logits).sum(-1)
-    return logits[rows, targets] - normaliser[rows], entropy

@@ -19,7 +19,7 @@ from lockstep.rollouts.reward_functions import Given, ProcessingClasses, reward_
 from lockstep.rollouts.reward_log import RewardLog
 from lockstep.rollouts.rewards import call_functions, check_scored, weigh_scores
 from lockstep.training.config import OnlineConfig
-from lockstep.training.scoring import check_scorable
+from lockstep.training.scoring import check_scorable, why_plain_rows
 
 # Arguments of TRL's trainers that nothing here does yet.
 _KNOWN = {"quantization_config", "tools", "rollout_func", "environment_factory"}
@@ -68,13 +68,21 @@ def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> 
         raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
 
 
-def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel, max_length: int) -> None:
+def needs_plain_rows(models: Sequence[PreTrainedModel], max_length: int) -> bool:
+    """Whether one of the models cannot attend within a tree; said, since it costs what shared prompts would spare."""
+    reasons = [why for model in models if (why := why_plain_rows(causal_model(model), max_length))]
+    if reasons:
+        print(f"lockstep: the model learns from a row a completion, prompts are not shared: {reasons[0]}", flush=True)
+    return bool(reasons)
+
+
+def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel) -> None:
     """Refuse a reference model that the scoring here would get wrong, or that is not over the policy's tokens.
 
     Raises:
         InputError: as `check_scorable`; or its vocabulary is another one.
     """
-    check_scorable(causal_model(ref_model), max_length)
+    check_scorable(causal_model(ref_model))
     sizes = [m.get_input_embeddings().weight.shape[0] for m in (causal_model(model), causal_model(ref_model))]
     if sizes[0] != sizes[1]:
         raise InputError(

@@ -21,7 +21,7 @@ from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.tolerances import Tolerance
 from lockstep.training.config import OnlineConfig
 from lockstep.training.objective import Objective, Scores, TokenBatch
-from lockstep.training.packing import Pack, TrainingSequence, pack_sequences
+from lockstep.training.packing import Pack, TrainingSequence, pack_rows, pack_sequences
 from lockstep.training.phases import PhaseClock
 from lockstep.training.scoring import TokenScores, score_pack
 from lockstep.training.tally import Tally
@@ -82,16 +82,19 @@ class Policy:
 
     Attributes:
         critic: value head on the model's hidden states, where a method has one.
+        plain_rows: the model cannot attend within a tree (`training/scoring.py`).
     """
 
     model: PreTrainedModel
     autocast: Callable[[], AbstractContextManager]
     backward: Callable[[torch.Tensor], None]
     critic: torch.nn.Module | None = None
+    plain_rows: bool = False
 
     def packs(self, sequences: Sequence[TrainingSequence], config: OnlineConfig) -> Iterator[Pack]:
         """Sequences in packs, where the model is."""
-        for pack in pack_sequences(sequences, config.token_budget):
+        cut = pack_rows if self.plain_rows else pack_sequences
+        for pack in cut(sequences, config.token_budget):
             yield pack.to(self.model.device)
 
     def score(self, pack: Pack, config: OnlineConfig, *, entropy_gradient: bool = False) -> TokenScores:

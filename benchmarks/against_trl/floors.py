@@ -1,0 +1,77 @@
+"""What a step must do at least, over what this machine's cores reach: floors of its phases.
+
+Operations are counted from the model's matrices and the tokens that must go through them once; norms, activations, attention
+scores and everything else are left out, so that a floor is never above what must be done.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# The 135M model: rows that multiply every token, and those that only a predicting token meets.
+_TRUNK, _HEAD = 106_168_320, 28_311_552
+_WEIGHTS = _TRUNK + _HEAD + 35_136
+# Where bf16 is emulated a large product would take minutes.
+_SIZES = {torch.float32: 2048, torch.bfloat16: 512}
+
+
+def measure_machine() -> dict[str, Any]:
+    """Operations a second of a large matrix product and bytes a second of reading memory, the best of several."""
+    return {
+        "name": _cpu(),
+        "flops": _flops(torch.float32),
+        "bf16_flops": _flops(torch.bfloat16),
+        "bytes": _bandwidth(),
+        # Weights, gradients and two moments, in fp32.
+        "state_bytes": 4 * 4 * _WEIGHTS,
+    }
+
+
+def _flops(dtype: torch.dtype) -> float:
+    size = _SIZES[dtype]
+    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2 * size**3 / _best(lambda: left @ right)
+
+
+def _bandwidth() -> float:
+    many = torch.ones(2**28 // 4)
+    return many.nbytes / _best(lambda: many.sum())
+
+
+def _best(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def floors(work: Any, machine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds below which each phase of a Lockstep step cannot be.
+
+    Generation multiplies every sampled token with all matrices once, and reads them once a decoding step (all sequences decode
+    together); its prompts are in the cache. Learning multiplies every position of the shared-prefix rows three times (forward,
+    gradient of the input, gradient of the weights). The optimizer reads four and writes three numbers a weight. A push reads and
+    writes every weight.
+    """
+    sampled = work.sequences * work.tokens
+    positions = steps[0]["positions"]
+    weights = 4 * _WEIGHTS
+    return {
+        "generate": max(2 * sampled * (_TRUNK + _HEAD) / machine["flops"], work.tokens * weights / machine["bytes"]),
+        "forward_backward": 6 * (positions * _TRUNK + sampled * _HEAD) / machine["flops"],
+        "optimizer": 7 * weights / machine["bytes"],
+        "sync": 2 * weights / machine["bytes"],
+    }

@@ -1,0 +1,314 @@
+"""One program in a process of its own: a trainer that takes a step whenever it is told to, and says what it took.
+
+Started by `run.py`, which writes a line for each step wanted and reads one JSON line a step back. A step lasts from the moment at
+which the base class's loop begins it to the one at which it would begin the next, so that nothing is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+# Any step count that is never reached.
+_MANY = 10_000
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("program", choices=["lockstep", "trl", "trl-continuous"])
+    words.add_argument("workload")
+    words.add_argument("model")
+    words.add_argument("--rollouts", type=Path, help="learn from these instead of sampling")
+    words.add_argument("--record", type=Path, help="keep the rollouts of the first step (lockstep)")
+    asked = words.parse_args()
+    # What the libraries print must not stand between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from workloads import workload
+
+    work = workload(asked.workload)
+    play = Lockstep if asked.program == "lockstep" else TRL
+    player = play(work, asked.model, asked.rollouts, asked.program)
+    player.run(Gate(answers, player.take, lambda: player.record(asked.record)))
+
+
+class Gate:
+    """Lets the trainer through to its next step when a line comes in."""
+
+    def __init__(self, answers: TextIO, take: Callable[[], dict[str, Any]], after: Callable[[], None]) -> None:
+        self._answers = answers
+        self._take = take
+        self._after = after
+        self._since: float | None = None
+
+    def wait(self) -> None:
+        """Say what the step before took; wait; begin the next one."""
+        if self._since is not None:
+            seconds = time.perf_counter() - self._since
+            self._say({"step": seconds, "peak_bytes": peak_bytes(), **self._take()})
+            self._after()
+        else:
+            self._say({"ready": True, "threads": os.environ.get("OMP_NUM_THREADS", "")})
+        if not sys.stdin.readline():
+            os._exit(0)
+        self._take()
+        forget_peak()
+        self._since = time.perf_counter()
+
+    def _say(self, answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=self._answers, flush=True)
+
+
+class Timer:
+    """Adds up the seconds of calls, by name."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = {}
+
+    def around(self, owner: Any, name: str, phase: str) -> None:
+        """Time every call of `owner.name`."""
+        real = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return real(*args, **kwargs)
+            finally:
+                self._spent[phase] = self._spent.get(phase, 0.0) + time.perf_counter() - start
+
+        setattr(owner, name, timed)
+
+    def take(self) -> dict[str, float]:
+        spent, self._spent = self._spent, {}
+        return spent
+
+
+def forget_peak() -> None:
+    """Start the count of this process's peak memory anew (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Most memory that this process has had resident since `forget_peak`."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def common(work: Any, rollouts: Path | None) -> dict[str, Any]:
+    """Fields that both trainers are given."""
+    return {
+        "num_generations": work.completions,
+        "max_completion_length": work.tokens,
+        "max_steps": _MANY,
+        # Given rollouts stay the policy's own only where it stays as it is; the optimizer does the same work at any rate.
+        "learning_rate": 0.0 if rollouts else 1e-6,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "use_cpu": True,
+        "shuffle_dataset": False,
+        "output_dir": "out",
+    }
+
+
+def dataset(work: Any, model: str) -> Any:
+    import datasets
+    from workloads import prompts
+
+    return datasets.Dataset.from_dict({"prompt": prompts(work, model)})
+
+
+class Lockstep:
+    """Lockstep's GRPOTrainer; every default that is not a size of the workload."""
+
+    def __init__(self, work: Any, model: str, rollouts: Path | None, program: str) -> None:
+        from workloads import reward
+
+        from lockstep import GRPOConfig, GRPOTrainer
+
+        config = GRPOConfig(
+            **common(work, rollouts),
+            per_device_train_batch_size=work.sequences,
+            logging_steps=1,
+            vllm_max_num_seqs=min(work.sequences, 256),
+            log_completions=False,
+        )
+        data = dataset(work, model)
+        engine = recorded_engine(model, rollouts) if rollouts else None
+        self.trainer = GRPOTrainer(model, reward, config, data, engine=engine)
+        self._timer = Timer()
+        self._timer.around(self.trainer.source, "rollout", "rollout")
+        self._log: dict[str, float] = {}
+        real = self.trainer.log
+
+        def log(logs: dict[str, float], *args: Any) -> None:
+            real(logs, *args)
+            self._log = dict(logs)
+
+        self.trainer.log = log  # type: ignore[method-assign]
+
+    def take(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"rollout": 0.0, **self._timer.take()}
+        phases = {k.removeprefix("time/"): v for k, v in self._log.items() if k.startswith("time/")}
+        phases.pop("step", None)
+        return found | {
+            "phases": phases,
+            "sampled_tokens": self._log.get("parity/checked_tokens", 0),
+            "max_gap": self._log.get("parity/max_abs_gap"),
+            "skipped_groups": self._log.get("frac_reward_zero_std"),
+            "positions": self._positions(),
+        }
+
+    def _positions(self) -> int:
+        """Positions that went through the model in the last step, once a shared beginning."""
+        from lockstep.training.packing import pack_sequences
+
+        generation = self.trainer._generation
+        batches = generation.micro_batches if generation is not None else ()
+        return sum(
+            pack.input_ids.numel()
+            for batch in batches
+            for pack in pack_sequences(batch, self.trainer.config.token_budget)
+        )
+
+    def record(self, path: Path | None) -> None:
+        """Keep the generation that was just learned from."""
+        from workloads import Recorded, write_rollouts
+
+        if path is None or path.exists():
+            return
+        groups = self.trainer._generation.groups  # type: ignore[union-attr]
+        write_rollouts(
+            path,
+            [
+                Recorded(group.prompt.source, list(c.prompt_ids), list(c.token_ids), list(c.logprobs))
+                for group in groups
+                for c in (rollout.completion for rollout in group.rollouts)
+            ],
+        )
+
+    def run(self, gate: Gate) -> None:
+        self.trainer.add_callback(gated(gate))
+        self.trainer.train()
+
+
+def recorded_engine(model: str, path: Path) -> Any:
+    """A transformers engine whose completions were sampled before; its weights, and all proofs of them, are real."""
+    import torch
+    from workloads import read_rollouts
+
+    from lockstep.engines.protocol import Completion
+    from lockstep.engines.transformers_engine import TransformersEngine
+    from lockstep.tokens.tokenizer import load_tokenizer
+
+    waiting: dict[tuple[int, ...], list[Any]] = {}
+    for rollout in read_rollouts(path):
+        waiting.setdefault(tuple(rollout.prompt_ids), []).append(rollout)
+
+    class RecordedEngine(TransformersEngine):
+        def generate(self, requests: Any) -> Any:
+            assert self.version is not None
+            return {
+                request.key: Completion(
+                    key=request.key,
+                    prompt_ids=request.prompt_ids,
+                    token_ids=tuple(found.completion_ids),
+                    logprobs=tuple(found.logprobs),
+                    weight_versions=(self.version,) * len(found.completion_ids),
+                    finish_reason="length",
+                )
+                for request in requests
+                for found in [waiting[request.prompt_ids][request.key.sample]]
+            }
+
+    longest = max(len(r.prompt_ids) + len(r.completion_ids) for r in read_rollouts(path))
+    return RecordedEngine(model, load_tokenizer(model), dtype=torch.float32, max_model_len=longest + 1)
+
+
+class TRL:
+    """TRL's GRPOTrainer, as fast as it is here: no gradient checkpointing, transformers generating."""
+
+    def __init__(self, work: Any, model: str, rollouts: Path | None, program: str) -> None:
+        from trl import GRPOConfig, GRPOTrainer
+        from workloads import reward
+
+        config = GRPOConfig(
+            **common(work, rollouts),
+            per_device_train_batch_size=work.trl_batch,
+            gradient_accumulation_steps=work.sequences // work.trl_batch,
+            gradient_checkpointing=False,
+            logging_steps=_MANY,
+            use_transformers_continuous_batching=program == "trl-continuous",
+            model_init_kwargs={"dtype": "float32"},
+        )
+        rollout_func = recorded_rollouts(rollouts) if rollouts else None
+        self.trainer = GRPOTrainer(model, reward, config, dataset(work, model), rollout_func=rollout_func)
+        self._timer = Timer()
+        self._tokens = 0
+        self._timer.around(self.trainer, "_generate_and_score_completions", "rollout")
+        self._timer.around(self.trainer, "_generate_single_turn", "generate")
+
+    def take(self) -> dict[str, Any]:
+        spent = self._timer.take()
+        lengths = self.trainer._metrics["train"]["completions/mean_length"]
+        tokens = lengths[-1] * self.trainer.args.generation_batch_size if lengths else 0
+        return {
+            "rollout": spent.get("rollout", 0.0),
+            "phases": {"generate": spent.get("generate", 0.0)},
+            "sampled_tokens": tokens,
+        }
+
+    def record(self, path: Path | None) -> None:
+        assert path is None, "rollouts are recorded by lockstep"
+
+    def run(self, gate: Gate) -> None:
+        self.trainer.add_callback(gated(gate))
+        self.trainer.train()
+
+
+def recorded_rollouts(path: Path) -> Callable[[list[str], Any], dict[str, Any]]:
+    """TRL's rollout function for completions that were sampled before."""
+    from workloads import read_rollouts
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        waiting: dict[str, list[Any]] = {}
+        for found in read_rollouts(path):
+            waiting.setdefault(found.prompt, []).append(found)
+        chosen = [waiting[prompt].pop(0) for prompt in prompts]
+        return {
+            "prompt_ids": [found.prompt_ids for found in chosen],
+            "completion_ids": [found.completion_ids for found in chosen],
+            "logprobs": [found.logprobs for found in chosen],
+        }
+
+    return rollout
+
+
+def gated(gate: Gate) -> Any:
+    """The gate as a callback of the loop."""
+    from transformers import TrainerCallback
+
+    class Gated(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            gate.wait()
+
+    return Gated()
+
+
+if __name__ == "__main__":
+    with suppress(BrokenPipeError):
+        main()

@@ -1,0 +1,189 @@
+"""A whole training step of Lockstep and of TRL on the same work, step by step in turn; and how Lockstep's grows.
+
+    make bench                                  (two cores: about an hour and a half; quiet machine)
+    make bench ARGS="--parts short learning-short"
+
+Each program lives in a process of its own and waits while the other one works. Figures are medians of the steps after the first.
+Writes `runs/bench/step.json` and `runs/bench/growth.svg`, prints the tables of docs/speed.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from floors import floors, measure_machine
+from plot import drawing
+from workloads import make_model, workload
+
+HERE = Path(__file__).parent
+GROWTH = [f"completions-{n}" for n in (8, 16, 32, 64, 128, 256)] + [f"length-{n}" for n in (128, 256, 512, 1024)]
+PARTS = ("short", "learning-short", "long", "learning-long", "growth")
+Steps = list[dict[str, Any]]
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    words.add_argument("--steps", type=int, default=5, help="measured steps; one more goes before them")
+    words.add_argument("--folder", type=Path, default=Path("runs/bench"))
+    asked = words.parse_args()
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"machine": measure_machine(), "steps": {}}
+    show_machine(found["machine"])
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model")
+        for name in ("short", "long"):
+            if name in asked.parts:
+                rivals = ["trl", "trl-continuous"] if name == "short" else ["trl"]
+                found["steps"][name] = side_by_side(["lockstep", *rivals], name, model, asked.steps)
+                show_steps(name, found["steps"][name], found["machine"])
+            if f"learning-{name}" in asked.parts:
+                rollouts = recorded(name, model, Path(folder) / f"{name}.json")
+                steps = side_by_side(["lockstep", "trl"], name, model, asked.steps, "--rollouts", str(rollouts))
+                found["steps"][f"learning-{name}"] = steps
+                show_learning(name, steps, found["machine"])
+        if "growth" in asked.parts:
+            found["growth"] = {
+                name: side_by_side(["lockstep"], name, model, asked.steps)["lockstep"] for name in GROWTH
+            }
+            show_growth(found["growth"])
+            (asked.folder / "growth.svg").write_text(drawing(found["growth"]))
+    (asked.folder / "step.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+# ---- processes --------------------------------------------------------------------------------------------------------
+
+
+class Player:
+    """A program of `play.py`."""
+
+    def __init__(self, command: Sequence[str], folder: str, log: Path) -> None:
+        self._log = log
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "play.py"), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            cwd=folder,
+        )
+        self._answer()
+
+    def step(self) -> dict[str, Any]:
+        """Take one step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{' '.join(map(str, self._process.args))} ended:\n{self._log.read_text()[-3000:]}")
+        return json.loads(line)
+
+
+@contextmanager
+def playing(program: str, name: str, model: str, *more: str) -> Iterator[Player]:
+    """A program, ready for its first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        player = Player([program, name, model, *more], folder, Path(folder) / "log")
+        try:
+            yield player
+        finally:
+            player.close()
+
+
+def side_by_side(programs: Sequence[str], name: str, model: str, steps: int, *more: str) -> dict[str, Steps]:
+    """Steps of all programs, taken in turn; the first of each is left out."""
+    with ExitStack() as stack:
+        players = {program: stack.enter_context(playing(program, name, model, *more)) for program in programs}
+        rounds = [{program: player.step() for program, player in players.items()} for _ in range(steps + 1)]
+    return {program: [taken[program] for taken in rounds[1:]] for program in programs}
+
+
+def recorded(name: str, model: str, path: Path) -> Path:
+    """Rollouts of a workload, sampled by vLLM from the model as it is."""
+    with playing("lockstep", name, model, "--record", str(path)) as player:
+        player.step()
+    return path
+
+
+# ---- figures ----------------------------------------------------------------------------------------------------------
+
+
+def median(steps: Steps, key: str) -> float:
+    return statistics.median(step[key] for step in steps)
+
+
+def learning(steps: Steps) -> float:
+    """Seconds of everything that is not sampling, rewards or a push."""
+    return statistics.median(step["step"] - step["rollout"] for step in steps)
+
+
+def show_machine(machine: dict[str, Any]) -> None:
+    print(
+        f"{machine['name']}, {os.cpu_count()} cores: {machine['flops'] / 1e9:.0f} GFLOP/s in fp32, "
+        f"{machine['bf16_flops'] / 1e9:.0f} in bf16, {machine['bytes'] / 1e9:.1f} GB/s read",
+        flush=True,
+    )
+
+
+def show_steps(name: str, steps: dict[str, Steps], machine: dict[str, Any]) -> None:
+    work = workload(name)
+    rival = min((p for p in steps if p != "lockstep"), key=lambda p: median(steps[p], "step"))
+    ratio = median(steps[rival], "step") / median(steps["lockstep"], "step")
+    print(
+        f"\n{name}: {work.prompts} prompts × {work.completions} completions × {work.tokens} tokens, a whole step, fp32"
+    )
+    for program, taken in steps.items():
+        own = sorted(step["step"] for step in taken)
+        print(
+            f"  {program:16} {median(taken, 'step'):8.2f} s  ({own[0]:.2f} to {own[-1]:.2f})  "
+            f"sampling {median(taken, 'rollout'):.2f} s, the rest {learning(taken):.2f} s"
+        )
+    print(f"  {rival} / lockstep: {ratio:.2f}")
+    bounds = floors(work, machine, steps["lockstep"])
+    for phase, floor in bounds.items():
+        taken = statistics.median(step["phases"][phase] for step in steps["lockstep"])
+        print(f"  {phase:16} {taken:8.2f} s, floor {floor:.2f} s: {taken / floor:.1f} times")
+
+
+def show_learning(name: str, steps: dict[str, Steps], machine: dict[str, Any]) -> None:
+    own, other = steps["lockstep"], steps["trl"]
+    peaks = [max(step["peak_bytes"] for step in taken) / 2**30 for taken in (own, other)]
+    print(
+        f"\n{name}, the learning half, same rollouts: lockstep {learning(own):.2f} s, trl {learning(other):.2f} s: "
+        f"{learning(other) / learning(own):.2f}\n"
+        f"  peak memory of the process: lockstep {peaks[0]:.2f} GiB, trl {peaks[1]:.2f} GiB: {peaks[0] / peaks[1]:.2f} of it"
+        f" (weights, gradients and AdamW's state of both are {machine['state_bytes'] / 2**30:.2f} GiB)"
+    )
+
+
+def show_growth(growth: dict[str, Steps]) -> None:
+    print("\ngrowth: milliseconds a sampled token, and the share of each phase")
+    for name, steps in growth.items():
+        tokens, seconds = median(steps, "sampled_tokens"), median(steps, "step")
+        shares = {p: statistics.median(s["phases"][p] / s["step"] for s in steps) for p in steps[0]["phases"]}
+        listed = ", ".join(f"{phase} {share:.0%}" for phase, share in shares.items() if share >= 0.005)
+        print(f"  {name:16} {seconds:8.2f} s  {1000 * seconds / tokens:7.2f} ms  {listed}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""From hidden states to the log-probs of sampled tokens and the entropies, a chunk of rows at a time.
+
+Comes from and goes to: `training/scoring.py`. The (rows × vocabulary) matrix exists for one chunk only. Softmax, choice of the
+tokens and entropy are one operation with a backward of its own, which needs the chunk's probabilities and nothing else. The last
+chunk, whose backward comes first, keeps them; the others compute them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+def token_logps(
+    head: Head,
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float,
+    chunk_size: int,
+    entropy_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies under the distribution that was sampled.
+
+    Args:
+        head: maps (n, width) hidden states to (n, V) logits.
+        hidden: (R, width).
+        rows: (N,) row whose distribution each token was drawn from; several tokens may share one.
+        targets: (N,) ids of the tokens.
+        temperature: divides the logits.
+        chunk_size: rows of logits held at a time; memory grows with it, results do not change.
+        entropy_gradient: entropies are part of the loss; without it they have no gradient.
+
+    Returns:
+        (N,) float32 natural-log probabilities, and (R,) float32 entropies in nats (float64 from float64 logits).
+    """
+    found, entropies, places = [], [], []
+    for start in range(0, len(hidden), chunk_size):
+        inside = ((rows >= start) & (rows < start + chunk_size)).nonzero()[:, 0]
+        score = partial(_score_chunk, head, temperature=temperature, entropy_gradient=entropy_gradient)
+        chunk = hidden[start : start + chunk_size], rows[inside] - start, targets[inside]
+        if torch.is_grad_enabled() and start + chunk_size < len(hidden):
+            logps, entropy = checkpoint(score, *chunk, use_reentrant=False)
+        else:
+            logps, entropy = score(*chunk)
+        found.append(logps)
+        entropies.append(entropy)
+        places.append(inside)
+    return torch.cat(found)[torch.cat(places).argsort()], torch.cat(entropies)
+
+
+def _score_chunk(
+    head: Head,
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float,
+    entropy_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logps, entropy = _ChosenLogps.apply(head(hidden), rows, targets, temperature)
+    return logps, entropy if entropy_gradient else entropy.detach()
+
+
+class _ChosenLogps(torch.autograd.Function):
+    """Log-softmax, the chosen entries, and each row's entropy; every row has a chosen entry.
+
+    With p the softmax of z / T, H its entropy, g and h the gradients of a row's chosen log-probs and of its entropy:
+    dz = (Σ g · onehot − p · Σ g − h · p · (log p + H)) / T.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scaled = wide if temperature == 1.0 else wide / temperature
+        logps = torch.log_softmax(scaled, -1)
+        chosen = logps[rows, targets]
+        normaliser = torch.full_like(scaled[:, 0], -torch.inf)
+        normaliser.scatter_reduce_(0, rows, scaled[rows, targets] - chosen, "amax")
+        # In place: a fresh matrix of this size costs its page faults.
+        probabilities = logps.exp_()
+        entropy = normaliser - torch.linalg.vecdot(probabilities, scaled)
+        ctx.save_for_backward(probabilities, entropy, rows, targets)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        # Backward is told of an entropy that the loss does not use by None, not by a matrix of zeros.
+        ctx.set_materialize_grads(False)
+        return chosen, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, of_chosen: torch.Tensor | None, of_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None, None]:
+        probabilities, entropy, rows, targets = ctx.saved_tensors
+        by_row = torch.zeros_like(entropy)
+        if of_chosen is not None:
+            by_row.index_add_(0, rows, of_chosen)
+        if of_entropy is not None:
+            by_row += of_entropy * entropy
+        gradient = probabilities * -by_row[:, None]
+        if of_entropy is not None:
+            # entr(p) is −p · log p, and 0 at 0.
+            gradient += of_entropy[:, None] * torch.special.entr(probabilities)
+        if of_chosen is not None:
+            gradient.index_put_((rows, targets), of_chosen, accumulate=True)
+        if ctx.temperature != 1.0:
+            gradient /= ctx.temperature
+        return gradient.to(ctx.dtype), None, None, None

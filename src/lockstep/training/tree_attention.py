@@ -1,0 +1,136 @@
+"""Attention within a pack, computed only where its tree lets tokens see each other.
+
+Comes from: the mask of `training/packing.py`. Goes to: every attention layer of the model, by way of transformers' own registry of
+attention functions. In a tree of a prompt and many completions most pairs of tokens do not see each other; a dense mask computes
+them all and throws them away. Here the rows are cut into blocks, each block attends to the columns that any of its rows sees, and
+what a single row may not see of those its part of the mask hides. The result is that of the dense mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+# The name under which transformers finds it.
+TREE = "lockstep_tree"
+# Rows of a block: fewer see fewer columns in vain, more fill the kernel.
+_ROWS = 128
+# Columns in between that cost less to compute and hide than another piece would.
+_GAP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows that are computed together.
+
+    Attributes:
+        start, end: the rows.
+        pieces: indexes of the pieces of columns that they attend to.
+        mask: (1, 1, end − start, columns) bool, True where a row sees a column.
+    """
+
+    start: int
+    end: int
+    pieces: tuple[int, ...]
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TreePlan:
+    """How attention over a pack is computed.
+
+    Attributes:
+        sizes: lengths of the pieces that the columns are cut into.
+        blocks: all rows, in order.
+    """
+
+    sizes: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    def to(self, device: torch.device) -> TreePlan:
+        """The same plan on another device."""
+        return TreePlan(self.sizes, tuple(replace(block, mask=block.mask.to(device)) for block in self.blocks))
+
+
+def plan_attention(mask: torch.Tensor) -> TreePlan | None:
+    """Blocks for a (T, T) bool mask; None where it is too small to be worth cutting."""
+    size = len(mask)
+    if size <= 2 * _ROWS:
+        return None
+    spans = []
+    for start in range(0, size, _ROWS):
+        end = min(start + _ROWS, size)
+        spans.append((start, end, _runs(mask[start:end].any(0))))
+    cuts = sorted({0, size} | {edge for _, _, runs in spans for run in runs for edge in run})
+    index = {cut: i for i, cut in enumerate(cuts)}
+    blocks = []
+    for start, end, runs in spans:
+        columns = torch.cat([torch.arange(first, last, device=mask.device) for first, last in runs])
+        pieces = tuple(piece for first, last in runs for piece in range(index[first], index[last]))
+        blocks.append(Block(start, end, pieces, mask[start:end][:, columns][None, None].contiguous()))
+    return TreePlan(tuple(b - a for a, b in pairwise(cuts)), tuple(blocks))
+
+
+def _runs(seen: torch.Tensor) -> list[tuple[int, int]]:
+    """Stretches of columns that are seen, small gaps included."""
+    columns = seen.nonzero()[:, 0].tolist()
+    runs: list[tuple[int, int]] = []
+    for column in columns:
+        if runs and column - runs[-1][1] <= _GAP:
+            runs[-1] = (runs[-1][0], column + 1)
+        else:
+            runs.append((column, column + 1))
+    return runs
+
+
+def adopt_tree_attention(model: PreTrainedModel) -> None:
+    """Let a model that attends by 'sdpa' take a `tree` as well; without one it attends as before."""
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(TREE)
+
+
+def tree_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    tree: TreePlan | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers.
+
+    Args:
+        query, key, value: (1, heads, T, width); keys and values may have fewer heads.
+        attention_mask: used where there is no `tree`.
+
+    Returns:
+        (1, T, heads, width), and no weights.
+    """
+    if tree is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    groups = query.shape[1] // key.shape[1]
+    # Pieces of one split: their gradients are joined once, where a slice each would fill a whole matrix each.
+    keys, values = (part.split(tree.sizes, 2) for part in (key, value))
+    rows = []
+    for block in tree.blocks:
+        k, v = (torch.cat([parts[i] for i in block.pieces], 2) for parts in (keys, values))
+        if groups > 1:
+            k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
+        rows.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                query[:, :, block.start : block.end], k, v, attn_mask=block.mask, scale=kwargs.get("scaling")
+            )
+        )
+    return torch.cat(rows, 2).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(TREE, tree_attention_forward)
+AttentionMaskInterface.register(TREE, sdpa_mask)

@@ -1,0 +1,144 @@
+"""Models that cannot attend within a tree learn from plain rows: detected, said, and with the same gradients as alone."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VLLM
+from datasets import Dataset
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference import reference_loss
+from test_packing import assert_same_gradients, config, gradients, steps, weighted
+from tiny import make_model, make_tokenizer
+from transformers import AutoModelForCausalLM, MambaConfig, MistralConfig, PreTrainedModel
+
+from lockstep import GRPOConfig, GRPOTrainer
+from lockstep.training.grpo import GRPOObjective
+from lockstep.training.packing import TrainingSequence, pack_rows
+from lockstep.training.phases import PhaseClock
+from lockstep.training.scoring import why_plain_rows
+from lockstep.training.setup import needs_plain_rows
+from lockstep.training.update import Policy, UpdateSums, learn
+
+WINDOW = 6
+
+
+def sliding(window: int = WINDOW) -> PreTrainedModel:
+    """A model whose layers attend within a window."""
+    settings_ = {
+        "vocab_size": 384,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "sliding_window": window,
+    }
+    return made(MistralConfig(**settings_))
+
+
+def stateful() -> PreTrainedModel:
+    """A model without attention."""
+    return made(MambaConfig(vocab_size=384, hidden_size=32, state_size=4, num_hidden_layers=2, initializer_range=0.3))
+
+
+def made(config_: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_, dtype=torch.float32)
+    model.generation_config.eos_token_id = 0
+    return model
+
+
+EXACT = {"sliding": sliding().double(), "stateful": stateful().double()}
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(sequences=steps(), kind=st.sampled_from(sorted(EXACT)), budget=st.integers(1, 200), chunk=st.integers(1, 40))
+def test_loss_and_gradients_equal_the_padded_reference(
+    sequences: list[TrainingSequence], kind: str, budget: int, chunk: int
+) -> None:
+    model, run = EXACT[kind], config(token_budget=budget, logits_chunk_size=chunk)
+    sequences = weighted(sequences, run)
+    expected_loss = reference_loss(model, sequences, run)
+    expected_loss.backward()
+    expected = gradients(model)
+    sums = UpdateSums()
+    policy = Policy(model, contextlib.nullcontext, lambda loss: loss.backward(), plain_rows=True)
+    learn(policy, sequences, GRPOObjective(run), PhaseClock(), sums)
+    assert sums.loss == pytest.approx(expected_loss.item(), rel=1e-5, abs=1e-6)
+    assert_same_gradients(gradients(model), expected, 1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps(), st.integers(1, 200))
+def test_rows_hold_every_token_once_and_keep_to_the_budget(sequences: list[TrainingSequence], budget: int) -> None:
+    packs = list(pack_rows(sequences, budget))
+    assert [s for pack in packs for s in pack.sequences] == sequences
+    for pack in packs:
+        assert len(pack.sequences) == 1 or pack.input_ids.numel() <= budget
+        assert pack.attention_mask.sum(1).tolist() == [
+            len(s.prompt_ids) + len(s.completion_ids) - 1 for s in pack.sequences
+        ]
+
+
+def test_a_window_that_no_sequence_leaves_is_attended_within_a_tree(capsys: pytest.CaptureFixture[str]) -> None:
+    assert why_plain_rows(sliding(50), 50) is None
+    assert why_plain_rows(make_model("llama"), 10**6) is None
+    assert not needs_plain_rows([sliding(50)], 50)
+    assert capsys.readouterr().out == ""
+
+
+def test_what_cannot_be_is_said_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert needs_plain_rows([make_model("llama"), sliding()], 7)
+    assert "it attends within 6 tokens, and sequences may have 7" in capsys.readouterr().out
+    assert needs_plain_rows([stateful()], 7)
+    assert "it keeps a state from token to token" in capsys.readouterr().out
+    mixed = make_model("qwen2")
+    mixed.config.layer_types = ["linear_attention", "full_attention"]
+    assert needs_plain_rows([mixed], 7)
+    assert "layers of kind linear_attention" in capsys.readouterr().out
+
+
+def length(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    return [float(len(ids) + sum(ids) % 5) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("use_vllm", [False, pytest.param(True, marks=VLLM)])
+def test_a_model_with_a_short_window_trains_with_every_token_proven(
+    use_vllm: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sliding().save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=12,
+        max_steps=2,
+        learning_rate=1e-3,
+        use_vllm=use_vllm,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+    )
+    data = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
+    trainer = GRPOTrainer(str(tmp_path / "model"), length, args, data)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    logs = [entry for entry in trainer.state.log_history if "parity/checked_tokens" in entry]
+    assert len(logs) == 2
+    assert all(entry["parity/checked_tokens"] > 0 and entry["parity/max_abs_gap"] < 1e-3 for entry in logs)
+    assert "it attends within 6 tokens" in capsys.readouterr().out

@@ -1,0 +1,134 @@
+"""Attention by trees is dense attention with the mask, and leaves out what the mask hides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import make_model
+
+from lockstep.training import tree_attention
+from lockstep.training.packing import TrainingSequence, pack_sequences
+from lockstep.training.tree_attention import (
+    TREE,
+    TreePlan,
+    adopt_tree_attention,
+    plan_attention,
+    tree_attention_forward,
+)
+
+
+@pytest.fixture
+def small_blocks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "_ROWS", 6)
+        patch.setattr(tree_attention, "_GAP", 2)
+        yield
+
+
+def masks(draw: st.DrawFn) -> torch.Tensor:
+    """Of a tree of 13 to 60 nodes, parents before children."""
+    size = draw(st.integers(13, 60))
+    mask = torch.eye(size, dtype=torch.bool)
+    for node in range(1, size):
+        # Mostly chains, as completions are; sometimes a new branch, sometimes a new root.
+        parent = draw(st.sampled_from([node - 1, node - 1, node - 1, draw(st.integers(-1, node - 1))]))
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
+def plan_of(mask: torch.Tensor) -> TreePlan:
+    plan = plan_attention(mask)
+    assert plan is not None
+    return plan
+
+
+def computed(plan: TreePlan) -> int:
+    return sum(block.mask.numel() for block in plan.blocks)
+
+
+class Layer(torch.nn.Module):
+    num_key_value_groups = 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(mask=st.composite(masks)())
+def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "_ROWS", 6)
+        patch.setattr(tree_attention, "_GAP", 2)
+        plan = plan_of(mask)
+    size = len(mask)
+    generator = torch.Generator().manual_seed(size)
+    parts = [torch.randn(1, heads, size, 8, dtype=torch.float64, generator=generator) for heads in (6, 2, 2)]
+    of = torch.randn(1, size, 6, 8, dtype=torch.float64, generator=generator)
+    results = []
+    for tree in (None, plan):
+        own = [part.clone().requires_grad_() for part in parts]
+        out, _ = tree_attention_forward(Layer(), *own, mask[None, None], tree=tree, scaling=0.3)
+        out.backward(of)
+        results.append([out.detach(), *(part.grad for part in own)])
+    for dense, cut in zip(*results, strict=True):
+        torch.testing.assert_close(cut, dense, rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(mask=st.composite(masks)())
+def test_every_pair_that_sees_each_other_is_computed_once(mask: torch.Tensor) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tree_attention, "_ROWS", 6)
+        patch.setattr(tree_attention, "_GAP", 2)
+        plan = plan_of(mask)
+    starts = [sum(plan.sizes[:i]) for i in range(len(plan.sizes))]
+    counted = torch.zeros(mask.shape, dtype=torch.int)
+    for block in plan.blocks:
+        columns = torch.cat([torch.arange(starts[i], starts[i] + plan.sizes[i]) for i in block.pieces])
+        counted[block.start : block.end, columns] += block.mask[0, 0].int()
+    assert torch.equal(counted, mask.int())
+    assert sum(plan.sizes) == len(mask)
+
+
+def test_a_long_prompt_with_many_completions_leaves_most_pairs_out() -> None:
+    sequences = [
+        TrainingSequence(f"a#{i}", tuple(range(512)), tuple(range(1000 * i, 1000 * i + 64)), (0.0,) * 64)
+        for i in range(1, 17)
+    ]
+    (pack,) = pack_sequences(sequences, 2048)
+    assert pack.tree is not None
+    visible = int(pack.attention_mask.sum())
+    assert computed(pack.tree) < 0.4 * pack.attention_mask.numel()
+    assert computed(pack.tree) < 1.5 * visible
+
+
+def test_a_small_pack_is_not_cut() -> None:
+    assert plan_attention(torch.ones(200, 200, dtype=torch.bool).tril()) is None
+
+
+def test_a_model_computes_the_same_with_and_without_it(small_blocks: None) -> None:
+    model = make_model("qwen2").double()
+    sequences = [
+        TrainingSequence(f"a#{i}", tuple(range(4, 24)), (30 + i, 31, 32 + i, 33), (0.0,) * 4) for i in range(5)
+    ]
+    (pack,) = pack_sequences(sequences, 100)
+    assert pack.tree is not None
+    inputs = {"input_ids": pack.input_ids, "position_ids": pack.position_ids, "attention_mask": pack.attention_mask}
+    with torch.no_grad():
+        dense = model.base_model(**inputs, use_cache=False).last_hidden_state
+        adopt_tree_attention(model)
+        assert model.config._attn_implementation == TREE
+        without = model.base_model(**inputs, use_cache=False).last_hidden_state
+        cut = model.base_model(**inputs, use_cache=False, tree=pack.tree).last_hidden_state
+    assert torch.equal(without, dense)
+    torch.testing.assert_close(cut, dense, rtol=1e-10, atol=1e-12)
+
+
+def test_an_adopted_model_generates_as_before() -> None:
+    model = make_model("llama")
+    prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    before = model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    adopt_tree_attention(model)
+    assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0), before)
