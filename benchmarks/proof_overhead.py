@@ -1,6 +1,6 @@
 """What the proofs cost on the recipe of the main job: as a share of a sync, and of a training step.
 
-    make bench            (recipes/arithmetic.yaml, without its evaluations; about five minutes on two cores)
+    make proof-overhead   (recipes/arithmetic.yaml, without its evaluations; about five minutes on two cores)
 
 The recipe runs as it is, on real vLLM, in this process; nothing is switched off to make a baseline. Seconds are those of the run
 itself; the transport digest, which is inside a push, is timed at both of its ends. Seconds are medians over the steps after the
