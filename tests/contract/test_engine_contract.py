@@ -305,3 +305,24 @@ def test_settings_are_read_back(engine: Engine, untied_dir: str) -> None:
     assert (settings.dtype, settings.head_dtype) == (torch.float32, torch.float32)
     assert settings.logprobs_mode == "processed_logprobs"
     assert not settings.sampling_defaults
+
+
+def test_every_completion_is_handed_over_once_as_it_will_be_answered(engine: Engine) -> None:
+    asked = requests(6, Sampling(max_tokens=9))
+    seen: list[Completion] = []
+    answers = engine.generate(asked, seen.append)
+    assert len(seen) == 6
+    assert {completion.key: completion for completion in seen} == answers
+
+
+def test_short_completions_are_handed_over_while_a_long_one_is_sampled(engine: Engine, untied_dir: str) -> None:
+    """What early rewards rest on; transformers hands over a whole batch."""
+    if engine.settings().engine == "transformers":
+        pytest.skip("one batch, one end")
+    short = requests(3, Sampling(max_tokens=2))
+    (long,) = requests(1, Sampling(max_tokens=200), seed=9)
+    order: list[RequestKey] = []
+    long = GenerationRequest(RequestKey("long", 0), long.prompt_ids, long.sampling, 3)
+    answers = engine.generate([long, *short], lambda completion: order.append(completion.key))
+    assert len(answers[long.key].token_ids) > 2
+    assert order[-1] == long.key

@@ -7,7 +7,7 @@ drives the receiving half of the protocol in one order for all engines.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -129,6 +129,9 @@ class LoadedWeights:
     untouched: tuple[str, ...]
 
 
+OnAnswer = Callable[[Completion], None]
+
+
 class WeightReceiver(Protocol):
     """The half of an engine that weights are pushed into; driven by `sync/push.py` only."""
 
@@ -179,8 +182,14 @@ class Engine(WeightReceiver, ProbedEngine, Protocol):
     def settings(self) -> EngineSettings:
         """The effective settings, for the handshake."""
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
+    ) -> dict[RequestKey, Completion]:
         """Answer every request, by key.
+
+        Args:
+            on_answer: given each completion when it is finished, before the answers as a whole are checked; called from one
+                thread, which need not be the caller's, and must not wait.
 
         Raises:
             InputError: a prompt is empty or longer than the engine's context; no request has been started then.

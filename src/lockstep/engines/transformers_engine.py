@@ -34,6 +34,7 @@ from lockstep.engines.protocol import (
     FinishReason,
     GenerationRequest,
     LoadedWeights,
+    OnAnswer,
     RequestKey,
     TensorSpec,
 )
@@ -122,7 +123,9 @@ class TransformersEngine:
             model_config=model_fields(self._model.config.get_text_config()),
         )
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
+    ) -> dict[RequestKey, Completion]:
         check_requests(requests, self._version, self._max_model_len)
         assert self._version is not None
         deadline = time.monotonic() + self._timeout
@@ -130,7 +133,10 @@ class TransformersEngine:
         # Rows of like length waste the fewest pad positions.
         rows.sort(key=lambda row: len(row.request.prompt_ids))
         for start in range(0, len(rows), self._max_num_seqs):
-            self._run(rows[start : start + self._max_num_seqs], deadline)
+            together = rows[start : start + self._max_num_seqs]
+            self._run(together, deadline)
+            for row in together if on_answer is not None else ():
+                on_answer(self._completion(row))
         return check_answers(requests, [self._completion(row) for row in rows], [self._version])
 
     @torch.no_grad()

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.engines.answers import check_answers, check_requests, check_scores, check_scoring
 from lockstep.engines.probe import EngineModules
-from lockstep.engines.protocol import Completion, EngineSettings, GenerationRequest, LoadedWeights, RequestKey
+from lockstep.engines.protocol import (
+    Completion,
+    EngineSettings,
+    GenerationRequest,
+    LoadedWeights,
+    OnAnswer,
+    RequestKey,
+)
 from lockstep.engines.vllm_arguments import IN_PROCESS_BACKEND, check_free, cpu_cache_bytes, engine_arguments
 from lockstep.engines.vllm_requests import completion, prefix_waves, prompt_logprobs, sampling_params, scoring_params
 from lockstep.engines.vllm_settings import effective_settings, settings_from
@@ -104,31 +111,56 @@ class VLLMInProcess:
     def settings(self) -> EngineSettings:
         return settings_from(effective_settings(self._llm.llm_engine.vllm_config))
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
+    ) -> dict[RequestKey, Completion]:
         check_requests(requests, self._version, self._max_model_len)
         assert self._version is not None
         by_id = {str(request.key): request for request in requests}
-        outputs = self._run(
+        answers: list[Completion] = []
+
+        def answered(output: RequestOutput) -> None:
+            answers.append(completion(by_id[output.request_id].key, output))
+            if on_answer is not None:
+                on_answer(answers[-1])
+
+        self._run(
             [
                 {name: (request.prompt_ids, sampling_params(request)) for name, request in wave.items()}
                 for wave in prefix_waves(by_id)
-            ]
+            ],
+            answered,
         )
-        return check_answers(requests, [completion(by_id[o.request_id].key, o) for o in outputs], [self._version])
+        return check_answers(requests, answers, [self._version])
 
-    def _run(self, waves: list[dict[str, tuple[tuple[int, ...], Any]]]) -> list[RequestOutput]:
-        """Drive vLLM's loop until every request is answered; waves start a step apart."""
+    def _run(
+        self,
+        waves: list[dict[str, tuple[tuple[int, ...], Any]]],
+        answered: Callable[[RequestOutput], None] = lambda output: None,
+    ) -> list[RequestOutput]:
+        """Drive vLLM's loop until every request is answered; waves start a step apart.
+
+        Args:
+            answered: given each finished output at once.
+        """
         engine = self._llm.llm_engine
         names = {name for wave in waves for name in wave}
         deadline = time.monotonic() + self._timeout
         finished: list[RequestOutput] = []
+
+        def step() -> None:
+            for output in engine.step():
+                if output.finished:
+                    finished.append(output)
+                    answered(output)
+
         try:
             for wave in waves:
                 for name, (prompt_ids, params) in wave.items():
                     engine.add_request(name, {"prompt_token_ids": list(prompt_ids)}, params)
-                finished += [output for output in engine.step() if output.finished]
+                step()
             while engine.has_unfinished_requests():
-                finished += [output for output in engine.step() if output.finished]
+                step()
                 self._check_deadline(deadline, names - {output.request_id for output in finished})
         except BaseException as error:
             # Nothing of a broken call may be answered to the next one.

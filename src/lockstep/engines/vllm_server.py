@@ -24,6 +24,7 @@ from lockstep.engines.protocol import (
     EngineSettings,
     GenerationRequest,
     LoadedWeights,
+    OnAnswer,
     RequestKey,
     TensorSpec,
 )
@@ -104,11 +105,13 @@ class VLLMServer:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
+    ) -> dict[RequestKey, Completion]:
         """Answer every request, by key; an update that lands in between shows in the versions of the tokens."""
         check_requests(requests, self._version, self._settings.max_model_len)
         since = len(self._committed) - 1
-        answers = self._loop.run(self._all([self._sample(r, s) for r, s in self._routed(requests)]))
+        answers = self._loop.run(self._all([self._sample(r, s, on_answer) for r, s in self._routed(requests)]))
         return check_answers(requests, answers, self._committed[since:])
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
@@ -151,10 +154,13 @@ class VLLMServer:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _sample(self, request: GenerationRequest, server: int) -> Completion:
+    async def _sample(self, request: GenerationRequest, server: int, on_answer: OnAnswer | None) -> Completion:
         name = self._name(str(request.key))
         answer = await self._post(server, generation_body(request, name), request.sampling.max_tokens)
-        return completion_from(answer, request, name, self._stamps)
+        completion = completion_from(answer, request, name, self._stamps)
+        if on_answer is not None:
+            on_answer(completion)
+        return completion
 
     async def _score(self, ids: tuple[int, ...], server: int) -> tuple[float, ...]:
         name = self._name("score")

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.engines.answers import check_answers
-from lockstep.engines.protocol import Engine, GenerationRequest, RequestKey, Sampling, request_seed
+from lockstep.engines.protocol import (
+    Completion,
+    Engine,
+    GenerationRequest,
+    OnAnswer,
+    RequestKey,
+    Sampling,
+    request_seed,
+)
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 
@@ -24,11 +32,13 @@ def collect(
     num_generations: int,
     run_seed: int,
     version: int,
+    on_answer: OnAnswer | None = None,
 ) -> list[RolloutGroup]:
     """Sample `num_generations` completions of every prompt.
 
     Args:
         version: the version the trainer last pushed; the engine must hold it.
+        on_answer: given each completion when it is finished.
 
     Returns:
         One unscored group a prompt, in the order of `prompts`.
@@ -50,10 +60,15 @@ def collect(
         for key in (RequestKey(prompt.prompt_id, sample) for sample in range(num_generations))
     ]
     # The engine has checked its own answers; this end checks that they are to what it asked.
-    answers = check_answers(requests, engine.generate(requests).values(), [version])
-    groups = []
-    for prompt in prompts:
-        completions = [answers[RequestKey(prompt.prompt_id, sample)] for sample in range(num_generations)]
-        rollouts = tuple(Rollout(c, tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions)
-        groups.append(RolloutGroup(prompt, rollouts))
-    return groups
+    found = engine.generate(requests) if on_answer is None else engine.generate(requests, on_answer)
+    answers = check_answers(requests, found.values(), [version])
+    return [
+        group_of(prompt, [answers[RequestKey(prompt.prompt_id, i)] for i in range(num_generations)], tokenizer)
+        for prompt in prompts
+    ]
+
+
+def group_of(prompt: Prompt, completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase) -> RolloutGroup:
+    """An unscored group, its completions in the order of their samples, with their texts."""
+    rollouts = tuple(Rollout(c, tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions)
+    return RolloutGroup(prompt, rollouts)

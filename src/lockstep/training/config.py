@@ -47,6 +47,10 @@ class OnlineConfig(OneValueFields, TrainingArguments):
 
     reward_weights: list[float] | None = field(default=None, metadata=doc("One weight a reward function; default 1."))
     reward_timeout: float = field(default=600.0, metadata=doc("Seconds that coroutine reward functions may take."))
+    overlap_rewards: bool = field(
+        default=False,
+        metadata=doc("Score each group while others are sampled; reward functions are then called a group at a time."),
+    )
     vllm_importance_sampling_correction: bool = field(
         default=True, metadata=doc("Weight tokens by the measured trainer / engine ratio, once the gap has passed.")
     )
@@ -232,6 +236,8 @@ class OnlineConfig(OneValueFields, TrainingArguments):
         optimizer = str(getattr(self.optim, "value", self.optim))
         if "layerwise" in optimizer or optimizer.startswith(("lomo", "adalomo", "schedule_free")):
             raise InputError(f"optim={optimizer} steps inside the backward pass, before the proof; it is not supported")
+        if self.overlap_rewards and self.world_size > 1:
+            raise InputError("overlap_rewards is not supported with several processes; leave it out")
         if self.temperature <= 0:
             raise InputError(f"temperature={self.temperature} leaves nothing to learn from; it must be above 0")
         for name in (

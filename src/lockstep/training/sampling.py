@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.protocol import Engine
+from lockstep.engines.protocol import Engine, OnAnswer
 from lockstep.errors import InputError
 from lockstep.parity.gap import GapStats
 from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.collect import collect
+from lockstep.rollouts.early_scores import EarlyScores
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
 from lockstep.rollouts.reward_log import RewardLog
@@ -145,6 +146,8 @@ class RolloutSource:
             LockstepError: the engine was lost and did not come back in time.
         """
         version = state.global_step
+        if self._config.overlap_rewards:
+            return self._scorer.finish(self.recovery.run(lambda: self._sample_scored(prompts, num_generations, state)))
         groups = self._ranks.from_owner(
             "sample",
             lambda: self.recovery.run(lambda: self._sample(prompts, num_generations, version)),
@@ -180,7 +183,20 @@ class RolloutSource:
             group for start in parts for group in self.rollout(prompts[start : start + size], num_generations, state)
         ]
 
-    def _sample(self, prompts: Sequence[Prompt], num_generations: int, version: int) -> list[RolloutGroup]:
+    def _sample_scored(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
+        """Sample, and score each group while others are sampled; what is scored is taken only once all of it is checked."""
+
+        def score(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
+            return self._scorer.score(groups, state, log)
+
+        with EarlyScores(prompts, num_generations, self._tokenizer, score) as early:
+            groups = self._sample(prompts, num_generations, state.global_step, early.answered)
+            with self._clock.phase("rewards"):
+                return early.take(groups, self._reward_log)
+
+    def _sample(
+        self, prompts: Sequence[Prompt], num_generations: int, version: int, on_answer: OnAnswer | None = None
+    ) -> list[RolloutGroup]:
         self.proofs.sync(version)
         with self._clock.phase("generate"):
             groups = collect(
@@ -191,6 +207,7 @@ class RolloutSource:
                 num_generations=num_generations,
                 run_seed=self._config.seed,
                 version=version,
+                on_answer=on_answer,
             )
         self.proofs.check_groups(groups)
         return groups

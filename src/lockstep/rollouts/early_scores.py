@@ -1,0 +1,88 @@
+"""Rewards while the engine is still sampling: a group is scored as soon as its last completion is there.
+
+Comes from: an engine's answers, one by one, in whatever order they arrive. Goes to: `training/sampling.py`, which takes the
+scores once the whole generation has been checked. Groups are scored one at a time, in one thread beside the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.engines.protocol import Completion
+from lockstep.errors import ProofError
+from lockstep.rollouts.collect import group_of
+from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.rollouts.reward_log import RewardLog
+
+Score = Callable[[Sequence[RolloutGroup], RewardLog], list[RolloutGroup]]
+
+
+class EarlyScores:
+    """Scores of groups that are complete before their generation is.
+
+    Args:
+        score: scores groups; gets a log for what reward functions say beside scores.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], num_generations: int, tokenizer: PreTrainedTokenizerBase, score: Score
+    ) -> None:
+        self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
+        self._size = num_generations
+        self._tokenizer = tokenizer
+        self._score = score
+        self._answers: dict[str, dict[int, Completion]] = {name: {} for name in self._prompts}
+        self._scored: dict[str, Future[tuple[RolloutGroup, RewardLog]]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-rewards")
+
+    def __enter__(self) -> EarlyScores:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def answered(self, completion: Completion) -> None:
+        """Take an answer; called by one thread of the engine's."""
+        name = completion.key.prompt_id
+        found = self._answers[name]
+        found[completion.key.sample] = completion
+        if len(found) == self._size and name not in self._scored:
+            group = group_of(self._prompts[name], [found[i] for i in range(self._size)], self._tokenizer)
+            self._scored[name] = self._thread.submit(self._one, group)
+
+    def take(self, groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
+        """The groups with their scores, waited for.
+
+        Args:
+            groups: the whole generation, checked.
+            log: receives what reward functions said, in the order of the groups.
+
+        Raises:
+            InputError: as the reward functions' own call.
+            ProofError: a group was scored on other completions than those that the engine gave in the end.
+        """
+        scored = []
+        for group in groups:
+            future = self._scored.get(group.prompt.prompt_id)
+            own, said = future.result() if future is not None else self._one(group)
+            if [r.completion for r in own.rollouts] != [r.completion for r in group.rollouts]:
+                raise ProofError(
+                    "answers",
+                    f"the completions of prompt {group.prompt.prompt_id} are not those that were scored while others were sampled",
+                    "the engine answered a request twice",
+                    "report it with this message; overlap_rewards=false goes without",
+                )
+            scored.append(own)
+            log.add(said.values())
+        return scored
+
+    def _one(self, group: RolloutGroup) -> tuple[RolloutGroup, RewardLog]:
+        log = RewardLog()
+        (scored,) = self._score([group], log)
+        return scored, log

@@ -1,0 +1,104 @@
+"""Groups scored while others are sampled: the same scores as afterwards, and really meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import make_tokenizer
+
+from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.errors import InputError, ProofError
+from lockstep.rollouts.collect import group_of
+from lockstep.rollouts.early_scores import EarlyScores
+from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.rollouts.reward_log import RewardLog
+from lockstep.rollouts.rewards import call_functions, score_groups
+
+TOKENIZER = make_tokenizer()
+PROMPTS = [Prompt(f"p{i}", (5, 6, 7 + i), f"prompt {i}", {"answer": i}) for i in range(3)]
+SIZE = 2
+
+
+def completion(prompt: Prompt, sample: int) -> Completion:
+    ids = (40 + sample, 50 + prompt.columns["answer"])
+    return Completion(RequestKey(prompt.prompt_id, sample), prompt.ids, ids, (-1.0, -2.0), (0, 0), "length")
+
+
+ANSWERS = [completion(prompt, sample) for prompt in PROMPTS for sample in range(SIZE)]
+GROUPS = [group_of(p, [completion(p, i) for i in range(SIZE)], TOKENIZER) for p in PROMPTS]
+
+
+def reward(completion_ids: list[list[int]], answer: list[int], log_metric: Any, **columns: Any) -> list[float]:
+    log_metric("longest", max(len(ids) for ids in completion_ids))
+    return [ids[0] + 100.0 * number for ids, number in zip(completion_ids, answer, strict=True)]
+
+
+def score(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
+    return call_functions(groups, [reward], log=log)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.permutations(ANSWERS))
+def test_in_whatever_order_answers_come_the_scores_are_those_of_one_call(answers: list[Completion]) -> None:
+    log = RewardLog()
+    with EarlyScores(PROMPTS, SIZE, TOKENIZER, score) as early:
+        for answer in answers:
+            early.answered(answer)
+        found = early.take(GROUPS, log)
+    expected = score_groups(GROUPS, [reward], [1.0])
+    assert [[r.scores for r in g.rollouts] for g in found] == [[r.scores for r in g.rollouts] for g in expected]
+    assert [g.prompt for g in found] == PROMPTS
+    assert log.values() == {"longest": [2.0] * 3}
+
+
+def test_a_group_is_scored_before_the_others_are_answered() -> None:
+    scored = threading.Event()
+
+    def tell(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
+        scored.set()
+        return score(groups, log)
+
+    with EarlyScores(PROMPTS, SIZE, TOKENIZER, tell) as early:
+        early.answered(ANSWERS[0])
+        assert not scored.wait(0.2), "a group was scored before it was complete"
+        early.answered(ANSWERS[1])
+        assert scored.wait(10), "nothing was scored while answers are missing"
+
+
+def test_other_completions_in_the_end_are_refused() -> None:
+    with EarlyScores(PROMPTS, SIZE, TOKENIZER, score) as early:
+        for answer in ANSWERS:
+            early.answered(answer)
+        other = replace(ANSWERS[0], token_ids=(41, 51))
+        changed = group_of(PROMPTS[0], [other, ANSWERS[1]], TOKENIZER)
+        with pytest.raises(ProofError, match="are not those that were scored"):
+            early.take([changed, *GROUPS[1:]], RewardLog())
+
+
+def test_an_error_of_a_reward_function_is_the_callers() -> None:
+    def broken(completions: list[str], **columns: Any) -> list[float]:
+        raise RuntimeError("no sandbox")
+
+    def fail(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
+        return call_functions(groups, [broken], log=log)
+
+    with EarlyScores(PROMPTS, SIZE, TOKENIZER, fail) as early:
+        for answer in ANSWERS:
+            early.answered(answer)
+        with pytest.raises(InputError, match="broken raised RuntimeError: no sandbox"):
+            early.take(GROUPS, RewardLog())
+
+
+def test_a_generation_that_is_lost_leaves_no_thread_behind() -> None:
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt), EarlyScores(PROMPTS, SIZE, TOKENIZER, score) as early:
+        early.answered(ANSWERS[0])
+        early.answered(ANSWERS[1])
+        raise KeyboardInterrupt
+    assert threading.active_count() == before
