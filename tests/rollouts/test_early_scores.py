@@ -97,8 +97,13 @@ def test_an_error_of_a_reward_function_is_the_callers() -> None:
 
 def test_a_generation_that_is_lost_leaves_no_thread_behind() -> None:
     before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt), EarlyScores(PROMPTS, SIZE, TOKENIZER, score) as early:
-        early.answered(ANSWERS[0])
-        early.answered(ANSWERS[1])
-        raise KeyboardInterrupt
+
+    def lost() -> None:
+        with EarlyScores(PROMPTS, SIZE, TOKENIZER, score) as early:
+            early.answered(ANSWERS[0])
+            early.answered(ANSWERS[1])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lost()
     assert threading.active_count() == before

@@ -244,6 +244,6 @@ def test_a_judge_or_rewards_but_not_both() -> None:
 
 
 def test_overlapping_rewards_are_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GRPOConfig, "world_size", property(lambda self: 2))
+    monkeypatch.setattr(lockstep.GRPOConfig, "world_size", property(lambda self: 2))
     with pytest.raises(InputError, match="overlap_rewards is not supported with several processes"):
-        GRPOConfig(output_dir="unused", overlap_rewards=True, per_device_train_batch_size=8)
+        lockstep.GRPOConfig(output_dir="unused", overlap_rewards=True, per_device_train_batch_size=8)
