@@ -1,7 +1,7 @@
 """A whole training step of Lockstep and of TRL on the same work, step by step in turn; and how Lockstep's grows.
 
-    make bench                                  (two cores: about an hour and a half; quiet machine)
-    make bench ARGS="--parts short learning-short"
+    make bench                                         (two cores: some hours; quiet machine)
+    make bench ARGS="--parts short learning-short"     (ten minutes)
 
 Each program lives in a process of its own and waits while the other one works. Figures are medians of the steps after the first.
 Writes `runs/bench/step.json` and `runs/bench/growth.svg`, prints the tables of docs/speed.md.
@@ -35,6 +35,7 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     words.add_argument("--steps", type=int, default=5, help="measured steps; one more goes before them")
+    words.add_argument("--continuous", action="store_true", help="TRL's continuous batching too, on the short workload")
     words.add_argument("--folder", type=Path, default=Path("runs/bench"))
     asked = words.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +45,7 @@ def main() -> None:
         model = make_model(Path(folder) / "model")
         for name in ("short", "long"):
             if name in asked.parts:
-                rivals = ["trl", "trl-continuous"] if name == "short" else ["trl"]
+                rivals = ["trl", "trl-continuous"] if asked.continuous and name == "short" else ["trl"]
                 found["steps"][name] = side_by_side(["lockstep", *rivals], name, model, asked.steps)
                 show_steps(name, found["steps"][name], found["machine"])
             if f"learning-{name}" in asked.parts:
@@ -114,7 +115,11 @@ def side_by_side(programs: Sequence[str], name: str, model: str, steps: int, *mo
     """Steps of all programs, taken in turn; the first of each is left out."""
     with ExitStack() as stack:
         players = {program: stack.enter_context(playing(program, name, model, *more)) for program in programs}
-        rounds = [{program: player.step() for program, player in players.items()} for _ in range(steps + 1)]
+        rounds = []
+        for number in range(steps + 1):
+            rounds.append({program: player.step() for program, player in players.items()})
+            taken = ", ".join(f"{program} {step['step']:.2f} s" for program, step in rounds[-1].items())
+            print(f"  {name}, step {number}{'' if number else ' (left out)'}: {taken}", flush=True)
     return {program: [taken[program] for taken in rounds[1:]] for program in programs}
 
 

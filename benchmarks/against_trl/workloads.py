@@ -23,7 +23,7 @@ class Workload:
 
     Attributes:
         prompt_tokens: of every prompt; None: the prompts of the arithmetic recipe, with its worked examples.
-        trl_batch: completions in one forward of TRL's, as many as are fastest in this machine's memory.
+        trl_batch: completions in one forward of TRL's (8 of the long ones do not fit beside another program in 24 GiB).
     """
 
     prompts: int
@@ -39,7 +39,7 @@ class Workload:
 
 WORKLOADS = {
     "short": Workload(2, 8, 32, None, 16),
-    "long": Workload(4, 16, 64, 512, 8),
+    "long": Workload(4, 16, 64, 512, 4),
 }
 
 
