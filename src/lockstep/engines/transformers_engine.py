@@ -135,8 +135,9 @@ class TransformersEngine:
         for start in range(0, len(rows), self._max_num_seqs):
             together = rows[start : start + self._max_num_seqs]
             self._run(together, deadline)
-            for row in together if on_answer is not None else ():
-                on_answer(self._completion(row))
+            if on_answer is not None:
+                for row in together:
+                    on_answer(self._completion(row))
         return check_answers(requests, [self._completion(row) for row in rows], [self._version])
 
     @torch.no_grad()
