@@ -77,6 +77,8 @@ class Player:
             stderr=log.open("w"),
             text=True,
             cwd=folder,
+            # The comparison is of CPUs: TRL's vLLM and ours would not be the same thing on a GPU.
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
         self._answer()
 

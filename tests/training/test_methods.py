@@ -52,6 +52,7 @@ def trees() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_attention, "_ROWS", 6)
         patch.setattr(tree_attention, "_GAP", 2)
+        patch.setattr(tree_attention, "_WORTH", 2.0)
         yield
 
 

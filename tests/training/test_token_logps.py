@@ -111,3 +111,19 @@ def test_what_is_kept_for_the_backward_is_one_chunk_of_the_vocabulary(chunk: int
         )
     assert sum(kept.values()) == chunk
     assert logps.shape == (32,)
+
+
+def test_autocast_rounds_the_head_and_nothing_behind_it() -> None:
+    torch.manual_seed(1)
+    head = torch.nn.Linear(WIDTH, VOCABULARY)
+    with torch.no_grad():
+        head.weight *= 40
+    hidden = torch.randn(9, WIDTH)
+    rows = torch.arange(9)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = head(hidden)
+        logps, entropy = token_logps(head, hidden, rows, rows, temperature=1.0, chunk_size=4, entropy_gradient=False)
+    expected = logits.float().log_softmax(-1)
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logps, expected[rows, rows])
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-5)

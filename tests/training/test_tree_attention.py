@@ -26,6 +26,7 @@ def small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_attention, "_ROWS", 6)
         patch.setattr(tree_attention, "_GAP", 2)
+        patch.setattr(tree_attention, "_WORTH", 2.0)
         yield
 
 
@@ -61,6 +62,7 @@ def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_attention, "_ROWS", 6)
         patch.setattr(tree_attention, "_GAP", 2)
+        patch.setattr(tree_attention, "_WORTH", 2.0)
         plan = plan_of(mask)
     size = len(mask)
     generator = torch.Generator().manual_seed(size)
@@ -82,6 +84,7 @@ def test_every_pair_that_sees_each_other_is_computed_once(mask: torch.Tensor) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_attention, "_ROWS", 6)
         patch.setattr(tree_attention, "_GAP", 2)
+        patch.setattr(tree_attention, "_WORTH", 2.0)
         plan = plan_of(mask)
     starts = [sum(plan.sizes[:i]) for i in range(len(plan.sizes))]
     counted = torch.zeros(mask.shape, dtype=torch.int)
@@ -104,8 +107,27 @@ def test_a_long_prompt_with_many_completions_leaves_most_pairs_out() -> None:
     assert computed(pack.tree) < 1.5 * visible
 
 
-def test_a_small_pack_is_not_cut() -> None:
+def test_what_is_small_or_hides_little_is_not_cut() -> None:
     assert plan_attention(torch.ones(200, 200, dtype=torch.bool).tril()) is None
+    assert plan_attention(torch.ones(2048, 2048, dtype=torch.bool).tril()) is None
+
+
+def test_blocks_are_few_however_long_the_pack() -> None:
+    mask = torch.eye(4096, dtype=torch.bool)
+    plan = plan_attention(mask)
+    assert plan is not None
+    assert len(plan.blocks) == 16
+
+
+def test_a_layer_with_a_mask_of_its_own_keeps_it(small_blocks: None) -> None:
+    mask = torch.ones(40, 40, dtype=torch.bool).tril()
+    mask[20:, 2:20] = False
+    plan = plan_of(mask)
+    parts = [torch.randn(1, heads, 40, 8) for heads in (6, 2, 2)]
+    own = torch.where(mask, torch.randn(40, 40), -torch.inf)[None, None]
+    found, _ = tree_attention_forward(Layer(), *parts, own, tree=plan, scaling=0.3)
+    expected, _ = tree_attention_forward(Layer(), *parts, own, scaling=0.3)
+    assert torch.equal(found, expected)
 
 
 def test_a_model_computes_the_same_with_and_without_it(small_blocks: None) -> None:

@@ -81,14 +81,16 @@ class _ChosenLogps(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scaled = wide if temperature == 1.0 else wide / temperature
-        logps = torch.log_softmax(scaled, -1)
-        chosen = logps[rows, targets]
-        normaliser = torch.full_like(scaled[:, 0], -torch.inf)
-        normaliser.scatter_reduce_(0, rows, scaled[rows, targets] - chosen, "amax")
-        # In place: a fresh matrix of this size costs its page faults.
-        probabilities = logps.exp_()
-        entropy = normaliser - torch.linalg.vecdot(probabilities, scaled)
+        # Autocast would round the entropy's product to bf16.
+        with torch.autocast(logits.device.type, enabled=False):
+            scaled = wide if temperature == 1.0 else wide / temperature
+            logps = torch.log_softmax(scaled, -1)
+            chosen = logps[rows, targets]
+            normaliser = torch.full_like(scaled[:, 0], -torch.inf)
+            normaliser.scatter_reduce_(0, rows, scaled[rows, targets] - chosen, "amax")
+            # In place: a fresh matrix of this size costs its page faults.
+            probabilities = logps.exp_()
+            entropy = normaliser - torch.linalg.vecdot(probabilities, scaled)
         ctx.save_for_backward(probabilities, entropy, rows, targets)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         # Backward is told of an entropy that the loss does not use by None, not by a matrix of zeros.

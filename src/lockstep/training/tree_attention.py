@@ -22,6 +22,10 @@ from transformers.modeling_utils import AttentionInterface
 TREE = "lockstep_tree"
 # Rows of a block: fewer see fewer columns in vain, more fill the kernel.
 _ROWS = 128
+# Each block keeps its own keys and values for the backward, so that there are not more of them than this.
+_BLOCKS = 16
+# Share of the dense mask's pairs above which cutting is not worth it: a single long text, say.
+_WORTH = 0.5
 # Columns in between that cost less to compute and hide than another piece would.
 _GAP = 16
 
@@ -60,14 +64,17 @@ class TreePlan:
 
 
 def plan_attention(mask: torch.Tensor) -> TreePlan | None:
-    """Blocks for a (T, T) bool mask; None where it is too small to be worth cutting."""
+    """Blocks for a (T, T) bool mask; None where cutting is not worth it."""
     size = len(mask)
     if size <= 2 * _ROWS:
         return None
+    rows = max(_ROWS, -(-size // _BLOCKS))
     spans = []
-    for start in range(0, size, _ROWS):
-        end = min(start + _ROWS, size)
+    for start in range(0, size, rows):
+        end = min(start + rows, size)
         spans.append((start, end, _runs(mask[start:end].any(0))))
+    if sum((end - start) * (b - a) for start, end, runs in spans for a, b in runs) > _WORTH * size * size:
+        return None
     cuts = sorted({0, size} | {edge for _, _, runs in spans for run in runs for edge in run})
     index = {cut: i for i, cut in enumerate(cuts)}
     blocks = []
@@ -114,22 +121,31 @@ def tree_attention_forward(
     Returns:
         (1, T, heads, width), and no weights.
     """
-    if tree is None:
+    if tree is None or not _is_plain(attention_mask, kwargs):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     groups = query.shape[1] // key.shape[1]
+    # Elsewhere than on a CPU a mask and fewer heads together have no fast kernel.
+    repeated = 1 if query.device.type == "cpu" else groups
     # Pieces of one split: their gradients are joined once, where a slice each would fill a whole matrix each.
     keys, values = (part.split(tree.sizes, 2) for part in (key, value))
+    queries = query.split([block.end - block.start for block in tree.blocks], 2)
     rows = []
-    for block in tree.blocks:
+    for block, q in zip(tree.blocks, queries, strict=True):
         k, v = (torch.cat([parts[i] for i in block.pieces], 2) for parts in (keys, values))
-        if groups > 1:
-            k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
+        if repeated > 1:
+            k, v = (part.repeat_interleave(repeated, 1) for part in (k, v))
         rows.append(
             torch.nn.functional.scaled_dot_product_attention(
-                query[:, :, block.start : block.end], k, v, attn_mask=block.mask, scale=kwargs.get("scaling")
+                q, k, v, attn_mask=block.mask, scale=kwargs.get("scaling"), enable_gqa=groups > repeated
             )
         )
     return torch.cat(rows, 2).transpose(1, 2).contiguous(), None
+
+
+def _is_plain(attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
+    """Whether a layer attends by the pack's own mask, with nothing of its own that only a dense mask could carry."""
+    own = kwargs.get("position_bias") is not None or kwargs.get("dropout")
+    return not own and (attention_mask is None or attention_mask.dtype == torch.bool)
 
 
 AttentionInterface.register(TREE, tree_attention_forward)

@@ -172,9 +172,9 @@ class Stage:
         """Gives the number of tokens that the engine has answered since."""
         real, answered = self.engine.generate, 0
 
-        def counting(requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
+        def counting(requests: Sequence[GenerationRequest], *more: Any) -> dict[RequestKey, Completion]:
             nonlocal answered
-            answers = real(requests)
+            answers = real(requests, *more)
             answered += sum(len(c.token_ids) for c in answers.values())
             return answers
 

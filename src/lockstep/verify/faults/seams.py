@@ -49,7 +49,7 @@ class Fault:
 def requests_become(stage: Stage, change: Callable[[list[GenerationRequest]], list[GenerationRequest]]) -> Patch:
     """Something between trainer and engine rewrites requests."""
     real = stage.engine.generate
-    return patch.object(stage.engine, "generate", lambda requests: real(change(list(requests))))
+    return patch.object(stage.engine, "generate", lambda requests, *more: real(change(list(requests)), *more))
 
 
 def answers_become(

@@ -45,9 +45,13 @@ def _attends_to_others(stage: Stage) -> Patch:
     def packed(sequences: Sequence[TrainingSequence], budget: int) -> Iterator[Any]:
         for pack in real(sequences, budget):
             size = pack.input_ids.shape[1]
-            yield replace(pack, attention_mask=torch.ones(1, 1, size, size, dtype=torch.bool).tril())
+            yield replace(pack, attention_mask=torch.ones(1, 1, size, size, dtype=torch.bool).tril(), tree=None)
 
     return patch.object(updating, "pack_sequences", packed)
+
+
+def _needs_tree(stage: Stage) -> str:
+    return "the model learns from plain rows, which hold one completion each" if stage.trainer._plain_rows else ""
 
 
 def _guessed_reason(stage: Stage) -> Patch:
@@ -77,7 +81,7 @@ def _long_ones_dropped(stage: Stage) -> Patch:
 FAULTS = (
     Fault("A1", "gradients of micro-batches summed, not averaged", _summed, check="exact accounting"),
     Fault("A2", "the loss normalised per micro-batch, not per step", _averaged, check="exact accounting"),
-    Fault("A3", "tokens attend to padding and to other rows", _attends_to_others),
+    Fault("A3", "tokens attend to padding and to other rows", _attends_to_others, needs=_needs_tree),
     Fault("A4", "truncation guessed from the last token", _guessed_reason, check="finish reasons"),
     Fault("A5", "one seed for all requests: a group of equal completions", lambda s: at_temperature_one(s, _one_seed)),
     Fault("A6", "long rollouts left out of the step", _long_ones_dropped),
