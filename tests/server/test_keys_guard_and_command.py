@@ -231,14 +231,14 @@ threading.Timer(float(sys.argv[2]), lambda: os._exit(3)).start()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 """
 
-# Healthy for a second; then it refuses connections, or says that it fails, and does not end.
+# Healthy for some seconds; then it refuses connections, or says that it fails, and does not end.
 DYING = """
 import sys, time, threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 start = time.monotonic()
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self):
-        well = time.monotonic() - start < 1
+        well = time.monotonic() - start < 4
         self.send_response(401 if self.path == "/" else 200 if well else 503)
         self.end_headers()
     def log_message(self, *args):
@@ -246,7 +246,7 @@ class Answer(BaseHTTPRequestHandler):
 server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 if sys.argv[2] == "closed":
-    time.sleep(1.5)
+    time.sleep(4)
     server.shutdown()
     server.server_close()
 time.sleep(60)
