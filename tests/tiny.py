@@ -6,7 +6,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 END = "<|end|>"
 TEMPLATE = (
@@ -33,8 +40,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=TEMPLATE)
 
 
-def make_model(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, scale: float = 0.3) -> PreTrainedModel:
-    """Two layers of random weights, scaled up so that its distributions are not flat and faults show."""
+KINDS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
+
+
+def make_model(
+    kind: str = "qwen2", *, tied: bool = False, seed: int = 0, scale: float = 0.3, **more: object
+) -> PreTrainedModel:
+    """Two layers of random weights, scaled up so that its distributions are not flat and faults show; `more` of its config."""
     settings = {
         "vocab_size": 384,
         "hidden_size": 64,
@@ -49,8 +61,9 @@ def make_model(kind: str = "qwen2", *, tied: bool = False, seed: int = 0, scale:
         "eos_token_id": 0,
         "bos_token_id": None,
         "pad_token_id": None,
+        **more,
     }
-    config = LlamaConfig(**settings) if kind == "llama" else Qwen2Config(**settings)
+    config = KINDS[kind](**settings)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = 0

@@ -60,7 +60,7 @@ class Gate:
             self._say({"step": seconds, "peak_bytes": peak_bytes(), **self._take()})
             self._after()
         else:
-            self._say({"ready": True, "threads": os.environ.get("OMP_NUM_THREADS", "")})
+            self._say({"ready": True})
         if not sys.stdin.readline():
             os._exit(0)
         self._take()
@@ -145,7 +145,6 @@ class Lockstep:
             per_device_train_batch_size=work.sequences,
             logging_steps=1,
             vllm_max_num_seqs=min(work.sequences, 256),
-            log_completions=False,
         )
         data = dataset(work, model)
         engine = recorded_engine(model, rollouts) if rollouts else None
@@ -220,7 +219,7 @@ def recorded_engine(model: str, path: Path) -> Any:
         waiting.setdefault(tuple(rollout.prompt_ids), []).append(rollout)
 
     class RecordedEngine(TransformersEngine):
-        def generate(self, requests: Any) -> Any:
+        def generate(self, requests: Any, on_answer: Any = None) -> Any:
             assert self.version is not None
             return {
                 request.key: Completion(

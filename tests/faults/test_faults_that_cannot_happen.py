@@ -99,10 +99,10 @@ def test_l4_answers_in_any_order_give_the_same_groups(stage: Stage, monkeypatch:
     straight = groups()
     real = stage.engine.generate
 
-    def shuffled(requests):  # type: ignore[no-untyped-def]
+    def shuffled(requests, *more):  # type: ignore[no-untyped-def]
         order = list(requests)
         random.Random(3).shuffle(order)
-        answers = list(real(order).items())
+        answers = list(real(order, *more).items())
         random.Random(4).shuffle(answers)
         return dict(answers)
 

@@ -49,14 +49,14 @@ class Killer:
     def generating(self, trainer: GRPOTrainer, role: str) -> Iterator[None]:
         real, armed = trainer.engine.generate, [True]
 
-        def generate(requests: Any) -> Any:
+        def generate(requests: Any, *more: Any) -> Any:
             if not armed:
-                return real(requests)
+                return real(requests, *more)
             armed.pop()
             timer = threading.Timer(0.25, self.kill, ("generating", role))
             timer.start()
             try:
-                return real(requests)
+                return real(requests, *more)
             finally:
                 # On a busy machine the generation may end first; the next call then meets the dead server.
                 timer.join()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import reference_methods as plain
 import torch
+from blocks import small_blocks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_methods import Drawn
@@ -26,7 +27,6 @@ from lockstep import (
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.judges import judge_pairs, judged
-from lockstep.training import tree_attention
 from lockstep.training.generation import prepare_generation
 from lockstep.training.grpo import GRPOObjective
 from lockstep.training.objective import Objective
@@ -49,10 +49,7 @@ MODEL = make_model("qwen2").double()
 def trees() -> Iterator[None]:
     """Packs of these sizes attend by trees too, as long ones do."""
     adopt_tree_attention(MODEL)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_attention, "_ROWS", 6)
-        patch.setattr(tree_attention, "_GAP", 2)
-        patch.setattr(tree_attention, "_WORTH", 2.0)
+    with small_blocks():
         yield
 
 

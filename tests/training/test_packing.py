@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import small_blocks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import padded_logps, reference_loss
@@ -17,7 +18,6 @@ from tiny import make_model
 from transformers import PreTrainedModel
 
 from lockstep.algorithms.policy_loss import token_weights
-from lockstep.training import tree_attention
 from lockstep.training.grpo import GRPOObjective
 from lockstep.training.grpo_config import GRPOConfig
 from lockstep.training.packing import TrainingSequence, pack_sequences
@@ -36,10 +36,7 @@ def trees() -> Iterator[None]:
     """Packs of these sizes attend by trees too, as long ones do."""
     for model in (*MODELS.values(), *EXACT.values()):
         adopt_tree_attention(model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_attention, "_ROWS", 6)
-        patch.setattr(tree_attention, "_GAP", 2)
-        patch.setattr(tree_attention, "_WORTH", 2.0)
+    with small_blocks():
         yield
 
 

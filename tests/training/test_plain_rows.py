@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reference import reference_loss
 from test_packing import assert_same_gradients, config, gradients, steps, weighted
 from tiny import make_model, make_tokenizer
-from transformers import AutoModelForCausalLM, MambaConfig, MistralConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedModel
 
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.training.grpo import GRPOObjective
@@ -30,33 +30,14 @@ WINDOW = 6
 
 def sliding(window: int = WINDOW) -> PreTrainedModel:
     """A model whose layers attend within a window."""
-    settings_ = {
-        "vocab_size": 384,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.3,
-        "eos_token_id": 0,
-        "bos_token_id": None,
-        "sliding_window": window,
-    }
-    return made(MistralConfig(**settings_))
+    return make_model("mistral", sliding_window=window)
 
 
 def stateful() -> PreTrainedModel:
     """A model without attention."""
-    return made(MambaConfig(vocab_size=384, hidden_size=32, state_size=4, num_hidden_layers=2, initializer_range=0.3))
-
-
-def made(config_: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_, dtype=torch.float32)
-    model.generation_config.eos_token_id = 0
-    return model
+    config_ = MambaConfig(vocab_size=384, hidden_size=32, state_size=4, num_hidden_layers=2, initializer_range=0.3)
+    return AutoModelForCausalLM.from_config(config_, dtype=torch.float32)
 
 
 EXACT = {"sliding": sliding().double(), "stateful": stateful().double()}

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import torch
+from blocks import small_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import make_model
 
-from lockstep.training import tree_attention
 from lockstep.training.packing import TrainingSequence, pack_sequences
 from lockstep.training.tree_attention import (
     TREE,
@@ -19,15 +16,6 @@ from lockstep.training.tree_attention import (
     plan_attention,
     tree_attention_forward,
 )
-
-
-@pytest.fixture
-def small_blocks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_attention, "_ROWS", 6)
-        patch.setattr(tree_attention, "_GAP", 2)
-        patch.setattr(tree_attention, "_WORTH", 2.0)
-        yield
 
 
 def masks(draw: st.DrawFn) -> torch.Tensor:
@@ -43,7 +31,8 @@ def masks(draw: st.DrawFn) -> torch.Tensor:
 
 
 def plan_of(mask: torch.Tensor) -> TreePlan:
-    plan = plan_attention(mask)
+    with small_blocks():
+        plan = plan_attention(mask)
     assert plan is not None
     return plan
 
@@ -59,11 +48,7 @@ class Layer(torch.nn.Module):
 @settings(max_examples=60, deadline=None)
 @given(mask=st.composite(masks)())
 def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_attention, "_ROWS", 6)
-        patch.setattr(tree_attention, "_GAP", 2)
-        patch.setattr(tree_attention, "_WORTH", 2.0)
-        plan = plan_of(mask)
+    plan = plan_of(mask)
     size = len(mask)
     generator = torch.Generator().manual_seed(size)
     parts = [torch.randn(1, heads, size, 8, dtype=torch.float64, generator=generator) for heads in (6, 2, 2)]
@@ -81,11 +66,7 @@ def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) ->
 @settings(max_examples=60, deadline=None)
 @given(mask=st.composite(masks)())
 def test_every_pair_that_sees_each_other_is_computed_once(mask: torch.Tensor) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_attention, "_ROWS", 6)
-        patch.setattr(tree_attention, "_GAP", 2)
-        patch.setattr(tree_attention, "_WORTH", 2.0)
-        plan = plan_of(mask)
+    plan = plan_of(mask)
     starts = [sum(plan.sizes[:i]) for i in range(len(plan.sizes))]
     counted = torch.zeros(mask.shape, dtype=torch.int)
     for block in plan.blocks:
@@ -119,7 +100,7 @@ def test_blocks_are_few_however_long_the_pack() -> None:
     assert len(plan.blocks) == 16
 
 
-def test_a_layer_with_a_mask_of_its_own_keeps_it(small_blocks: None) -> None:
+def test_a_layer_with_a_mask_of_its_own_keeps_it() -> None:
     mask = torch.ones(40, 40, dtype=torch.bool).tril()
     mask[20:, 2:20] = False
     plan = plan_of(mask)
@@ -130,12 +111,13 @@ def test_a_layer_with_a_mask_of_its_own_keeps_it(small_blocks: None) -> None:
     assert torch.equal(found, expected)
 
 
-def test_a_model_computes_the_same_with_and_without_it(small_blocks: None) -> None:
+def test_a_model_computes_the_same_with_and_without_it() -> None:
     model = make_model("qwen2").double()
     sequences = [
         TrainingSequence(f"a#{i}", tuple(range(4, 24)), (30 + i, 31, 32 + i, 33), (0.0,) * 4) for i in range(5)
     ]
-    (pack,) = pack_sequences(sequences, 100)
+    with small_blocks():
+        (pack,) = pack_sequences(sequences, 100)
     assert pack.tree is not None
     inputs = {"input_ids": pack.input_ids, "position_ids": pack.position_ids, "attention_mask": pack.attention_mask}
     with torch.no_grad():

@@ -60,8 +60,7 @@ def collect(
         for key in (RequestKey(prompt.prompt_id, sample) for sample in range(num_generations))
     ]
     # The engine has checked its own answers; this end checks that they are to what it asked.
-    found = engine.generate(requests) if on_answer is None else engine.generate(requests, on_answer)
-    answers = check_answers(requests, found.values(), [version])
+    answers = check_answers(requests, engine.generate(requests, on_answer).values(), [version])
     return [
         group_of(prompt, [answers[RequestKey(prompt.prompt_id, i)] for i in range(num_generations)], tokenizer)
         for prompt in prompts
