@@ -14,27 +14,29 @@ from typing import Any
 
 import torch
 
+from lockstep.training.precision import has_fast_bf16
+
 # The 135M model: rows that multiply every token, and those that only a predicting token meets.
 _TRUNK, _HEAD = 106_168_320, 28_311_552
 _WEIGHTS = _TRUNK + _HEAD + 35_136
-# Where bf16 is emulated a large product would take minutes.
-_SIZES = {torch.float32: 2048, torch.bfloat16: 512}
 
 
 def measure_machine() -> dict[str, Any]:
     """Operations a second of a large matrix product and bytes a second of reading memory, the best of several."""
     return {
         "name": _cpu(),
-        "flops": _flops(torch.float32),
-        "bf16_flops": _flops(torch.bfloat16),
+        # Where bf16 is emulated a large product would take minutes.
+        "flops": {
+            "float32": _flops(torch.float32, 2048),
+            "bfloat16": _flops(torch.bfloat16, 2048 if has_fast_bf16() else 512),
+        },
         "bytes": _bandwidth(),
         # Weights, gradients and two moments, in fp32.
         "state_bytes": 4 * 4 * _WEIGHTS,
     }
 
 
-def _flops(dtype: torch.dtype) -> float:
-    size = _SIZES[dtype]
+def _flops(dtype: torch.dtype, size: int) -> float:
     left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
     return 2 * size**3 / _best(lambda: left @ right)
 
@@ -58,20 +60,21 @@ def _cpu() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def floors(work: Any, machine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, float]:
+def floors(work: Any, dtype: str, machine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, float]:
     """Seconds below which each phase of a Lockstep step cannot be.
 
     Generation multiplies every sampled token with all matrices once, and reads them once a decoding step (all sequences decode
-    together); its prompts are in the cache. Learning multiplies every position of the shared-prefix rows three times (forward,
-    gradient of the input, gradient of the weights). The optimizer reads four and writes three numbers a weight. A push reads and
-    writes every weight.
+    together); its prompts are left out. Learning multiplies every position of the shared-prefix rows three times (forward,
+    gradient of the input, gradient of the weights). The optimizer reads four and writes three fp32 numbers a weight. A push reads
+    every fp32 weight and writes it in the engine's dtype.
     """
     sampled = work.sequences * work.tokens
     positions = steps[0]["positions"]
-    weights = 4 * _WEIGHTS
+    flops = machine["flops"][dtype]
+    kept, served = 4 * _WEIGHTS, {"float32": 4, "bfloat16": 2}[dtype] * _WEIGHTS
     return {
-        "generate": max(2 * sampled * (_TRUNK + _HEAD) / machine["flops"], work.tokens * weights / machine["bytes"]),
-        "forward_backward": 6 * (positions * _TRUNK + sampled * _HEAD) / machine["flops"],
-        "optimizer": 7 * weights / machine["bytes"],
-        "sync": 2 * weights / machine["bytes"],
+        "generate": max(2 * sampled * (_TRUNK + _HEAD) / flops, work.tokens * served / machine["bytes"]),
+        "forward_backward": 6 * (positions * _TRUNK + sampled * _HEAD) / flops,
+        "optimizer": 7 * kept / machine["bytes"],
+        "sync": (kept + served) / machine["bytes"],
     }

@@ -27,9 +27,10 @@ _MANY = 10_000
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("program", choices=["lockstep", "trl", "trl-continuous"])
+    words.add_argument("program", choices=["lockstep", "trl", "trl-continuous", "trl-bf16-weights"])
     words.add_argument("workload")
     words.add_argument("model")
+    words.add_argument("dtype", choices=["float32", "bfloat16"])
     words.add_argument("--rollouts", type=Path, help="learn from these instead of sampling")
     words.add_argument("--record", type=Path, help="keep the rollouts of the first step (lockstep)")
     asked = words.parse_args()
@@ -40,7 +41,7 @@ def main() -> None:
 
     work = workload(asked.workload)
     play = Lockstep if asked.program == "lockstep" else TRL
-    player = play(work, asked.model, asked.rollouts, asked.program)
+    player = play(work, asked.model, asked.dtype, asked.rollouts, asked.program)
     player.run(Gate(answers, player.take, lambda: player.record(asked.record)))
 
 
@@ -106,7 +107,7 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def common(work: Any, rollouts: Path | None) -> dict[str, Any]:
+def common(work: Any, dtype: str, rollouts: Path | None) -> dict[str, Any]:
     """Fields that both trainers are given."""
     return {
         "num_generations": work.completions,
@@ -118,7 +119,7 @@ def common(work: Any, rollouts: Path | None) -> dict[str, Any]:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "bf16": False,
+        "bf16": dtype == "bfloat16",
         "use_cpu": True,
         "shuffle_dataset": False,
         "output_dir": "out",
@@ -135,19 +136,19 @@ def dataset(work: Any, model: str) -> Any:
 class Lockstep:
     """Lockstep's GRPOTrainer; every default that is not a size of the workload."""
 
-    def __init__(self, work: Any, model: str, rollouts: Path | None, program: str) -> None:
+    def __init__(self, work: Any, model: str, dtype: str, rollouts: Path | None, program: str) -> None:
         from workloads import reward
 
         from lockstep import GRPOConfig, GRPOTrainer
 
         config = GRPOConfig(
-            **common(work, rollouts),
+            **common(work, dtype, rollouts),
             per_device_train_batch_size=work.sequences,
             logging_steps=1,
             vllm_max_num_seqs=min(work.sequences, 256),
         )
         data = dataset(work, model)
-        engine = recorded_engine(model, rollouts) if rollouts else None
+        engine = recorded_engine(model, dtype, rollouts) if rollouts else None
         self.trainer = GRPOTrainer(model, reward, config, data, engine=engine)
         self._timer = Timer()
         self._timer.around(self.trainer.source, "rollout", "rollout")
@@ -205,7 +206,7 @@ class Lockstep:
         self.trainer.train()
 
 
-def recorded_engine(model: str, path: Path) -> Any:
+def recorded_engine(model: str, dtype: str, path: Path) -> Any:
     """A transformers engine whose completions were sampled before; its weights, and all proofs of them, are real."""
     import torch
     from workloads import read_rollouts
@@ -235,24 +236,26 @@ def recorded_engine(model: str, path: Path) -> Any:
             }
 
     longest = max(len(r.prompt_ids) + len(r.completion_ids) for r in read_rollouts(path))
-    return RecordedEngine(model, load_tokenizer(model), dtype=torch.float32, max_model_len=longest + 1)
+    return RecordedEngine(model, load_tokenizer(model), dtype=getattr(torch, dtype), max_model_len=longest + 1)
 
 
 class TRL:
     """TRL's GRPOTrainer, as fast as it is here: no gradient checkpointing, transformers generating."""
 
-    def __init__(self, work: Any, model: str, rollouts: Path | None, program: str) -> None:
+    def __init__(self, work: Any, model: str, dtype: str, rollouts: Path | None, program: str) -> None:
         from trl import GRPOConfig, GRPOTrainer
         from workloads import reward
 
+        batch = work.trl_learning_batch if rollouts else work.trl_batch
         config = GRPOConfig(
-            **common(work, rollouts),
-            per_device_train_batch_size=work.trl_batch,
-            gradient_accumulation_steps=work.sequences // work.trl_batch,
+            **common(work, dtype, rollouts),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=work.sequences // batch,
             gradient_checkpointing=False,
             logging_steps=_MANY,
             use_transformers_continuous_batching=program == "trl-continuous",
-            model_init_kwargs={"dtype": "float32"},
+            # TRL's own default, but for the rival that gives up fp32 weights.
+            model_init_kwargs={"dtype": "bfloat16" if program == "trl-bf16-weights" else "float32"},
         )
         rollout_func = recorded_rollouts(rollouts) if rollouts else None
         self.trainer = GRPOTrainer(model, reward, config, dataset(work, model), rollout_func=rollout_func)

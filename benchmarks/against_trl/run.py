@@ -4,7 +4,8 @@
     make bench ARGS="--parts short learning-short"     (ten minutes)
 
 Each program lives in a process of its own and waits while the other one works. Figures are medians of the steps after the first.
-Writes `runs/bench/step.json` and `runs/bench/growth.svg`, prints the tables of docs/speed.md.
+With fast bf16 everything is run in both dtypes: fp32 alone, and bf16 autocast over fp32 weights.
+Writes `runs/bench/step.json` (after every part) and `runs/bench/growth.svg`, prints the tables of docs/speed.md.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from floors import floors, measure_machine
 from plot import drawing
-from workloads import make_model, workload
+from workloads import Workload, make_model, workload
+
+from lockstep.training.precision import has_fast_bf16
 
 HERE = Path(__file__).parent
 GROWTH = [f"completions-{n}" for n in (8, 16, 32, 64, 128, 256)] + [f"length-{n}" for n in (128, 256, 512, 1024)]
 PARTS = ("short", "learning-short", "long", "learning-long", "growth")
+DTYPES = ("float32", "bfloat16")
+RIVALS = ("trl", "trl-continuous", "trl-bf16-weights")
 Steps = list[dict[str, Any]]
 
 
@@ -35,31 +41,38 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     words.add_argument("--steps", type=int, default=5, help="measured steps; one more goes before them")
-    words.add_argument("--continuous", action="store_true", help="TRL's continuous batching too, on the short workload")
+    words.add_argument("--dtypes", nargs="*", choices=DTYPES, help="default: all that are fast here")
+    words.add_argument(
+        "--rivals", nargs="*", choices=RIVALS, default=["trl"], help="programs to take whole steps beside"
+    )
     words.add_argument("--folder", type=Path, default=Path("runs/bench"))
     asked = words.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {"machine": measure_machine(), "steps": {}}
+    dtypes = asked.dtypes or DTYPES[: 2 if has_fast_bf16() else 1]
+    found: dict[str, Any] = {"machine": measure_machine(), "steps": {}, "growth": {}}
     show_machine(found["machine"])
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
-        for name in ("short", "long"):
-            if name in asked.parts:
-                rivals = ["trl", "trl-continuous"] if asked.continuous and name == "short" else ["trl"]
-                found["steps"][name] = side_by_side(["lockstep", *rivals], name, model, asked.steps)
-                show_steps(name, found["steps"][name], found["machine"])
-            if f"learning-{name}" in asked.parts:
-                rollouts = recorded(name, model, Path(folder) / f"{name}.json")
-                steps = side_by_side(["lockstep", "trl"], name, model, asked.steps, "--rollouts", str(rollouts))
-                found["steps"][f"learning-{name}"] = steps
-                show_learning(name, steps, found["machine"])
-        if "growth" in asked.parts:
-            found["growth"] = {
-                name: side_by_side(["lockstep"], name, model, asked.steps)["lockstep"] for name in GROWTH
-            }
-            show_growth(found["growth"])
-            (asked.folder / "growth.svg").write_text(drawing(found["growth"]))
-    (asked.folder / "step.json").write_text(json.dumps(found, indent=1) + "\n")
+        for part, dtype in product(asked.parts, dtypes):
+            title = f"{part} in {dtype}"
+            if part == "growth":
+                steps = {
+                    name: side_by_side(["lockstep"], name, model, dtype, asked.steps)["lockstep"] for name in GROWTH
+                }
+                found["growth"][dtype] = steps
+                show_growth(title, steps)
+                (asked.folder / f"growth-{dtype}.svg").write_text(drawing(steps))
+            elif part.startswith("learning-"):
+                name = part.removeprefix("learning-")
+                rollouts = recorded(name, model, dtype, Path(folder) / f"{name}-{dtype}.json")
+                found["steps"][title] = side_by_side(
+                    ["lockstep", "trl"], name, model, dtype, asked.steps, "--rollouts", str(rollouts)
+                )
+                show_learning(title, found["steps"][title], found["machine"])
+            else:
+                found["steps"][title] = side_by_side(["lockstep", *asked.rivals], part, model, dtype, asked.steps)
+                show_steps(title, workload(part), dtype, found["steps"][title], found["machine"])
+            (asked.folder / "step.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 # ---- processes --------------------------------------------------------------------------------------------------------
@@ -103,31 +116,33 @@ class Player:
 
 
 @contextmanager
-def playing(program: str, name: str, model: str, *more: str) -> Iterator[Player]:
+def playing(program: str, name: str, model: str, dtype: str, *more: str) -> Iterator[Player]:
     """A program, ready for its first step."""
     with tempfile.TemporaryDirectory() as folder:
-        player = Player([program, name, model, *more], folder, Path(folder) / "log")
+        player = Player([program, name, model, dtype, *more], folder, Path(folder) / "log")
         try:
             yield player
         finally:
             player.close()
 
 
-def side_by_side(programs: Sequence[str], name: str, model: str, steps: int, *more: str) -> dict[str, Steps]:
+def side_by_side(
+    programs: Sequence[str], name: str, model: str, dtype: str, steps: int, *more: str
+) -> dict[str, Steps]:
     """Steps of all programs, taken in turn; the first of each is left out."""
     with ExitStack() as stack:
-        players = {program: stack.enter_context(playing(program, name, model, *more)) for program in programs}
+        players = {program: stack.enter_context(playing(program, name, model, dtype, *more)) for program in programs}
         rounds = []
         for number in range(steps + 1):
             rounds.append({program: player.step() for program, player in players.items()})
             taken = ", ".join(f"{program} {step['step']:.2f} s" for program, step in rounds[-1].items())
-            print(f"  {name}, step {number}{'' if number else ' (left out)'}: {taken}", flush=True)
+            print(f"  {name}, {dtype}, step {number}{'' if number else ' (left out)'}: {taken}", flush=True)
     return {program: [taken[program] for taken in rounds[1:]] for program in programs}
 
 
-def recorded(name: str, model: str, path: Path) -> Path:
+def recorded(name: str, model: str, dtype: str, path: Path) -> Path:
     """Rollouts of a workload, sampled by vLLM from the model as it is."""
-    with playing("lockstep", name, model, "--record", str(path)) as player:
+    with playing("lockstep", name, model, dtype, "--record", str(path)) as player:
         player.step()
     return path
 
@@ -146,19 +161,16 @@ def learning(steps: Steps) -> float:
 
 def show_machine(machine: dict[str, Any]) -> None:
     print(
-        f"{machine['name']}, {os.cpu_count()} cores: {machine['flops'] / 1e9:.0f} GFLOP/s in fp32, "
-        f"{machine['bf16_flops'] / 1e9:.0f} in bf16, {machine['bytes'] / 1e9:.1f} GB/s read",
+        f"{machine['name']}, {os.cpu_count()} cores: {machine['flops']['float32'] / 1e9:.0f} GFLOP/s in fp32, "
+        f"{machine['flops']['bfloat16'] / 1e9:.0f} in bf16, {machine['bytes'] / 1e9:.1f} GB/s read",
         flush=True,
     )
 
 
-def show_steps(name: str, steps: dict[str, Steps], machine: dict[str, Any]) -> None:
-    work = workload(name)
+def show_steps(title: str, work: Workload, dtype: str, steps: dict[str, Steps], machine: dict[str, Any]) -> None:
     rival = min((p for p in steps if p != "lockstep"), key=lambda p: median(steps[p], "step"))
     ratio = median(steps[rival], "step") / median(steps["lockstep"], "step")
-    print(
-        f"\n{name}: {work.prompts} prompts × {work.completions} completions × {work.tokens} tokens, a whole step, fp32"
-    )
+    print(f"\n{title}: {work.prompts} prompts × {work.completions} completions × {work.tokens} tokens, a whole step")
     for program, taken in steps.items():
         own = sorted(step["step"] for step in taken)
         print(
@@ -166,25 +178,25 @@ def show_steps(name: str, steps: dict[str, Steps], machine: dict[str, Any]) -> N
             f"sampling {median(taken, 'rollout'):.2f} s, the rest {learning(taken):.2f} s"
         )
     print(f"  {rival} / lockstep: {ratio:.2f}")
-    bounds = floors(work, machine, steps["lockstep"])
+    bounds = floors(work, dtype, machine, steps["lockstep"])
     for phase, floor in bounds.items():
         taken = statistics.median(step["phases"][phase] for step in steps["lockstep"])
         print(f"  {phase:16} {taken:8.2f} s, floor {floor:.2f} s: {taken / floor:.1f} times")
 
 
-def show_learning(name: str, steps: dict[str, Steps], machine: dict[str, Any]) -> None:
+def show_learning(title: str, steps: dict[str, Steps], machine: dict[str, Any]) -> None:
     own, other = steps["lockstep"], steps["trl"]
     peaks = [max(step["peak_bytes"] for step in taken) / 2**30 for taken in (own, other)]
     print(
-        f"\n{name}, the learning half, same rollouts: lockstep {learning(own):.2f} s, trl {learning(other):.2f} s: "
+        f"\n{title}, same rollouts: lockstep {learning(own):.2f} s, trl {learning(other):.2f} s: "
         f"{learning(other) / learning(own):.2f}\n"
         f"  peak memory of the process: lockstep {peaks[0]:.2f} GiB, trl {peaks[1]:.2f} GiB: {peaks[0] / peaks[1]:.2f} of it"
         f" (weights, gradients and AdamW's state of both are {machine['state_bytes'] / 2**30:.2f} GiB)"
     )
 
 
-def show_growth(growth: dict[str, Steps]) -> None:
-    print("\ngrowth: milliseconds a sampled token, and the share of each phase")
+def show_growth(title: str, growth: dict[str, Steps]) -> None:
+    print(f"\n{title}: milliseconds a sampled token, and the share of each phase")
     for name, steps in growth.items():
         tokens, seconds = median(steps, "sampled_tokens"), median(steps, "step")
         shares = {p: statistics.median(s["phases"][p] / s["step"] for s in steps) for p in steps[0]["phases"]}

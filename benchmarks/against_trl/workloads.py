@@ -23,7 +23,9 @@ class Workload:
 
     Attributes:
         prompt_tokens: of every prompt; None: the prompts of the arithmetic recipe, with its worked examples.
-        trl_batch: completions in one forward of TRL's (8 of the long ones do not fit beside another program in 24 GiB).
+        trl_batch: completions in one forward of TRL's. Its default is 8, which the long ones of a whole step, beside another
+            program with an engine, do not leave memory for in 24 GiB.
+        trl_learning_batch: the same where rollouts are given.
     """
 
     prompts: int
@@ -31,6 +33,7 @@ class Workload:
     tokens: int
     prompt_tokens: int | None
     trl_batch: int
+    trl_learning_batch: int
 
     @property
     def sequences(self) -> int:
@@ -38,8 +41,8 @@ class Workload:
 
 
 WORKLOADS = {
-    "short": Workload(2, 8, 32, None, 16),
-    "long": Workload(4, 16, 64, 512, 4),
+    "short": Workload(2, 8, 32, None, 16, 16),
+    "long": Workload(4, 16, 64, 512, 4, 8),
 }
 
 
@@ -47,7 +50,7 @@ def growth(name: str) -> Workload:
     """`completions-N`: N completions of 32 tokens, 8 a prompt; `length-N`: 8 completions of N tokens."""
     kind, number = name.rsplit("-", 1)
     completions, tokens = (int(number), 32) if kind == "completions" else (8, int(number))
-    return Workload(completions // 8, 8, tokens, None, 8)
+    return Workload(completions // 8, 8, tokens, None, 8, 8)
 
 
 def workload(name: str) -> Workload:

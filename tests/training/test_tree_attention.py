@@ -63,6 +63,23 @@ def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) ->
         torch.testing.assert_close(cut, dense, rtol=1e-10, atol=1e-12)
 
 
+def test_under_autocast_a_cpu_attends_in_float32() -> None:
+    mask = torch.ones(40, 40, dtype=torch.bool).tril()
+    parts = [torch.randn(1, heads, 40, 8) for heads in (6, 2, 2)]
+    # As autocast leaves them: rotated queries and keys in float32, values in bf16.
+    parts[2] = parts[2].bfloat16()
+    results = []
+    for half in (False, True):
+        own = [part.clone().requires_grad_() for part in parts]
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            out, _ = tree_attention_forward(Layer(), *own, mask[None, None], tree=plan_of(mask), scaling=0.3)
+        out.float().square().sum().backward()
+        results.append([out.detach(), *(part.grad for part in own)])
+    assert [part.dtype for part in results[1]] == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    for single, half in zip(*results, strict=True):
+        assert torch.equal(half, single)
+
+
 @settings(max_examples=60, deadline=None)
 @given(mask=st.composite(masks)())
 def test_every_pair_that_sees_each_other_is_computed_once(mask: torch.Tensor) -> None:

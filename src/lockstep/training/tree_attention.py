@@ -123,6 +123,21 @@ def tree_attention_forward(
     """
     if tree is None or not _is_plain(attention_mask, kwargs):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    scale = kwargs.get("scaling")
+    if query.device.type != "cpu":
+        return _attend_blocks(query, key, value, tree, scale), None
+    # The half-precision backward of a CPU takes twice as long as that of float32.
+    with torch.autocast("cpu", enabled=False):
+        return _attend_blocks(_wide(query), _wide(key), _wide(value), tree, scale).to(value.dtype), None
+
+
+def _wide(part: torch.Tensor) -> torch.Tensor:
+    return part.to(torch.promote_types(part.dtype, torch.float32))
+
+
+def _attend_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreePlan, scale: float | None
+) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
     # Elsewhere than on a CPU a mask and fewer heads together have no fast kernel.
     repeated = 1 if query.device.type == "cpu" else groups
@@ -136,10 +151,10 @@ def tree_attention_forward(
             k, v = (part.repeat_interleave(repeated, 1) for part in (k, v))
         rows.append(
             torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=block.mask, scale=kwargs.get("scaling"), enable_gqa=groups > repeated
+                q, k, v, attn_mask=block.mask, scale=scale, enable_gqa=groups > repeated
             )
         )
-    return torch.cat(rows, 2).transpose(1, 2).contiguous(), None
+    return torch.cat(rows, 2).transpose(1, 2).contiguous()
 
 
 def _is_plain(attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
