@@ -206,14 +206,14 @@ def test_several_active_adapters_and_merged_ones_are_refused() -> None:
         weights_of(merged)
 
 
-def test_quantised_base_layers_are_refused() -> None:
-    class Params4bit(torch.nn.Parameter):
+def test_base_layers_in_eight_bits_are_refused() -> None:
+    class Int8Params(torch.nn.Parameter):
         pass
 
     model = adapted()
     layer = model.get_base_model().model.layers[0].mlp.up_proj.base_layer
-    layer.weight = Params4bit(layer.weight.data)
-    with pytest.raises(InputError, match=r"layers\.0\.mlp\.up_proj\.weight is quantised \(Params4bit\)"):
+    layer.weight = Int8Params(layer.weight.data)
+    with pytest.raises(InputError, match=r"layers\.0\.mlp\.up_proj\.weight is quantised to 8 bits"):
         weights_of(model)
 
 

@@ -204,7 +204,7 @@ def test_an_argument_that_nothing_knows_is_refused(method: str) -> None:
 
 @pytest.mark.parametrize("method", GROUPED)
 def test_arguments_of_trl_that_are_not_there_yet_are_refused_by_name(method: str) -> None:
-    for name in ("tools", "rollout_func", "environment_factory", "quantization_config", "data_collator"):
+    for name in ("tools", "rollout_func", "environment_factory", "data_collator"):
         with pytest.raises(InputError, match=f"{name} is not supported yet"):
             make(method, **{name: object()})
         # As they are by default.

@@ -16,8 +16,11 @@ from lockstep.errors import InputError
 def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> PreTrainedModel:
     """Causal language model in float32 unless `model_init_kwargs` names another `dtype` (TRL's convention).
 
+    A `quantization_config` among them quantises full-precision weights as they are loaded.
+
     Raises:
-        InputError: the directory or id holds no causal language model, or its weights are quantised.
+        InputError: the directory or id holds no causal language model, or its weights are stored quantised: an engine would load
+            them so.
     """
     if "revision" in (model_init_kwargs or {}):
         # The tokenizer and the engine would load another one.

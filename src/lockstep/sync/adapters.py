@@ -14,9 +14,9 @@ from transformers.pytorch_utils import Conv1D
 
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, is_adapted
+from lockstep.models.quantised import dequantised, is_quantised, outline_of
 from lockstep.sync.source import PlainSource
 
-_QUANTISED = ("Params4bit", "Int8Params")
 _DORA = ("DoraLinearVariant", "DoraEmbeddingVariant")
 
 
@@ -42,10 +42,11 @@ class AdaptedSource(PlainSource):
     """Weights of a model with LoRA (rsLoRA, DoRA) layers: merged into scratch as they are read, everything else as it is.
 
     Modules that were trained as a whole (`modules_to_save`) take the place of the originals. Adapter tensors are not sent. Deltas
-    are added in float32 (float64 for such weights) and rounded once, to the base weight's dtype.
+    are added in float32 (float64 for such weights) and rounded once, to the base weight's dtype; 4-bit weights (QLoRA) are sent as
+    the float32 values that their codes stand for.
 
     Raises:
-        InputError: another kind of adapter, several active ones, one that is merged in place, quantised base layers, or tied
+        InputError: another kind of adapter, several active ones, one that is merged in place, base layers in 8 bits, or tied
             weights that the adapter takes apart.
     """
 
@@ -63,26 +64,37 @@ class AdaptedSource(PlainSource):
         self._layers = {f.name: f.layer for f in found if f.layer is not None}
 
     def tensor(self, name: str) -> torch.Tensor:
-        layer = self._layers.get(name)
+        layer, parameter = self._layers.get(name), self._parameters[name]
+        base = dequantised(parameter) if is_quantised(parameter) else parameter.detach()
         if layer is None:
-            return self._parameters[name].detach()
+            return base
         adapter = _active(layer)[0]
         with torch.no_grad():
             if name.endswith("bias"):
-                return _merged_bias(layer, adapter, self._parameters[name])
-            return _merged_weight(layer, adapter, self._parameters[name])
+                return _merged_bias(layer, adapter, base)
+            return _merged_weight(layer, adapter, base)
 
     def holder(self, name: str) -> torch.nn.Module:
         return self._holders[name]
+
+    def _outline(self, name: str) -> torch.Tensor:
+        parameter = self._parameters[name]
+        return outline_of(parameter) if is_quantised(parameter) else super()._outline(name)
 
 
 def weights_of(model: torch.nn.Module) -> PlainSource:
     """The source of a model's weights, as its engine should hold them: plain, or merged where the model has an adapter.
 
     Raises:
-        InputError: the model's adapter is of a kind that cannot be merged.
+        InputError: the model's adapter is of a kind that cannot be merged, or it is quantised and has none.
     """
-    return AdaptedSource(model) if is_adapted(model) else PlainSource(model)
+    if is_adapted(model):
+        return AdaptedSource(model)
+    if any(is_quantised(p) for p in model.parameters()):
+        raise InputError(
+            "the model's weights are quantised, which cannot be trained themselves; give it a LoRA adapter"
+        )
+    return PlainSource(model)
 
 
 # ---- the walk -----------------------------------------------------------------------------------------------------------
@@ -139,11 +151,12 @@ def _checked_layer(layer: Any, prefix: str) -> Any:
 
     where = prefix.rstrip(".")
     # Exactly these: what derives from them may compute otherwise.
-    plain = type(layer) in (lora.Linear, lora.Embedding)
+    plain = type(layer) in (lora.Linear, lora.Embedding) or _in_four_bits(layer)
     if not plain or not isinstance(layer.get_base_layer(), torch.nn.Linear | torch.nn.Embedding | Conv1D):
         raise InputError(
             f"{where} is a {type(layer).__module__}.{type(layer).__name__} around a {type(layer.get_base_layer()).__name__}, which "
-            "is not supported: only LoRA on linear layers and embeddings that are not quantised can be merged for an engine"
+            "is not supported: only LoRA on linear layers (of full precision, or 4 bits by bitsandbytes) and embeddings can be "
+            "merged for an engine"
         )
     if layer.merged:
         raise InputError(
@@ -172,11 +185,18 @@ def _has_bias(layer: Any) -> bool:
     return bool(layer.lora_bias.get(_active(layer)[0]))
 
 
+def _in_four_bits(layer: Any) -> bool:
+    from peft.tuners import lora
+
+    # PEFT has the class only where bitsandbytes can be imported.
+    return is_quantised(layer.get_base_layer().weight) and type(layer) is getattr(lora, "Linear4bit", None)
+
+
 def _check_plain(parameter: torch.Tensor, name: str) -> None:
-    if type(parameter).__name__ in _QUANTISED:
+    if type(parameter).__name__ == "Int8Params":
         raise InputError(
-            f"{name} is quantised ({type(parameter).__name__}): an adapter on quantised weights is not supported yet; load "
-            "the model without a quantization_config"
+            f"{name} is quantised to 8 bits, which is not supported: load the model with "
+            "BitsAndBytesConfig(load_in_4bit=True), or without a quantization_config"
         )
 
 

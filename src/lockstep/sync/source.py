@@ -60,7 +60,7 @@ class PlainSource:
 
     def shape(self, name: str) -> torch.Size:
         """Shape of a tensor, without making it."""
-        return self._parameters[name].shape
+        return self._outline(name).shape
 
     def holder(self, name: str) -> torch.nn.Module:
         """The plain module that has a tensor as its own."""
@@ -69,7 +69,7 @@ class PlainSource:
     def outline(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What iterating gives, as tensors without memory (device `meta`)."""
         for name in self._sent():
-            yield name, torch.empty_like(self._parameters[name], device="meta")
+            yield name, self._outline(name)
 
     @property
     def bytes(self) -> int:
@@ -86,6 +86,9 @@ class PlainSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self._sent():
             yield name, self.tensor(name)
+
+    def _outline(self, name: str) -> torch.Tensor:
+        return torch.empty_like(self._parameters[name], device="meta")
 
     def _sent(self) -> Iterator[str]:
         return (name for name, first in self._first.items() if name == first)

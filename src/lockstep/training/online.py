@@ -70,6 +70,7 @@ class OnlineTrainer(Trainer):
         processing_class: the tokenizer; by default the model's.
         reward_processing_classes: tokenizers of the reward models, one an entry of `reward_funcs`; by default the models' own.
         callbacks, optimizers: as in `transformers.Trainer`.
+        quantization_config: a `transformers.BitsAndBytesConfig` in 4 bits, beside a `peft_config`: QLoRA.
         peft_config: a `peft.LoraConfig`: trains a new adapter of the model instead of its weights.
         engine: a running engine to use instead of starting one; it stays the caller's to close.
         refused: arguments of TRL's that are not supported; any value but None is refused by name.
@@ -104,7 +105,7 @@ class OnlineTrainer(Trainer):
         ref_model: PreTrainedModel | None = None,
         **refused: Any,
     ) -> None:
-        refuse_arguments({"quantization_config": quantization_config, **refused})
+        refuse_arguments(refused)
         args = args if args is not None else self.config_class()
         if not isinstance(args, self.config_class):
             raise InputError(
@@ -117,7 +118,7 @@ class OnlineTrainer(Trainer):
             check_dataset(eval_dataset, "eval")
         scorer = self.scorer(reward_funcs, reward_processing_classes)
 
-        opened = open_policy(model, processing_class, peft_config, args)
+        opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
 
         self.objective: Objective = self.objective_class(args)

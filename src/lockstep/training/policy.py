@@ -10,8 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, with_adapter
 from lockstep.models.policy import load_policy, switch_off_dropout
+from lockstep.models.quantised import check_quantization, keep_order
 from lockstep.models.resolve import resolve_model
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
@@ -29,7 +31,11 @@ class OpenedPolicy:
 
 
 def open_policy(
-    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, peft_config: Any, args: OnlineConfig
+    model: str | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    peft_config: Any,
+    args: OnlineConfig,
+    quantization_config: Any = None,
 ) -> OpenedPolicy:
     """Load or take a policy, give it its adapter, switch its dropout off, and let it attend by trees.
 
@@ -37,6 +43,7 @@ def open_policy(
         model: name, directory or hub id, or a loaded model whose `config.name_or_path` says where it is from.
         tokenizer: by default the model's.
         peft_config: trains a new adapter on the model.
+        quantization_config: loads the base weights in 4 bits (QLoRA); `args.model_init_kwargs` may hold it as well.
 
     Raises:
         InputError: the model or its tokenizer cannot be loaded, do not fit each other, or carry an adapter that no engine could
@@ -44,7 +51,15 @@ def open_policy(
     """
     path = resolve_model(model if isinstance(model, str) else model.config.name_or_path)
     guarded = guard_tokenizer(tokenizer) if tokenizer is not None else load_tokenizer(path)
-    policy = load_policy(path, args.model_init_kwargs) if isinstance(model, str) else model  # type: ignore[arg-type]
+    if isinstance(model, str):
+        policy = load_policy(path, _init_kwargs(args, quantization_config, peft_config))
+    elif quantization_config is not None:
+        raise InputError(
+            "quantization_config is for a model that is loaded here; give the model's name, or leave it out"
+        )
+    else:
+        policy = model
+    keep_order(policy)
     fit_vocabulary(policy, guarded)
     policy = with_adapter(policy, peft_config, seed=args.seed)
     switch_off_dropout(policy)
@@ -52,3 +67,12 @@ def open_policy(
     # Here, so that an adapter which no engine could be given is refused before one is started.
     weights_of(policy)
     return OpenedPolicy(policy, guarded, path)
+
+
+def _init_kwargs(args: OnlineConfig, quantization_config: Any, peft_config: Any) -> dict[str, Any]:
+    given: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
+    if quantization_config is not None and "quantization_config" in given:
+        raise InputError("quantization_config is given twice: to the trainer, and in model_init_kwargs; leave one out")
+    chosen = quantization_config or given.pop("quantization_config", None)
+    check_quantization(chosen, peft_config)
+    return given if chosen is None else {**given, "quantization_config": chosen}

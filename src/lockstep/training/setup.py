@@ -22,7 +22,7 @@ from lockstep.training.config import OnlineConfig
 from lockstep.training.scoring import check_scorable, why_plain_rows
 
 # Arguments of TRL's trainers that nothing here does yet.
-_KNOWN = {"quantization_config", "tools", "rollout_func", "environment_factory"}
+_KNOWN = {"tools", "rollout_func", "environment_factory"}
 _KNOWN |= {"data_collator", "compute_metrics", "preprocess_logits_for_metrics"}
 
 
