@@ -91,7 +91,9 @@ def test_online_dpo_trains_on_it_too(untied_dir: str, tmp_path: Path, hf_engine:
         report_to="none",
         model_init_kwargs={"quantization_config": FOUR_BITS},
     )
-    run = OnlineDPOTrainer(untied_dir, by_length, config, PROMPTS, peft_config=lora(), engine=hf_engine)
+    run = OnlineDPOTrainer(
+        untied_dir, reward_funcs=by_length, args=config, train_dataset=PROMPTS, peft_config=lora(), engine=hf_engine
+    )
     before = weights(run)
     run.train()
     assert any(not torch.equal(value, before[name]) for name, value in weights(run).items())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -31,6 +32,8 @@ def main(argv: list[str] | None = None) -> int:
     # Read when libraries are imported: other programs' progress bars would bury the run's lines.
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # PEFT imports it where it is installed; on a CPU with AVX-512 it then warns of inference kernels that no hub gave it.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE, end="")
