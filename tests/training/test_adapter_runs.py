@@ -12,12 +12,13 @@ import torch
 from conftest import needs_vllm, start
 from datasets import Dataset
 from tiny import make_model
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 
-from lockstep import GRPOConfig, GRPOTrainer
+from lockstep import GRPOConfig, GRPOTrainer, OnlineDPOConfig, OnlineDPOTrainer
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import is_adapted
+from lockstep.models.quantised import is_quantised
 from lockstep.sync.adapters import weights_of
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
@@ -34,12 +35,22 @@ def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(len(ids) + ids[0] % 7) for ids in completion_ids]
 
 
-def trainer(model: Any, folder: Path, engine: Engine, peft_config: Any = None, **fields: Any) -> GRPOTrainer:
+def trainer(
+    model: Any, folder: Path, engine: Engine, peft_config: Any = None, quantization_config: Any = None, **fields: Any
+) -> GRPOTrainer:
     base: dict[str, Any] = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12}
     base |= {"max_steps": 3, "logging_steps": 1, "save_strategy": "no", "bf16": False, "disable_tqdm": True}
     base |= {"learning_rate": 1e-2, "report_to": "none"}
     config = GRPOConfig(output_dir=str(folder), **{**base, **fields})
-    return GRPOTrainer(model, by_length, config, PROMPTS, peft_config=peft_config, engine=engine)
+    return GRPOTrainer(
+        model,
+        by_length,
+        config,
+        PROMPTS,
+        quantization_config=quantization_config,
+        peft_config=peft_config,
+        engine=engine,
+    )
 
 
 def weights(run: GRPOTrainer) -> dict[str, torch.Tensor]:
@@ -208,3 +219,86 @@ def test_configurations_that_cannot_be_trained_are_refused_before_an_engine_star
     with pytest.raises(InputError, match="is_trainable=True"):
         trainer(frozen, tmp_path, hf_engine)
     assert is_adapted(frozen)
+
+
+# ---- on 4-bit base weights (QLoRA) ----------------------------------------------------------------------------------------
+
+
+FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+
+@pytest.mark.parametrize("by", ["the trainer's argument", "model_init_kwargs"])
+def test_a_quantised_run_raises_no_gap_and_moves_the_adapter_alone(
+    untied_dir: str, tmp_path: Path, either: Engine, by: str
+) -> None:
+    given: dict[str, Any] = {"quantization_config": FOUR_BITS}
+    fields = {"model_init_kwargs": given} if by == "model_init_kwargs" else given
+    run = trainer(untied_dir, tmp_path, either, lora(), **fields)
+    assert sum(is_quantised(p) for p in run.model.parameters()) == 2 * len(EVERY)
+    before = weights(run)
+    run.train()
+    after = weights(run)
+    moved = {name for name, old in before.items() if not torch.equal(after[name], old)}
+    assert moved == {name for name, p in run.model.named_parameters() if p.requires_grad}
+    logs = [log for log in run.state.log_history if "loss" in log]
+    assert len(logs) == 3
+    assert all(log["parity/max_abs_gap"] < 1e-3 for log in logs)
+
+
+def test_a_quantised_run_goes_on_where_it_was_to_the_bit(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+    whole = trainer(untied_dir, tmp_path / "whole", hf_engine, lora(), FOUR_BITS, max_steps=4)
+    whole.train()
+    cut = trainer(
+        untied_dir, tmp_path / "cut", hf_engine, lora(), FOUR_BITS, max_steps=4, save_strategy="steps", save_steps=2
+    )
+    cut.train()
+    again = trainer(untied_dir, tmp_path / "cut", hf_engine, lora(), FOUR_BITS, max_steps=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
+    expected = weights(whole)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(again).items())
+
+
+def test_the_reference_of_a_quantised_run_is_the_quantised_model_without_the_adapter(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    run = trainer(untied_dir, tmp_path, hf_engine, lora(), FOUR_BITS, beta=0.1)
+    run.train()
+    kl = [log["kl"] for log in run.state.log_history if "kl" in log]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[-1] > 1e-6
+
+
+def test_online_dpo_trains_on_quantised_weights_too(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+    config = OnlineDPOConfig(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        max_new_tokens=8,
+        logging_steps=1,
+        save_strategy="no",
+        bf16=False,
+        report_to="none",
+        model_init_kwargs={"quantization_config": FOUR_BITS},
+    )
+    run = OnlineDPOTrainer(
+        untied_dir, reward_funcs=by_length, args=config, train_dataset=PROMPTS, peft_config=lora(), engine=hf_engine
+    )
+    before = weights(run)
+    run.train()
+    assert any(not torch.equal(value, before[name]) for name, value in weights(run).items())
+
+
+def test_contradictions_about_quantisation_are_named_before_the_model_is_loaded(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    config = GRPOConfig(output_dir=str(tmp_path), bf16=False, model_init_kwargs={"quantization_config": FOUR_BITS})
+    with pytest.raises(InputError, match="given twice"):
+        GRPOTrainer(
+            untied_dir, by_length, config, PROMPTS, quantization_config=FOUR_BITS, peft_config=lora(), engine=hf_engine
+        )
+    with pytest.raises(InputError, match="give a peft_config"):
+        GRPOTrainer(untied_dir, by_length, config, PROMPTS, engine=hf_engine)
+    plain = GRPOConfig(output_dir=str(tmp_path), bf16=False)
+    model = AutoModelForCausalLM.from_pretrained(untied_dir)
+    with pytest.raises(InputError, match="a model that is loaded here"):
+        GRPOTrainer(model, by_length, plain, PROMPTS, quantization_config=FOUR_BITS, engine=hf_engine)

@@ -151,7 +151,8 @@ def _checked_layer(layer: Any, prefix: str) -> Any:
 
     where = prefix.rstrip(".")
     # Exactly these: what derives from them may compute otherwise.
-    plain = type(layer) in (lora.Linear, lora.Embedding) or _in_four_bits(layer)
+    # PEFT has the last only where bitsandbytes can be imported.
+    plain = type(layer) in (lora.Linear, lora.Embedding, getattr(lora, "Linear4bit", None))
     if not plain or not isinstance(layer.get_base_layer(), torch.nn.Linear | torch.nn.Embedding | Conv1D):
         raise InputError(
             f"{where} is a {type(layer).__module__}.{type(layer).__name__} around a {type(layer.get_base_layer()).__name__}, which "
@@ -183,13 +184,6 @@ def _active(layer: Any) -> list[str]:
 
 def _has_bias(layer: Any) -> bool:
     return bool(layer.lora_bias.get(_active(layer)[0]))
-
-
-def _in_four_bits(layer: Any) -> bool:
-    from peft.tuners import lora
-
-    # PEFT has the class only where bitsandbytes can be imported.
-    return is_quantised(layer.get_base_layer().weight) and type(layer) is getattr(lora, "Linear4bit", None)
 
 
 def _check_plain(parameter: torch.Tensor, name: str) -> None:

@@ -71,8 +71,11 @@ def open_policy(
 
 def _init_kwargs(args: OnlineConfig, quantization_config: Any, peft_config: Any) -> dict[str, Any]:
     given: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
-    if quantization_config is not None and "quantization_config" in given:
-        raise InputError("quantization_config is given twice: to the trainer, and in model_init_kwargs; leave one out")
-    chosen = quantization_config or given.pop("quantization_config", None)
-    check_quantization(chosen, peft_config)
-    return given if chosen is None else {**given, "quantization_config": chosen}
+    if quantization_config is not None:
+        if "quantization_config" in given:
+            raise InputError(
+                "quantization_config is given twice: to the trainer, and in model_init_kwargs; leave one out"
+            )
+        given["quantization_config"] = quantization_config
+    check_quantization(given.get("quantization_config"), peft_config)
+    return given
