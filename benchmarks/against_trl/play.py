@@ -27,7 +27,7 @@ _MANY = 10_000
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("program", choices=["lockstep", "trl", "trl-continuous", "trl-bf16-weights"])
+    words.add_argument("program", choices=["lockstep", "trl", "trl-continuous", "trl-bf16-weights", "trl-huge-pages"])
     words.add_argument("workload")
     words.add_argument("model")
     words.add_argument("dtype", choices=["float32", "bfloat16"])

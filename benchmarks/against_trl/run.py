@@ -27,13 +27,16 @@ from floors import floors, measure_machine
 from plot import drawing
 from workloads import Workload, make_model, workload
 
+from lockstep.cli.huge_pages import kernel_setting, with_huge_pages
 from lockstep.training.precision import has_fast_bf16
 
 HERE = Path(__file__).parent
 GROWTH = [f"completions-{n}" for n in (8, 16, 32, 64, 128, 256)] + [f"length-{n}" for n in (128, 256, 512, 1024)]
 PARTS = ("short", "learning-short", "long", "learning-long", "growth")
 DTYPES = ("float32", "bfloat16")
-RIVALS = ("trl", "trl-continuous", "trl-bf16-weights")
+RIVALS = ("trl", "trl-continuous", "trl-bf16-weights", "trl-huge-pages")
+# `lockstep` starts its commands so; a script of TRL's does not.
+HUGE_PAGES = ("lockstep", "trl-huge-pages")
 Steps = list[dict[str, Any]]
 
 
@@ -90,8 +93,7 @@ class Player:
             stderr=log.open("w"),
             text=True,
             cwd=folder,
-            # The comparison is of CPUs: TRL's vLLM and ours would not be the same thing on a GPU.
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            env=environment(command[0]),
         )
         self._answer()
 
@@ -113,6 +115,13 @@ class Player:
         if not line:
             raise SystemExit(f"{' '.join(map(str, self._process.args))} ended:\n{self._log.read_text()[-3000:]}")
         return json.loads(line)
+
+
+def environment(program: str) -> dict[str, str]:
+    """What a program is started with."""
+    # The comparison is of CPUs: TRL's vLLM and ours would not be the same thing on a GPU.
+    given = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return (with_huge_pages(given, kernel_setting()) if program in HUGE_PAGES else None) or given
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from lockstep.cli.huge_pages import start_anew_with_huge_pages
 from lockstep.errors import InputError, LockstepError
 
 _COMMANDS = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo", "serve", "verify")
@@ -28,7 +29,7 @@ commands:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line; returns the exit code."""
+    """Run a command line, by default this process's own; returns the exit code."""
     # Read when libraries are imported: other programs' progress bars would bury the run's lines.
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -41,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] not in _COMMANDS:
         print(f"lockstep: no command {words[0]!r}; there is: {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
+    if argv is None:
+        start_anew_with_huge_pages()
     command = importlib.import_module(f"lockstep.cli.{words[0].replace('-', '_')}")
     return _guarded(lambda: command.run(words[1:]))
 
