@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from lockstep.algorithms.corrections import CorrectionMode
 from lockstep.engines.server_calls import server_urls
 from lockstep.errors import InputError
+from lockstep.models.liger import liger_config
 from lockstep.training.precision import has_fast_bf16
 from lockstep.training.trl_fields import OneValueFields, doc
 
@@ -32,6 +33,9 @@ class OnlineConfig(OneValueFields, TrainingArguments):
     logging_nan_inf_filter: bool = field(default=False, metadata=doc("Hide NaN losses; off, so that they are seen."))
     bf16: bool | None = field(
         default=None, metadata=doc("bf16 autocast over fp32 weights. Default: where this machine computes bf16 fast.")
+    )
+    liger_kernel_config: dict[str, bool] | str | None = field(
+        default=None, metadata=doc("With use_liger_kernel: kernels by Liger's names, on or off.")
     )
     remove_unused_columns: bool | None = field(default=False, metadata=doc("Must stay false: rewards get all columns."))
     dataloader_drop_last: bool = field(default=True, metadata=doc("Must stay true: a generation is always whole."))
@@ -126,6 +130,7 @@ class OnlineConfig(OneValueFields, TrainingArguments):
             self.vllm_mode = "server"
         self.refuse_other_values()
         self._refuse_unsupported()
+        self.liger_kernel_config = liger_config(self.use_liger_kernel, self.liger_kernel_config)
         self._check_server()
         self._check_corrections()
         self._check_completion_log()
@@ -211,7 +216,7 @@ class OnlineConfig(OneValueFields, TrainingArguments):
 
     def _refuse_unsupported(self) -> None:
         neutral: dict[str, object] = {"fp16": False, "auto_find_batch_size": False, "load_best_model_at_end": False}
-        neutral |= {"full_determinism": False, "use_liger_kernel": False, "ignore_data_skip": False}
+        neutral |= {"full_determinism": False, "ignore_data_skip": False}
         neutral |= {"bf16_full_eval": False, "fp16_full_eval": False, "parallelism_config": None}
         neutral |= {"remove_unused_columns": False, "dataloader_drop_last": True, "torch_compile": False}
         # Fields of TrainingArguments that the step here does not go through, or that would take it apart.

@@ -1,0 +1,61 @@
+"""Liger's kernels in the trainer's model: the same training, refused where nothing would run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import InputError
+from lockstep.models import liger
+from lockstep.training.grpo_config import GRPOConfig
+
+pytest.importorskip("liger_kernel", reason="Liger is not installed here")
+
+
+def test_training_with_the_kernels_of_the_gpu_is_training_without(untied_dir: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__).parent / "interpreted_liger.py"), untied_dir, str(tmp_path)]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(module.startswith("liger_kernel.") for module in [*found["kernels"], found["rotary"]]), found
+    assert 0 < found["apart"] < 1e-4
+    assert found["gap"] < 1e-4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them")
+def test_without_a_gpu_they_are_refused() -> None:
+    with pytest.raises(InputError, match="use_liger_kernel needs a GPU"):
+        GRPOConfig(output_dir="unused", use_liger_kernel=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"liger_kernel_config": {"rope": True}}, "without use_liger_kernel"),
+        ({"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}}, "no loss here"),
+    ],
+)
+def test_kernels_of_no_effect_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        GRPOConfig(output_dir="unused", **fields)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: False)
+    with pytest.raises(InputError, match=r"install lockstep-rl\[liger\]"):
+        GRPOConfig(output_dir="unused", use_liger_kernel=True)
+
+
+def test_ligers_own_loss_stays_out_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    config = GRPOConfig(output_dir="unused", use_liger_kernel=True, liger_kernel_config={"rope": False})
+    assert config.liger_kernel_config == {"rope": False, "fused_linear_cross_entropy": False}
