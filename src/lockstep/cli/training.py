@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.cli.arguments import RunArguments, parse, resolved
+from lockstep.cli.adapter import AdaptedRunArguments, adapter_arguments
+from lockstep.cli.arguments import parse, resolved
 from lockstep.cli.quiet import quiet_libraries
 from lockstep.errors import InputError
 
@@ -22,7 +23,7 @@ def train(words: list[str], method: Callable[[], Any]) -> int:
     """
     quiet_libraries()
     kind = method()
-    arguments, config, dry_run = parse(words, kind.config_class, RunArguments)
+    arguments, config, dry_run = parse(words, kind.config_class, AdaptedRunArguments)
     if dry_run:
         if config.process_index == 0:
             print(resolved(arguments, config), end="")
@@ -30,7 +31,7 @@ def train(words: list[str], method: Callable[[], Any]) -> int:
     return _train(kind, arguments, config)
 
 
-def _train(kind: Any, arguments: RunArguments, config: Any) -> int:
+def _train(kind: Any, arguments: AdaptedRunArguments, config: Any) -> int:
     from lockstep.cli.data import data_of
     from lockstep.models.resolve import resolve_model
     from lockstep.rollouts.ranks import Ranks
@@ -41,6 +42,7 @@ def _train(kind: Any, arguments: RunArguments, config: Any) -> int:
     model, dataset = arguments.model_name_or_path, arguments.dataset_name
     if model is None or dataset is None:
         raise InputError(f"{'model_name_or_path' if model is None else 'dataset_name'} is not set")
+    adapter = adapter_arguments(arguments)
     named = [resolve_model(name) if names_model(name) else load_reward(name) for name in arguments.reward_funcs or ()]
     data = data_of(arguments)
     # A reward model of Online DPO's own stands instead of the data's.
@@ -54,7 +56,16 @@ def _train(kind: Any, arguments: RunArguments, config: Any) -> int:
     with open_run_together(ranks, config.output_dir, settings) as place:
         if place.checkpoint and ranks.owner:
             print(f"going on from {place.checkpoint}", flush=True)
-        finished = run_method(kind, config, place, model, rewards or None, data.train, data.evaluation)
+        finished = run_method(
+            kind,
+            config,
+            place,
+            model,
+            reward_funcs=rewards or None,
+            train_dataset=data.train,
+            eval_dataset=data.evaluation,
+            **adapter,
+        )
     if ranks.owner:
         _show(finished)
     return 0

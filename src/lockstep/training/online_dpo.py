@@ -206,6 +206,7 @@ class OnlineDPOTrainer(OnlineTrainer):
         *,
         judge: Any = None,
         engine: Any = None,
+        quantization_config: Any = None,
     ) -> None:
         self._judge = judge
         super().__init__(
@@ -220,6 +221,7 @@ class OnlineDPOTrainer(OnlineTrainer):
             optimizers,
             peft_config=peft_config,
             engine=engine,
+            quantization_config=quantization_config,
             ref_model=ref_model,
             data_collator=data_collator,
             compute_metrics=compute_metrics,

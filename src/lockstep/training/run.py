@@ -24,7 +24,6 @@ from lockstep.report.live import LiveView
 from lockstep.report.summary import summarise
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.ranks import Ranks
-from lockstep.rollouts.reward_functions import Given
 from lockstep.training.checkpoints import TRAINER_STATE, checkpoint_step
 from lockstep.training.config import OnlineConfig
 from lockstep.training.online import OnlineTrainer
@@ -50,15 +49,13 @@ def run_method(
     config: OnlineConfig,
     place: RunPlace,
     model: str,
-    reward_funcs: list[Given] | None,
-    train_dataset: Any,
-    eval_dataset: Any | None,
+    **arguments: Any,
 ) -> FinishedRun:
     """Run a method from start to report, or on from the checkpoint of `place`.
 
     Args:
         kind: the method's trainer.
-        reward_funcs: None where the configuration names what scores.
+        arguments: what its constructor is given besides: reward functions, data, an adapter.
 
     Raises:
         Interrupted: SIGINT arrived; the step under way was finished and saved.
@@ -67,23 +64,16 @@ def run_method(
     start = time.monotonic()
     config.output_dir = str(place.folder)
     config.disable_tqdm = True
-    trainer = _trainer(kind, model, reward_funcs, config, train_dataset, eval_dataset)
+    trainer = _trainer(kind, model, config, arguments)
     try:
         return _run(trainer, place, start)
     finally:
         trainer.close()
 
 
-def _trainer(
-    kind: type[OnlineTrainer],
-    model: str,
-    rewards: list[Given] | None,
-    config: OnlineConfig,
-    train: Any,
-    evaluation: Any,
-) -> OnlineTrainer:
+def _trainer(kind: type[OnlineTrainer], model: str, config: OnlineConfig, arguments: dict[str, Any]) -> OnlineTrainer:
     try:
-        return kind(model, reward_funcs=rewards, args=config, train_dataset=train, eval_dataset=evaluation)
+        return kind(model, args=config, **arguments)
     except LockstepError:
         raise
     except (ValueError, RuntimeError, ImportError) as error:

@@ -1,0 +1,91 @@
+"""LoRA and QLoRA from the command line, by TRL's names: trained, gone on with, and refused where nothing would come of a word."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_method_commands import GROUPS, config, curve, home
+
+from lockstep.cli.adapter import AdaptedRunArguments, adapter_arguments
+from lockstep.cli.main import main
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+__all__ = ["home"]
+
+LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "up_proj"]}
+
+
+@pytest.mark.parametrize("four_bits", [False, True], ids=["lora", "qlora"])
+@pytest.mark.parametrize("command", ["grpo", "online-dpo"])
+def test_an_adapter_is_trained_and_gone_on_with(
+    home: Path,
+    untied_dir: str,
+    command: str,
+    four_bits: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if four_bits:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed here")
+    fields = GROUPS if command == "grpo" else {"per_device_train_batch_size": 2, "max_new_tokens": 6}
+    path = config(home, untied_dir, **{**fields, **LORA, "load_in_4bit": four_bits})
+    assert main([command, "--config", path, "--output_dir", str(home / "whole")]) == 0, capsys.readouterr().err
+    assert json.loads((home / "whole" / "summary.json").read_text())["parity"]["failed"] == 0
+    (adapter,) = (home / "whole").glob("**/checkpoint-4/adapter_config.json")
+    assert json.loads(adapter.read_text())["r"] == 4
+
+    monkeypatch.setenv("TEST_INTERRUPT_AT", "3")
+    assert main([command, "--config", path]) == 130
+    monkeypatch.delenv("TEST_INTERRUPT_AT")
+    other = config(home, untied_dir, **{**fields, **LORA, "load_in_4bit": four_bits, "lora_r": 8})
+    assert main([command, "--config", other]) == 2
+    assert "lora_r was 4" in capsys.readouterr().err
+    path = config(home, untied_dir, **{**fields, **LORA, "load_in_4bit": four_bits})
+    assert main([command, "--config", path]) == 0, capsys.readouterr().err
+    assert curve(home / "run") == curve(home / "whole")
+
+
+def test_every_word_reaches_the_adapter() -> None:
+    given = AdaptedRunArguments(
+        use_peft=True,
+        lora_r=3,
+        lora_alpha=5,
+        lora_dropout=0.1,
+        lora_target_modules=["all-linear"],
+        lora_modules_to_save=["norm"],
+        use_rslora=True,
+        use_dora=True,
+        load_in_4bit=True,
+        bnb_4bit_quant_type="fp4",
+        use_bnb_nested_quant=True,
+    )
+    made = adapter_arguments(given)
+    lora, four_bits = made["peft_config"], made["quantization_config"]
+    assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (3, 5, 0.1)
+    assert (lora.target_modules, lora.modules_to_save) == ("all-linear", ["norm"])
+    assert (lora.use_rslora, lora.use_dora, lora.task_type) == (True, True, "CAUSAL_LM")
+    assert (four_bits.load_in_4bit, four_bits.bnb_4bit_quant_type, four_bits.bnb_4bit_use_double_quant) == (
+        True,
+        "fp4",
+        True,
+    )
+    assert adapter_arguments(AdaptedRunArguments()) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lora_r", "4"], "lora_r has no effect without use_peft"),
+        (["--load_in_4bit"], "load_in_4bit has no effect without use_peft"),
+        (["--use_peft", "--use_bnb_nested_quant"], "use_bnb_nested_quant has no effect without load_in_4bit"),
+    ],
+)
+def test_words_without_effect_are_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--model_name_or_path", "m", "--dataset_name", "arithmetic", "--output_dir", str(tmp_path / "run")]
+    assert main(["grpo", *run, *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
