@@ -15,9 +15,9 @@ from lockstep.training.token_logps import token_logps
 pytest.importorskip("liger_kernel", reason="Liger is not installed here")
 
 WIDTH, VOCABULARY, TEMPERATURE = 8, 37, 0.7
-# Liger refuses a completion's ratio for the others.
 # Where completions are not equally long, Liger's luspo is not TRL's.
 EVEN = (4, 4, 4, 4)
+# Liger refuses a completion's ratio for the others.
 LEVELS = [(loss, "token") for loss in LOSSES] + [(loss, "sequence") for loss in [*LOSSES[:4], "luspo"]]
 
 

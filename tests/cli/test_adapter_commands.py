@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+import yaml
 from test_method_commands import GROUPS, config, curve, home
 
-from lockstep.cli.adapter import AdaptedRunArguments, adapter_arguments
+from lockstep.cli.adapter import AdaptedRunArguments, adapter_arguments, settings_of
+from lockstep.cli.arguments import RunArguments, parse
 from lockstep.cli.main import main
+from lockstep.errors import InputError
+from lockstep.models import quantised
+from lockstep.training.grpo_config import GRPOConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 __all__ = ["home"]
@@ -30,9 +36,15 @@ def test_an_adapter_is_trained_and_gone_on_with(
     if four_bits:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed here")
     fields = GROUPS if command == "grpo" else {"per_device_train_batch_size": 2, "max_new_tokens": 6}
+    asked = []
+    check = quantised.check_quantization
+    monkeypatch.setattr(
+        "lockstep.training.policy.check_quantization", lambda wanted, lora: (asked.append(wanted), check(wanted, lora))
+    )
     path = config(home, untied_dir, **{**fields, **LORA, "load_in_4bit": four_bits})
     assert main([command, "--config", path, "--output_dir", str(home / "whole")]) == 0, capsys.readouterr().err
     assert json.loads((home / "whole" / "summary.json").read_text())["parity"]["failed"] == 0
+    assert [getattr(wanted, "load_in_4bit", False) for wanted in asked] == [four_bits]
     (adapter,) = (home / "whole").glob("**/checkpoint-4/adapter_config.json")
     assert json.loads(adapter.read_text())["r"] == 4
 
@@ -47,21 +59,14 @@ def test_an_adapter_is_trained_and_gone_on_with(
     assert curve(home / "run") == curve(home / "whole")
 
 
+def parsed(*words: str) -> AdaptedRunArguments:
+    return parse(["--output_dir", "unused", *words], GRPOConfig, AdaptedRunArguments)[0]
+
+
 def test_every_word_reaches_the_adapter() -> None:
-    given = AdaptedRunArguments(
-        use_peft=True,
-        lora_r=3,
-        lora_alpha=5,
-        lora_dropout=0.1,
-        lora_target_modules=["all-linear"],
-        lora_modules_to_save=["norm"],
-        use_rslora=True,
-        use_dora=True,
-        load_in_4bit=True,
-        bnb_4bit_quant_type="fp4",
-        use_bnb_nested_quant=True,
-    )
-    made = adapter_arguments(given)
+    words = "--use_peft --lora_r 3 --lora_alpha 5 --lora_dropout 0.1 --lora_target_modules all-linear --use_rslora True"
+    words += " --use_dora --lora_modules_to_save norm --load_in_4bit --bnb_4bit_quant_type fp4 --use_bnb_nested_quant"
+    made = adapter_arguments(parsed(*words.split()))
     lora, four_bits = made["peft_config"], made["quantization_config"]
     assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (3, 5, 0.1)
     assert (lora.target_modules, lora.modules_to_save) == ("all-linear", ["norm"])
@@ -71,7 +76,30 @@ def test_every_word_reaches_the_adapter() -> None:
         "fp4",
         True,
     )
-    assert adapter_arguments(AdaptedRunArguments()) == {}
+    two = adapter_arguments(parsed("--use_peft", "--lora_target_modules", "q_proj", "up_proj"))
+    assert two["peft_config"].target_modules == {"q_proj", "up_proj"}
+    assert two["quantization_config"] is None
+    assert adapter_arguments(parsed()) == {}
+    with pytest.raises(InputError, match="invalid choice: 'int4'"):
+        parsed("--use_peft", "--load_in_4bit", "--bnb_4bit_quant_type", "int4")
+
+
+def test_a_dry_run_with_an_adapter_is_a_config_that_verify_names_what_it_cannot_do_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model_name_or_path", "m", "--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj"]
+    assert main(["grpo", *words, "--dry_run"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "resolved.yaml").write_text(printed)
+    assert main(["grpo", "--config", str(tmp_path / "resolved.yaml"), "--dry_run"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == yaml.safe_load(printed)
+    assert main(["verify", "--config", str(tmp_path / "resolved.yaml")]) == 2
+    assert "give --use_peft False to verify the model without" in capsys.readouterr().err
+
+
+def test_a_run_without_an_adapter_is_what_it_was_before_there_were_words_for_one() -> None:
+    assert settings_of(parsed()) == dataclasses.asdict(RunArguments())
+    assert settings_of(parsed("--use_peft"))["lora_r"] == 16
 
 
 @pytest.mark.parametrize(
@@ -89,3 +117,4 @@ def test_words_without_effect_are_refused(
     assert main(["grpo", *run, *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+    assert main(["grpo", *run, *words, "--dry_run"]) == 2

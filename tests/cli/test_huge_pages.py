@@ -49,15 +49,23 @@ def test_a_process_that_is_started_anew_keeps_its_id_and_its_arguments(tmp_path:
 def test_large_memory_then_lies_in_huge_pages(tmp_path: Path) -> None:
     never = tmp_path / "enabled"
     never.write_text("always madvise [never]\n")
-    for setting, given in (
-        (never, {}),
-        (tmp_path / "absent", {}),
-        (never, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}),
-    ):
+    asking = tmp_path / "asking"
+    asking.write_text(ASKING_KERNEL)
+    left_alone = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
+    for setting, given in ((never, {}), (tmp_path / "absent", {}), (asking, left_alone)):
         assert int(started(setting, **given)[1][-1]) < 8
-    setting = tmp_path / "asking"
+    assert int(started(asking)[1][-1]) > 32
+
+
+def test_a_process_that_was_started_by_other_words_is_left_alone(tmp_path: Path) -> None:
+    setting = tmp_path / "enabled"
     setting.write_text(ASKING_KERNEL)
-    assert int(started(setting)[1][-1]) > 32
+    code = "import sys; sys.argv = ['lockstep', 'grpo']\n" + CHILD.replace("sys.argv[1]", repr(str(setting)))
+    given = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split()[1] == "None"
 
 
 def test_what_the_user_has_said_stays() -> None:
@@ -76,7 +84,8 @@ def test_nothing_is_started_anew_where_it_would_change_nothing(setting: str) -> 
 def test_commands_ask_when_they_are_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("lockstep.cli.main.start_anew_with_huge_pages", lambda: asked.append(True))
-    for words in ([], ["--help"], ["fly"], ["grpo", "--no_such_field", "1"]):
+    monkeypatch.setattr("lockstep.cli.serve.run", lambda words: 2)
+    for words in ([], ["--help"], ["fly"], ["serve", "model"], ["grpo", "--no_such_field", "1"]):
         monkeypatch.setattr(sys, "argv", ["lockstep", *words])
         assert main() in (0, 2)
     assert asked == [True]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import make_model
 
 from lockstep.errors import InputError
 from lockstep.models import liger
@@ -42,11 +43,23 @@ def test_without_a_gpu_they_are_refused() -> None:
     [
         ({"liger_kernel_config": {"rope": True}}, "without use_liger_kernel"),
         ({"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}}, "no loss here"),
+        ({"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}}, "no loss here"),
+        ({"use_liger_kernel": True, "liger_kernel_config": "rope"}, "must be a mapping"),
     ],
 )
 def test_kernels_of_no_effect_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         GRPOConfig(output_dir="unused", **fields)
+
+
+def test_what_liger_would_pass_over_in_silence_is_refused() -> None:
+    model = make_model("qwen2")
+    liger.check_kernels(model, {"rope": True, "swiglu": False, "fused_linear_cross_entropy": False})
+    with pytest.raises(InputError, match="has 'rop', and Liger's kernels for 'qwen2' are rope"):
+        liger.check_kernels(model, {"rop": False})
+    model.config.model_type = "gpt2"
+    with pytest.raises(InputError, match="no kernels for models of type 'gpt2'"):
+        liger.check_kernels(model, {})
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from test_packing import assert_same_gradients, config, gradients, steps, weight
 from tiny import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedModel
 
-from lockstep import GRPOConfig, GRPOTrainer
+from lockstep import GRPOConfig, GRPOTrainer, InputError
 from lockstep.training.grpo import GRPOObjective
 from lockstep.training.packing import TrainingSequence, pack_rows
 from lockstep.training.phases import PhaseClock
@@ -94,27 +94,25 @@ def length(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [float(len(ids) + sum(ids) % 5) for ids in completion_ids]
 
 
-@pytest.mark.parametrize("use_vllm", [False, pytest.param(True, marks=VLLM)])
-def test_a_model_with_a_short_window_trains_with_every_token_proven(
-    use_vllm: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sliding().save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
+def assert_trains(model: PreTrainedModel, folder: Path, **fields: Any) -> None:
+    """Two steps of GRPO, every token of which is proven."""
+    model.save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
     args = GRPOConfig(
-        output_dir=str(tmp_path / "run"),
+        output_dir=str(folder / "run"),
         per_device_train_batch_size=8,
         num_generations=4,
         max_completion_length=12,
         max_steps=2,
         learning_rate=1e-3,
-        use_vllm=use_vllm,
         bf16=False,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
+        **fields,
     )
-    data = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
-    trainer = GRPOTrainer(str(tmp_path / "model"), length, args, data)
+    data = Dataset.from_dict({"prompt": [f"what is {i} + {i}" * (i % 3 + 1) for i in range(8)]})
+    trainer = GRPOTrainer(str(folder / "model"), length, args, data)
     try:
         trainer.train()
     finally:
@@ -122,4 +120,23 @@ def test_a_model_with_a_short_window_trains_with_every_token_proven(
     logs = [entry for entry in trainer.state.log_history if "parity/checked_tokens" in entry]
     assert len(logs) == 2
     assert all(entry["parity/checked_tokens"] > 0 and entry["parity/max_abs_gap"] < 1e-3 for entry in logs)
+
+
+@pytest.mark.parametrize("use_vllm", [False, pytest.param(True, marks=VLLM)])
+def test_a_model_with_a_short_window_trains_with_every_token_proven(
+    use_vllm: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert_trains(sliding(), tmp_path, use_vllm=use_vllm)
     assert "it attends within 6 tokens" in capsys.readouterr().out
+
+
+def test_a_model_without_attention_trains_with_every_token_proven(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert_trains(stateful(), tmp_path, use_vllm=False, vllm_max_model_length=100)
+    assert "it keeps a state from token to token" in capsys.readouterr().out
+
+
+def test_a_model_that_names_no_longest_sequence_is_to_be_given_one(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="set vllm_max_model_length"):
+        assert_trains(stateful(), tmp_path, use_vllm=False)

@@ -62,6 +62,12 @@ def adapter_arguments(given: AdaptedRunArguments) -> dict[str, Any]:
     return {"peft_config": lora, "quantization_config": _four_bits(given) if given.load_in_4bit else None}
 
 
+def settings_of(given: AdaptedRunArguments) -> dict[str, Any]:
+    """What makes a run another one: without the words about an adapter where there is none."""
+    said = dataclasses.asdict(given)
+    return said if given.use_peft else {name: said[name] for name in said if name in _GENERAL - {"use_peft"}}
+
+
 _GENERAL = {"use_peft", *(f.name for f in dataclasses.fields(RunArguments))}
 
 

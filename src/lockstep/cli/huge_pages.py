@@ -1,7 +1,7 @@
 """Asks the C library for huge pages, which a process can do only as it starts: a command starts itself anew, once.
 
 Training and vLLM on a CPU take fresh memory by the megabyte; where Linux hands it out in pages of 4 KiB, a good part of a step is
-the kernel's (docs/speed.md has figures). Used by `cli/main.py`; engines that a command starts inherit the environment.
+the kernel's (docs/speed.md has figures). Used by `cli/main.py`; what a command starts inherits the environment.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ _TUNABLES, _NAME = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 
 def start_anew_with_huge_pages() -> None:
-    """Replace this process by the same command with huge pages, where that changes anything. Its id stays."""
+    """Replace this process by the same command with huge pages, where that changes anything. Its id stays.
+
+    A process that was not started by these words (a child that another program made) is left as it is.
+    """
+    words = sys.argv[1:]
     wanted = with_huge_pages(os.environ, kernel_setting())
-    if wanted is not None:
+    if wanted is not None and words and sys.executable and sys.orig_argv[-len(words) :] == words:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], wanted)
 
 

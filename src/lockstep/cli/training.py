@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
-from lockstep.cli.adapter import AdaptedRunArguments, adapter_arguments
+from lockstep.cli.adapter import AdaptedRunArguments, adapter_arguments, settings_of
 from lockstep.cli.arguments import parse, resolved
 from lockstep.cli.quiet import quiet_libraries
 from lockstep.errors import InputError
@@ -24,14 +23,15 @@ def train(words: list[str], method: Callable[[], Any]) -> int:
     quiet_libraries()
     kind = method()
     arguments, config, dry_run = parse(words, kind.config_class, AdaptedRunArguments)
+    adapter = adapter_arguments(arguments)
     if dry_run:
         if config.process_index == 0:
             print(resolved(arguments, config), end="")
         return 0
-    return _train(kind, arguments, config)
+    return _train(kind, arguments, config, adapter)
 
 
-def _train(kind: Any, arguments: AdaptedRunArguments, config: Any) -> int:
+def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict[str, Any]) -> int:
     from lockstep.cli.data import data_of
     from lockstep.models.resolve import resolve_model
     from lockstep.rollouts.ranks import Ranks
@@ -42,7 +42,6 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any) -> int:
     model, dataset = arguments.model_name_or_path, arguments.dataset_name
     if model is None or dataset is None:
         raise InputError(f"{'model_name_or_path' if model is None else 'dataset_name'} is not set")
-    adapter = adapter_arguments(arguments)
     named = [resolve_model(name) if names_model(name) else load_reward(name) for name in arguments.reward_funcs or ()]
     data = data_of(arguments)
     # A reward model of Online DPO's own stands instead of the data's.
@@ -51,7 +50,7 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any) -> int:
     if not rewards and not by_config:
         raise InputError("reward_funcs is not set, and data of one's own has no reward function of its own")
     resolve_model(model)
-    settings = {"method": kind.method, **asdict(arguments), **curve_settings(config)}
+    settings = {"method": kind.method, **settings_of(arguments), **curve_settings(config)}
     ranks = Ranks(config.vllm_server_timeout)
     with open_run_together(ranks, config.output_dir, settings) as place:
         if place.checkpoint and ranks.owner:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.arguments import RunArguments, parse, resolved
+from lockstep.cli.adapter import AdaptedRunArguments
+from lockstep.cli.arguments import parse, resolved
 from lockstep.cli.quiet import quiet_libraries
 from lockstep.errors import InputError, ProofError
 
 
 @dataclass
-class VerifyArguments(RunArguments):
+class VerifyArguments(AdaptedRunArguments):
     """What to verify, and how."""
 
     model: str | None = field(default=None, metadata={"help": "Name, directory or hub id; as model_name_or_path."})
@@ -76,6 +77,9 @@ def _verify(arguments: VerifyArguments, config: Any) -> int:
     name = arguments.model or arguments.model_name_or_path
     if name is None:
         raise InputError("say which model to verify: --model NAME, DIRECTORY or hub id (or --config FILE)")
+    for switch, given in {"use_peft": arguments.use_peft, "use_liger_kernel": config.use_liger_kernel}.items():
+        if given:
+            raise InputError(f"{switch} is not verified yet: give --{switch} False to verify the model without")
     config.use_vllm = _use_vllm(arguments.engine, config)
     if arguments.self_test and config.vllm_mode == "server":
         raise InputError("the self-test injects faults into an engine in this process; run it with --engine vllm")

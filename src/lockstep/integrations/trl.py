@@ -37,6 +37,7 @@ from lockstep.parity.rescoring import Precision
 from lockstep.rollouts.ranks import Ranks
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
 from lockstep.training.engine import shake_hands, start_here
+from lockstep.training.setup import context_within
 
 # A call loses its engine at most four times; each time it may push, generate and wait for it, one time limit each.
 _LONGEST_CALL = 12
@@ -227,7 +228,7 @@ class LockstepGeneration:
                 group_port=given["group_port"],
             ).engine
         check_alone(self._ranks.count)
-        context = given["max_model_length"] or self.model.config.get_text_config().max_position_embeddings
+        context = given["max_model_length"] or context_within(self.model, None)
         return start_here(
             path,
             self.processing_class,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lockstep.errors import InputError
 
@@ -25,7 +25,7 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
     if "revision" in (model_init_kwargs or {}):
         # The tokenizer and the engine would load another one.
         raise InputError("model_init_kwargs.revision is not supported; give the directory of that revision")
-    kwargs = {"dtype": torch.float32, "attn_implementation": "sdpa", **(model_init_kwargs or {})}
+    kwargs = {"dtype": torch.float32, **(model_init_kwargs or {})}
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=kwargs.get("trust_remote_code", False))
         if getattr(config, "quantization_config", None) is not None:
@@ -35,6 +35,12 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
         if isinstance(error, InputError):
             raise
         raise InputError(f"cannot load a causal language model from {path}: {_first_line(error)}") from error
+
+
+def context_length(config: PreTrainedConfig) -> int | None:
+    """Most tokens that a model attends to; None where its config names no limit, as of a model without attention."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if limit is None else int(limit)
 
 
 def fp32_head_product(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,8 @@ from transformers import AutoConfig
 
 from lockstep.engines.server_calls import is_local
 from lockstep.engines.vllm_arguments import SERVER_BACKEND, WORKER_EXTENSION, cpu_cache_bytes, engine_arguments
+from lockstep.errors import InputError
+from lockstep.models.policy import context_length
 from lockstep.server.arguments import check_words, name_of
 from lockstep.server.keys import KEY_VARIABLE
 
@@ -61,7 +63,7 @@ def command_line(options: ServeOptions) -> list[str]:
     """The command that starts vLLM's API server.
 
     Raises:
-        InputError: an argument may not be set.
+        InputError: an argument may not be set, or neither the user nor the model says how long a sequence may be.
     """
     check_words(options.rest)
     length = _context(options.model) if options.max_model_len is None else options.max_model_len
@@ -126,7 +128,10 @@ def _cpu_settings(cores: int) -> dict[str, str]:
 
 
 def _context(model: str) -> int:
-    return int(AutoConfig.from_pretrained(model).get_text_config().max_position_embeddings)
+    length = context_length(AutoConfig.from_pretrained(model))
+    if length is None:
+        raise InputError("the model's config names no longest sequence; set max_model_len")
+    return length
 
 
 def _words(name: str, value: Any) -> list[str]:

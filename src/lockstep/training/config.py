@@ -130,7 +130,7 @@ class OnlineConfig(OneValueFields, TrainingArguments):
             self.vllm_mode = "server"
         self.refuse_other_values()
         self._refuse_unsupported()
-        self.liger_kernel_config = liger_config(self.use_liger_kernel, self.liger_kernel_config)
+        self.liger_kernel_config = liger_config(self.use_liger_kernel, self.liger_kernel_config, use_cpu=self.use_cpu)
         self._check_server()
         self._check_corrections()
         self._check_completion_log()

@@ -44,6 +44,7 @@ from lockstep.training.setup import (
     Scorer,
     check_reference,
     check_reference_model,
+    context_within,
     needs_plain_rows,
     refuse_arguments,
     reward_scorer,
@@ -126,8 +127,7 @@ class OnlineTrainer(Trainer):
         self.critic = self.make_critic(policy)
         follows = getattr(args, "sync_ref_model", False) and self.reference is not None
         self._method_state = MethodState(self.objective, self.reference if follows else None, self.critic)
-        attended = policy.config.get_text_config().max_position_embeddings
-        context = min(args.context_limit or attended, attended)
+        context = context_within(policy, args.context_limit)
         self._train_prompts, self._eval_prompts = read_prompts(train_dataset, eval_dataset, tokenizer, context, args)
         longest = max(len(p.ids) for p in self._train_prompts + self._eval_prompts) + args.completion_limit
         check_scorable(causal_model(policy))

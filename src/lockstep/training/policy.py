@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, with_adapter
+from lockstep.models.liger import check_kernels
 from lockstep.models.policy import load_policy, switch_off_dropout
 from lockstep.models.quantised import check_quantization, keep_order
 from lockstep.models.resolve import resolve_model
@@ -62,6 +63,8 @@ def open_policy(
     keep_order(policy)
     fit_vocabulary(policy, guarded)
     policy = with_adapter(policy, peft_config, seed=args.seed)
+    if args.use_liger_kernel:
+        check_kernels(causal_model(policy), args.liger_kernel_config or {})  # type: ignore[arg-type]
     switch_off_dropout(policy)
     adopt_tree_attention(causal_model(policy))
     # Here, so that an adapter which no engine could be given is refused before one is started.

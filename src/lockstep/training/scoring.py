@@ -45,7 +45,7 @@ def check_scorable(model: PreTrainedModel) -> None:
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, name, None) not in (None, 1.0):
             raise InputError(f"the model's config has {name}={getattr(config, name)}, which is not supported yet")
-    if config._attn_implementation not in ("sdpa", TREE):
+    if not _keeps_state(model) and config._attn_implementation not in ("sdpa", TREE):
         # The others add a boolean mask to the scores, or cannot take one.
         raise InputError(f"attn_implementation is {config._attn_implementation!r}; packed batches need 'sdpa'")
 
@@ -56,7 +56,7 @@ def why_plain_rows(model: PreTrainedModel, max_length: int) -> str | None:
     A layer that has a state in place of a mask, or that makes a mask of its own, would see other branches.
     """
     config = model.config.get_text_config()
-    if getattr(model, "_is_stateful", False):
+    if _keeps_state(model):
         return "it keeps a state from token to token"
     kinds = set(getattr(config, "layer_types", None) or ())
     if odd := sorted(kinds - {"full_attention", "sliding_attention"}):
@@ -65,6 +65,10 @@ def why_plain_rows(model: PreTrainedModel, max_length: int) -> str | None:
     if (not kinds or "sliding_attention" in kinds) and window is not None and window < max_length:
         return f"it attends within {window} tokens, and sequences may have {max_length}"
     return None
+
+
+def _keeps_state(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "_is_stateful", False))
 
 
 def score_pack(

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, is_adapted
+from lockstep.models.policy import context_length
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.judges import PairwiseJudge, judge_pairs, judged
 from lockstep.rollouts.reward_functions import Given, ProcessingClasses, reward_functions
@@ -66,6 +67,18 @@ def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> 
     adapted = peft_config is not None or (not isinstance(model, str) and is_adapted(model))
     if getattr(args, "sync_ref_model", False) and adapted:
         raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
+
+
+def context_within(model: PreTrainedModel, wanted: int | None) -> int:
+    """Most tokens of prompt and completion: those wanted, as far as the model attends.
+
+    Raises:
+        InputError: nobody names a limit.
+    """
+    limits = [limit for limit in (wanted, context_length(causal_model(model).config)) if limit is not None]
+    if not limits:
+        raise InputError("the model's config names no longest sequence; set vllm_max_model_length")
+    return min(limits)
 
 
 def needs_plain_rows(models: Sequence[PreTrainedModel], max_length: int) -> bool:
