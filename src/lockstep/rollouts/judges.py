@@ -1,7 +1,7 @@
 """Judges: of the two completions of a prompt, which is better. For trainers that learn from pairs (Online DPO).
 
-Comes from: rollout groups of two. Goes to: the trainer's choice of chosen and rejected. The interface is that of TRL's
-`BasePairwiseJudge`, so one of those works here.
+Comes from: rollout groups of two. Goes to: the trainer's choice of chosen and rejected. The interface is that of
+`BasePairwiseJudge`, which TRL had until it dropped its judges: one that was written for it works here.
 """
 
 from __future__ import annotations
