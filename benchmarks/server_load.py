@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.huge_pages import start_anew_with_huge_pages
-
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -35,8 +33,6 @@ def main() -> None:
     words.add_argument("--in_process", action="store_true", help=argparse.SUPPRESS)
     words.add_argument("--json", type=Path, default=Path("runs/bench/server_load.json"))
     asked = words.parse_args()
-    # As a trainer is started.
-    start_anew_with_huge_pages()
     if asked.in_process:
         print(json.dumps(in_process()))
         return

@@ -15,8 +15,6 @@ import statistics
 import time
 from pathlib import Path
 
-from lockstep.cli.huge_pages import start_anew_with_huge_pages
-
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -27,8 +25,6 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--json", type=Path, default=Path("runs/bench/server_sync.json"))
     asked = words.parse_args()
-    # As a trainer is started.
-    start_anew_with_huge_pages()
     from servers import serving
 
     from lockstep.cli.quiet import quiet_libraries

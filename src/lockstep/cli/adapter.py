@@ -42,7 +42,9 @@ def adapter_arguments(given: AdaptedRunArguments) -> dict[str, Any]:
     Raises:
         InputError: something is said of an adapter that is not wanted, or of 4 bits that are not.
     """
-    _refuse_without(given, "use_peft", [f.name for f in dataclasses.fields(given) if f.name not in _GENERAL])
+    _refuse_without(
+        given, "use_peft", [f.name for f in dataclasses.fields(given) if f.name not in {*_GENERAL, "use_peft"}]
+    )
     _refuse_without(given, "load_in_4bit", ["bnb_4bit_quant_type", "use_bnb_nested_quant"])
     if not given.use_peft:
         return {}
@@ -64,11 +66,10 @@ def adapter_arguments(given: AdaptedRunArguments) -> dict[str, Any]:
 
 def settings_of(given: AdaptedRunArguments) -> dict[str, Any]:
     """What makes a run another one: without the words about an adapter where there is none."""
-    said = dataclasses.asdict(given)
-    return said if given.use_peft else {name: said[name] for name in said if name in _GENERAL - {"use_peft"}}
+    return {name: said for name, said in dataclasses.asdict(given).items() if given.use_peft or name in _GENERAL}
 
 
-_GENERAL = {"use_peft", *(f.name for f in dataclasses.fields(RunArguments))}
+_GENERAL = {f.name for f in dataclasses.fields(RunArguments)}
 
 
 def _four_bits(given: AdaptedRunArguments) -> Any:
