@@ -264,6 +264,13 @@ def test_grpo_equals_the_padded_reference(variant: str, shape: dict[str, Any]) -
     check(GRPOObjective(run), shape, lambda drawn, step: plain.grpo(MODEL, drawn, step, run))
 
 
+def test_gdpo_leaves_a_group_whose_scores_agree_without_an_advantage_of_the_last_bit() -> None:
+    shape = {"size": 2, "steps": 2, "micro": 1, "rewards": [[0.0, 0.0], [0.0, 1.0]], "lengths": [1, 1, 1, 1]}
+    shape |= {"cut": [False] * 4, "prompts": [1, 1], "moved": False, "budget": 1, "chunk": 1, "seed": 0}
+    run = config(GRPOConfig, shape, **GRPO_VARIANTS["GDPO"])
+    check(GRPOObjective(run), shape, lambda drawn, step: plain.grpo(MODEL, drawn, step, run))
+
+
 @few
 @given(shape=shapes(), entropies=st.lists(st.sampled_from([0.5, 9.0]), min_size=1, max_size=5))
 def test_the_adaptive_bonus_counts_only_after_a_step_of_low_entropy_and_moves_within_its_bounds(
