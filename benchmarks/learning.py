@@ -4,6 +4,10 @@
 
 The task: the prompt names a letter, the completion should repeat it. A completion's reward is the share of its tokens that are the
 letter. Writes `runs/bench/learning.json` and draws `runs/bench/learning.svg`. (docs/methods.md)
+
+    make learning ARGS="--runs runs/rloo runs/online_dpo runs/scalerl"
+
+draws what is in the directories of runs that `lockstep` has made, as `runs/bench/runs.json` and `runs.svg`.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "online_dpo": ("OnlineDPO", {"per_device_train_batch_size": 32, "max_new_tokens": TOKENS, "temperature": 1.0}),
     "reinforce_pp": ("ReinforcePP", SINGLES),
     "reinforce_pp_baseline": ("ReinforcePP", GROUPS | {"baseline": "group"}),
+    "grpo_lora": ("GRPO", GROUPS | {"learning_rate": 1e-2}),
     "ppo": ("PPO", SINGLES | {"num_iterations": 2, "steps_per_generation": 1, "beta": 0.01}),
 }
 
@@ -45,18 +50,33 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
     words.add_argument("--steps", type=int, default=STEPS)
+    words.add_argument("--runs", nargs="+", type=Path, help="draw these runs, and train nothing")
     words.add_argument("--folder", type=Path, default=Path("runs/bench"))
     asked = words.parse_args()
+    curves = {run.name: rewards_of(run) for run in asked.runs} if asked.runs else train(asked.methods, asked.steps)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    name = "runs" if asked.runs else "learning"
+    (asked.folder / f"{name}.json").write_text(json.dumps(curves, indent=1) + "\n")
+    (asked.folder / f"{name}.svg").write_text(drawing(curves))
+
+
+def train(methods: Sequence[str], steps: int) -> dict[str, list[float]]:
+    """A run of each method, and its curve."""
     curves = {}
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
-        for name in asked.methods:
-            curves[name] = curve(name, model, Path(folder) / name, asked.steps)
+        for name in methods:
+            curves[name] = curve(name, model, Path(folder) / name, steps)
             first, last = ends(curves[name])
             print(f"{name:22} reward of the first tenth {first:.3f}, of the last {last:.3f}", flush=True)
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    (asked.folder / "learning.json").write_text(json.dumps(curves, indent=1) + "\n")
-    (asked.folder / "learning.svg").write_text(drawing(curves))
+    return curves
+
+
+def rewards_of(run: Path) -> list[float]:
+    """Mean reward of each step of a run, from its last checkpoint."""
+    last = max(run.glob("checkpoint-*"), key=lambda checkpoint: int(checkpoint.name.rpartition("-")[2]))
+    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    return [entry["reward"] for entry in history if "reward" in entry]
 
 
 def make_model(folder: Path) -> str:
@@ -99,6 +119,7 @@ def repeats(prompts: Sequence[str], completions: Sequence[str], completion_ids: 
 
 def curve(name: str, model: str, folder: Path, steps: int) -> list[float]:
     """Mean reward of each generation of a run."""
+    import peft
     from datasets import Dataset
 
     import lockstep
@@ -106,21 +127,22 @@ def curve(name: str, model: str, folder: Path, steps: int) -> list[float]:
     trainer_name, fields = METHODS[name]
     draw = random.Random(0)
     data = Dataset.from_dict({"prompt": [draw.choice(LETTERS) for _ in range(256)]})
-    config = getattr(lockstep, f"{trainer_name}Config")(
-        output_dir=str(folder),
-        max_steps=steps,
-        learning_rate=2e-3,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        bf16=False,
-        use_vllm=False,
-        disable_tqdm=True,
-        **fields,
-    )
+    common: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "learning_rate": 2e-3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "bf16": False,
+        "use_vllm": False,
+        "disable_tqdm": True,
+    }
+    config = getattr(lockstep, f"{trainer_name}Config")(**{**common, **fields})
+    adapter = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if "lora" in name else None
     trainer = getattr(lockstep, f"{trainer_name}Trainer")(
-        model=model, reward_funcs=repeats, args=config, train_dataset=data
+        model=model, reward_funcs=repeats, args=config, train_dataset=data, peft_config=adapter
     )
     trainer.train()
     trainer.close()

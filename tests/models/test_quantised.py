@@ -8,12 +8,14 @@ from typing import Any
 import peft
 import pytest
 import torch
+from conftest import start
 from transformers import BitsAndBytesConfig
 
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
 from lockstep.models.quantised import check_quantization, dequantised, is_quantised, keep_order
 from lockstep.sync.adapters import weights_of
+from lockstep.sync.push import push_weights
 
 LAYER = "model.layers.0.mlp.up_proj"
 
@@ -98,13 +100,12 @@ def test_a_plain_model_with_what_is_sent_computes_what_the_quantised_one_does(
         assert float((plain(ids).logits - before).abs().max()) > 0.1
 
 
-def test_a_thousand_reads_leave_every_code_as_it_was(untied_dir: str) -> None:
-    model = adapted(quantised(untied_dir))
+@pytest.mark.parametrize("pushes", [20, pytest.param(1000, marks=pytest.mark.long)])
+def test_a_thousand_pushes_leave_every_code_as_it_was(untied_dir: str, pushes: int) -> None:
+    engine, model = start("transformers", untied_dir), adapted(quantised(untied_dir))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    first = {name: tensor.clone() for name, tensor in weights_of(model)}
-    for _ in range(1000):
-        sent = dict(weights_of(model))
-    assert all(torch.equal(sent[name], tensor) for name, tensor in first.items())
+    digests = {push_weights(model, engine, version).digest for version in range(pushes)}
+    assert len(digests) == 1
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 

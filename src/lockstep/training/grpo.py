@@ -114,7 +114,9 @@ class GRPOObjective(Objective[GRPOConfig]):
             return clipped_policy_loss(ratios, batch.advantages, config.epsilon, config.clip_high, config.delta)
         if config.loss_type == "cispo":
             token = cispo_loss(ratios, batch.logps, batch.advantages, config.clip_high)
-            tally.mean("cispo_clip_ratio", token.high_clipped.float())
+            clipped = token.high_clipped.float()
+            of_completions = config.importance_sampling_level == "sequence"
+            tally.mean("cispo_clip_ratio", batch.segments.means(clipped) if of_completions else clipped)
             return token
         if config.loss_type == "sapo":
             return sapo_loss(ratios, batch.advantages, config.sapo_temperature_pos, config.sapo_temperature_neg)

@@ -1,0 +1,238 @@
+"""GRPO as a whole beside TRL's own trainer: the same tokens give the same gradients and logged figures, at every setting."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+from conftest import start
+from pairs import (
+    PROMPTS,
+    Played,
+    ShiftedEngine,
+    assert_same_figures,
+    assert_same_gradients,
+    difference,
+    longer,
+    norm,
+    ours,
+    rounder,
+    talkative,
+    theirs,
+)
+
+from lockstep.engines.protocol import Engine
+
+pytest.importorskip("trl", reason="TRL is not installed here")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
+LEVELS = ["token", "sequence"]
+SCALES = ["group", "batch", "none"]
+MODES = [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+# Both sides name it, as TRL's default is another (P6).
+TOKENS = {"vllm_importance_sampling_mode": "token_truncate"}
+GROUPS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    # The second pass is of a policy that has moved, so that clips act.
+    "num_iterations": 2,
+    **TOKENS,
+}
+ALWAYS = {
+    "loss", "grad_norm", "entropy", "reward", "reward_std", "frac_reward_zero_std", "rewards/longer/mean", "rewards/longer/std",
+    "num_tokens", "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
+    "completions/mean_terminated_length", "completions/min_terminated_length", "completions/max_terminated_length",
+}  # fmt: skip
+CLIPS = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
+LOGGED = {"cispo": {"cispo_clip_ratio"}, "vespo": {"vespo/phi_seq_mean"}, "sapo": set[str]()}
+# TRL logs the weights that it applies, ours are the raw ratios (docs/migrating-from-trl.md).
+RATIOS = frozenset({"sampling/importance_sampling_ratio/"})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return talkative(tmp_path_factory.mktemp("models") / "talkative")
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> Any:
+    return ShiftedEngine(start("transformers", model))
+
+
+def both(model: str, folder: Path, engine: Engine, fields: dict[str, Any], **arguments: Any) -> tuple[Played, Played]:
+    fields = {**GROUPS, **fields}
+    mine, sampled = ours("GRPO", model, folder / "ours", engine, fields, **arguments)
+    other = theirs("GRPO", model, folder / "theirs", sampled, fields, **arguments)
+    assert len(mine.gradients) == len(other.gradients) == fields.get("max_steps", 2)
+    return mine, other
+
+
+def settings() -> list[Any]:
+    """Losses, levels and corrections, each with each, scales in turn. Of a fifth that is not long, every one is a part."""
+    found = []
+    for number, (loss, level, mode) in enumerate(product(LOSSES, LEVELS, MODES)):
+        marks = [pytest.mark.long] if (number + number // 5) % 5 else []
+        found.append(pytest.param(loss, level, SCALES[(number + number // 3) % 3], mode, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("loss", "level", "scale", "mode"), settings())
+def test_gradients_loss_and_figures_are_trls(
+    model: str, tmp_path: Path, engine: Engine, loss: str, level: str, scale: str, mode: str | None
+) -> None:
+    fields: dict[str, Any] = {
+        "loss_type": loss,
+        "importance_sampling_level": level,
+        "scale_rewards": scale,
+        "beta": 0.04,
+    }
+    fields |= {"epsilon": 0.01, "epsilon_high": 1.01 if loss == "cispo" else 0.012}
+    # Inside of what the engine is off by, so that every kind of bound acts.
+    bounds = {"vllm_importance_sampling_clip_min": 0.9998, "vllm_importance_sampling_clip_max": 1.0002}
+    fields |= (
+        {"vllm_importance_sampling_mode": mode, **bounds} if mode else {"vllm_importance_sampling_correction": False}
+    )
+    mine, other = both(model, tmp_path, engine, fields)
+    assert_same_gradients(mine, other)
+    assert_same_figures(mine, other, but=RATIOS, at_least=ALWAYS | LOGGED.get(loss, CLIPS) | {"kl"})
+    # In every mode, and where nothing is corrected: raw.
+    assert all(log["sampling/importance_sampling_ratio/max"] > 1.0002 for log in mine.logs)
+    assert all(0.999 < log["sampling/effective_sample_size"] < 1 for log in mine.logs)
+
+
+def test_the_settings_above_clip_and_correct(model: str, tmp_path: Path, engine: Engine) -> None:
+    """Were nothing clipped or corrected, they would agree about nothing."""
+    base = {"epsilon": 0.01, "epsilon_high": 0.012}
+    plain, _ = both(model, tmp_path / "plain", engine, base)
+    figures = plain.logs[1]
+    assert min(figures["clip_ratio/low_mean"], figures["clip_ratio/high_mean"]) > 0.05
+    bounds = {"vllm_importance_sampling_clip_min": 0.9998, "vllm_importance_sampling_clip_max": 1.0002}
+    for mode in MODES[1:]:
+        fields = {**base, **bounds, "vllm_importance_sampling_mode": mode}
+        corrected, _ = ours("GRPO", model, tmp_path / str(mode), engine, {**GROUPS, **fields})
+        gradient = plain.gradients[0]
+        assert difference(corrected.gradients[0], gradient) > 3e-5 * norm(gradient.values()), mode
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one pass": {"num_iterations": 1},
+    "plain KL": {"beta": 0.04, "use_bias_correction_kl": False},
+    "dual clip": {"delta": 1.005, "epsilon": 0.01, "epsilon_high": 0.5},
+    "off-policy mask": {"off_policy_mask_threshold": 0.001},
+    "high entropy": {"top_entropy_quantile": 0.4, "entropy_coef": 0.02},
+    "entropy bonus": {"entropy_coef": 0.05, "loss_type": "dr_grpo"},
+    "adaptive bonus": {
+        "use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_coef_delta": 0.02, "entropy_target": 4.0, "max_steps": 4,
+    },
+    "adaptive bonus, at rest": {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_target": 1.0},
+    "reference in step": {"beta": 0.04, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 3},
+    "all at once": {
+        "beta": 0.02, "delta": 1.005, "entropy_coef": 0.02, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.001,
+        "importance_sampling_level": "sequence", "loss_type": "grpo",
+    },
+}  # fmt: skip
+MORE = {name: {"policy_loss", "entropy_coef"} for name, fields in OPTIONS.items() if "entropy_coef" in fields}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_is_trls(model: str, tmp_path: Path, engine: Engine, option: str) -> None:
+    mine, other = both(model, tmp_path, engine, OPTIONS[option])
+    assert_same_gradients(mine, other)
+    assert_same_figures(mine, other, but=frozenset(), at_least=ALWAYS | CLIPS | MORE.get(option, set()))
+
+
+def test_the_sum_of_several_rewards_is_trls_and_so_are_their_figures(
+    model: str, tmp_path: Path, engine: Engine
+) -> None:
+    for scale in ("group", "batch"):
+        fields = {"reward_weights": [0.2, 30.0], "scale_rewards": scale}
+        mine, other = both(model, tmp_path / scale, engine, fields, reward_funcs=[longer, rounder])
+        assert_same_gradients(mine, other)
+        assert_same_figures(
+            mine, other, but=frozenset(), at_least=ALWAYS | {"rewards/rounder/mean", "rewards/rounder/std"}
+        )
+
+
+def test_gdpo_is_trls(model: str, tmp_path: Path, engine: Engine) -> None:
+    fields = {"reward_weights": [0.7, 0.3], "multi_objective_aggregation": "normalize_then_sum"}
+    mine, other = both(model, tmp_path, engine, fields, reward_funcs=[longer, rounder])
+    assert_same_gradients(mine, other)
+    assert_same_figures(mine, other, but=frozenset(), at_least=ALWAYS | {"rewards/rounder/mean", "rewards/rounder/std"})
+
+
+def test_an_adapters_gradients_are_trls_and_its_reference_is_the_model_without_it(
+    model: str, tmp_path: Path, engine: Engine
+) -> None:
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    mine, other = both(model, tmp_path, engine, {"beta": 0.3, "learning_rate": 0.1}, peft_config=lora)
+    assert all("lora_" in name for name in mine.gradients[0])
+    assert mine.logs[1]["kl"] > 1e-3
+    assert_same_gradients(mine, other)
+    assert_same_figures(mine, other, but=frozenset(), at_least=ALWAYS | CLIPS | {"kl"})
+
+
+def test_accumulated_gradients_are_trls_and_only_trls_figures_are_means_of_micro_batches(
+    model: str, tmp_path: Path, engine: Engine
+) -> None:
+    mine, other = both(model, tmp_path, engine, {"gradient_accumulation_steps": 2})
+    assert_same_gradients(mine, other)
+    means = frozenset({"entropy", "clip_ratio/"})
+    assert_same_figures(mine, other, but=means, at_least=ALWAYS - {"entropy"})
+    assert mine.logs[0]["entropy"] == pytest.approx(other.logs[0]["entropy"], rel=0.05)
+
+
+def test_masked_completions_teach_nothing_in_both_and_only_trl_leaves_them_out_of_its_figures(
+    model: str, tmp_path: Path, engine: Engine
+) -> None:
+    fields = {"mask_truncated_completions": True, "beta": 0.04, "entropy_coef": 0.02}
+    mine, other = both(model, tmp_path, engine, fields)
+    assert 0 < mine.logs[0]["completions/clipped_ratio"] < 1
+    assert_same_gradients(mine, other)
+    # Ours are over every sampled token, since every one of them is verified.
+    of_all = frozenset({"entropy", "sampling/importance_sampling_ratio/", "sampling/sampling_logp_difference/"})
+    assert_same_figures(mine, other, but=of_all, at_least=(ALWAYS - {"entropy"}) | CLIPS | {"kl", "policy_loss"})
+    assert mine.logs[0]["entropy"] != pytest.approx(other.logs[0]["entropy"], rel=1e-3)
+
+
+def test_completions_without_an_advantage_are_in_trls_clip_ratios_and_not_in_ours(
+    model: str, tmp_path: Path, engine: Engine
+) -> None:
+    """They cannot be clipped, and ours go through no backward pass; gradients and all other figures are the same."""
+
+    def same_in_one_group(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        first = min(prompts)
+        return [0.5 if p == first else value for p, value in zip(prompts, longer(completion_ids), strict=True)]
+
+    fields = {"epsilon": 0.01, "epsilon_high": 0.012}
+    mine, other = both(model, tmp_path, engine, fields, reward_funcs=same_in_one_group)
+    assert mine.logs[0]["frac_reward_zero_std"] == 0.5
+    assert_same_gradients(mine, other)
+    assert_same_figures(mine, other, but=frozenset({"clip_ratio/"}), at_least={"loss", "entropy", "reward"})
+    assert mine.logs[1]["clip_ratio/region_mean"] > 1.1 * other.logs[1]["clip_ratio/region_mean"] > 0
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_a_reward_function_is_given_what_trl_gives_it(
+    model: str, tmp_path: Path, engine: Engine, conversational: bool
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def watching(completion_ids: list[list[int]], **given: Any) -> list[float]:
+        seen.append({**given, "completion_ids": completion_ids})
+        return longer(completion_ids)
+
+    prompts = PROMPTS["prompt"]
+    texts = [[{"role": "user", "content": text}] for text in prompts] if conversational else list(prompts)
+    data = PROMPTS.from_dict({"prompt": texts, "answer": [len(t) for t in prompts], "hint": [f"h{t}" for t in prompts]})
+    mine, other = both(model, tmp_path, engine, {"max_steps": 1}, reward_funcs=watching, train_dataset=data)
+    assert_same_gradients(mine, other)
+    first, second = seen
+    assert first.keys() == second.keys()
+    columns = ("prompts", "completions", "completion_ids", "answer", "hint")
+    rows = [sorted(zip(*(call[c] for c in columns), strict=True), key=repr) for call in seen]
+    assert rows[0] == rows[1]

@@ -1,0 +1,174 @@
+"""RLOO and Online DPO as wholes beside TRL's own trainers: the same tokens give the same gradients and the same logged figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+from conftest import start
+from pairs import (
+    Played,
+    assert_same_figures,
+    assert_same_gradients,
+    difference,
+    longer,
+    norm,
+    ours,
+    rounder,
+    talkative,
+    theirs,
+)
+
+from lockstep.engines.protocol import Engine
+
+pytest.importorskip("trl", reason="TRL is not installed here")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# TRL's RLOO has no log-probs of the engine, so that ours corrects for nothing here.
+RLOO: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "num_iterations": 2,
+    "epsilon": 0.01,
+    "epsilon_high": 0.012,
+    # The ratio is a whole completion's: it moves a dozen times as fast.
+    "learning_rate": 3e-6,
+}
+UNCORRECTED = {"vllm_importance_sampling_correction": False}
+# A generation holds all prompts: the two go through the data in another order. At temperature 1, as TRL scores at that.
+PAIRS: dict[str, Any] = {"per_device_train_batch_size": 8, "max_new_tokens": 12, "max_length": 64, "temperature": 1.0}
+REWARDS = {"reward", "reward_std", "rewards/longer/mean", "rewards/longer/std", "completions/mean_length", "num_tokens"}
+CLIPS = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
+# The loss is rounded to four places by TRL, and the rest counts padding there (docs/migrating-from-trl.md).
+ROUNDED = frozenset({"loss"})
+OVER_PADDING = {f"objective/{name}" for name in ("kl", "entropy", "non_score_reward", "rlhf_reward")}
+PREFERENCES = {
+    "grad_norm", "objective/scores", "objective/scores_margin", "logps/chosen", "logps/rejected", "rewards/chosen", "beta",
+    "rewards/rejected", "rewards/margins", "rewards/accuracies", "val/contain_eos_token",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return talkative(tmp_path_factory.mktemp("models") / "talkative")
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> Any:
+    return start("transformers", model)
+
+
+def both(
+    method: str, model: str, folder: Path, engine: Engine, fields: dict[str, Any], **arguments: Any
+) -> tuple[Played, Played]:
+    own = UNCORRECTED if method == "RLOO" else {}
+    mine, sampled = ours(method, model, folder / "ours", engine, {**fields, **own}, **arguments)
+    other = theirs(method, model, folder / "theirs", sampled, fields, **arguments)
+    assert len(mine.gradients) == len(other.gradients) == fields.get("max_steps", 2)
+    return mine, other
+
+
+ADAPTER = {"r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
+RLOOS: dict[str, dict[str, Any]] = {
+    "plain": {"beta": 0.0},
+    "KL in the reward": {"beta": 2.0, "max_steps": 4},
+    "normalised": {"beta": 2.0, "normalize_advantages": True, "max_steps": 4},
+    "clipped rewards": {"beta": 0.0, "reward_clip_range": [2.0, 12.0]},
+    "pairs": {"beta": 0.0, "num_generations": 2, "num_iterations": 1},
+    "reference in step": {"beta": 2.0, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 4},
+}
+
+
+@pytest.mark.parametrize("option", RLOOS)
+def test_rloos_gradients_loss_and_figures_are_trls(model: str, tmp_path: Path, engine: Engine, option: str) -> None:
+    fields = {**RLOO, **RLOOS[option]}
+    mine, other = both("RLOO", model, tmp_path, engine, fields)
+    assert_same_gradients(mine, other)
+    kl = {"kl"} if fields["beta"] else set[str]()
+    # Of groups whose rewards are equal as given here, and once they are clipped or penalised there.
+    equal = frozenset({"frac_reward_zero_std"})
+    assert_same_figures(mine, other, but=equal, at_least={"loss", "grad_norm", "entropy"} | REWARDS | CLIPS | kl)
+    if fields["num_iterations"] == 2:
+        assert mine.logs[1]["clip_ratio/region_mean"] > 0
+    if kl:
+        assert mine.logs[2]["kl"] != 0
+
+
+def test_rloo_of_several_rewards_with_an_adapter_is_trls(model: str, tmp_path: Path, engine: Engine) -> None:
+    fields = {**RLOO, "beta": 0.5, "learning_rate": 1e-3, "max_steps": 4, "reward_weights": [0.2, 30.0]}
+    mine, other = both(
+        "RLOO", model, tmp_path, engine, fields, reward_funcs=[longer, rounder], peft_config=peft.LoraConfig(**ADAPTER)
+    )
+    assert all("lora_" in name for name in mine.gradients[0])
+    assert_same_gradients(mine, other)
+    assert_same_figures(
+        mine, other, but=frozenset(), at_least={"loss", "grad_norm"} | REWARDS | {"kl", "rewards/rounder/mean"}
+    )
+
+
+DPOS: dict[str, dict[str, Any]] = {
+    "sigmoid": {"loss_type": "sigmoid"},
+    "ipo": {"loss_type": "ipo", "learning_rate": 1e-5},
+    "penalty": {"missing_eos_penalty": 2.5},
+    "another beta": {"beta": 0.7},
+}
+
+
+@pytest.mark.parametrize("option", DPOS)
+def test_online_dpos_gradients_loss_and_figures_are_trls(
+    model: str, tmp_path: Path, engine: Engine, option: str
+) -> None:
+    mine, other = both("OnlineDPO", model, tmp_path, engine, {**PAIRS, **DPOS[option]}, reward_funcs=decided)
+    assert mine.logs[0]["pairs/undecided"] == 0
+    assert 0 < mine.logs[0]["val/contain_eos_token"] < 1
+    assert_same_gradients(mine, other)
+    assert_same_figures(mine, other, but=ROUNDED | OVER_PADDING, at_least=PREFERENCES)
+
+
+def test_where_nothing_is_padded_all_of_online_dpos_figures_are_trls(untied_dir: str, tmp_path: Path) -> None:
+    engine, fields = start("transformers", untied_dir), {**PAIRS, "max_new_tokens": 2}
+    mine, other = both("OnlineDPO", untied_dir, tmp_path, engine, fields, reward_funcs=decided)
+    assert {log["completions/min_length"] for log in mine.logs} == {2.0}
+    assert_same_figures(mine, other, but=ROUNDED, at_least=PREFERENCES | OVER_PADDING)
+    assert mine.logs[1]["objective/kl"] != 0
+
+
+def test_trls_online_dpo_cannot_take_a_beta_for_each_epoch_and_ours_does(
+    model: str, tmp_path: Path, engine: Engine
+) -> None:
+    fields = {**PAIRS, "beta": [0.1, 0.7]}
+    mine, sampled = ours("OnlineDPO", model, tmp_path / "ours", engine, fields, reward_funcs=decided)
+    assert [log["beta"] for log in mine.logs] == [0.1, 0.7]
+    with pytest.raises(TypeError, match="not float"):
+        theirs("OnlineDPO", model, tmp_path / "theirs", sampled, fields, reward_funcs=decided)
+
+
+def test_online_dpo_with_an_adapter_is_trls(model: str, tmp_path: Path, engine: Engine) -> None:
+    fields = {**PAIRS, "learning_rate": 0.1}
+    lora = peft.LoraConfig(**ADAPTER)
+    mine, other = both("OnlineDPO", model, tmp_path, engine, fields, reward_funcs=decided, peft_config=lora)
+    assert all("lora_" in name for name in mine.gradients[0])
+    assert_same_gradients(mine, other)
+    assert_same_figures(mine, other, but=ROUNDED | OVER_PADDING, at_least=PREFERENCES)
+
+
+def decided(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that two completions hardly ever have in common; padding, which TRL leaves in, is worth nothing."""
+    return [sum(i * token for i, token in enumerate(ids, 1)) / 1000 for ids in completion_ids]
+
+
+def test_a1_trls_online_dpo_learns_from_the_sum_of_accumulated_steps_and_ours_from_their_mean(
+    model: str, tmp_path: Path, engine: Engine
+) -> None:
+    """Eight pairs at once in ours, four and four in TRL's; that ours does not depend on the cut is `test_accounting.py`'s."""
+    fields = {**PAIRS, "max_steps": 1}
+    mine, sampled = ours("OnlineDPO", model, tmp_path / "ours", engine, fields, reward_funcs=decided)
+    halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    other = theirs("OnlineDPO", model, tmp_path / "theirs", sampled, {**fields, **halves}, reward_funcs=decided)
+    twice = {name: 2 * gradient for name, gradient in mine.gradients[0].items()}
+    assert difference(other.gradients[0], twice) < 1e-5 * norm(twice.values())
+    # TRL rounds it to four places.
+    assert other.logs[0]["loss"] == pytest.approx(mine.logs[0]["loss"], abs=1e-4)
