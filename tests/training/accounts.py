@@ -2,46 +2,185 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
+from conftest import start
 from datasets import Dataset
 from transformers import TrainerCallback
 
 import lockstep
-from lockstep.engines.protocol import Engine
+from lockstep.engines.protocol import Completion, Engine, GenerationRequest, OnAnswer, RequestKey
 from lockstep.training.online import OnlineTrainer
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 # What one optimizer step learns from: completions; with Online DPO, prompts.
 STEP = 8
 
-_GROUPS: dict[str, Any] = {"num_generations": 4, "max_completion_length": 8, "num_iterations": 2}
-_FULL = {"beta": 0.04, "entropy_coef": 0.01, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.5}
-_PAIRS = {"max_new_tokens": 8, "max_length": 64}
-
-# Name: the method, and its fields. All that can take two steps from one generation do.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{
-        f"grpo-{loss}": ("GRPO", {**_GROUPS, "loss_type": loss})
-        for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")
-    },
-    "grpo-full": ("GRPO", {**_GROUPS, **_FULL}),
-    "grpo-masked": ("GRPO", {**_GROUPS, "max_completion_length": 24, "mask_truncated_completions": True}),
-    "gspo": ("GRPO", {**_GROUPS, "importance_sampling_level": "sequence", "loss_type": "luspo", "learning_rate": 1e-3}),
-    "rloo": ("RLOO", {**_GROUPS, "num_generations": 2, "beta": 0.05, "normalize_advantages": True}),
-    "dpo-sigmoid": ("OnlineDPO", {**_PAIRS, "loss_type": "sigmoid"}),
-    "dpo-ipo": ("OnlineDPO", {**_PAIRS, "loss_type": "ipo"}),
-    "reinforce++": ("ReinforcePP", {**_GROUPS, "num_generations": 1, "beta": 0.01}),
-    "reinforce++-group": ("ReinforcePP", {**_GROUPS, "num_generations": 2, "beta": 0.01, "baseline": "group"}),
-    "ppo": ("PPO", {**_GROUPS, "num_generations": 1, "beta": 0.05}),
-}
+Reward = Callable[..., list[float]]
+# What each optimizer step of a run would use, by parameter.
+Steps = list[dict[str, torch.Tensor]]
 
 
 def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """A reward that differs within a group."""
     return [float(len(ids) + ids[0] % 7) for ids in completion_ids]
+
+
+def by_last(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Another, of another size."""
+    return [float(ids[-1] % 50) for ids in completion_ids]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A method with its fields.
+
+    Attributes:
+        without: by option, fields that take it away again.
+        adapted: an adapter is trained, and not the model.
+    """
+
+    method: str
+    fields: dict[str, Any]
+    without: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rewards: tuple[Reward, ...] = (by_length,)
+    adapted: bool = False
+
+
+def correction(mode: str, low: float | None, high: float | None) -> dict[str, Any]:
+    """Fields of a correction; every bound lies among the weights that `Shifted` makes."""
+    settings = {"mode": mode, "clip_min": low, "clip_max": high}
+    return {f"vllm_importance_sampling_{name}": value for name, value in settings.items()}
+
+
+_GROUPS: dict[str, Any] = {"num_generations": 4, "max_completion_length": 8, "num_iterations": 2}
+_FULL = {"beta": 0.04, "entropy_coef": 0.01, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.5}
+_PAIRS = {"max_new_tokens": 8, "max_length": 64}
+# A generation a step: the second one is sampled by a policy that is not the reference any more.
+_FRESH = {"num_iterations": 1}
+_UNBOUNDED = {"bounds": {"vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_clip_max": 3.0}}
+
+# All that can take two steps from one generation do, but for the `_FRESH`.
+CASES: dict[str, Case] = {
+    **{
+        f"grpo-{loss}": Case("GRPO", {**_GROUPS, "loss_type": loss})
+        for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")
+    },
+    "grpo-full": Case(
+        "GRPO",
+        {**_GROUPS, **_FULL},
+        {
+            "reference": {"beta": 0.0},
+            "entropy": {"entropy_coef": 0.0},
+            "quantile": {"top_entropy_quantile": 1.0},
+            "off-policy": {"off_policy_mask_threshold": None},
+        },
+    ),
+    "grpo-masked": Case(
+        "GRPO",
+        {**_GROUPS, "max_completion_length": 24, "mask_truncated_completions": True},
+        {"mask": {"mask_truncated_completions": False}},
+    ),
+    "grpo-lora": Case(
+        "GRPO",
+        # Two generations: the adapter adds nothing to the first, so that the reference is the policy there.
+        {**_GROUPS, "max_steps": 4, "beta": 0.1, "scale_rewards": "none", "epsilon": 0.05, "delta": 1.1}
+        | {"learning_rate": 0.1},
+        {"reference": {"beta": 0.0}, "scale": {"scale_rewards": "group"}, "delta": {"delta": None}},
+        adapted=True,
+    ),
+    "grpo-sequence": Case(
+        "GRPO",
+        {**_GROUPS, "loss_type": "grpo", "importance_sampling_level": "sequence", "scale_rewards": "batch"}
+        | {"learning_rate": 1e-3},
+        {"level": {"importance_sampling_level": "token"}, "scale": {"scale_rewards": "group"}},
+    ),
+    "gdpo": Case(
+        "GRPO",
+        {**_GROUPS, "multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]}
+        | {"use_adaptive_entropy": True, "entropy_coef_delta": 0.05, "entropy_target": 3.65, "learning_rate": 5e-3},
+        {
+            "aggregation": {"multi_objective_aggregation": "sum_then_normalize"},
+            "entropy": {"use_adaptive_entropy": False},
+        },
+        rewards=(by_length, by_last),
+    ),
+    "cispo-token_mask": Case(
+        "GRPO",
+        {**_GROUPS, "loss_type": "cispo", "epsilon_high": 1.05, **correction("token_mask", 1 - 7e-5, 1 + 5e-5)},
+        {"ceiling": {"epsilon_high": 5.0}, **_UNBOUNDED},
+    ),
+    "sapo-sequence_geometric_mask": Case(
+        "GRPO",
+        {**_GROUPS, "loss_type": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 0.5}
+        | correction("sequence_geometric_mask", 1 - 2e-5, 1 + 2e-5),
+        {"temperatures": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}, **_UNBOUNDED},
+    ),
+    "vespo-sequence_truncate": Case(
+        "GRPO",
+        {**_GROUPS, "loss_type": "vespo", **correction("sequence_truncate", 1 - 5e-5, 1 + 5e-5)},
+        _UNBOUNDED,
+    ),
+    "gspo": Case(
+        "GRPO", {**_GROUPS, "importance_sampling_level": "sequence", "loss_type": "luspo", "learning_rate": 1e-3}
+    ),
+    "rloo": Case("RLOO", {**_GROUPS, "num_generations": 2, "beta": 0.05, "normalize_advantages": True}),
+    "rloo-lora": Case(
+        "RLOO",
+        {**_GROUPS, **_FRESH, "num_generations": 2, "beta": 0.5, "reward_clip_range": [4.0, 9.0], "learning_rate": 0.2},
+        {"reference": {"beta": 0.0}, "range": {"reward_clip_range": None}},
+        adapted=True,
+    ),
+    "dpo-sigmoid": Case("OnlineDPO", {**_PAIRS, "loss_type": "sigmoid"}),
+    "dpo-ipo": Case("OnlineDPO", {**_PAIRS, "loss_type": "ipo"}),
+    "reinforce++": Case("ReinforcePP", {**_GROUPS, "num_generations": 1, "beta": 0.01}),
+    "reinforce++-group": Case("ReinforcePP", {**_GROUPS, "num_generations": 2, "beta": 0.01, "baseline": "group"}),
+    "ppo": Case("PPO", {**_GROUPS, "num_generations": 1, "beta": 0.05}),
+    "ppo-sequence_mask": Case(
+        "PPO",
+        {**_GROUPS, **_FRESH, "num_generations": 1, "beta": 0.5, **correction("sequence_mask", 1 - 1e-4, 1 + 1e-4)},
+        {"reference": {"beta": 0.0}, **_UNBOUNDED},
+    ),
+}
+
+
+class Shifted:
+    """An engine whose log-probs are a little off, as those of one with other kernels are: corrections have something to correct.
+
+    By less than the proof allows, and by the same each time.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
+    ) -> dict[RequestKey, Completion]:
+        return {key: _off(answer) for key, answer in self._engine.generate(requests, on_answer).items()}
+
+
+def _off(answer: Completion) -> Completion:
+    return replace(
+        answer,
+        logprobs=tuple(
+            logp + 1e-4 * math.sin(1 + 3 * answer.key.sample + 5 * answer.token_ids[0] + 2 * place)
+            for place, logp in enumerate(answer.logprobs)
+        ),
+    )
+
+
+def shifted_engine(model: str) -> Engine:
+    """The transformers engine in fp32, `Shifted`."""
+    return Shifted(start("transformers", model))  # type: ignore[return-value]
 
 
 def make(
@@ -52,12 +191,12 @@ def make(
     engine: Engine | None = None,
     size: int = STEP,
     ranks: int = 1,
-    reward: Any = by_length,
+    reward: Reward | None = None,
     evaluation: Any = None,
     **fields: Any,
 ) -> OnlineTrainer:
-    """A trainer that takes two steps, each cut into micro-batches of `size` on each of `ranks` processes."""
-    method, own = CASES[case]
+    """A trainer of two steps, or as many as its case has, each cut into micro-batches of `size` on each of `ranks` processes."""
+    chosen = CASES[case]
     base: dict[str, Any] = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "bf16": False, "use_vllm": False}
     # Completions of different lengths, some of them cut.
     base |= {"stop_strings": list("aeiou")}
@@ -65,12 +204,23 @@ def make(
     # AdamW would make whole steps of gradients that are all but zero, and of their rounding.
     base |= {"optim": "sgd", "learning_rate": 0.02, "model_init_kwargs": {"dtype": torch.float64}}
     base |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": STEP // (size * ranks)}
-    config = getattr(lockstep, f"{method}Config")(output_dir=str(folder), **{**base, **own, **fields})
-    kind = getattr(lockstep, f"{method}Trainer")
-    run = kind(model, reward_funcs=reward, args=config, train_dataset=PROMPTS, eval_dataset=evaluation, engine=engine)
+    config = getattr(lockstep, f"{chosen.method}Config")(output_dir=str(folder), **{**base, **chosen.fields, **fields})
+    run: OnlineTrainer = getattr(lockstep, f"{chosen.method}Trainer")(
+        model,
+        reward_funcs=[reward] if reward is not None else list(chosen.rewards),
+        args=config,
+        train_dataset=PROMPTS,
+        eval_dataset=evaluation,
+        peft_config=_lora() if chosen.adapted else None,
+        engine=engine,
+    )
     if run.critic is not None:
         run.critic.double()
     return run
+
+
+def _lora() -> peft.LoraConfig:
+    return peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
 
 
 def norm_in_double(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -83,17 +233,17 @@ class Gradients(TrainerCallback):
 
     def __init__(self, trainer: OnlineTrainer) -> None:
         self._trainer = trainer
-        self.steps: list[dict[str, torch.Tensor]] = []
+        self.steps: Steps = []
         trainer.add_callback(self)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        named = dict(self._trainer.model.named_parameters())
+        named = {name: p for name, p in self._trainer.model.named_parameters() if p.requires_grad}
         if self._trainer.critic is not None:
             named |= {f"critic.{name}": p for name, p in self._trainer.critic.named_parameters()}
         self.steps.append({name: p.grad.clone() for name, p in named.items()})
 
 
-def gradients(trainer: OnlineTrainer) -> list[dict[str, torch.Tensor]]:
+def gradients(trainer: OnlineTrainer) -> Steps:
     """Those of every step of a run."""
     kept = Gradients(trainer)
     trainer.train()
@@ -104,6 +254,6 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
     """Of two sets of tensors, the largest relative to the tensor's own norm; one that is all but zero counts as a part of all."""
     assert one.keys() == other.keys()
     whole = sum(float(tensor.norm()) ** 2 for tensor in one.values()) ** 0.5
-    return max(
-        float((other[name] - tensor).norm()) / (float(tensor.norm()) + 1e-3 * whole) for name, tensor in one.items()
-    )
+    parts = [(other[name] - tensor).norm() / (tensor.norm() + 1e-3 * whole) for name, tensor in one.items()]
+    # Not the built-in `max`, which loses a NaN.
+    return float(torch.stack(parts).max())

@@ -5,6 +5,7 @@ Both ranks do all the work in one pair of processes (`two_ranks.py`), since star
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -43,6 +44,7 @@ def found(untied_dir: str, folder: Path) -> Found:
     assert list(WORK)[-1] == "reward:killed"
     run_ranks([sys.executable, str(SCRIPT)], [untied_dir, str(folder), *WORK], folder, codes=[0, 9])
 
+    @functools.cache
     def of(name: str) -> list[dict[str, Any]]:
         files = [folder / f"{name.replace(':', '-')}.{rank}.pt" for rank in (0, 1)]
         return [torch.load(file) for file in files if file.exists()]
@@ -55,7 +57,7 @@ def alone(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """The same on the only rank; in a process like theirs, since the engine's log-probs depend on threads and libraries."""
     folder = tmp_path_factory.mktemp("alone")
     run_ranks([sys.executable, str(SCRIPT)], [untied_dir, str(folder), *COMPARED], folder, [0], names=(ALONE,))
-    return lambda name: torch.load(folder / f"{name}.{ALONE}.pt")
+    return functools.cache(lambda name: torch.load(folder / f"{name}.{ALONE}.pt"))
 
 
 def run_ranks(

@@ -5,6 +5,7 @@ python two_ranks.py RANK PORT MODEL FOLDER WORK …      (RANK: 0, 1, or alone)
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -26,6 +27,8 @@ def main() -> None:
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
     Qwen2RMSNorm.forward = norm_in_double
+    # Every run ends by collecting garbage, among all that the libraries have made.
+    gc.freeze()
     for name in names:
         found = tried(lambda name=name: {**WORK, "served": served}[name](int(rank != "0"), model, Path(folder)))
         torch.save(found, Path(folder) / f"{name.replace(':', '-')}.{rank}.pt")
@@ -35,8 +38,11 @@ def main() -> None:
 
 def cut() -> dict[str, int]:
     """A step in micro-batches of two on each of two ranks, or of four on one."""
-    alone = sys.argv[1] == ALONE
-    return {"size": 4 if alone else 2, "ranks": 1 if alone else 2}
+    return {"size": 4 if alone() else 2, "ranks": 1 if alone() else 2}
+
+
+def alone() -> bool:
+    return sys.argv[1] == ALONE
 
 
 def tried(step: Callable[[], Any]) -> Any:
@@ -51,11 +57,11 @@ def tried(step: Callable[[], Any]) -> Any:
 def methods(rank: int, model: str, folder: Path) -> dict[str, Any]:
     """Every method, in two micro-batches a rank."""
     import torch
-    from accounts import CASES, gradients, make
+    from accounts import CASES, gradients, make, shifted_engine
 
-    found = {}
+    found, engine = {}, shifted_engine(model) if rank == 0 or alone() else None
     for case in CASES:
-        run = make(case, model, folder / case, **cut())
+        run = make(case, model, folder / case, engine=engine, **cut())
         steps = gradients(run)
         kinds = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
         found[case] = {
