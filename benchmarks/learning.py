@@ -41,7 +41,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "online_dpo": ("OnlineDPO", {"per_device_train_batch_size": 32, "max_new_tokens": TOKENS, "temperature": 1.0}),
     "reinforce_pp": ("ReinforcePP", SINGLES),
     "reinforce_pp_baseline": ("ReinforcePP", GROUPS | {"baseline": "group"}),
-    "grpo_lora": ("GRPO", GROUPS | {"learning_rate": 1e-2}),
     "ppo": ("PPO", SINGLES | {"num_iterations": 2, "steps_per_generation": 1, "beta": 0.01}),
 }
 
@@ -119,8 +118,8 @@ def repeats(prompts: Sequence[str], completions: Sequence[str], completion_ids: 
 
 def curve(name: str, model: str, folder: Path, steps: int) -> list[float]:
     """Mean reward of each generation of a run."""
-    import peft
     from datasets import Dataset
+    from transformers import PrinterCallback
 
     import lockstep
 
@@ -140,10 +139,11 @@ def curve(name: str, model: str, folder: Path, steps: int) -> list[float]:
         "disable_tqdm": True,
     }
     config = getattr(lockstep, f"{trainer_name}Config")(**{**common, **fields})
-    adapter = peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if "lora" in name else None
     trainer = getattr(lockstep, f"{trainer_name}Trainer")(
-        model=model, reward_funcs=repeats, args=config, train_dataset=data, peft_config=adapter
+        model=model, reward_funcs=repeats, args=config, train_dataset=data
     )
+    # One line a method is enough.
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     trainer.close()
     return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
