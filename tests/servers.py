@@ -78,12 +78,28 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def is_free(port: int) -> bool:
+    """Whether a server could listen there; connections that an earlier one has closed do not matter."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 @contextmanager
 def serve(
-    model: str, folder: Path, *arguments: str, dtype: str = "float32", max_model_len: int = 512
+    model: str,
+    folder: Path,
+    *arguments: str,
+    dtype: str = "float32",
+    max_model_len: int = 512,
+    port: int | None = None,
 ) -> Iterator[Server]:
-    """A server for a model, healthy."""
-    port = free_port()
+    """A server for a model, healthy; by default on a port that is free."""
+    port = port or free_port()
     log = folder / f"server-{port}.log"
     command = [sys.executable, "-m", "lockstep.cli.main", "serve", model, "--port", str(port), "--dtype", dtype]
     with log.open("w") as out:

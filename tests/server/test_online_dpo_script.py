@@ -1,27 +1,192 @@
-"""The script of TRL's issue 6228, Online DPO on a server, as users run it: every prompt is answered twice, and pairs are pairs."""
+"""Online DPO's scripts on real servers: TRL's of issue 6228 with its import changed, and our example. Pairs are pairs."""
 
 from __future__ import annotations
 
 import importlib.util
+import runpy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import VLLM
-from servers import KEY, Server
+from servers import KEY, Server, is_free, serve
+from tiny import make_model, make_tokenizer
+from transformers import AutoModelForCausalLM
 
-from lockstep.rollouts.group import RolloutGroup
+import lockstep
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.training.online_dpo import OnlineDPOObjective
+from lockstep.training.online_dpo import OnlineDPOObjective, OnlineDPOTrainer
 from lockstep.training.packing import TrainingSequence
 
 pytestmark = VLLM
-STEPS, BATCH = 3, 4
+SCRIPT = Path(__file__).parent / "trl_6228.py"
+# Where TRL's trainer looks for a server that a script says nothing about.
+USUAL_PORT = 8000
 
 
-def script() -> Any:
+@dataclass
+class Recording:
+    """What runs of scripts did, one entry a step.
+
+    Attributes:
+        scored: prompts and completions as the reward function saw them.
+        paired: every sequence, in pairs.
+        learned: names of those that a loss was computed of.
+    """
+
+    scored: list[list[tuple[str, str]]] = field(default_factory=list)
+    paired: list[list[TrainingSequence]] = field(default_factory=list)
+    learned: list[set[str]] = field(default_factory=list)
+    trainers: list[OnlineDPOTrainer] = field(default_factory=list)
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
+    """Of what a script does that imports the trainer from lockstep."""
+    found = Recording()
+    advise, loss = OnlineDPOObjective.advise, OnlineDPOObjective.loss
+
+    class Watched(OnlineDPOTrainer):
+        def __init__(self, *, reward_funcs: Callable[..., list[float]], **arguments: Any) -> None:
+            def watched(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+                found.scored.append(list(zip(prompts, completions, strict=True)))
+                return reward_funcs(prompts=prompts, completions=completions, **columns)
+
+            super().__init__(reward_funcs=watched, **arguments)
+            found.trainers.append(self)
+
+    def advised(objective: Any, groups: Any, sequences: Any) -> Any:
+        found.paired.append(advise(objective, groups, sequences))
+        found.learned.append(set())
+        return found.paired[-1]
+
+    def learned(objective: Any, batch: Any, tally: Any) -> Any:
+        found.learned[-1].update(s.name for s in batch.sequences)
+        return loss(objective, batch, tally)
+
+    monkeypatch.setattr(lockstep, "OnlineDPOTrainer", Watched)
+    monkeypatch.setattr(OnlineDPOObjective, "advise", advised)
+    monkeypatch.setattr(OnlineDPOObjective, "loss", learned)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    yield found
+    for trainer in found.trainers:
+        trainer.close()
+
+
+def check_steps(recording: Recording, batch: int, worth: Callable[[str], float]) -> list[int]:
+    """Assert on prompts, completions and pairs of every step; gives the decided pairs of each.
+
+    Args:
+        batch: prompts of a step.
+        worth: what the script prefers.
+    """
+    tokenizer = make_tokenizer()
+    decided = []
+    for scored, paired, learned in zip(recording.scored, recording.paired, recording.learned, strict=True):
+        assert list(Counter(prompt for prompt, _ in scored).values()) == [2] * batch
+        texts = {s.name: tokenizer.decode(s.completion_ids, skip_special_tokens=True) for s in paired}
+        assert Counter((tuple(tokenizer(prompt)["input_ids"]), text) for prompt, text in scored) == Counter(
+            (s.prompt_ids, texts[s.name]) for s in paired
+        )
+        preferred = set()
+        for unit in {s.unit for s in paired}:
+            one, other = (s for s in paired if s.unit == unit)
+            assert one.prompt_ids == other.prompt_ids
+            worths = [worth(texts[s.name]) for s in (one, other)]
+            signs = [set(s.advantages) for s in (one, other)]
+            if worths[0] == worths[1]:
+                assert signs == [{0.0}, {0.0}]
+            else:
+                assert signs == ([{1.0}, {-1.0}] if worths[0] > worths[1] else [{-1.0}, {1.0}])
+                preferred |= {one.name, other.name}
+        assert learned == preferred
+        decided.append(len(preferred) // 2)
+    return decided
+
+
+def check_logs(trainer: OnlineDPOTrainer, recording: Recording, batch: int, decided: list[int]) -> None:
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["pairs/undecided"] for log in logs] == pytest.approx([1 - count / batch for count in decided])
+    tokens = [sum(len(s.completion_ids) for s in paired) for paired in recording.paired]
+    assert [log["parity/checked_tokens"] for log in logs] == tokens
+
+
+def save(folder: Path, *, sure: bool) -> str:
+    """A tiny model of a usual scale; a sure one says nothing but `a`, so that all of its completions are equal."""
+    model = make_model(scale=0.05)
+    if sure:
+        with torch.no_grad():
+            model.get_input_embeddings().weight[:, 0] = 50.0
+            head = model.get_output_embeddings().weight.zero_()
+            head[make_tokenizer().convert_tokens_to_ids("a"), 0] = 10.0
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {"unsure": save(folder / "unsure", sure=False), "sure": save(folder / "sure", sure=True)}
+
+
+@pytest.fixture(scope="module")
+def usual_server(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server as 'lockstep serve' starts it; what it serves is the shape of both models, whose weights are pushed."""
+    if not is_free(USUAL_PORT):
+        pytest.skip(f"port {USUAL_PORT} of this machine, where the script expects its server, is taken")
+    with serve(models["unsure"], tmp_path_factory.mktemp("usual"), dtype="auto", port=USUAL_PORT) as running:
+        yield running
+
+
+def moved(model: str, output: Path) -> str:
+    """The script with its import changed, and its two values."""
+    text = SCRIPT.read_text()
+    changes = {
+        "from trl.experimental.online_dpo import ": "from lockstep import ",
+        '"Qwen/Qwen2-0.5B"': repr(model),
+        '"online-dpo-on-a-server"': repr(str(output)),
+    }
+    for old, new in changes.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize("kind", ["unsure", "sure"])
+def test_trls_script_runs_as_it_stands_once_its_import_is_changed(
+    kind: str, models: dict[str, str], usual_server: Server, tmp_path: Path, recording: Recording
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(moved(models[kind], tmp_path / "out"))
+    made = runpy.run_path(str(path), run_name="__main__")
+
+    (trainer,) = recording.trainers
+    assert trainer.config.server_urls == [usual_server.url]
+    assert trainer.state.global_step == len(recording.scored) == 2
+    # Four prompts, two a step: one epoch, each of them twice.
+    assert Counter(p for scored in recording.scored for p, _ in scored) == dict.fromkeys(made["prompts"], 2)
+    decided = check_steps(recording, 2, lambda text: -abs(len(text) - 20))
+    check_logs(trainer, recording, 2, decided)
+    before = AutoModelForCausalLM.from_pretrained(models[kind], dtype=torch.float32).state_dict()
+    after = trainer.model.state_dict()
+    moved_names = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    if kind == "sure":
+        assert {text for scored in recording.scored for _, text in scored} == {"a" * 32}
+        assert decided == [0, 0]
+        assert moved_names == set()
+    else:
+        assert sum(decided) > 0
+        assert moved_names == before.keys()
+
+
+def example() -> Any:
     path = Path(__file__).parents[2] / "examples" / "online_dpo.py"
-    spec = importlib.util.spec_from_file_location("online_dpo_script", path)
+    spec = importlib.util.spec_from_file_location("online_dpo_example", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,56 +194,19 @@ def script() -> Any:
     return module
 
 
-@pytest.mark.parametrize("cap", [10**6, 14], ids=["lengths differ", "many ties"])
-def test_every_prompt_is_answered_twice_and_the_longer_answer_is_chosen_within_it(
-    server: Server, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap: int
+def test_the_example_prefers_the_longer_answer_and_neither_where_both_are_equal(
+    server: Server, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
 ) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
     monkeypatch.setattr("lockstep.training.config.has_fast_bf16", lambda: False)
-    module = script()
-    asked: list[tuple[str, str]] = []
-    learned: list[tuple[list[RolloutGroup], list[TrainingSequence]]] = []
-    length, advise = module.longer, OnlineDPOObjective.advise
-
-    def recorded(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        asked.extend(zip(prompts, completions, strict=True))
-        return [min(value, float(cap)) for value in length(completions, **columns)]
-
-    def watched(objective: Any, groups: Any, sequences: Any) -> Any:
-        found = advise(objective, groups, sequences)
-        learned.append((list(groups), found))
-        return found
-
-    monkeypatch.setattr(module, "longer", recorded)
-    monkeypatch.setattr(OnlineDPOObjective, "advise", watched)
-    words = [untied_dir, "--server", server.url, "--output_dir", str(tmp_path), "--max_steps", str(STEPS)]
+    module, steps, batch, cap = example(), 3, 4, 14
+    length = module.longer
+    # Capped, so that many are equal.
+    monkeypatch.setattr(module, "longer", lambda completions, **_: [min(n, cap) for n in length(completions)])
+    words = [untied_dir, "--server", server.url, "--output_dir", str(tmp_path), "--max_steps", str(steps)]
     run = module.main([*words, "--max_new_tokens", "10"])
 
-    assert run.state.global_step == STEPS == len(learned)
-    assert len(asked) == STEPS * BATCH * 2
-    decided = ties = 0
-    for step, (groups, sequences) in enumerate(learned):
-        part = asked[step * BATCH * 2 : (step + 1) * BATCH * 2]
-        assert len(groups) == len({group.prompt.prompt_id for group in groups}) == BATCH
-        assert [prompt for prompt, _ in part] == [group.prompt.source for group in groups for _ in range(2)]
-        assert [text for _, text in part] == [r.text for group in groups for r in group.rollouts]
-        by_name = {s.name: s for s in sequences}
-        assert len(by_name) == BATCH * 2
-        for group in groups:
-            pair = [by_name[str(r.completion.key)] for r in group.rollouts]
-            assert {s.prompt_ids for s in pair} == {group.prompt.ids}
-            assert {s.unit for s in pair} == {group.prompt.prompt_id}
-            assert [s.completion_ids for s in pair] == [r.completion.token_ids for r in group.rollouts]
-            lengths = [min(len(r.text), cap) for r in group.rollouts]
-            signs = [set(s.advantages) for s in pair]
-            if lengths[0] == lengths[1]:
-                ties += 1
-                assert signs == [{0.0}, {0.0}]
-            else:
-                decided += 1
-                assert signs == ([{1.0}, {-1.0}] if lengths[0] > lengths[1] else [{-1.0}, {1.0}])
-    assert decided if cap > 100 else ties
-    undecided = [log["pairs/undecided"] for log in run.state.log_history if "loss" in log]
-    assert sum(undecided) * BATCH == pytest.approx(ties)
-    logged = [log for log in run.state.log_history if "loss" in log]
-    assert all(log["parity/max_abs_gap"] < 1e-3 for log in logged)
+    assert run.state.global_step == len(recording.scored) == steps
+    decided = check_steps(recording, batch, lambda text: min(len(text), cap))
+    assert 0 < sum(decided) < steps * batch
+    check_logs(run, recording, batch, decided)
+    assert all(log["parity/max_abs_gap"] < 1e-3 for log in run.state.log_history if "loss" in log)

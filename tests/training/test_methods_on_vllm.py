@@ -1,0 +1,100 @@
+"""Every method beside real vLLM in this process: its own loop pushes, every token is proven, and vLLM holds what was learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VLLM, start
+from methods import ALONE, GROUPS, PAIRS, by_length, lora, make
+from tiny import CONTEXT, make_model
+from transformers import PreTrainedModel, TrainerCallback
+
+from lockstep.engines.vllm_inprocess import VLLMInProcess
+from lockstep.parity.canary import sing
+from lockstep.parity.module_probe import ModuleProbe
+from lockstep.parity.rescoring import Precision
+from lockstep.sync.adapters import weights_of
+
+pytestmark = VLLM
+LIMIT = 1e-3
+# Fields and constructor arguments. In one that has a reference, KL has a part from the first step on.
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GRPO, LoRA": ("GRPO", GROUPS),
+    "Online DPO": ("OnlineDPO", PAIRS),
+    "PPO": ("PPO", ALONE),
+    "REINFORCE++": ("ReinforcePP", {**GROUPS, "beta": 0.1}),
+    "RLOO": ("RLOO", GROUPS),
+}
+
+
+@pytest.fixture(scope="module")
+def vllm(untied_dir: str) -> Iterator[VLLMInProcess]:
+    """One engine for all trainers; each brings its own weights."""
+    started = start("vllm", untied_dir)
+    yield started  # type: ignore[misc]
+    started.close()
+
+
+class Snapshots(TrainerCallback):
+    """The weights after each step, under the names that an engine knows them by."""
+
+    def __init__(self) -> None:
+        self.taken: list[dict[str, torch.Tensor]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.taken.append({name: tensor.detach().clone() for name, tensor in weights_of(model)})
+
+
+def changed(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> set[str]:
+    assert one.keys() == other.keys()
+    return {name for name, tensor in one.items() if not torch.equal(tensor, other[name])}
+
+
+def differing(engine: VLLMInProcess, model: PreTrainedModel) -> tuple[set[str], float]:
+    """Modules that compute with other weights in the engine, and the largest gap when both score a few sequences anew."""
+    probed = ModuleProbe(model, engine, torch.float32).measure(1, every=True)
+    return set(probed.failed), sing(model, engine, CONTEXT, Precision()).max_abs
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_two_steps_are_proven_to_the_last_token_and_leave_what_was_learned_in_vllm(
+    name: str, untied_dir: str, tmp_path: Path, vllm: VLLMInProcess
+) -> None:
+    method, fields = METHODS[name]
+    sampled: list[int] = []
+    snapshots = Snapshots()
+
+    def counted(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        sampled.append(sum(len(ids) for ids in completion_ids))
+        return by_length(completion_ids, **columns)
+
+    adapter = {"peft_config": lora()} if "LoRA" in name else {}
+    arguments = {"reward_funcs": counted, "callbacks": [snapshots], **adapter}
+    run = make(method, untied_dir, tmp_path, vllm, {**fields, "max_steps": 2}, **arguments)
+    run.train()
+
+    logs = [log for log in run.state.log_history if "loss" in log]
+    assert [log["parity/checked_tokens"] for log in logs] == sampled
+    assert len(logs) == 2
+    assert all(0.0 < log["parity/max_abs_gap"] < LIMIT for log in logs)
+
+    initial = make_model()
+    first, second = snapshots.taken
+    moved = changed(dict(initial.named_parameters()), first)
+    expected = {n for n in first if "q_proj.weight" in n or "up_proj.weight" in n} if adapter else first.keys()
+    assert moved == changed(first, second) == expected
+
+    # The loop's last push was of the weights before the second step.
+    assert vllm.version == 1
+    held = make_model()
+    held.load_state_dict(first)
+    wrong, gap = differing(vllm, held)
+    assert wrong == set()
+    assert gap < LIMIT
+    wrong, gap = differing(vllm, initial)
+    assert {f"{n}.weight" for n, m in initial.named_modules() if isinstance(m, torch.nn.Linear)} & moved <= wrong
+    assert gap > 10 * LIMIT
