@@ -21,7 +21,6 @@ from lockstep.sync.adapters import weights_of
 
 pytestmark = VLLM
 LIMIT = 1e-3
-# Fields and constructor arguments. In one that has a reference, KL has a part from the first step on.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO, LoRA": ("GRPO", GROUPS),
     "Online DPO": ("OnlineDPO", PAIRS),
