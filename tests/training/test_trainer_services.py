@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import start
-from methods import GROUPS, PAIRS, PROMPTS, by_length, lora, make
+from huggingface_hub import HfApi
+from huggingface_hub.utils import filter_repo_objects
+from methods import GROUPS, PAIRS, PROMPTS, by_length, lora, make, parameters
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from lockstep.engines.protocol import Engine
@@ -16,6 +21,7 @@ from lockstep.engines.protocol import Engine
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 METHODS: dict[str, dict[str, Any]] = {"RLOO": GROUPS, "OnlineDPO": PAIRS}
+SAVING: dict[str, dict[str, Any]] = {"GRPO": GROUPS, "OnlineDPO": PAIRS}
 
 
 class Listener(TrainerCallback):
@@ -68,20 +74,37 @@ def test_evaluations_in_the_loop_and_every_log_reach_callbacks_and_trackers(
     assert losses[0] == losses[1]
 
 
+@dataclass(frozen=True)
+class Upload:
+    """What a call of `upload_folder` would have sent, read when it was called."""
+
+    said: dict[str, Any]
+    files: dict[str, bytes]
+
+
 class Hub:
-    """Takes what would be uploaded."""
+    """Takes what would be uploaded, in place of the hub's own client."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.created: list[str] = []
-        self.uploads: list[dict[str, Any]] = []
+        self.uploads: list[Upload] = []
+        monkeypatch.setattr(HfApi, "create_repo", self.create_repo)
+        monkeypatch.setattr(HfApi, "upload_folder", self.upload_folder)
+        # The card asks the hub what the base model is.
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
-    def create_repo(self, name: str, **kwargs: Any) -> Any:
-        self.created.append(name)
-        return SimpleNamespace(repo_id=f"someone/{name}")
+    def create_repo(self, repo_id: str, **said: Any) -> Any:
+        self.created.append(repo_id)
+        return SimpleNamespace(repo_id=f"someone/{repo_id}")
 
-    def upload_folder(self, **kwargs: Any) -> str:
-        self.uploads.append(kwargs)
-        return "done"
+    def upload_folder(self, *, folder_path: str, run_as_future: bool = False, **said: Any) -> Any:
+        folder = Path(folder_path)
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+        sent = filter_repo_objects(names, ignore_patterns=said.get("ignore_patterns"))
+        self.uploads.append(Upload({**said, "folder": folder}, {name: (folder / name).read_bytes() for name in sent}))
+        later: Future[str] = Future()
+        later.set_result("done")
+        return later if run_as_future else "done"
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
@@ -94,10 +117,7 @@ def test_push_to_hub_uploads_weights_tokenizer_and_a_model_card(
     adapter: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hub = Hub()
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
-    # The card asks the hub what the base model is.
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub = Hub(monkeypatch)
     arguments = {"peft_config": lora()} if adapter else {}
     fields = {**METHODS[method], "max_steps": 1}
     run = make(method, untied_dir, tmp_path / "mine", hf_engine, fields, reward_funcs=by_length, **arguments)
@@ -105,11 +125,45 @@ def test_push_to_hub_uploads_weights_tokenizer_and_a_model_card(
     assert run.push_to_hub(model_name="mine") == "done"
     assert hub.created == ["mine"]
     (upload,) = hub.uploads
-    assert upload["repo_id"] == "someone/mine"
-    folder = Path(upload["folder_path"])
+    assert upload.said["repo_id"] == "someone/mine"
+    folder = upload.said["folder"]
     assert "mine" in (folder / "README.md").read_text()
     assert AutoTokenizer.from_pretrained(folder).eos_token == "<|end|>"
     if adapter:
         assert (folder / "adapter_model.safetensors").exists()
     else:
         assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == run.model.num_parameters()
+
+
+@pytest.mark.parametrize("method", ["GRPO", "OnlineDPO"])
+def test_every_save_of_a_run_that_pushes_uploads_its_weights_and_a_checkpoint_to_go_on_from(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**SAVING[method], "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    hub = Hub(monkeypatch)
+    pushing = {"push_to_hub": True, "hub_model_id": "mine", "hub_strategy": "checkpoint"}
+    run = make(method, untied_dir, tmp_path / "run", hf_engine, fields | pushing)
+    run.train()
+    assert hub.created == ["mine"]
+    assert [upload.said["repo_id"] for upload in hub.uploads] == ["someone/mine"] * 4
+    assert ["path_in_repo" in upload.said for upload in hub.uploads] == [False, True, False, True]
+    weights = []
+    for step, model, checkpoint in zip((2, 4), hub.uploads[::2], hub.uploads[1::2], strict=True):
+        assert all(f"step {step}" in upload.said["commit_message"] for upload in (model, checkpoint))
+        folder = tmp_path / "run" / f"checkpoint-{step}"
+        # What lies there when the run is over is what was sent, nothing came too late.
+        assert checkpoint.files == {path.name: path.read_bytes() for path in folder.iterdir()}
+        assert {"trainer_state.json", "optimizer.pt", "receipt_head.txt"} <= checkpoint.files.keys()
+        assert {"config.json", "tokenizer.json", "receipt.jsonl"} <= model.files.keys()
+        assert model.files["model.safetensors"] == checkpoint.files["model.safetensors"]
+        weights.append(model.files["model.safetensors"])
+    assert weights[0] != weights[1]
+
+    fetched = tmp_path / "elsewhere" / "checkpoint-2"
+    fetched.mkdir(parents=True)
+    for name, content in hub.uploads[1].files.items():
+        (fetched / name).write_bytes(content)
+    again = make(method, untied_dir, fetched.parent, hf_engine, fields)
+    again.train(resume_from_checkpoint=str(fetched))
+    expected = parameters(run.model)
+    assert all(torch.equal(value, expected[name]) for name, value in parameters(again.model).items())

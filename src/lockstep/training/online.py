@@ -421,9 +421,10 @@ class OnlineTrainer(Trainer):
         self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
 
     def _save_whole(self, model: Any, trial: Any, folder: Path) -> None:
+        # Ours first: the base class ends a checkpoint, and may send it away at once.
         self._method_state.save(folder)
-        super()._save_checkpoint(model, trial)
         self.source.remember_receipt(folder)
+        super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
