@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -85,7 +86,9 @@ def test_a_function_of_ones_own_by_its_path(
     package = home / "tastes_of_mine"
     package.mkdir()
     (package / "letters.py").write_text(REWARD)
-    monkeypatch.syspath_prepend(home)
+    # As with an installed command, whose path does not hold the folder that it is started in.
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(home)
     name = f"{package / 'letters.py'}:first_letter" if ":" in form else "tastes_of_mine.letters.first_letter"
     step = train(home, untied_dir, name)
     given = json.loads((package / "letters.json").read_text())

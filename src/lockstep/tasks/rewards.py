@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ def _from_file(path: Path) -> Any:
 
 
 def _from_package(name: str) -> Any:
+    # As with TRL's commands. At the end, so that no folder here hides an installed package.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     try:
         return importlib.import_module(name)
     except (ImportError, SyntaxError) as error:
