@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -118,3 +119,18 @@ def test_words_without_effect_are_refused(
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert main(["grpo", *run, *words, "--dry_run"]) == 2
+
+
+@pytest.mark.parametrize("fields", [{}, LORA], ids=["full", "adapter"])
+def test_a_quantisation_that_a_file_describes_is_refused_with_the_words_that_ask_for_it(
+    home: Path, untied_dir: str, fields: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}
+    path = config(home, untied_dir, **{**GROUPS, **fields, "model_init_kwargs": described})
+    assert main(["grpo", "--config", path]) == 2
+    said = capsys.readouterr().err
+    assert "is a mapping" in said
+    assert "on the command line set use_peft and load_in_4bit" in said
+    # What it says to set is a config.
+    path = config(home, untied_dir, **{**GROUPS, **fields, "use_peft": True, "load_in_4bit": True})
+    assert main(["grpo", "--config", path, "--dry_run"]) == 0

@@ -298,6 +298,11 @@ def test_contradictions_about_quantisation_are_named_before_the_model_is_loaded(
         )
     with pytest.raises(InputError, match="give a peft_config"):
         GRPOTrainer(untied_dir, by_length, config, PROMPTS, engine=hf_engine)
+    described = GRPOConfig(
+        output_dir=str(tmp_path), bf16=False, model_init_kwargs={"quantization_config": FOUR_BITS.to_dict()}
+    )
+    with pytest.raises(InputError, match=r"is a mapping.* give the trainer quantization_config=BitsAndBytesConfig"):
+        GRPOTrainer(untied_dir, by_length, described, PROMPTS, peft_config=lora(), engine=hf_engine)
     plain = GRPOConfig(output_dir=str(tmp_path), bf16=False)
     model = AutoModelForCausalLM.from_pretrained(untied_dir)
     with pytest.raises(InputError, match="a model that is loaded here"):

@@ -7,6 +7,7 @@ values and the adapter's delta, in full precision: an engine never quantises ane
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ def check_quantization(config: Any, peft_config: Any) -> None:
     """
     if config is None:
         return
+    if isinstance(config, Mapping):
+        raise InputError(
+            f"quantization_config={dict(config)} is a mapping, which is not read: on the command line set use_peft and "
+            "load_in_4bit in its place; in Python give the trainer quantization_config=BitsAndBytesConfig(load_in_4bit=True) "
+            "beside a peft_config"
+        )
     if not getattr(config, "load_in_4bit", False):
         raise InputError(
             f"quantization_config is a {type(config).__name__} that does not load in 4 bits, which is not supported: "
