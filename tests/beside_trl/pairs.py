@@ -7,19 +7,21 @@ loss, metrics, optimizer. The one method of it that would sample is exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from conftest import start
 from datasets import Dataset
+from shifted_engine import ShiftedEngine
 from tiny import make_model, make_tokenizer
 from transformers import AutoTokenizer, Trainer, TrainerCallback
 
 import lockstep
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey
+from lockstep.engines.protocol import Completion, Engine
 
 # All of one length in tokens, as TRL's Online DPO attends to the padding of shorter ones (A3).
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
@@ -63,30 +65,14 @@ def rounder(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     return [None if sum(ids) % 5 == 0 else 0.01 * (sum(ids) % 11) for ids in completion_ids]
 
 
-# Less than what fp32's proofs pass (1e-4 nats in the mean), on one token in six.
-SHIFT = 3e-4
+def shifted_engine(model: str) -> Engine:
+    """The transformers engine in fp32, one token in six off by 3e-4, all of a completion to one side."""
 
+    def shift(answer: Completion, place: int) -> float:
+        total = sum(answer.token_ids)
+        return 0.0 if place % 6 != total % 6 else 3e-4 if total % 2 else -3e-4
 
-class ShiftedEngine:
-    """An engine of which one sampled token in six has a log-prob that is a little off, all of a completion to one side.
-
-    Without it trainer and engine agree to rounding here, and a correction would have nothing to correct.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def generate(self, requests: Sequence[GenerationRequest], on_answer: Any = None) -> dict[RequestKey, Completion]:
-        return {key: replace(found, logprobs=_shifted(found)) for key, found in self._engine.generate(requests).items()}
-
-
-def _shifted(completion: Completion) -> tuple[float, ...]:
-    total = sum(completion.token_ids)
-    shift, first = SHIFT if total % 2 else -SHIFT, total % 6
-    return tuple(logp + shift if i % 6 == first else logp for i, logp in enumerate(completion.logprobs))
+    return ShiftedEngine(start("transformers", model), shift)  # type: ignore[return-value]
 
 
 def talkative(folder: Path) -> str:

@@ -8,11 +8,9 @@ from typing import Any
 
 import peft
 import pytest
-from conftest import start
 from pairs import (
     PROMPTS,
     Played,
-    ShiftedEngine,
     assert_same_figures,
     assert_same_gradients,
     difference,
@@ -20,6 +18,7 @@ from pairs import (
     norm,
     ours,
     rounder,
+    shifted_engine,
     talkative,
     theirs,
 )
@@ -61,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def engine(model: str) -> Any:
-    return ShiftedEngine(start("transformers", model))
+    return shifted_engine(model)
 
 
 def both(model: str, folder: Path, engine: Engine, fields: dict[str, Any], **arguments: Any) -> tuple[Played, Played]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import peft
 import torch
 from conftest import start
 from datasets import Dataset
+from shifted_engine import ShiftedEngine
 from transformers import TrainerCallback
 
 import lockstep
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, OnAnswer, RequestKey
+from lockstep.engines.protocol import Completion, Engine
 from lockstep.training.online import OnlineTrainer
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
@@ -54,7 +55,7 @@ class Case:
 
 
 def correction(mode: str, low: float | None, high: float | None) -> dict[str, Any]:
-    """Fields of a correction; every bound lies among the weights that `Shifted` makes."""
+    """Fields of a correction; every bound lies among the weights that `shifted_engine` makes."""
     settings = {"mode": mode, "clip_min": low, "clip_max": high}
     return {f"vllm_importance_sampling_{name}": value for name, value in settings.items()}
 
@@ -150,37 +151,13 @@ CASES: dict[str, Case] = {
 }
 
 
-class Shifted:
-    """An engine whose log-probs are a little off, as those of one with other kernels are: corrections have something to correct.
-
-    By less than the proof allows, and by the same each time.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
-    ) -> dict[RequestKey, Completion]:
-        return {key: _off(answer) for key, answer in self._engine.generate(requests, on_answer).items()}
-
-
-def _off(answer: Completion) -> Completion:
-    return replace(
-        answer,
-        logprobs=tuple(
-            logp + 1e-4 * math.sin(1 + 3 * answer.key.sample + 5 * answer.token_ids[0] + 2 * place)
-            for place, logp in enumerate(answer.logprobs)
-        ),
-    )
-
-
 def shifted_engine(model: str) -> Engine:
-    """The transformers engine in fp32, `Shifted`."""
-    return Shifted(start("transformers", model))  # type: ignore[return-value]
+    """The transformers engine in fp32, every token a little off."""
+
+    def wave(answer: Completion, place: int) -> float:
+        return 1e-4 * math.sin(1 + 3 * answer.key.sample + 5 * answer.token_ids[0] + 2 * place)
+
+    return ShiftedEngine(start("transformers", model), wave)  # type: ignore[return-value]
 
 
 def make(

@@ -13,14 +13,20 @@ import torch
 from conftest import start
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
-from methods import GROUPS, PAIRS, PROMPTS, by_length, lora, make, parameters
+from methods import ALONE, GROUPS, PAIRS, PROMPTS, by_length, lora, make, parameters
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from lockstep.engines.protocol import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-METHODS: dict[str, dict[str, Any]] = {"RLOO": GROUPS, "OnlineDPO": PAIRS}
+METHODS: dict[str, dict[str, Any]] = {
+    "GRPO": GROUPS,
+    "RLOO": GROUPS,
+    "OnlineDPO": PAIRS,
+    "ReinforcePP": ALONE,
+    "PPO": ALONE,
+}
 SAVING: dict[str, dict[str, Any]] = {"GRPO": GROUPS, "OnlineDPO": PAIRS}
 
 
@@ -64,7 +70,7 @@ def test_evaluations_in_the_loop_and_every_log_reach_callbacks_and_trackers(
         assert [step for step, _ in heard.evaluations] == [2, 4]
     rewards = [r.reward for group in run.last_eval_groups for r in group.rollouts]
     assert own.evaluations[-1][1]["eval_reward"] == pytest.approx(sum(rewards) / len(rewards))
-    assert own.evaluations[-1][1]["eval_samples"] == 6
+    assert own.evaluations[-1][1]["eval_samples"] == len(rewards) == 3 * run.config.group_size
     name = "rewards/margins" if method == "OnlineDPO" else "clip_ratio/region_mean"
     assert name in own.logs[0][1]
     # Evaluating draws nothing from the training's numbers.
