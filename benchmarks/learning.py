@@ -5,7 +5,7 @@
 The task: the prompt names a letter, the completion should repeat it. A completion's reward is the share of its tokens that are the
 letter. Writes `runs/bench/learning.json` and draws `runs/bench/learning.svg`. (docs/methods.md)
 
-    make learning ARGS="--runs runs/rloo runs/online_dpo runs/scalerl"
+    make learning ARGS="--runs runs/rloo runs/online_dpo runs/scalerl runs/lora"
 
 draws what is in the directories of runs that `lockstep` has made, as `runs/bench/runs.json` and `runs.svg`.
 """
@@ -72,7 +72,9 @@ def train(methods: Sequence[str], steps: int) -> dict[str, list[float]]:
 
 
 def rewards_of(run: Path) -> list[float]:
-    """Mean reward of each step of a run, from its last checkpoint."""
+    """Mean reward of each log of a run, from its last checkpoint."""
+    if not list(run.glob("checkpoint-*")):
+        raise SystemExit(f"{run} holds no checkpoint; give the output_dir of a run")
     last = max(run.glob("checkpoint-*"), key=lambda checkpoint: int(checkpoint.name.rpartition("-")[2]))
     history = json.loads((last / "trainer_state.json").read_text())["log_history"]
     return [entry["reward"] for entry in history if "reward" in entry]

@@ -1,4 +1,4 @@
-"""GRPO as a whole beside TRL's own trainer: the same tokens give the same gradients and logged figures, at every setting."""
+"""GRPO as a whole beside TRL's own trainer: the same tokens give the same gradients, losses and logged figures."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
+from methods import PROMPTS, lora
 from pairs import (
-    PROMPTS,
     Played,
     assert_same_figures,
     assert_same_gradients,
-    difference,
+    both,
+    distance,
     longer,
     norm,
     ours,
@@ -63,18 +63,15 @@ def engine(model: str) -> Any:
     return shifted_engine(model)
 
 
-def both(model: str, folder: Path, engine: Engine, fields: dict[str, Any], **arguments: Any) -> tuple[Played, Played]:
-    fields = {**GROUPS, **fields}
-    mine, sampled = ours("GRPO", model, folder / "ours", engine, fields, **arguments)
-    other = theirs("GRPO", model, folder / "theirs", sampled, fields, **arguments)
-    assert len(mine.gradients) == len(other.gradients) == fields.get("max_steps", 2)
-    return mine, other
+def grpo(model: str, folder: Path, engine: Engine, fields: dict[str, Any], **arguments: Any) -> tuple[Played, Played]:
+    return both("GRPO", model, folder, engine, {**GROUPS, **fields}, **arguments)
 
 
 def settings() -> list[Any]:
-    """Losses, levels and corrections, each with each, scales in turn. Of a fifth that is not long, every one is a part."""
+    """Losses, levels and corrections, each with each that TRL takes, scales in turn. Every one is in the fifth that is not long."""
     found = []
-    for number, (loss, level, mode) in enumerate(product(LOSSES, LEVELS, MODES)):
+    taken = [s for s in product(LOSSES, LEVELS, MODES) if not (s[0] == "vespo" and (s[2] or "").startswith("sequence"))]
+    for number, (loss, level, mode) in enumerate(taken):
         marks = [pytest.mark.long] if (number + number // 5) % 5 else []
         found.append(pytest.param(loss, level, SCALES[(number + number // 3) % 3], mode, marks=marks))
     return found
@@ -96,7 +93,7 @@ def test_gradients_loss_and_figures_are_trls(
     fields |= (
         {"vllm_importance_sampling_mode": mode, **bounds} if mode else {"vllm_importance_sampling_correction": False}
     )
-    mine, other = both(model, tmp_path, engine, fields)
+    mine, other = grpo(model, tmp_path, engine, fields)
     assert_same_gradients(mine, other)
     assert_same_figures(mine, other, but=RATIOS, at_least=ALWAYS | LOGGED.get(loss, CLIPS) | {"kl"})
     # In every mode, and where nothing is corrected: raw.
@@ -107,7 +104,7 @@ def test_gradients_loss_and_figures_are_trls(
 def test_the_settings_above_clip_and_correct(model: str, tmp_path: Path, engine: Engine) -> None:
     """Were nothing clipped or corrected, they would agree about nothing."""
     base = {"epsilon": 0.01, "epsilon_high": 0.012}
-    plain, _ = both(model, tmp_path / "plain", engine, base)
+    plain, _ = grpo(model, tmp_path / "plain", engine, base)
     figures = plain.logs[1]
     assert min(figures["clip_ratio/low_mean"], figures["clip_ratio/high_mean"]) > 0.05
     bounds = {"vllm_importance_sampling_clip_min": 0.9998, "vllm_importance_sampling_clip_max": 1.0002}
@@ -115,10 +112,19 @@ def test_the_settings_above_clip_and_correct(model: str, tmp_path: Path, engine:
         fields = {**base, **bounds, "vllm_importance_sampling_mode": mode}
         corrected, _ = ours("GRPO", model, tmp_path / str(mode), engine, {**GROUPS, **fields})
         gradient = plain.gradients[0]
-        assert difference(corrected.gradients[0], gradient) > 3e-5 * norm(gradient.values()), mode
+        assert distance(corrected.gradients[0], gradient) > 3e-5 * norm(gradient.values()), mode
+
+
+def truncation(level: str, low: float | None, high: float | None) -> dict[str, Any]:
+    """Bounds far from 1: every weight is one of them."""
+    fields = {"mode": f"{level}_truncate", "clip_min": low, "clip_max": high}
+    return {f"vllm_importance_sampling_{name}": value for name, value in fields.items()}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "tokens' weights cut": truncation("token", None, 0.8),
+    "completions' weights raised": truncation("sequence", 1.3, None) | {"loss_type": "grpo"},
+    "temperature": {"temperature": 0.7, "beta": 0.04},
     "one pass": {"num_iterations": 1},
     "plain KL": {"beta": 0.04, "use_bias_correction_kl": False},
     "dual clip": {"delta": 1.005, "epsilon": 0.01, "epsilon_high": 0.5},
@@ -140,9 +146,25 @@ MORE = {name: {"policy_loss", "entropy_coef"} for name, fields in OPTIONS.items(
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_is_trls(model: str, tmp_path: Path, engine: Engine, option: str) -> None:
-    mine, other = both(model, tmp_path, engine, OPTIONS[option])
+    fields = OPTIONS[option]
+    mine, other = grpo(model, tmp_path, engine, fields)
     assert_same_gradients(mine, other)
-    assert_same_figures(mine, other, but=frozenset(), at_least=ALWAYS | CLIPS | MORE.get(option, set()))
+    if option not in ("one pass", "adaptive bonus, at rest"):
+        plain, _ = ours("GRPO", model, tmp_path / "plain", engine, {**GROUPS, "max_steps": len(mine.gradients)})
+        moved = [distance(a, b) / norm(b.values()) for a, b in zip(mine.gradients, plain.gradients, strict=True)]
+        assert max(moved) > 1e-3
+    cut = RATIOS if "weights" in option else frozenset[str]()
+    assert_same_figures(mine, other, but=cut, at_least=ALWAYS | CLIPS | MORE.get(option, set()))
+
+
+def test_trl_refuses_vespo_with_the_corrections_of_whole_completions(
+    model: str, tmp_path: Path, engine: Engine
+) -> None:
+    """Ours takes them: `test_methods.py` has their padded reference."""
+    fields = {**GROUPS, "loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}
+    _, sampled = ours("GRPO", model, tmp_path / "ours", engine, fields)
+    with pytest.raises(ValueError, match="VESPO loss requires"):
+        theirs("GRPO", model, tmp_path / "theirs", sampled, {**fields, "use_vllm": True})
 
 
 def test_the_sum_of_several_rewards_is_trls_and_so_are_their_figures(
@@ -150,7 +172,7 @@ def test_the_sum_of_several_rewards_is_trls_and_so_are_their_figures(
 ) -> None:
     for scale in ("group", "batch"):
         fields = {"reward_weights": [0.2, 30.0], "scale_rewards": scale}
-        mine, other = both(model, tmp_path / scale, engine, fields, reward_funcs=[longer, rounder])
+        mine, other = grpo(model, tmp_path / scale, engine, fields, reward_funcs=[longer, rounder])
         assert_same_gradients(mine, other)
         assert_same_figures(
             mine, other, but=frozenset(), at_least=ALWAYS | {"rewards/rounder/mean", "rewards/rounder/std"}
@@ -159,7 +181,7 @@ def test_the_sum_of_several_rewards_is_trls_and_so_are_their_figures(
 
 def test_gdpo_is_trls(model: str, tmp_path: Path, engine: Engine) -> None:
     fields = {"reward_weights": [0.7, 0.3], "multi_objective_aggregation": "normalize_then_sum"}
-    mine, other = both(model, tmp_path, engine, fields, reward_funcs=[longer, rounder])
+    mine, other = grpo(model, tmp_path, engine, fields, reward_funcs=[longer, rounder])
     assert_same_gradients(mine, other)
     assert_same_figures(mine, other, but=frozenset(), at_least=ALWAYS | {"rewards/rounder/mean", "rewards/rounder/std"})
 
@@ -167,8 +189,7 @@ def test_gdpo_is_trls(model: str, tmp_path: Path, engine: Engine) -> None:
 def test_an_adapters_gradients_are_trls_and_its_reference_is_the_model_without_it(
     model: str, tmp_path: Path, engine: Engine
 ) -> None:
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
-    mine, other = both(model, tmp_path, engine, {"beta": 0.3, "learning_rate": 0.1}, peft_config=lora)
+    mine, other = grpo(model, tmp_path, engine, {"beta": 0.3, "learning_rate": 0.1}, peft_config=lora())
     assert all("lora_" in name for name in mine.gradients[0])
     assert mine.logs[1]["kl"] > 1e-3
     assert_same_gradients(mine, other)
@@ -178,7 +199,7 @@ def test_an_adapters_gradients_are_trls_and_its_reference_is_the_model_without_i
 def test_accumulated_gradients_are_trls_and_only_trls_figures_are_means_of_micro_batches(
     model: str, tmp_path: Path, engine: Engine
 ) -> None:
-    mine, other = both(model, tmp_path, engine, {"gradient_accumulation_steps": 2})
+    mine, other = grpo(model, tmp_path, engine, {"gradient_accumulation_steps": 2})
     assert_same_gradients(mine, other)
     means = frozenset({"entropy", "clip_ratio/"})
     assert_same_figures(mine, other, but=means, at_least=ALWAYS - {"entropy"})
@@ -189,7 +210,7 @@ def test_masked_completions_teach_nothing_in_both_and_only_trl_leaves_them_out_o
     model: str, tmp_path: Path, engine: Engine
 ) -> None:
     fields = {"mask_truncated_completions": True, "beta": 0.04, "entropy_coef": 0.02}
-    mine, other = both(model, tmp_path, engine, fields)
+    mine, other = grpo(model, tmp_path, engine, fields)
     assert 0 < mine.logs[0]["completions/clipped_ratio"] < 1
     assert_same_gradients(mine, other)
     # Ours are over every sampled token, since every one of them is verified.
@@ -208,16 +229,17 @@ def test_completions_without_an_advantage_are_in_trls_clip_ratios_and_not_in_our
         return [0.5 if p == first else value for p, value in zip(prompts, longer(completion_ids), strict=True)]
 
     fields = {"epsilon": 0.01, "epsilon_high": 0.012}
-    mine, other = both(model, tmp_path, engine, fields, reward_funcs=same_in_one_group)
+    mine, other = grpo(model, tmp_path, engine, fields, reward_funcs=same_in_one_group)
     assert mine.logs[0]["frac_reward_zero_std"] == 0.5
     assert_same_gradients(mine, other)
     assert_same_figures(mine, other, but=frozenset({"clip_ratio/"}), at_least={"loss", "entropy", "reward"})
     assert mine.logs[1]["clip_ratio/region_mean"] > 1.1 * other.logs[1]["clip_ratio/region_mean"] > 0
 
 
+@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
 @pytest.mark.parametrize("conversational", [False, True])
 def test_a_reward_function_is_given_what_trl_gives_it(
-    model: str, tmp_path: Path, engine: Engine, conversational: bool
+    model: str, tmp_path: Path, engine: Engine, conversational: bool, method: str
 ) -> None:
     seen: list[dict[str, Any]] = []
 
@@ -228,7 +250,9 @@ def test_a_reward_function_is_given_what_trl_gives_it(
     prompts = PROMPTS["prompt"]
     texts = [[{"role": "user", "content": text}] for text in prompts] if conversational else list(prompts)
     data = PROMPTS.from_dict({"prompt": texts, "answer": [len(t) for t in prompts], "hint": [f"h{t}" for t in prompts]})
-    mine, other = both(model, tmp_path, engine, {"max_steps": 1}, reward_funcs=watching, train_dataset=data)
+    fields = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "max_steps": 1}
+    fields |= {"beta": 0.0, **(TOKENS if method == "GRPO" else {})}
+    mine, other = both(method, model, tmp_path, engine, fields, reward_funcs=watching, train_dataset=data)
     assert_same_gradients(mine, other)
     first, second = seen
     assert first.keys() == second.keys()

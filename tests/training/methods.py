@@ -56,5 +56,7 @@ def reference_of(run: OnlineTrainer) -> Any:
 
 def logs(run: OnlineTrainer) -> list[dict[str, Any]]:
     """What was logged of each step, but for the times."""
-    timeless = [{k: v for k, v in log.items() if not k.startswith("time/")} for log in run.state.log_history]
+    timeless = [
+        {k: v for k, v in log.items() if not k.startswith(("time/", "step_time"))} for log in run.state.log_history
+    ]
     return [log for log in timeless if "loss" in log]

@@ -31,7 +31,7 @@ def engine(untied_dir: str) -> Engine:
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_collections() -> Iterator[None]:
-    """Every run ends by collecting garbage, among all that the libraries have made: as long as everything else it does."""
+    """Every run ends by collecting garbage, among all that the libraries have made, which takes as long as all the rest."""
     gc.freeze()
     yield
     gc.unfreeze()

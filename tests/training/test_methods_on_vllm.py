@@ -17,7 +17,10 @@ from lockstep.engines.vllm_inprocess import VLLMInProcess
 from lockstep.parity.canary import sing
 from lockstep.parity.module_probe import ModuleProbe
 from lockstep.parity.rescoring import Precision
+from lockstep.rollouts.group import RolloutGroup
 from lockstep.sync.adapters import weights_of
+from lockstep.training.online_dpo import OnlineDPOObjective
+from lockstep.training.packing import TrainingSequence
 
 pytestmark = VLLM
 LIMIT = 1e-3
@@ -97,3 +100,32 @@ def test_two_steps_are_proven_to_the_last_token_and_leave_what_was_learned_in_vl
     wrong, gap = differing(vllm, initial)
     assert {f"{n}.weight" for n, m in initial.named_modules() if isinstance(m, torch.nn.Linear)} & moved <= wrong
     assert gap > 10 * LIMIT
+
+
+def test_online_dpos_pairs_are_those_of_a_prompt_with_vllm_too(
+    untied_dir: str, tmp_path: Path, vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned: list[tuple[list[RolloutGroup], list[TrainingSequence]]] = []
+    advise = OnlineDPOObjective.advise
+
+    def watched(objective: Any, groups: Any, sequences: Any) -> Any:
+        found = advise(objective, groups, sequences)
+        learned.append((list(groups), found))
+        return found
+
+    monkeypatch.setattr(OnlineDPOObjective, "advise", watched)
+    make("OnlineDPO", untied_dir, tmp_path, vllm, {**PAIRS, "per_device_train_batch_size": 4, "max_steps": 2}).train()
+    assert len(learned) == 2
+    signs = []
+    for groups, sequences in learned:
+        by_name = {s.name: s for s in sequences}
+        assert len(by_name) == 2 * len(groups) == 8
+        for group in groups:
+            pair = [by_name[str(r.completion.key)] for r in group.rollouts]
+            assert {(s.prompt_ids, s.unit) for s in pair} == {(group.prompt.ids, group.prompt.prompt_id)}
+            assert [s.completion_ids for s in pair] == [r.completion.token_ids for r in group.rollouts]
+            gain = group.rollouts[0].reward - group.rollouts[1].reward
+            assert [s.advantages[0] for s in pair] == [(gain > 0) - (gain < 0), (gain < 0) - (gain > 0)]
+            signs.append(pair[0].advantages[0])
+    # Not the first one always, nor the second.
+    assert {1.0, -1.0} <= set(signs)

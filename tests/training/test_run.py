@@ -100,7 +100,7 @@ def whole_lines(path: Path) -> list[str]:
 
 def curve(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "step_time"))} for line in lines]
 
 
 @pytest.fixture(scope="module")

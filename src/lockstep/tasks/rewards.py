@@ -64,7 +64,7 @@ def _from_file(path: Path) -> Any:
 
 
 def _from_package(name: str) -> Any:
-    # As with TRL's commands. At the end, so that no folder here hides an installed package.
+    # TRL's commands look there first. Here it comes last, so that no folder here hides an installed package.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:

@@ -24,6 +24,7 @@ from lockstep.algorithms.policy_loss import (
 )
 from lockstep.algorithms.sequence_loss import vespo_loss
 from lockstep.rollouts.group import RolloutGroup
+from lockstep.training.entropy_bonus import EntropyBonus
 from lockstep.training.grpo_config import GRPOConfig
 from lockstep.training.objective import Entropies, Objective, TokenBatch, advised, note_clipping
 from lockstep.training.online import OnlineTrainer
@@ -38,10 +39,8 @@ class GRPOObjective(Objective[GRPOConfig]):
 
     def __init__(self, config: GRPOConfig) -> None:
         super().__init__(config)
-        self.entropy_gradient = config.entropy_coef != 0.0 or config.use_adaptive_entropy
-        self._entropy_coef = config.entropy_coef
-        self._last_entropy = float("inf")
-        self._bonus_tokens = 0
+        self._bonus = EntropyBonus(config)
+        self.entropy_gradient = self._bonus.used
 
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
         config = self.config
@@ -70,9 +69,7 @@ class GRPOObjective(Objective[GRPOConfig]):
             parts = high_entropy_mask(flat, share).split([len(s.completion_ids) for s in learned])
             masks = {s.name: tuple(part.tolist()) for s, part in zip(learned, parts, strict=True)}
             found = [replace(s, kept=masks.get(s.name, (False,) * len(s.completion_ids))) for s in sequences]
-        self._bonus_tokens = sum(
-            sum(s.kept) if s.kept is not None else len(s.completion_ids) for s in found if s.weight != 0.0
-        )
+        self._bonus.begin_step(found)
         return found
 
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
@@ -103,7 +100,7 @@ class GRPOObjective(Objective[GRPOConfig]):
         total = (loss * batch.weights).sum()
         if self.entropy_gradient:
             tally.mean("_policy_loss", float(total.detach()), 0)
-            total = total - self._bonus(batch, kept, tally)
+            total = total - self._bonus.share(batch.entropies, kept, tally)
         return total
 
     def _policy_loss(
@@ -135,34 +132,16 @@ class GRPOObjective(Objective[GRPOConfig]):
         tally.mean("vespo/phi_seq_mean", phi)
         return token
 
-    def _bonus(self, batch: TokenBatch, kept: torch.Tensor, tally: Tally) -> torch.Tensor:
-        """The pack's share of coefficient × mean entropy of the step's tokens."""
-        entropies = batch.entropies * kept
-        tally.mean("_bonus", float(entropies.detach().sum()), int(kept.sum()))
-        low = self._last_entropy <= self.config.entropy_target
-        coefficient = self._entropy_coef if low or not self.config.use_adaptive_entropy else 0.0
-        return coefficient * entropies.sum() / max(self._bonus_tokens, 1)
-
     def finish_step(self, tally: Tally) -> dict[str, float]:
-        if not self.entropy_gradient:
+        if not self._bonus.used:
             return {}
-        config, found = self.config, {"policy_loss": tally.total("_policy_loss")}
-        tokens = tally.count("_bonus")
-        if config.use_adaptive_entropy and tokens:
-            self._last_entropy = tally.total("_bonus") / tokens
-            up = self._last_entropy <= config.entropy_target
-            moved = self._entropy_coef + (config.entropy_coef_delta if up else -config.entropy_coef_delta)
-            self._entropy_coef = min(max(moved, config.entropy_coef_min), config.entropy_coef_max)
-        return found | {"entropy_coef": self._entropy_coef}
+        return {"policy_loss": tally.total("_policy_loss"), "entropy_coef": self._bonus.finish_step(tally)}
 
     def state(self) -> dict[str, Any]:
-        if not self.config.use_adaptive_entropy:
-            return {}
-        return {"entropy_coef": self._entropy_coef, "last_entropy": self._last_entropy}
+        return self._bonus.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self._entropy_coef = state.get("entropy_coef", self._entropy_coef)
-        self._last_entropy = state.get("last_entropy", self._last_entropy)
+        self._bonus.load_state(state)
 
 
 class GRPOTrainer(OnlineTrainer):

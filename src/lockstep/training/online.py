@@ -398,7 +398,10 @@ class OnlineTrainer(Trainer):
             if self.source.losses:
                 logs["engine/losses"] = self.source.losses
             logs["num_tokens"] = self.state.num_input_tokens_seen
-            logs |= {f"time/{name}": seconds for name, seconds in self.clock.take().items()}
+            seconds = self.clock.take()
+            logs |= {f"time/{name}": value for name, value in seconds.items()}
+            # TRL's name for the mean of a step.
+            logs["step_time"] = seconds["step"] / max(len(self._logged.get("parity/checked_tokens", ())), 1)
             self._logged.clear()
             if self.is_world_process_zero():
                 show_generation(self._generation, self.config, self.state.global_step)
@@ -421,7 +424,7 @@ class OnlineTrainer(Trainer):
         self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
 
     def _save_whole(self, model: Any, trial: Any, folder: Path) -> None:
-        # Ours first: the base class ends a checkpoint, and may send it away at once.
+        # Ours first: the base class completes a checkpoint, and may send it away at once.
         self._method_state.save(folder)
         self.source.remember_receipt(folder)
         super()._save_checkpoint(model, trial)
