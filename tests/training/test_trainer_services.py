@@ -72,6 +72,7 @@ def test_evaluations_in_the_loop_and_every_log_reach_callbacks_and_trackers(
     assert own.evaluations[-1][1]["eval_reward"] == pytest.approx(sum(rewards) / len(rewards))
     assert own.evaluations[-1][1]["eval_samples"] == len(rewards) == 3 * run.config.group_size
     name = "rewards/margins" if method == "OnlineDPO" else "clip_ratio/region_mean"
+    assert name in own.logs[0][1]
     ratios = {f"sampling/importance_sampling_ratio/{kind}" for kind in ("mean", "min", "max")}
     always = {"sampling/effective_sample_size", *ratios}
     assert all(always <= log.keys() for _, log in own.logs if "loss" in log)
