@@ -1,4 +1,4 @@
-"""Online DPO's scripts on real servers: TRL's of issue 6228 with its import changed, and our example. Pairs are pairs."""
+"""Online DPO's scripts on real servers: TRL's of pull request 6228 with its import changed, and our example. Pairs are pairs."""
 
 from __future__ import annotations
 
