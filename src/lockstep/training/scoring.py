@@ -16,6 +16,7 @@ from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model
 from lockstep.models.policy import fp32_head_product
 from lockstep.training.packing import Pack
+from lockstep.training.recomputation import products_kept
 from lockstep.training.token_logps import token_logps
 from lockstep.training.tree_attention import TREE
 
@@ -96,10 +97,12 @@ def score_pack(
     # Plain rows count their own positions.
     branching: dict[str, Any] = {} if pack.attention_mask.ndim == 2 else {"position_ids": pack.position_ids}
     if config._attn_implementation == TREE and pack.tree is not None:
-        branching["tree"] = pack.tree
-    hidden = inner.base_model(
-        input_ids=pack.input_ids, attention_mask=pack.attention_mask, use_cache=False, **branching
-    ).last_hidden_state.flatten(0, 1)
+        on_cpu = pack.input_ids.device.type == "cpu"
+        branching["tree"] = pack.tree.added(torch.promote_types(inner.dtype, torch.float32)) if on_cpu else pack.tree
+    with products_kept(inner):
+        hidden = inner.base_model(
+            input_ids=pack.input_ids, attention_mask=pack.attention_mask, use_cache=False, **branching
+        ).last_hidden_state.flatten(0, 1)
     # Tokens of equal branches share a predictor: each is put through the head once for all of them.
     rows, place = torch.unique(pack.predictors, return_inverse=True)
     selected = hidden[rows]

@@ -37,7 +37,7 @@ class Block:
     Attributes:
         start, end: the rows.
         pieces: indexes of the pieces of columns that they attend to.
-        mask: (1, 1, end − start, columns) bool, True where a row sees a column.
+        mask: (1, 1, end − start, columns) bool, True where a row sees a column; or what is added to the scores in its place.
     """
 
     start: int
@@ -61,6 +61,14 @@ class TreePlan:
     def to(self, device: torch.device) -> TreePlan:
         """The same plan on another device."""
         return TreePlan(self.sizes, tuple(replace(block, mask=block.mask.to(device)) for block in self.blocks))
+
+    def added(self, dtype: torch.dtype) -> TreePlan:
+        """The same plan with masks that are added to scores of this dtype, which attention makes of others in every layer."""
+        blocks = []
+        for block in self.blocks:
+            mask = torch.zeros_like(block.mask, dtype=dtype).masked_fill_(~block.mask, -torch.inf)
+            blocks.append(replace(block, mask=mask))
+        return TreePlan(self.sizes, tuple(blocks))
 
 
 def plan_attention(mask: torch.Tensor) -> TreePlan | None:
