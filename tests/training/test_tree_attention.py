@@ -54,13 +54,14 @@ def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) ->
     parts = [torch.randn(1, heads, size, 8, dtype=torch.float64, generator=generator) for heads in (6, 2, 2)]
     of = torch.randn(1, size, 6, 8, dtype=torch.float64, generator=generator)
     results = []
-    for tree in (None, plan):
+    for tree in (None, plan, plan.added(torch.float64)):
         own = [part.clone().requires_grad_() for part in parts]
         out, _ = tree_attention_forward(Layer(), *own, mask[None, None], tree=tree, scaling=0.3)
         out.backward(of)
         results.append([out.detach(), *(part.grad for part in own)])
-    for dense, cut in zip(*results, strict=True):
+    for dense, cut, added in zip(*results, strict=True):
         torch.testing.assert_close(cut, dense, rtol=1e-10, atol=1e-12)
+        assert torch.equal(added, cut)
 
 
 def test_under_autocast_a_cpu_attends_in_float32() -> None:

@@ -7,18 +7,19 @@ to the bit. On a CPU only: what it would cost on a GPU is not measured, and ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 _ATEN = torch.ops.aten
-_KEPT = [
+_PRODUCTS = {
     _ATEN.mm.default,
     _ATEN.addmm.default,
     _ATEN.bmm.default,
@@ -26,7 +27,11 @@ _KEPT = [
     _ATEN._grouped_mm.default,
     _ATEN.convolution.default,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-]
+}
+# Products over fewer columns, such as an adapter's second, are themselves cheap, and large.
+_THIN = 64
+# By these names transformers finds out whether and how a layer is checkpointed.
+_NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 
 @contextmanager
@@ -45,17 +50,16 @@ def products_kept(model: PreTrainedModel) -> Iterator[None]:
         and model.supports_gradient_checkpointing
         and not model.is_gradient_checkpointing
     )
-    layers: list[Any] = list(_outermost(model)) if wanted else []
-    before = [dict(vars(layer)) for layer in layers]
-    for layer in layers:
-        layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _checkpointed
+    before = [(layer, {n: v for n, v in vars(layer).items() if n in _NAMES}) for layer in _outermost(model) if wanted]
+    for layer, _ in before:
+        vars(layer).update(zip(_NAMES, (True, partial(_run, layer)), strict=True))
     try:
         yield
     finally:
-        for layer, old in zip(layers, before, strict=True):
-            for name in ("gradient_checkpointing", "_gradient_checkpointing_func"):
-                vars(layer).pop(name)
-                vars(layer).update({name: old[name]} if name in old else {})
+        for layer, own in before:
+            for name in _NAMES:
+                del vars(layer)[name]
+            vars(layer).update(own)
 
 
 def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -67,7 +71,42 @@ def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from _outermost(child)
 
 
-# Under the name and with the arguments that transformers calls its own by.
-_checkpointed = partial(
-    checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, _KEPT)
-)
+# Layers that change a product in place: what is kept of it would not be what it was.
+_CHANGING: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def _run(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+    if layer not in _CHANGING:
+        kept = _Kept()
+        contexts = partial(create_selective_checkpoint_contexts, kept.policy)
+        result = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
+        if not kept.changed:
+            return result
+        _CHANGING.add(layer)
+    return forward(*args)
+
+
+class _Kept:
+    """What to keep of a layer's forward, and whether any of it was changed."""
+
+    def __init__(self) -> None:
+        self.changed = False
+        self._storages: set[int] = set()
+
+    def policy(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in _PRODUCTS and not _is_thin(operation, args):
+            # Some releases of PyTorch ask again as they compute again, when there is no result yet.
+            if not context.is_recompute:
+                result = context.op_output
+                first = result[0] if isinstance(result, tuple) else result
+                self._storages.add(first.untyped_storage().data_ptr())
+            return CheckpointPolicy.MUST_SAVE
+        if operation._schema.is_mutable:
+            written = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            self.changed |= any(value.untyped_storage().data_ptr() in self._storages for value in written)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_thin(operation: Any, args: tuple[Any, ...]) -> bool:
+    factor = {_ATEN.mm.default: 0, _ATEN.addmm.default: 1}.get(operation)
+    return factor is not None and args[factor].shape[-1] < _THIN

@@ -1,0 +1,192 @@
+"""Layers that keep their products alone: the same gradients to the bit, in less memory, no product computed twice, no trace left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from blocks import small_blocks
+from test_plain_rows import stateful
+from tiny import make_model
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+
+from lockstep.models.adapters import causal_model
+from lockstep.training import recomputation, scoring
+from lockstep.training.packing import Pack, TrainingSequence, pack_rows, pack_sequences
+from lockstep.training.recomputation import products_kept
+from lockstep.training.scoring import score_pack
+from lockstep.training.tree_attention import adopt_tree_attention
+
+ATEN = torch.ops.aten
+Build = Callable[[], PreTrainedModel]
+
+
+def experts() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=384, num_key_value_heads=1, num_local_experts=4, initializer_range=0.3, **sizes)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def adapted() -> Any:
+    return peft.get_peft_model(
+        make_model("llama"), peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    )
+
+
+class Halved(torch.nn.Linear):
+    """Changes its own product in place."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).mul_(0.5)
+
+
+def changing() -> PreTrainedModel:
+    model = make_model("llama")
+    up = model.model.layers[1].mlp.up_proj
+    up.__class__ = Halved
+    return model
+
+
+MODELS: dict[str, Build] = {
+    "llama": lambda: make_model("llama"),
+    "qwen2": lambda: make_model("qwen2"),
+    "mistral": lambda: make_model("mistral"),
+    "experts": experts,
+    "without attention": stateful,
+    "adapted": adapted,
+    "changes a product": changing,
+}
+
+
+def pack_for(model: PreTrainedModel) -> Pack:
+    sequences = [
+        TrainingSequence(f"a#{i}", tuple(range(4, 44)), tuple(range(50 + 9 * i, 62 + 9 * i)), (0.0,) * 12)
+        for i in range(5)
+    ]
+    with small_blocks():
+        cut = pack_rows if getattr(causal_model(model), "_is_stateful", False) else pack_sequences
+        (pack,) = cut(sequences, 1000)
+    return pack
+
+
+def forward(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
+    logps = score_pack(model, pack, 1.0, 512).logps
+    return (logps * torch.linspace(-1, 1, len(logps))).sum()
+
+
+def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards leave everything."""
+    monkeypatch.setattr(recomputation, "_outermost", lambda model: iter(()))
+
+
+def prepared(build: Build) -> tuple[PreTrainedModel, Pack]:
+    model = build().train()
+    adopt_tree_attention(causal_model(model))
+    return model, pack_for(model)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16 autocast"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_are_the_same_to_the_bit(kind: str, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pack = prepared(MODELS[kind])
+    results = []
+    for lean in (True, True, False):
+        if not lean:
+            plainly(monkeypatch)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = forward(model, pack)
+        loss.backward()
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        results.append({"loss": loss.detach(), **found})
+    first, again, plain = results
+    assert plain.keys() == first.keys()
+    assert any(bool(value.any()) for name, value in plain.items() if name != "loss")
+    for name, value in plain.items():
+        assert torch.equal(first[name], value), name
+        assert torch.equal(again[name], value), name
+
+
+def left_bytes(model: PreTrainedModel, pack: Pack) -> int:
+    """Bytes that a forward leaves for its backward."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        loss = forward(model, pack)
+    assert loss.requires_grad
+    return sum(event.self_cpu_memory_usage for event in seen.key_averages())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "experts", "adapted"])
+def test_a_forward_leaves_much_less(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pack = prepared(MODELS[kind])
+    # So that it is the layers that count.
+    monkeypatch.setattr(scoring, "token_logps", lambda head, hidden, *a, **k: (hidden.sum(1), hidden.sum(1).detach()))
+    lean = left_bytes(model, pack)
+    plainly(monkeypatch)
+    assert 0 < lean < 0.6 * left_bytes(model, pack)
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_product_and_no_attention_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pack = prepared(MODELS["llama"])
+    counts = []
+    for lean in (True, False):
+        if not lean:
+            plainly(monkeypatch)
+        with Counting() as counting:
+            forward(model, pack).backward()
+        counts.append(counting.calls)
+    lean_calls, plain_calls = counts
+    for product in (ATEN.mm.default, ATEN._scaled_dot_product_flash_attention_for_cpu.default):
+        assert lean_calls[product] == plain_calls[product] > 0
+    assert lean_calls[ATEN.silu.default] == 2 * plain_calls[ATEN.silu.default] > 0
+
+
+def test_a_model_is_left_as_it_was() -> None:
+    model = make_model("llama").train()
+    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_disable()
+    model.model.layers[0].gradient_checkpointing = False
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(ZeroDivisionError), products_kept(model):
+        assert model.is_gradient_checkpointing
+        raise ZeroDivisionError
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
+def test_a_layer_within_a_layer_is_left_to_the_outer_one() -> None:
+    model = make_model("llama").train()
+    outer, outer.inner = model.model.layers
+    model.model.layers = model.model.layers[:1]
+    with products_kept(model):
+        assert (outer.gradient_checkpointing, outer.inner.gradient_checkpointing) == (True, False)
+
+
+def test_a_users_own_checkpointing_is_left_to_it() -> None:
+    model = make_model("llama").train()
+    model.gradient_checkpointing_enable()
+    chosen = model.model.layers[0]._gradient_checkpointing_func
+    with products_kept(model):
+        assert model.model.layers[0]._gradient_checkpointing_func is chosen
+    assert model.is_gradient_checkpointing
+
+
+def test_without_gradients_nothing_changes() -> None:
+    model = make_model("llama").train()
+    with torch.no_grad(), products_kept(model):
+        assert not model.is_gradient_checkpointing
