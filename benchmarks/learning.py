@@ -73,10 +73,12 @@ def train(methods: Sequence[str], steps: int) -> dict[str, list[float]]:
 
 def rewards_of(run: Path) -> list[float]:
     """Mean reward of each log of a run, from its last checkpoint."""
-    if not list(run.glob("checkpoint-*")):
+    from lockstep.training.checkpoints import TRAINER_STATE, last_checkpoint
+
+    last = last_checkpoint(run)
+    if last is None:
         raise SystemExit(f"{run} holds no checkpoint; give the output_dir of a run")
-    last = max(run.glob("checkpoint-*"), key=lambda checkpoint: int(checkpoint.name.rpartition("-")[2]))
-    history = json.loads((last / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((last / TRAINER_STATE).read_text())["log_history"]
     return [entry["reward"] for entry in history if "reward" in entry]
 
 
@@ -128,19 +130,19 @@ def curve(name: str, model: str, folder: Path, steps: int) -> list[float]:
     trainer_name, fields = METHODS[name]
     draw = random.Random(0)
     data = Dataset.from_dict({"prompt": [draw.choice(LETTERS) for _ in range(256)]})
-    common: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": steps,
-        "learning_rate": 2e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "bf16": False,
-        "use_vllm": False,
-        "disable_tqdm": True,
-    }
-    config = getattr(lockstep, f"{trainer_name}Config")(**{**common, **fields})
+    config = getattr(lockstep, f"{trainer_name}Config")(
+        output_dir=str(folder),
+        max_steps=steps,
+        learning_rate=2e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        bf16=False,
+        use_vllm=False,
+        disable_tqdm=True,
+        **fields,
+    )
     trainer = getattr(lockstep, f"{trainer_name}Trainer")(
         model=model, reward_funcs=repeats, args=config, train_dataset=data
     )

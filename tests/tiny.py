@@ -77,7 +77,12 @@ def make_model(
 
 def save_model(folder: Path, **kwargs: object) -> Path:
     """A model directory that transformers and vLLM load."""
-    make_model(**kwargs).save_pretrained(folder)  # type: ignore[arg-type]
+    return save(make_model(**kwargs), folder)  # type: ignore[arg-type]
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    """The same of a model that was made already."""
+    model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from accounts import Gradients
 from conftest import start
 from methods import PROMPTS
 from shifted_engine import ShiftedEngine
-from tiny import make_model, make_tokenizer
-from transformers import AutoTokenizer, Trainer, TrainerCallback
+from tiny import make_model, save
+from transformers import AutoTokenizer, Trainer
 
 import lockstep
 from lockstep.engines.protocol import Completion, Engine
@@ -36,6 +37,7 @@ COMMON: dict[str, Any] = {
     "max_grad_norm": 1e6,
     "model_init_kwargs": {"dtype": "float32"},
 }
+CLIPS = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
 # What float32 leaves of figures near zero: of a mean of log-probs, which are some 3 nats; of the largest of them, some 10 nats; of
 # a loss, whose parts of some 3 cancel out.
 MEANS, SINGLES, SUMS = 3e-6, 1e-5, 1e-5
@@ -83,9 +85,7 @@ def talkative(folder: Path) -> str:
     model = make_model()
     with torch.no_grad():
         model.lm_head.weight[model.config.eos_token_id] *= 1.5
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return str(save(model, folder))
 
 
 class Sampled:
@@ -112,19 +112,9 @@ class Sampled:
         return found
 
 
-class Gradients(TrainerCallback):
-    """Keeps what each optimizer step uses."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-
-
 def train(trainer: Trainer) -> Played:
     """Run a trainer to its end."""
-    kept, losses, step = Gradients(), [], trainer.training_step
+    kept, losses, step = Gradients(trainer), [], trainer.training_step
 
     def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
         loss: torch.Tensor = step(*args, **kwargs)
@@ -132,7 +122,6 @@ def train(trainer: Trainer) -> Played:
         return loss
 
     trainer.training_step = watched  # type: ignore[method-assign]
-    trainer.add_callback(kept)
     trainer.train()
     parts = trainer.args.gradient_accumulation_steps
     by_step = [sum(losses[i : i + parts]) for i in range(0, len(losses), parts)]
@@ -234,15 +223,15 @@ def norm(gradients: Iterable[torch.Tensor]) -> float:
     return sum(float(g.double().norm()) ** 2 for g in gradients) ** 0.5
 
 
-def assert_same_gradients(ours: Played, theirs: Played) -> None:
-    """As a whole to 1e-5, and each parameter's to 1e-4; losses to 1e-5.
+def assert_same_gradients(ours: Played, theirs: Played, *, within: float = 1e-5) -> None:
+    """As a whole to `within`, and each parameter's to 1e-4; losses to 1e-5.
 
     Where most of a step's gradient cancels out, a part of the largest step's counts as well: the same sums are rounded.
     """
     largest = max(norm(step.values()) for step in theirs.gradients)
     for step, (found, expected) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
         size = max(norm(expected.values()), CANCELS * largest)
-        assert distance(found, expected) <= 1e-5 * size, step
+        assert distance(found, expected) <= within * size, step
         for name, gradient in expected.items():
             assert norm([found[name] - gradient]) <= 1e-4 * (norm([gradient]) + 1e-2 * size), (name, step)
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5, abs=SUMS)

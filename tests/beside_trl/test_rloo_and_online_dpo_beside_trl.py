@@ -9,6 +9,7 @@ import pytest
 from conftest import start
 from methods import lora
 from pairs import (
+    CLIPS,
     MEANS,
     assert_same_figures,
     assert_same_gradients,
@@ -41,7 +42,6 @@ RLOO: dict[str, Any] = {
 # temperature 1, as TRL scores at that.
 PAIRS: dict[str, Any] = {"per_device_train_batch_size": 8, "max_new_tokens": 12, "max_length": 64, "temperature": 1.0}
 REWARDS = {"reward", "reward_std", "rewards/longer/mean", "rewards/longer/std", "completions/mean_length", "num_tokens"}
-CLIPS = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
 # The loss is logged to four places by TRL, and the rest counts padding there (docs/migrating-from-trl.md). What it takes a step on
 # is compared with the gradients.
 ROUNDED = frozenset({"loss"})

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from datasets import Dataset
+from methods import timeless
 
 from lockstep.cli.main import main
 
@@ -67,7 +68,7 @@ def config(home: Path, model: str, **fields: Any) -> str:
 
 def curve(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "step_time"))} for line in lines]
+    return [timeless(line) for line in lines]
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

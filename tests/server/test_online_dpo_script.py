@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import VLLM
 from servers import KEY, Server, is_free, serve
-from tiny import make_model, make_tokenizer
+from tiny import make_model, make_tokenizer, save
 from transformers import AutoModelForCausalLM
 
 import lockstep
@@ -115,7 +115,7 @@ def check_logs(trainer: OnlineDPOTrainer, recording: Recording, batch: int, deci
     assert [log["parity/checked_tokens"] for log in logs] == tokens
 
 
-def save(folder: Path, *, sure: bool) -> str:
+def saved(folder: Path, *, sure: bool) -> str:
     """A tiny model of a usual scale; a sure one says nothing but `a`, so that all of its completions are equal."""
     model = make_model(scale=0.05)
     if sure:
@@ -123,15 +123,13 @@ def save(folder: Path, *, sure: bool) -> str:
             model.get_input_embeddings().weight[:, 0] = 50.0
             head = model.get_output_embeddings().weight.zero_()
             head[make_tokenizer().convert_tokens_to_ids("a"), 0] = 10.0
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return str(save(model, folder))
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
-    return {"unsure": save(folder / "unsure", sure=False), "sure": save(folder / "sure", sure=True)}
+    return {"unsure": saved(folder / "unsure", sure=False), "sure": saved(folder / "sure", sure=True)}
 
 
 @pytest.fixture(scope="module")

@@ -8,29 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from conftest import start
-from datasets import Dataset
+from methods import PROMPTS, by_length, lora
 from shifted_engine import ShiftedEngine
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import lockstep
 from lockstep.engines.protocol import Completion, Engine
 from lockstep.training.online import OnlineTrainer
 
-PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 # What one optimizer step learns from: completions; with Online DPO, prompts.
 STEP = 8
 
 Reward = Callable[..., list[float]]
 # What each optimizer step of a run would use, by parameter.
 Steps = list[dict[str, torch.Tensor]]
-
-
-def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that differs within a group."""
-    return [float(len(ids) + ids[0] % 7) for ids in completion_ids]
 
 
 def by_last(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -55,7 +48,7 @@ class Case:
 
 
 def correction(mode: str, low: float | None, high: float | None) -> dict[str, Any]:
-    """Fields of a correction; every bound lies among the weights that `shifted_engine` makes."""
+    """Fields of a correction; here every bound lies among the weights that `shifted_engine` makes."""
     settings = {"mode": mode, "clip_min": low, "clip_max": high}
     return {f"vllm_importance_sampling_{name}": value for name, value in settings.items()}
 
@@ -188,16 +181,12 @@ def make(
         args=config,
         train_dataset=PROMPTS,
         eval_dataset=evaluation,
-        peft_config=_lora() if chosen.adapted else None,
+        peft_config=lora() if chosen.adapted else None,
         engine=engine,
     )
     if run.critic is not None:
         run.critic.double()
     return run
-
-
-def _lora() -> peft.LoraConfig:
-    return peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
 
 
 def norm_in_double(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -208,15 +197,16 @@ def norm_in_double(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
 class Gradients(TrainerCallback):
     """Keeps what each optimizer step would use, the critic's gradients too."""
 
-    def __init__(self, trainer: OnlineTrainer) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.steps: Steps = []
         trainer.add_callback(self)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         named = {name: p for name, p in self._trainer.model.named_parameters() if p.requires_grad}
-        if self._trainer.critic is not None:
-            named |= {f"critic.{name}": p for name, p in self._trainer.critic.named_parameters()}
+        # TRL's trainers have none.
+        if (critic := getattr(self._trainer, "critic", None)) is not None:
+            named |= {f"critic.{name}": p for name, p in critic.named_parameters()}
         self.steps.append({name: p.grad.clone() for name, p in named.items()})
 
 

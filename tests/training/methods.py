@@ -18,6 +18,14 @@ PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]}
 GROUPS: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 6}
 ALONE = {**GROUPS, "num_generations": 1}
 PAIRS: dict[str, Any] = {"per_device_train_batch_size": 2, "max_new_tokens": 6, "max_length": 100}
+# The fields of a small run, by method.
+FIELDS: dict[str, dict[str, Any]] = {
+    "GRPO": GROUPS,
+    "RLOO": GROUPS,
+    "OnlineDPO": PAIRS,
+    "ReinforcePP": ALONE,
+    "PPO": ALONE,
+}
 
 
 def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -56,7 +64,9 @@ def reference_of(run: OnlineTrainer) -> Any:
 
 def logs(run: OnlineTrainer) -> list[dict[str, Any]]:
     """What was logged of each step, but for the times."""
-    timeless = [
-        {k: v for k, v in log.items() if not k.startswith(("time/", "step_time"))} for log in run.state.log_history
-    ]
-    return [log for log in timeless if "loss" in log]
+    return [timeless(log) for log in run.state.log_history if "loss" in log]
+
+
+def timeless(log: dict[str, Any]) -> dict[str, Any]:
+    """What of a log does not depend on the clock."""
+    return {name: value for name, value in log.items() if not name.startswith(("time/", "step_time"))}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import start
-from methods import ALONE, GROUPS, PAIRS, logs, lora, make, parameters
+from methods import FIELDS, logs, lora, make, parameters
 from transformers import BitsAndBytesConfig
 
 from lockstep.engines.protocol import Engine
@@ -18,13 +18,7 @@ from lockstep.sync.adapters import weights_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # With a reference where there can be one: the model without the adapter.
-METHODS: dict[str, dict[str, Any]] = {
-    "GRPO": {**GROUPS, "beta": 0.1},
-    "RLOO": {**GROUPS, "beta": 0.1},
-    "OnlineDPO": PAIRS,
-    "ReinforcePP": {**ALONE, "beta": 0.1},
-    "PPO": {**ALONE, "beta": 0.1},
-}
+METHODS = {method: fields if method == "OnlineDPO" else {**fields, "beta": 0.1} for method, fields in FIELDS.items()}
 BASES: dict[str, dict[str, Any]] = {
     "LoRA": {},
     "QLoRA": {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import start
-from methods import ALONE, GROUPS, PAIRS, make, parameters
+from methods import ALONE, FIELDS, PAIRS, make, parameters
 from shifted_engine import ShiftedEngine
 
 from lockstep.engines.protocol import Engine
@@ -16,13 +16,7 @@ from lockstep.errors import InputError, ProofError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-METHODS: dict[str, dict[str, Any]] = {
-    "GRPO": GROUPS,
-    "RLOO": GROUPS,
-    "OnlineDPO": PAIRS,
-    "ReinforcePP": ALONE,
-    "PPO": {**ALONE, "num_iterations": 2},
-}
+METHODS = {**FIELDS, "PPO": {**ALONE, "num_iterations": 2}}
 
 
 @pytest.fixture(scope="module")

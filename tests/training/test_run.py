@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from conftest import needs_vllm
 from datasets import Dataset
+from methods import timeless
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.parity.receipt import check_chain
@@ -100,7 +101,7 @@ def whole_lines(path: Path) -> list[str]:
 
 def curve(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "step_time"))} for line in lines]
+    return [timeless(line) for line in lines]
 
 
 @pytest.fixture(scope="module")

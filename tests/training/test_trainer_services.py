@@ -13,21 +13,12 @@ import torch
 from conftest import start
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
-from methods import ALONE, GROUPS, PAIRS, PROMPTS, by_length, lora, make, parameters
+from methods import FIELDS, PROMPTS, by_length, lora, make, parameters
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from lockstep.engines.protocol import Engine
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-METHODS: dict[str, dict[str, Any]] = {
-    "GRPO": GROUPS,
-    "RLOO": GROUPS,
-    "OnlineDPO": PAIRS,
-    "ReinforcePP": ALONE,
-    "PPO": ALONE,
-}
-SAVING: dict[str, dict[str, Any]] = {"GRPO": GROUPS, "OnlineDPO": PAIRS}
 
 
 class Listener(TrainerCallback):
@@ -53,14 +44,14 @@ def hf_engine(untied_dir: str) -> Engine:
     return start("transformers", untied_dir)
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", sorted(FIELDS))
 def test_evaluations_in_the_loop_and_every_log_reach_callbacks_and_trackers(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracker = Listener()
     monkeypatch.setattr("transformers.trainer.get_reporting_integration_callbacks", lambda names: [tracker])
     own = Listener()
-    fields = {**METHODS[method], "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "report_to": "tensorboard"}
+    fields = {**FIELDS[method], "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "report_to": "tensorboard"}
     run = make(method, untied_dir, tmp_path, hf_engine, fields, eval_dataset=PROMPTS.select(range(3)), callbacks=[own])
     run.train()
     for heard in (own, tracker):
@@ -77,7 +68,7 @@ def test_evaluations_in_the_loop_and_every_log_reach_callbacks_and_trackers(
     always = {"sampling/effective_sample_size", *ratios}
     assert all(always <= log.keys() for _, log in own.logs if "loss" in log)
     # Evaluating draws nothing from the training's numbers.
-    quiet = make(method, untied_dir, tmp_path, hf_engine, {**METHODS[method], "max_steps": 4})
+    quiet = make(method, untied_dir, tmp_path, hf_engine, {**FIELDS[method], "max_steps": 4})
     quiet.train()
     losses = [[log["loss"] for log in r.state.log_history if "loss" in log] for r in (run, quiet)]
     assert losses[0] == losses[1]
@@ -117,7 +108,7 @@ class Hub:
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", sorted(FIELDS))
 def test_push_to_hub_uploads_weights_tokenizer_and_a_model_card(
     untied_dir: str,
     tmp_path: Path,
@@ -128,7 +119,7 @@ def test_push_to_hub_uploads_weights_tokenizer_and_a_model_card(
 ) -> None:
     hub = Hub(monkeypatch)
     arguments = {"peft_config": lora()} if adapter else {}
-    fields = {**METHODS[method], "max_steps": 1}
+    fields = {**FIELDS[method], "max_steps": 1}
     run = make(method, untied_dir, tmp_path / "mine", hf_engine, fields, reward_funcs=by_length, **arguments)
     run.train()
     assert run.push_to_hub(model_name="mine") == "done"
@@ -148,7 +139,7 @@ def test_push_to_hub_uploads_weights_tokenizer_and_a_model_card(
 def test_every_save_of_a_run_that_pushes_uploads_its_weights_and_a_checkpoint_to_go_on_from(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields = {**SAVING[method], "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    fields = {**FIELDS[method], "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     hub = Hub(monkeypatch)
     pushing = {"push_to_hub": True, "hub_model_id": "mine", "hub_strategy": "checkpoint"}
     run = make(method, untied_dir, tmp_path / "run", hf_engine, fields | pushing)

@@ -30,8 +30,7 @@ def check_quantization(config: Any, peft_config: Any) -> None:
         raise InputError(
             f"quantization_config={dict(config)} is a mapping, which is not read: on the command line set use_peft and "
             "load_in_4bit in its place (4 bits are all that is supported); in Python give the trainer "
-            "quantization_config=BitsAndBytesConfig(load_in_4bit=True) "
-            "beside a peft_config"
+            "quantization_config=BitsAndBytesConfig(load_in_4bit=True) beside a peft_config"
         )
     if not getattr(config, "load_in_4bit", False):
         raise InputError(

@@ -189,7 +189,10 @@ def _shown(group: RolloutGroup) -> dict[str, Any]:
 
 
 class MetricsFile(TrainerCallback):
-    """Writes every log of a step or an evaluation as a line of `metrics.jsonl`. Only keys under `time/` depend on the clock."""
+    """Writes every log of a step or an evaluation as a line of `metrics.jsonl`.
+
+    Only keys under `time/`, and `step_time`, depend on the clock.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
