@@ -1,8 +1,8 @@
 """A trainer of ours and TRL 1.16's own, whole, on the same model, prompts and tokens: every gradient and every logged figure.
 
 In double precision, so that what is left is not rounding, whose size differs from processor to processor. (TRL's Online DPO holds
-its reference model in float32, so that one is.) Ours samples. TRL's is handed what ours sampled and does all the rest itself: prompts,
-rewards, advantages, log-probs, corrections, loss, metrics, optimizer. The one method of it that would sample is exchanged.
+its reference model in float32, so that one is.) Ours samples. TRL's is handed what ours sampled and does all the rest itself:
+prompts, rewards, advantages, log-probs, corrections, loss, metrics, optimizer. The one method of it that would sample is exchanged.
 """
 
 from __future__ import annotations

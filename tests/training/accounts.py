@@ -31,6 +31,12 @@ def by_last(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(ids[-1] % 50) for ids in completion_ids]
 
 
+def by_length_of_some(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """One that is all the same for every other prompt of `PROMPTS`."""
+    lengths = zip(prompts, by_length(completion_ids), strict=True)
+    return [value if int(prompt.split()[-1]) % 2 else 3.0 for prompt, value in lengths]
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """A method with its fields.
@@ -120,6 +126,13 @@ CASES: dict[str, Case] = {
         "GRPO",
         {**_GROUPS, "loss_type": "vespo", **correction("sequence_truncate", 1 - 5e-5, 1 + 5e-5)},
         _UNBOUNDED,
+    ),
+    "scalerl": Case(
+        "GRPO",
+        {**_GROUPS, "num_generations": 2, "loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch"}
+        | {"average_by_prompt": True, "filter_zero_variance": True},
+        {"average": {"average_by_prompt": False}, "filter": {"filter_zero_variance": False}},
+        rewards=(by_length_of_some,),
     ),
     "gspo": Case(
         "GRPO", {**_GROUPS, "importance_sampling_level": "sequence", "loss_type": "luspo", "learning_rate": 1e-3}

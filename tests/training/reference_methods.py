@@ -113,6 +113,11 @@ def spread(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else 0.0
 
 
+def without_variance(drawn: Drawn) -> list[bool]:
+    """By group: no two of the rewards that it got differ."""
+    return [len({r for r in group if r is not None}) < 2 for group in drawn.rewards]
+
+
 def relative_to_group(rewards: list[list[float | None]], scale: str) -> list[float]:
     """GRPO's."""
     every = [r for group in rewards for r in group if r is not None]
@@ -248,10 +253,15 @@ def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coeffic
     now = padded(model, sequences, config.temperature)
     mask = learned(drawn, step, now.mask, config)
     old, behaviour = old_of(drawn, step, now.logps), column(sequences, "behaviour_logps")
+    out = [o and config.filter_zero_variance for o in without_variance(drawn)]
+    prompt = torch.tensor([g for g, group in enumerate(drawn.rewards) for _ in group])[step]
+    counts = ~torch.tensor(out)[prompt]
+    mask = mask * counts[:, None]
     if config.multi_objective_aggregation == "normalize_then_sum":
         found = by_function(drawn, config.reward_weights)
     else:
-        found = relative_to_group(drawn.rewards, config.scale_rewards)
+        rewards = [[None] * len(group) if o else group for group, o in zip(drawn.rewards, out, strict=True)]
+        found = relative_to_group(rewards, config.scale_rewards)
     advantages = torch.tensor(found[step])[:, None].double()
     lengths = now.mask.sum(1, keepdim=True)
     log_ratio = now.logps - old
@@ -288,8 +298,13 @@ def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coeffic
         kl = gap.exp() - gap - 1
         loss = loss + config.beta * (kl * ratio if config.use_bias_correction_kl else kl)
 
-    count = len(sequences)
-    if config.loss_type in ("grpo", "sapo"):
+    count = max(int(counts.sum()), 1)
+    if config.average_by_prompt:
+        means = [
+            (loss * mask)[prompt == p].sum() / mask[prompt == p].sum().clamp(min=1) for p in prompt[counts].unique()
+        ]
+        total = sum(means) / max(len(means), 1) if means else (loss * 0).sum()
+    elif config.loss_type in ("grpo", "sapo"):
         total = ((loss * mask).sum(1) / mask.sum(1).clamp(min=1)).sum() / count
     elif config.loss_type == "dr_grpo":
         total = (loss * mask).sum() / (count * config.max_completion_length)

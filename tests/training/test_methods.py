@@ -253,6 +253,22 @@ GRPO_VARIANTS: dict[str, dict[str, Any]] = {
         "vllm_importance_sampling_clip_max": 1.2,
     },
     "off-policy mask": {"off_policy_mask_threshold": 0.05},
+    "ScaleRL": {
+        "loss_type": "cispo",
+        "epsilon_high": 5.0,
+        "scale_rewards": "batch",
+        "average_by_prompt": True,
+        "filter_zero_variance": True,
+    },
+    "by prompt, KL, masked": {"average_by_prompt": True, "beta": 0.1, "mask_truncated_completions": True},
+    "filtered, grpo, KL": {"loss_type": "grpo", "filter_zero_variance": True, "beta": 0.2},
+    "filtered, dapo, entropy, quantile": {
+        "filter_zero_variance": True,
+        "entropy_coef": 0.2,
+        "top_entropy_quantile": 0.5,
+        "mask_truncated_completions": True,
+        "scale_rewards": "batch",
+    },
 }
 
 

@@ -1,11 +1,9 @@
-"""Prompts, their order, and the cutting of a generation into micro-batches."""
+"""Prompts, and the cutting of a generation into micro-batches."""
 
 from __future__ import annotations
 
 import pytest
 from datasets import Dataset
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny import make_tokenizer
 
 from lockstep.engines.protocol import Completion, RequestKey
@@ -14,45 +12,8 @@ from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.training.generation import prepare_generation
 from lockstep.training.grpo import GRPOObjective
 from lockstep.training.grpo_config import GRPOConfig
-from lockstep.training.prompts import GenerationBatches, check_dataset, load_prompts
+from lockstep.training.prompts import check_dataset, load_prompts
 from lockstep.training.rollout_metrics import mean_with_interval, rollout_metrics
-
-
-@given(
-    size=st.integers(1, 40),
-    prompts=st.integers(1, 6),
-    parts=st.integers(1, 4),
-    seed=st.integers(0, 5),
-    epoch=st.integers(0, 3),
-)
-def test_an_epoch_gives_each_prompt_at_most_once_a_generation(
-    size: int, prompts: int, parts: int, seed: int, epoch: int
-) -> None:
-    if size < prompts:
-        with pytest.raises(InputError, match="one generation needs"):
-            GenerationBatches(size, prompts, parts, shuffle=True, seed=seed)
-        return
-    batches = GenerationBatches(size, prompts, parts, shuffle=True, seed=seed)
-    batches.set_epoch(epoch)
-    items = list(batches)
-    assert len(items) == len(batches) == size // prompts * parts
-    for start in range(0, len(items), parts):
-        generation = items[start : start + parts]
-        assert [part for item in generation for _, part in item] == [p for p in range(parts) for _ in range(prompts)]
-        assert len({tuple(index for index, _ in item) for item in generation}) == 1
-    seen = [index for item in items[::parts] for index, _ in item]
-    assert len(seen) == len(set(seen))
-
-
-def test_order_depends_on_seed_and_epoch_alone() -> None:
-    def order(seed: int, epoch: int, shuffle: bool = True) -> list[list[tuple[int, int]]]:
-        batches = GenerationBatches(20, 4, 2, shuffle=shuffle, seed=seed)
-        batches.set_epoch(epoch)
-        return list(batches)
-
-    assert order(1, 2) == order(1, 2) != order(1, 3)
-    assert order(1, 2) != order(2, 2)
-    assert order(1, 2, shuffle=False) == order(5, 0, shuffle=False)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ no spread, and its completion has advantage 0. Equal rewards give advantages of 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -76,6 +78,11 @@ def leave_one_out_advantages(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
         # r − (S − r) / (n − 1) is n / (n − 1) times r − S / n.
         advantages.append((_centred(group) * (count / max(count - 1, 1))).nan_to_num(nan=0.0))
     return advantages
+
+
+def varies(rewards: Sequence[float]) -> bool:
+    """Whether a group's rewards teach anything: two of those that were given differ."""
+    return len({reward for reward in rewards if not math.isnan(reward)}) > 1
 
 
 def compared(rewards: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -46,6 +46,23 @@ def token_weights(lengths: torch.Tensor, loss_type: LossType, max_completion_len
     return torch.full_like(lengths, 1.0, dtype=torch.float32) / lengths.sum().clamp(min=1)
 
 
+def prompt_weights(lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """Weight of each token where the step is the mean over its prompts, and a prompt the mean over its completions' tokens.
+
+    (ScaleRL, arXiv 2510.13786.) A prompt counts no more for being answered at length.
+
+    Args:
+        lengths: (B,) completion lengths of the whole step, 0 for a masked completion.
+        groups: (B,) which prompt each completes.
+
+    Returns:
+        (B,) weight of one token of each completion. A prompt whose completions are all masked keeps its place in the mean.
+    """
+    prompts, places = groups.unique(return_inverse=True)
+    tokens = torch.zeros(len(prompts)).index_add(0, places, lengths.float())
+    return 1.0 / (tokens.clamp(min=1.0)[places] * len(prompts))
+
+
 def importance_ratios(
     logps: torch.Tensor, old_logps: torch.Tensor, segments: Segments, level: ImportanceLevel
 ) -> torch.Tensor:

@@ -195,9 +195,14 @@ class OnlineConfig(OneValueFields, TrainingArguments):
         return self.parts_per_generation * self.passes
 
     @property
+    def steps_a_generation(self) -> int:
+        """Optimizer steps between two generations."""
+        return self.micro_batches_per_generation // self.gradient_accumulation_steps
+
+    @property
     def single_update(self) -> bool:
         """Whether each generation is used for exactly one optimizer step, so that the policy never moves under it."""
-        return self.micro_batches_per_generation == self.gradient_accumulation_steps
+        return self.steps_a_generation == 1
 
     @property
     def trainer_dtype(self) -> torch.dtype:
@@ -305,7 +310,7 @@ class OnlineConfig(OneValueFields, TrainingArguments):
 
     def _check_saves(self) -> None:
         """A run goes on exactly only from where a generation ends and a log has just been written."""
-        updates = self.micro_batches_per_generation // self.gradient_accumulation_steps
+        updates = self.steps_a_generation
         saves = {"max_steps": self.max_steps} if self.max_steps > 0 and self.save_strategy != "no" else {}
         if self.save_strategy == "steps":
             saves["save_steps"] = int(self.save_steps)

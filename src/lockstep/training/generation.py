@@ -105,13 +105,16 @@ def prepare_generation(
     config = objective.config
     advised = objective.advise(groups, sequences_of(groups) if sequences is None else sequences)
     masked = [objective.left_out(rollout) for group in groups for rollout in group.rollouts]
-    weighted: list[TrainingSequence] = []
+    places = torch.tensor([place for place, group in enumerate(groups) for _ in group.rollouts])
+    counted = torch.tensor([not objective.filtered(group) for group in groups])[places]
+    kept = torch.tensor([0 if out else len(s.completion_ids) for s, out in zip(advised, masked, strict=True)])
+    weights = torch.zeros(len(advised))
     for start in range(0, len(advised), config.completions_per_step):
-        step = slice(start, start + config.completions_per_step)
-        kept = [0 if out else len(s.completion_ids) for s, out in zip(advised[step], masked[step], strict=True)]
-        lengths = torch.tensor(kept)
-        weights = torch.where(lengths > 0, objective.sequence_weights(lengths), 0.0).tolist()
-        weighted += [replace(s, weight=weight) for s, weight in zip(advised[step], weights, strict=True)]
+        step = torch.arange(start, min(start + config.completions_per_step, len(advised)))
+        step = step[counted[step]]
+        if len(step):
+            weights[step] = torch.where(kept[step] > 0, objective.sequence_weights(kept[step], places[step]), 0.0)
+    weighted = [replace(s, weight=weight) for s, weight in zip(advised, weights.tolist(), strict=True)]
     size = config.completions_per_micro_batch
     batches = tuple(tuple(weighted[i : i + size]) for i in range(0, len(weighted), size))
     return Generation(version, tuple(groups), batches)

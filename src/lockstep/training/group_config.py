@@ -38,6 +38,12 @@ class GroupConfig(OnlineConfig):
         default=False,
         metadata=doc("Leave completions cut at the length limit out of the loss (not out of the proof)."),
     )
+    no_positive_resampling: float | None = field(
+        default=None,
+        metadata=doc(
+            "Mean reward of a group at which its prompt is in no later pass over the data; unset: none leaves."
+        ),
+    )
     sync_ref_model: bool = field(default=False, metadata=doc("Let the reference model follow the policy (TR-DPO)."))
     ref_model_mixup_alpha: float = field(default=0.6, metadata=doc("Share of the policy in the reference at a sync."))
     ref_model_sync_steps: int = field(default=512, metadata=doc("Optimizer steps between two syncs."))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lockstep.algorithms.advantages import group_advantages, normalised_reward_advantages
+from lockstep.algorithms.advantages import group_advantages, normalised_reward_advantages, varies
 from lockstep.algorithms.divergence import k3
 from lockstep.algorithms.masks import high_entropy_mask, off_policy_mask
 from lockstep.algorithms.policy_loss import (
@@ -19,6 +19,7 @@ from lockstep.algorithms.policy_loss import (
     cispo_loss,
     clipped_policy_loss,
     importance_ratios,
+    prompt_weights,
     sapo_loss,
     token_weights,
 )
@@ -48,11 +49,20 @@ class GRPOObjective(Objective[GRPOConfig]):
             scores, weights = _scores(groups, config.reward_weights)
             advantages = normalised_reward_advantages(scores, weights)
         else:
-            rewards = [torch.tensor(group.rewards, dtype=torch.float32) for group in groups]
+            # A filtered group's rewards are no part of the batch's spread.
+            rewards = [
+                torch.tensor(group.rewards, dtype=torch.float32) * (torch.nan if self.filtered(group) else 1.0)
+                for group in groups
+            ]
             advantages = group_advantages(rewards, config.scale_rewards)  # type: ignore[arg-type]
         return advised(sequences, advantages)
 
-    def sequence_weights(self, lengths: torch.Tensor) -> torch.Tensor:
+    def filtered(self, group: RolloutGroup) -> bool:
+        return self.config.filter_zero_variance and not varies(group.rewards)
+
+    def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        if self.config.average_by_prompt:
+            return prompt_weights(lengths, groups)
         return token_weights(lengths, self.config.loss_type, self.config.max_completion_length)
 
     def moves(self, sequence: TrainingSequence) -> bool:

@@ -42,6 +42,16 @@ class GRPOConfig(GroupConfig):
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = field(
         default="sum_then_normalize", metadata=doc("Sum the rewards, or normalise each by itself first (GDPO).")
     )
+    average_by_prompt: bool = field(
+        default=False,
+        metadata=doc(
+            "Average a step over each prompt's tokens, then over prompts, and not as loss_type does (ScaleRL)."
+        ),
+    )
+    filter_zero_variance: bool = field(
+        default=False,
+        metadata=doc("Leave groups whose rewards are all equal out of the step, of its averages and of its spread."),
+    )
     top_entropy_quantile: float = field(
         default=1.0,
         metadata=doc("Share of a step's tokens, those of highest entropy, that the policy term learns from."),
@@ -77,6 +87,10 @@ class GRPOConfig(GroupConfig):
                 raise InputError(f"{name}={getattr(self, name)}; it must be above 0")
         if not 0 < self.top_entropy_quantile <= 1:
             raise InputError(f"top_entropy_quantile={self.top_entropy_quantile}; it must be above 0 and at most 1")
+        if self.filter_zero_variance and self.multi_objective_aggregation == "normalize_then_sum":
+            raise InputError(
+                "filter_zero_variance compares a group's summed rewards; multi_objective_aggregation='normalize_then_sum' sums none"
+            )
         if self.entropy_coef_min > self.entropy_coef_max:
             raise InputError(
                 f"entropy_coef_min={self.entropy_coef_min} is above entropy_coef_max={self.entropy_coef_max}"

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from lockstep.errors import InputError
 from lockstep.training.objective import Objective
+from lockstep.training.prompt_order import PromptOrder
 from lockstep.training.reference import FILE as REFERENCE
 from lockstep.training.reference import Reference
 
-CRITIC, OBJECTIVE = "value_head.safetensors", "objective.json"
+CRITIC, OBJECTIVE, PROMPTS = "value_head.safetensors", "objective.json", "prompts.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,15 @@ class MethodState:
     objective: Objective
     moving_reference: Reference | None
     critic: torch.nn.Module | None
+    order: PromptOrder
 
     def save(self, folder: Path) -> None:
         """Write it into a checkpoint, before the base class does: the base class's state makes a checkpoint whole."""
         folder.mkdir(parents=True, exist_ok=True)
         if state := self.objective.state():
             (folder / OBJECTIVE).write_text(json.dumps(state))
+        if solved := self.order.state():
+            (folder / PROMPTS).write_text(json.dumps(solved))
         if self.critic is not None:
             save_file(self.critic.state_dict(), folder / CRITIC)
         if self.moving_reference is not None:
@@ -52,6 +56,8 @@ class MethodState:
         """
         if self.objective.state():
             self.objective.load_state(json.loads(_there(folder / OBJECTIVE, "the method's state").read_text()))
+        if self.order.state():
+            self.order.load_state(json.loads(_there(folder / PROMPTS, "the prompts that are solved").read_text()))
         if self.critic is not None:
             self.critic.load_state_dict(load_file(_there(folder / CRITIC, "the value head")))
         if self.moving_reference is not None:

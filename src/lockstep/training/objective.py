@@ -117,8 +117,16 @@ class Objective(ABC, Generic[Config]):
         """
 
     @abstractmethod
-    def sequence_weights(self, lengths: torch.Tensor) -> torch.Tensor:
-        """(B,) weight of a token of each completion of one optimizer step, over all ranks; lengths are 0 where masked."""
+    def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        """Weight of a token of each completion of one optimizer step, over all ranks.
+
+        Args:
+            lengths: (B,) in tokens, 0 where masked.
+            groups: (B,) place of the completion's group within the generation.
+
+        Returns:
+            (B,) weights.
+        """
 
     @abstractmethod
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
@@ -132,6 +140,10 @@ class Objective(ABC, Generic[Config]):
         """Whether a rollout has no part in the loss: it was cut at the length limit and such ones are masked."""
         masks = getattr(self.config, "mask_truncated_completions", False)
         return masks and rollout.completion.finish_reason == "length"
+
+    def filtered(self, group: RolloutGroup) -> bool:
+        """Whether a group counts in no step: neither its completions nor their number."""
+        return False
 
     def prepare_step(self, sequences: Sequence[TrainingSequence], entropies: Entropies) -> list[TrainingSequence]:
         """Sequences of one optimizer step, over all ranks, just before its first forward."""

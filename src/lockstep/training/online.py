@@ -35,7 +35,8 @@ from lockstep.training.objective import Objective, Scores
 from lockstep.training.packing import TrainingSequence
 from lockstep.training.phases import PhaseClock
 from lockstep.training.policy import open_policy
-from lockstep.training.prompts import MicroBatch, PromptLoader, check_dataset, make_loader, read_prompts
+from lockstep.training.prompt_order import MicroBatch, PromptLoader, make_loader, order_of
+from lockstep.training.prompts import check_dataset, read_prompts
 from lockstep.training.reference import Reference
 from lockstep.training.rollout_metrics import evaluation_metrics
 from lockstep.training.sampling import RolloutSource
@@ -126,7 +127,6 @@ class OnlineTrainer(Trainer):
         self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None
         self.critic = self.make_critic(policy)
         follows = getattr(args, "sync_ref_model", False) and self.reference is not None
-        self._method_state = MethodState(self.objective, self.reference if follows else None, self.critic)
         context = context_within(policy, args.context_limit)
         self._train_prompts, self._eval_prompts = read_prompts(train_dataset, eval_dataset, tokenizer, context, args)
         longest = max(len(p.ids) for p in self._train_prompts + self._eval_prompts) + args.completion_limit
@@ -134,7 +134,9 @@ class OnlineTrainer(Trainer):
         if ref_model is not None:
             check_reference_model(policy, ref_model)
         self._plain_rows = needs_plain_rows([policy, *([ref_model] if ref_model is not None else [])], longest)
-        self._loader = make_loader(self._train_prompts, args)
+        self._order = order_of(self._train_prompts, args)
+        self._loader = make_loader(self._train_prompts, self._order, args)
+        self._method_state = MethodState(self.objective, self.reference if follows else None, self.critic, self._order)
 
         super().__init__(
             model=policy,
@@ -274,6 +276,8 @@ class OnlineTrainer(Trainer):
         prompts_seen = sum(len(g.prompt.ids) * len(g.rollouts) for g in groups)
         self.state.num_input_tokens_seen += generation.sampled_tokens + prompts_seen
         self._note(self.source.metrics(groups))
+        self._order.note(self.state.global_step // self.config.steps_a_generation, groups)
+        self._note(self._order.metrics())
         if found is not None:
             gap, record = found.gap, not self.config.single_update
             step = self.state.global_step + 1
@@ -340,17 +344,25 @@ class OnlineTrainer(Trainer):
     def begin_training(self) -> None:
         """Forget what an earlier, perhaps interrupted, call of `train` left, and open the receipt. Called by the loop."""
         self._generation = None
+        if self.state.global_step == 0:
+            self._order.forget()
         self._logged.clear()
         self._forget_gradients()
         self.source.start(Path(self.args.output_dir or "."), self.state.global_step)
         self.clock.take()
 
-    def end_step(self) -> None:
-        """What follows an optimizer step. Called by the loop."""
+    def end_step(self) -> bool:
+        """What follows an optimizer step. Called by the loop.
+
+        Returns:
+            Whether anything is left to learn from.
+        """
         self._forget_gradients()
         config, reference = self.config, self._method_state.moving_reference
         if reference is not None and self.state.global_step % config.ref_model_sync_steps == 0:
             reference.follow(config.ref_model_mixup_alpha)
+        generation, place = divmod(self.state.global_step, config.steps_a_generation)
+        return place != 0 or not self._order.used_up(generation)
 
     def _forget_gradients(self) -> None:
         """The value head's: the base class clears those of its model alone."""

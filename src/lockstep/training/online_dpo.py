@@ -65,7 +65,7 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
         cut = rollout.completion.finish_reason == "length"
         return rollout.reward - penalty if penalty is not None and cut else rollout.reward
 
-    def sequence_weights(self, lengths: torch.Tensor) -> torch.Tensor:
+    def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return torch.full((len(lengths),), 2.0 / len(lengths))
 
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:

@@ -83,7 +83,7 @@ class PPOObjective(Objective[PPOConfig]):
             for s, (a, r, k) in zip(sequences, columns, strict=True)
         ]
 
-    def sequence_weights(self, lengths: torch.Tensor) -> torch.Tensor:
+    def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return token_weights(lengths, "dapo", self.config.max_completion_length)
 
     def moves(self, sequence: TrainingSequence) -> bool:

@@ -78,7 +78,7 @@ class ReinforcePPObjective(Objective[ReinforcePPConfig]):
         advantages = torch.where(tokens, whiten(to_go, tokens), 0.0).split(segments.lengths.tolist())
         return [replace(s, advantages=tuple(a.tolist())) for s, a in zip(sequences, advantages, strict=True)]
 
-    def sequence_weights(self, lengths: torch.Tensor) -> torch.Tensor:
+    def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return token_weights(lengths, "dapo", self.config.max_completion_length)
 
     def moves(self, sequence: TrainingSequence) -> bool:

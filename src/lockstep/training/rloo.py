@@ -71,7 +71,7 @@ class RLOOObjective(Objective[RLOOConfig]):
             advantages = list(white.split([len(group) for group in rewards]))
         return advised(sequences, advantages)
 
-    def sequence_weights(self, lengths: torch.Tensor) -> torch.Tensor:
+    def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return torch.full((len(lengths),), 1.0 / len(lengths))
 
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:

@@ -19,7 +19,7 @@ class StepTrainer(Protocol):
 
     def begin_training(self) -> None: ...
 
-    def end_step(self) -> None: ...
+    def end_step(self) -> bool: ...
 
 
 class StepEvents(TrainerCallback):
@@ -38,4 +38,6 @@ class StepEvents(TrainerCallback):
         self._trainer.clock.stop("optimizer")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.end_step()
+        if not self._trainer.end_step():
+            print(f"lockstep: training ends at step {state.global_step}: too few prompts are left unsolved", flush=True)
+            control.should_training_stop = True

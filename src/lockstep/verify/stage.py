@@ -27,7 +27,7 @@ from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.grpo import GRPOTrainer
 from lockstep.training.grpo_config import GRPOConfig
-from lockstep.training.prompts import MicroBatch
+from lockstep.training.prompt_order import MicroBatch
 
 # What the command line adds to the user's own words: sizes that finish in a minute, and no files.
 SIZES = {

@@ -1,0 +1,207 @@
+"""Which prompts each generation gets: of the seed alone, or of what was solved when; runs that leave solved prompts out."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import methods
+import pytest
+import torch
+from conftest import start
+from hypothesis import given
+from hypothesis import strategies as st
+from methods import GROUPS, PROMPTS, StopAfter, logs, parameters
+from transformers import TrainerCallback
+
+from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.errors import InputError
+from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.training.prompt_order import GenerationBatches, PromptOrder
+
+
+def order_of(count: int, size: int, seed: int = 0, *, shuffle: bool = True, at: float | None = None) -> PromptOrder:
+    return PromptOrder([f"t/{i}" for i in range(count)], size, shuffle=shuffle, seed=seed, solved_at=at)
+
+
+def group(place: int, rewards: list[float]) -> RolloutGroup:
+    prompt = Prompt(f"t/{place}", (1, place), "x")
+    found = [
+        Rollout(Completion(RequestKey(prompt.prompt_id, i), prompt.ids, (5,), (-0.5,), (0,), "stop"), "x", {}, reward)
+        for i, reward in enumerate(rewards)
+    ]
+    return RolloutGroup(prompt, tuple(found))
+
+
+@given(
+    size=st.integers(1, 40),
+    prompts=st.integers(1, 6),
+    parts=st.integers(1, 4),
+    seed=st.integers(0, 5),
+    epoch=st.integers(0, 3),
+)
+def test_an_epoch_gives_each_prompt_at_most_once_a_generation(
+    size: int, prompts: int, parts: int, seed: int, epoch: int
+) -> None:
+    if size < prompts:
+        with pytest.raises(InputError, match="one generation needs"):
+            order_of(size, prompts, seed)
+        return
+    batches = GenerationBatches(order_of(size, prompts, seed), parts)
+    batches.set_epoch(epoch)
+    items = list(batches)
+    assert len(items) == len(batches) == size // prompts * parts
+    for start_of in range(0, len(items), parts):
+        generation = items[start_of : start_of + parts]
+        assert [part for item in generation for _, part in item] == [p for p in range(parts) for _ in range(prompts)]
+        assert len({tuple(index for index, _ in item) for item in generation}) == 1
+    seen = [index for item in items[::parts] for index, _ in item]
+    assert len(seen) == len(set(seen))
+
+
+def test_order_depends_on_seed_and_epoch_alone() -> None:
+    def order(seed: int, epoch: int, shuffle: bool = True) -> list[list[tuple[int, int]]]:
+        batches = GenerationBatches(order_of(20, 4, seed, shuffle=shuffle), 2)
+        batches.set_epoch(epoch)
+        return list(batches)
+
+    assert order(1, 2) == order(1, 2) != order(1, 3)
+    assert order(1, 2) != order(2, 2)
+    assert order(1, 2, shuffle=False) == order(5, 0, shuffle=False)
+
+
+@given(
+    count=st.integers(2, 14),
+    size=st.integers(1, 3),
+    seed=st.integers(0, 3),
+    hard=st.sets(st.integers(0, 13)),
+    data=st.data(),
+)
+def test_a_solved_prompt_is_in_no_later_pass_and_every_other_is_in_each(
+    count: int, size: int, seed: int, hard: set[int], data: st.DataObject
+) -> None:
+    """Told step by step, with a list of what is left of a pass and a set of what is solved."""
+    size = min(size, count)
+    order, plain = order_of(count, size, seed, at=0.9), order_of(count, size, seed)
+    solved: set[int] = set()
+    waiting: list[int] = []
+    passes = -1
+    for generation in range(12):
+        if not waiting:
+            passes += 1
+            permuted = torch.randperm(count, generator=torch.Generator().manual_seed(seed + passes)).tolist()
+            left = [place for place in permuted if place not in solved]
+            waiting = left[: len(left) // size * size]
+            if not waiting:
+                assert order.used_up(generation)
+                with pytest.raises(InputError, match=rf"all prompts but {count - len(solved)} are solved"):
+                    order.places(generation)
+                return
+        assert not order.used_up(generation)
+        places, waiting = order.places(generation), waiting[size:]
+        if not solved:
+            assert places == plain.places(generation)
+        assert len(set(places)) == size
+        found = []
+        for place in places:
+            solves = place not in hard and data.draw(st.booleans())
+            solved |= {place} if solves else set()
+            found.append(group(place, [1.0, 1.0, 0.7] if solves else [1.0, 0.0, math.nan]))
+        order.note(generation, found)
+        assert order.solved == len(solved)
+        # A run that is resumed here.
+        other = order_of(count, size, seed, at=0.9)
+        other.load_state(json.loads(json.dumps(order.state())))
+        if not order.used_up(generation + 1):
+            assert other.places(generation + 1) == order.places(generation + 1)
+        assert other.places(generation) == places
+        order = other
+
+
+def test_no_generation_is_drawn_before_the_one_in_front_of_it_was_scored() -> None:
+    order = order_of(6, 2, at=0.5)
+    order.places(0)
+    with pytest.raises(InputError, match="generation 1 is asked for before generation 0 was scored"):
+        order.places(1)
+
+
+class Prompts(TrainerCallback):
+    """The prompts of each step."""
+
+    def __init__(self, run: Any) -> None:
+        self.seen: list[tuple[str, ...]] = []
+        self._run = run
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(self._run._generation.prompt_ids)
+
+
+EASY = {f"what is {i} + {i}" for i in (1, 3, 4)}
+
+
+def easy(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Some are solved at once; the rest never."""
+    return [1.0 if p in EASY else 0.1 * (ids[0] % 7) for p, ids in zip(prompts, completion_ids, strict=True)]
+
+
+def run_of(model: str, folder: Path, engine: Engine, **fields: Any) -> tuple[Any, Prompts]:
+    base = {**GROUPS, "no_positive_resampling": 0.9, "max_steps": 10, **fields}
+    run = methods.make("GRPO", model, folder, engine, base, reward_funcs=easy)
+    seen = Prompts(run)
+    run.add_callback(seen)
+    return run, seen
+
+
+@pytest.fixture(scope="module")
+def hf_engine(untied_dir: str) -> Engine:
+    return start("transformers", untied_dir)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_leaves_solved_prompts_out_and_one_that_is_resumed_goes_on_to_the_bit(
+    hf_engine: Engine, untied_dir: str, tmp_path: Path
+) -> None:
+    whole, seen = run_of(untied_dir, tmp_path / "whole", hf_engine)
+    whole.train()
+    first, rest = seen.seen[:4], seen.seen[4:]
+    assert {name for names in first for name in names} == {f"train/{i}" for i in range(8)}
+    # Five are left: two generations of two a pass.
+    assert {name for names in rest for name in names} == {f"train/{i}" for i in (0, 2, 5, 6, 7)}
+    assert [log["prompts/solved"] for log in logs(whole)][3:] == [3.0] * 7
+
+    folder = tmp_path / "resumed"
+    stopped, _ = run_of(untied_dir, folder, hf_engine, save_strategy="steps", save_steps=5)
+    stopped.add_callback(StopAfter(5))
+    stopped.train()
+    resumed, seen_again = run_of(untied_dir, folder, hf_engine, save_strategy="steps", save_steps=5)
+    resumed.train(resume_from_checkpoint=True)
+    assert seen_again.seen == seen.seen[5:]
+    assert logs(resumed)[5:] == logs(whole)[5:]
+    expected = parameters(whole.model)
+    assert all(torch.equal(p, expected[name]) for name, p in parameters(resumed.model).items())
+
+    (folder / "checkpoint-5" / "prompts.json").unlink()
+    again, _ = run_of(untied_dir, folder, hf_engine)
+    with pytest.raises(InputError, match=r"has no prompts\.json \(the prompts that are solved\)"):
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_ends_where_too_few_prompts_are_left(
+    hf_engine: Engine, untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def solved(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [1.0 for _ in completion_ids]
+
+    fields = {**GROUPS, "no_positive_resampling": 1.0, "max_steps": 10, "num_iterations": 2}
+    run = methods.make("GRPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=solved)
+    run.train()
+    # Eight prompts, two a generation, two steps each.
+    assert run.state.global_step == 8
+    assert "training ends at step 8: too few prompts are left unsolved" in capsys.readouterr().out
+    # Another call begins anew.
+    run.train()
+    assert run.state.global_step == 8
+    assert len(PROMPTS) == 8
