@@ -253,6 +253,11 @@ class OnlineTrainer(Trainer):
             return 0.0
 
     @property
+    def _generation_number(self) -> int:
+        """Generations that are complete: the place of the one at hand."""
+        return self.state.global_step // self.config.steps_a_generation
+
+    @property
     def _step_size(self) -> int:
         """Micro-batches of an optimizer step, over all ranks."""
         return self.config.gradient_accumulation_steps * self.ranks.count
@@ -276,7 +281,7 @@ class OnlineTrainer(Trainer):
         prompts_seen = sum(len(g.prompt.ids) * len(g.rollouts) for g in groups)
         self.state.num_input_tokens_seen += generation.sampled_tokens + prompts_seen
         self._note(self.source.metrics(groups))
-        self._order.note(self.state.global_step // self.config.steps_a_generation, groups)
+        self._order.note(self._generation_number, groups)
         self._note(self._order.metrics())
         if found is not None:
             gap, record = found.gap, not self.config.single_update
@@ -361,8 +366,7 @@ class OnlineTrainer(Trainer):
         config, reference = self.config, self._method_state.moving_reference
         if reference is not None and self.state.global_step % config.ref_model_sync_steps == 0:
             reference.follow(config.ref_model_mixup_alpha)
-        generation, place = divmod(self.state.global_step, config.steps_a_generation)
-        return place != 0 or not self._order.used_up(generation)
+        return not self._order.used_up(self._generation_number)
 
     def _forget_gradients(self) -> None:
         """The value head's: the base class clears those of its model alone."""
