@@ -1,0 +1,169 @@
+"""Several optimizer steps a generation beside TRL's: which completions a step learns from, and what its loss is averaged over.
+
+TRL shuffles a generation's completions before it cuts them into steps; ours are cut in the order of their groups. That one function of
+TRL's is exchanged for the identity, so that both cut alike; the rest is its own. The last test leaves the shuffle as it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import start
+from methods import lora
+from pairs import Played, assert_same_figures, assert_same_gradients, both, distance, norm, shifted_engine, talkative
+
+from lockstep.engines.protocol import Engine
+
+pytest.importorskip("trl", reason="TRL is not installed here")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# One step is of one group: every step has completions of its own.
+GROUPS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "max_steps": 4,
+    "epsilon": 0.01,
+    "epsilon_high": 0.012,
+}
+GRPO = {**GROUPS, "beta": 0.04, "vllm_importance_sampling_mode": "token_truncate"}
+RLOO = {**GROUPS, "beta": 0.0, "learning_rate": 3e-6}
+CUTS: dict[str, dict[str, Any]] = {
+    "two steps": {"steps_per_generation": 2},
+    "two steps twice": {"steps_per_generation": 2, "num_iterations": 2},
+    "four micro-batches in two steps": {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
+    "one generation for all": {"steps_per_generation": 4, "max_steps": 4},
+}
+# TRL logs them once, of the whole generation; ours are each step's (docs/migrating-from-trl.md).
+OF_THE_GENERATION = frozenset(
+    f"sampling/{name}/" for name in ("sampling_logp_difference", "importance_sampling_ratio")
+)
+# Means of micro-batches' means in TRL.
+OF_MICRO_BATCHES = frozenset({"entropy", "kl", "clip_ratio/"})
+CLIPS = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
+# Their normaliser is the tokens of the generation's average step in TRL, and the step's own here.
+BY_TOKENS = {"dapo": {}, "cispo": {"epsilon_high": 1.01}, "vespo": {}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return talkative(tmp_path_factory.mktemp("models") / "talkative")
+
+
+@pytest.fixture(scope="module")
+def engine(model: str) -> Any:
+    return shifted_engine(model)
+
+
+@pytest.fixture
+def unshuffled(monkeypatch: pytest.MonkeyPatch) -> None:
+    import trl.trainer.grpo_trainer
+    import trl.trainer.rloo_trainer
+
+    for module in (trl.trainer.grpo_trainer, trl.trainer.rloo_trainer):
+        monkeypatch.setattr(module, "shuffle_sequence_dict", lambda rows: rows)
+
+
+def assert_agree(mine: Played, other: Played, cut: dict[str, Any], at_least: set[str]) -> None:
+    assert_same_gradients(mine, other)
+    gradients = [norm(step.values()) for step in mine.gradients]
+    assert len({round(size, 6) for size in gradients}) == len(gradients)
+    averaged = OF_MICRO_BATCHES if "gradient_accumulation_steps" in cut else frozenset[str]()
+    assert_same_figures(mine, other, but=OF_THE_GENERATION | averaged, at_least={"loss", "grad_norm", "reward"})
+    if not averaged:
+        assert_same_figures(mine, other, but=OF_THE_GENERATION, at_least=at_least)
+        # The second step's policy has moved away from the one that sampled.
+        assert [log["clip_ratio/region_mean"] > 0 for log in mine.logs][:2] == [False, True]
+
+
+@pytest.mark.usefixtures("unshuffled")
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "luspo", "bnpo"])
+def test_grpos_steps_of_one_generation_are_trls(
+    model: str, tmp_path: Path, engine: Engine, loss: str, cut: str
+) -> None:
+    fields = {**GRPO, "loss_type": loss, **CUTS[cut]}
+    if loss == "bnpo" and "gradient_accumulation_steps" in fields:
+        pytest.skip("TRL's is averaged over micro-batches (A2)")
+    mine, other = both("GRPO", model, tmp_path, engine, fields)
+    assert_agree(mine, other, CUTS[cut], {"entropy", "kl"} | CLIPS)
+
+
+@pytest.mark.usefixtures("unshuffled")
+@pytest.mark.parametrize("cut", CUTS)
+def test_rloos_steps_of_one_generation_are_trls(model: str, tmp_path: Path, engine: Engine, cut: str) -> None:
+    mine, other = both("RLOO", model, tmp_path, start("transformers", model), {**RLOO, **CUTS[cut]})
+    assert_agree(mine, other, CUTS[cut], {"entropy"} | CLIPS)
+
+
+@pytest.mark.usefixtures("unshuffled")
+def test_an_adapters_steps_of_one_generation_are_trls(model: str, tmp_path: Path, engine: Engine) -> None:
+    fields = {**GRPO, "loss_type": "grpo", "learning_rate": 0.1, "steps_per_generation": 2}
+    mine, other = both("GRPO", model, tmp_path, engine, fields, peft_config=lora())
+    assert_same_gradients(mine, other)
+
+
+@pytest.mark.usefixtures("unshuffled")
+def test_trl_logs_of_the_whole_generation_what_ours_log_of_each_step(
+    model: str, tmp_path: Path, engine: Engine
+) -> None:
+    fields = {**GRPO, "loss_type": "grpo", "steps_per_generation": 4}
+    mine, other = both("GRPO", model, tmp_path, engine, fields)
+    tokens = [log["parity/checked_tokens"] for log in mine.logs]
+    differences, ratios = sorted(OF_THE_GENERATION, reverse=True)
+    for name in (f"{differences}mean", f"{ratios}mean"):
+        mean = sum(n * log[name] for n, log in zip(tokens, mine.logs, strict=True)) / sum(tokens)
+        assert other.logs[0][name] == pytest.approx(mean, abs=3e-6)
+    assert other.logs[0][f"{differences}max"] == pytest.approx(
+        max(log[f"{differences}max"] for log in mine.logs), abs=3e-6
+    )
+    assert not any(name in log for log in other.logs[1:] for name in (f"{differences}mean", f"{ratios}mean"))
+
+
+@pytest.mark.usefixtures("unshuffled")
+@pytest.mark.parametrize("loss", BY_TOKENS)
+def test_what_is_averaged_over_tokens_is_by_the_steps_own_here_and_by_the_generations_average_step_in_trl(
+    model: str, tmp_path: Path, engine: Engine, loss: str
+) -> None:
+    """That one number is the whole difference: the policy stands still, so that each step shows it alone."""
+    fields = {**GRPO, "beta": 0.0, "loss_type": loss, **BY_TOKENS[loss], "steps_per_generation": 4, "learning_rate": 0.0}
+    mine, other = both("GRPO", model, tmp_path, engine, fields)
+    tokens = [log["parity/checked_tokens"] for log in mine.logs]
+    average = sum(tokens) / len(tokens)
+    assert max(tokens) > 1.3 * min(tokens)
+    for step, own in enumerate(tokens):
+        scaled = {name: gradient * (own / average) for name, gradient in mine.gradients[step].items()}
+        theirs = other.gradients[step]
+        assert distance(scaled, theirs) <= 1e-5 * max(norm(theirs.values()), 1e-2), step
+        assert distance(mine.gradients[step], theirs) > 1e-2 * norm(theirs.values()), step
+        assert other.losses[step] == pytest.approx(mine.losses[step] * own / average, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.usefixtures("unshuffled")
+@pytest.mark.parametrize("loss", BY_TOKENS)
+def test_of_equally_long_completions_these_are_trls_too(
+    untied_dir: str, tmp_path: Path, engine: Engine, loss: str
+) -> None:
+    fields = {**GRPO, "loss_type": loss, **BY_TOKENS[loss], "steps_per_generation": 2, "max_completion_length": 2}
+    mine, other = both("GRPO", untied_dir, tmp_path, shifted_engine(untied_dir), fields)
+    assert {(log["completions/min_length"], log["completions/max_length"]) for log in mine.logs[::2]} == {(2.0, 2.0)}
+    assert_same_gradients(mine, other)
+
+
+@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+def test_with_trls_shuffle_the_steps_of_a_generation_differ_and_their_sum_does_not(
+    model: str, tmp_path: Path, engine: Engine, method: str
+) -> None:
+    """The policy stands still, so that the sum is over the same completions of the same policy."""
+    fields = {**GRPO, "loss_type": "grpo"} if method == "GRPO" else RLOO
+    fields = {**fields, "steps_per_generation": 4, "learning_rate": 0.0}
+    engine = engine if method == "GRPO" else start("transformers", model)
+    mine, other = both(method, model, tmp_path, engine, fields)
+    for found, expected in zip(mine.gradients, other.gradients, strict=True):
+        assert distance(found, expected) > 0.1 * norm(expected.values())
+    sums = [
+        {name: sum(step[name] for step in played.gradients) for name in played.gradients[0]} for played in (mine, other)
+    ]
+    assert distance(sums[0], sums[1]) <= 1e-5 * max(norm(step.values()) for step in other.gradients)
