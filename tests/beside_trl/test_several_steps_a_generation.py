@@ -1,7 +1,7 @@
 """Several optimizer steps a generation beside TRL's: which completions a step learns from, and what its loss is averaged over.
 
-TRL shuffles a generation's completions before it cuts them into steps; ours are cut in the order of their groups. That one function of
-TRL's is exchanged for the identity, so that both cut alike; the rest is its own. The last test leaves the shuffle as it is.
+TRL shuffles a generation's completions before it cuts them into steps; ours are cut in the order of their groups. That one function
+of TRL's is exchanged for the identity, so that both cut alike; the rest is its own. The last test leaves the shuffle as it is.
 """
 
 from __future__ import annotations
@@ -29,17 +29,29 @@ GROUPS: dict[str, Any] = {
     "epsilon_high": 0.012,
 }
 GRPO = {**GROUPS, "beta": 0.04, "vllm_importance_sampling_mode": "token_truncate"}
-RLOO = {**GROUPS, "beta": 0.0, "learning_rate": 3e-6}
+# The ratio is a whole completion's: it moves a dozen times as fast.
+RLOO = {
+    **GROUPS,
+    "per_device_train_batch_size": 8,
+    "beta": 0.0,
+    "normalize_advantages": True,
+    "learning_rate": 2e-5,
+}
 CUTS: dict[str, dict[str, Any]] = {
     "two steps": {"steps_per_generation": 2},
     "two steps twice": {"steps_per_generation": 2, "num_iterations": 2},
     "four micro-batches in two steps": {"steps_per_generation": 4, "gradient_accumulation_steps": 2},
     "one generation for all": {"steps_per_generation": 4, "max_steps": 4},
 }
+# TRL's `bnpo` is averaged over micro-batches (A2).
+SAME = [
+    (loss, cut)
+    for loss in ("grpo", "dr_grpo", "luspo", "bnpo")
+    for cut, fields in CUTS.items()
+    if loss != "bnpo" or "gradient_accumulation_steps" not in fields
+]
 # TRL logs them once, of the whole generation; ours are each step's (docs/migrating-from-trl.md).
-OF_THE_GENERATION = frozenset(
-    f"sampling/{name}/" for name in ("sampling_logp_difference", "importance_sampling_ratio")
-)
+OF_THE_GENERATION = frozenset(f"sampling/{name}/" for name in ("sampling_logp_difference", "importance_sampling_ratio"))
 # Means of micro-batches' means in TRL.
 OF_MICRO_BATCHES = frozenset({"entropy", "kl", "clip_ratio/"})
 CLIPS = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
@@ -74,19 +86,17 @@ def assert_agree(mine: Played, other: Played, cut: dict[str, Any], at_least: set
     assert_same_figures(mine, other, but=OF_THE_GENERATION | averaged, at_least={"loss", "grad_norm", "reward"})
     if not averaged:
         assert_same_figures(mine, other, but=OF_THE_GENERATION, at_least=at_least)
-        # The second step's policy has moved away from the one that sampled.
-        assert [log["clip_ratio/region_mean"] > 0 for log in mine.logs][:2] == [False, True]
+        # The later steps' policy has moved away from the one that sampled.
+        clipped = [log["clip_ratio/region_mean"] for log in mine.logs]
+        assert clipped[0] == 0 < max(clipped)
 
 
 @pytest.mark.usefixtures("unshuffled")
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "luspo", "bnpo"])
+@pytest.mark.parametrize(("loss", "cut"), SAME)
 def test_grpos_steps_of_one_generation_are_trls(
     model: str, tmp_path: Path, engine: Engine, loss: str, cut: str
 ) -> None:
     fields = {**GRPO, "loss_type": loss, **CUTS[cut]}
-    if loss == "bnpo" and "gradient_accumulation_steps" in fields:
-        pytest.skip("TRL's is averaged over micro-batches (A2)")
     mine, other = both("GRPO", model, tmp_path, engine, fields)
     assert_agree(mine, other, CUTS[cut], {"entropy", "kl"} | CLIPS)
 
@@ -94,7 +104,9 @@ def test_grpos_steps_of_one_generation_are_trls(
 @pytest.mark.usefixtures("unshuffled")
 @pytest.mark.parametrize("cut", CUTS)
 def test_rloos_steps_of_one_generation_are_trls(model: str, tmp_path: Path, engine: Engine, cut: str) -> None:
-    mine, other = both("RLOO", model, tmp_path, start("transformers", model), {**RLOO, **CUTS[cut]})
+    # Within one epoch: the order of prompts in the next one is another.
+    fields = {**RLOO, **CUTS[cut]} | ({"max_steps": 2} if "gradient_accumulation_steps" in CUTS[cut] else {})
+    mine, other = both("RLOO", model, tmp_path, start("transformers", model), fields)
     assert_agree(mine, other, CUTS[cut], {"entropy"} | CLIPS)
 
 
@@ -128,7 +140,14 @@ def test_what_is_averaged_over_tokens_is_by_the_steps_own_here_and_by_the_genera
     model: str, tmp_path: Path, engine: Engine, loss: str
 ) -> None:
     """That one number is the whole difference: the policy stands still, so that each step shows it alone."""
-    fields = {**GRPO, "beta": 0.0, "loss_type": loss, **BY_TOKENS[loss], "steps_per_generation": 4, "learning_rate": 0.0}
+    fields = {
+        **GRPO,
+        "beta": 0.0,
+        "loss_type": loss,
+        **BY_TOKENS[loss],
+        "steps_per_generation": 4,
+        "learning_rate": 0.0,
+    }
     mine, other = both("GRPO", model, tmp_path, engine, fields)
     tokens = [log["parity/checked_tokens"] for log in mine.logs]
     average = sum(tokens) / len(tokens)
@@ -143,11 +162,9 @@ def test_what_is_averaged_over_tokens_is_by_the_steps_own_here_and_by_the_genera
 
 @pytest.mark.usefixtures("unshuffled")
 @pytest.mark.parametrize("loss", BY_TOKENS)
-def test_of_equally_long_completions_these_are_trls_too(
-    untied_dir: str, tmp_path: Path, engine: Engine, loss: str
-) -> None:
+def test_of_equally_long_completions_these_are_trls_too(untied_dir: str, tmp_path: Path, loss: str) -> None:
     fields = {**GRPO, "loss_type": loss, **BY_TOKENS[loss], "steps_per_generation": 2, "max_completion_length": 2}
-    mine, other = both("GRPO", untied_dir, tmp_path, shifted_engine(untied_dir), fields)
+    mine, other = both("GRPO", untied_dir, tmp_path, start("transformers", untied_dir), fields)
     assert {(log["completions/min_length"], log["completions/max_length"]) for log in mine.logs[::2]} == {(2.0, 2.0)}
     assert_same_gradients(mine, other)
 
