@@ -37,6 +37,9 @@ COMMON: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "max_grad_norm": 1e6,
 }
+# Online DPO's. A generation holds all prompts, as the two go through the data in another order; they are equally long, as TRL pads
+# them (A3). At temperature 1, as TRL scores at that.
+PAIRS: dict[str, Any] = {"per_device_train_batch_size": 8, "max_new_tokens": 12, "max_length": 64, "temperature": 1.0}
 CLIPS = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
 DTYPES = {"GRPO": torch.float64, "RLOO": torch.float64, "OnlineDPO": torch.float32}
 # What float32 leaves of figures near zero: of a mean of log-probs, which are some 3 nats; of the largest of them, some 10 nats; of
@@ -69,6 +72,11 @@ def longer(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def rounder(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     """Another one, of another size, that does not score all."""
     return [None if sum(ids) % 5 == 0 else 0.01 * (sum(ids) % 11) for ids in completion_ids]
+
+
+def decided(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that two completions hardly ever have in common; padding, which TRL leaves in, is worth nothing."""
+    return [sum(i * token for i, token in enumerate(ids, 1)) / 1000 for ids in completion_ids]
 
 
 def shifted_engine(model: str) -> Engine:

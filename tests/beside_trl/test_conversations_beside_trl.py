@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 from conftest import start
 from methods import PROMPTS
-from pairs import SAMPLERS, Sampled, assert_same_gradients, both
+from pairs import PAIRS, SAMPLERS, Sampled, assert_same_gradients, both, decided
 
 pytest.importorskip("trl", reason="TRL is not installed here")
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-# Equally long, as TRL pads them (A3); at temperature 1, as TRL scores at that.
-FIELDS: dict[str, Any] = {"per_device_train_batch_size": 8, "max_new_tokens": 12, "max_length": 64, "temperature": 1.0}
 
 
 def test_online_dpo_on_messages_is_trls_and_gives_its_reward_function_what_trl_gives_it(
@@ -39,13 +36,13 @@ def test_online_dpo_on_messages_is_trls_and_gives_its_reward_function_what_trl_g
 
     def watching(completion_ids: list[list[int]], **given: Any) -> list[float]:
         seen.append({**given, "completion_ids": completion_ids})
-        return [sum(i * token for i, token in enumerate(ids, 1)) / 1000 for ids in completion_ids]
+        return decided(completion_ids)
 
     monkeypatch.setitem(SAMPLERS, "OnlineDPO", templated)
     data = PROMPTS.from_dict(
         {"prompt": [[{"role": "user", "content": t}] for t in texts], "hint": [f"h{t}" for t in texts]}
     )
-    fields = {**FIELDS, "max_steps": 1}
+    fields = {**PAIRS, "max_steps": 1}
     mine, other = both(
         "OnlineDPO",
         untied_dir,

@@ -12,8 +12,21 @@ import torch
 from conftest import needs_vllm, start
 from datasets import Dataset
 from methods import PROMPTS
-from pairs import COMMON, SAMPLERS, Played, Sampled, assert_same_gradients, both, distance, norm, talkative, train
-from tiny import CONTEXT, make_tokenizer
+from pairs import (
+    COMMON,
+    PAIRS,
+    SAMPLERS,
+    Played,
+    Sampled,
+    assert_same_gradients,
+    both,
+    decided,
+    distance,
+    norm,
+    talkative,
+    train,
+)
+from tiny import CONTEXT, make_tokenizer, save
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import lockstep
@@ -27,9 +40,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Prompts of several lengths in every generation.
 UNEVEN = Dataset.from_dict({"prompt": ["what is 1" + " + 1" * i for i in range(8)]})
-STEP = {"per_device_train_batch_size": 8, "max_steps": 1}
-PAIRS: dict[str, Any] = {**STEP, "max_new_tokens": 12, "max_length": 64, "temperature": 1.0}
-GROUPS: dict[str, Any] = {**STEP, "num_generations": 4, "max_completion_length": 12}
+STEP: dict[str, Any] = {"per_device_train_batch_size": 8, "max_steps": 1}
+PAIR = {**PAIRS, **STEP}
+GROUPS = {**STEP, "num_generations": 4, "max_completion_length": 12}
 TOKENS = {"vllm_importance_sampling_mode": "token_truncate"}
 
 
@@ -41,11 +54,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def engine(model: str) -> Any:
     return start("transformers", model)
-
-
-def decided(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that two completions hardly ever have in common; padding, which TRL leaves in, is worth nothing."""
-    return [sum(i * token for i, token in enumerate(ids, 1)) / 1000 for ids in completion_ids]
 
 
 def by_a_server(trainer: Any, sampled: Sampled) -> None:
@@ -81,9 +89,7 @@ def gpt2(folder: Path) -> str:
     torch.manual_seed(0)
     made = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, initializer_range=0.3, eos_token_id=0, bos_token_id=None))
     made.generation_config.eos_token_id = 0
-    made.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return str(save(made, folder))
 
 
 def counting_what_is_masked_out(sampler: Callable[..., None]) -> Callable[..., None]:
@@ -116,7 +122,7 @@ def test_a3_through_a_server_trls_online_dpo_attends_to_the_padding_of_shorter_p
 ) -> None:
     def run(sampler: Callable[..., None], data: Dataset) -> tuple[Played, Played]:
         monkeypatch.setitem(SAMPLERS, "OnlineDPO", sampler)
-        return both("OnlineDPO", model, tmp_path, engine, PAIRS, reward_funcs=decided, train_dataset=data)
+        return both("OnlineDPO", model, tmp_path, engine, PAIR, reward_funcs=decided, train_dataset=data)
 
     # Prompts of one length: both are the same, by this way too.
     assert_same_gradients(*run(by_a_server, PROMPTS))
@@ -135,7 +141,7 @@ def test_a3_trls_trainers_count_padding_in_positions_and_ours_have_none(
 ) -> None:
     model = gpt2(tmp_path / "gpt2")
     engine = start("transformers", model)
-    fields = PAIRS if method == "OnlineDPO" else {**GROUPS, **(TOKENS if method == "GRPO" else {"beta": 0.0})}
+    fields = PAIR if method == "OnlineDPO" else {**GROUPS, **(TOKENS if method == "GRPO" else {"beta": 0.0})}
     sampler = by_a_server_that_masks if method == "OnlineDPO" else SAMPLERS[method]
 
     def run(sampler: Callable[..., None], data: Dataset) -> tuple[Played, Played]:

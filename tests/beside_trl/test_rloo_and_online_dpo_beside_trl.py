@@ -11,9 +11,11 @@ from methods import lora
 from pairs import (
     CLIPS,
     MEANS,
+    PAIRS,
     assert_same_figures,
     assert_same_gradients,
     both,
+    decided,
     distance,
     longer,
     norm,
@@ -38,9 +40,6 @@ RLOO: dict[str, Any] = {
     # The ratio is a whole completion's: it moves a dozen times as fast.
     "learning_rate": 3e-6,
 }
-# A generation holds all prompts, as the two go through the data in another order; they are equally long, as TRL pads them (A3). At
-# temperature 1, as TRL scores at that.
-PAIRS: dict[str, Any] = {"per_device_train_batch_size": 8, "max_new_tokens": 12, "max_length": 64, "temperature": 1.0}
 REWARDS = {"reward", "reward_std", "rewards/longer/mean", "rewards/longer/std", "completions/mean_length", "num_tokens"}
 # The loss is logged to four places by TRL, and the rest counts padding there (docs/migrating-from-trl.md). What it takes a step on
 # is compared with the gradients.
@@ -142,11 +141,6 @@ def test_online_dpo_with_an_adapter_is_trls(model: str, tmp_path: Path, engine: 
     assert all("lora_" in name for name in mine.gradients[0])
     assert_same_gradients(mine, other)
     assert_same_figures(mine, other, but=ROUNDED | OVER_PADDING, at_least=PREFERENCES)
-
-
-def decided(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that two completions hardly ever have in common; padding, which TRL leaves in, is worth nothing."""
-    return [sum(i * token for i, token in enumerate(ids, 1)) / 1000 for ids in completion_ids]
 
 
 def test_a1_trls_online_dpo_learns_from_the_sum_of_accumulated_steps_and_ours_from_their_mean(

@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 from conftest import start
 from methods import lora
-from pairs import Played, assert_same_figures, assert_same_gradients, both, distance, norm, shifted_engine, talkative
+from pairs import (
+    CLIPS,
+    Played,
+    assert_same_figures,
+    assert_same_gradients,
+    both,
+    distance,
+    norm,
+    shifted_engine,
+    talkative,
+)
 
 from lockstep.engines.protocol import Engine
 
@@ -54,7 +64,6 @@ SAME = [
 OF_THE_GENERATION = frozenset(f"sampling/{name}/" for name in ("sampling_logp_difference", "importance_sampling_ratio"))
 # Means of micro-batches' means in TRL.
 OF_MICRO_BATCHES = frozenset({"entropy", "kl", "clip_ratio/"})
-CLIPS = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
 # Their normaliser is the tokens of the generation's average step in TRL, and the step's own here.
 BY_TOKENS = {"dapo": {}, "cispo": {"epsilon_high": 1.01}, "vespo": {}}
 
