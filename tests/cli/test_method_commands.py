@@ -90,8 +90,8 @@ def test_a_command_runs_its_method_to_summary_and_report_and_goes_on_after_an_in
     assert "held-out reward" in capsys.readouterr().out
 
     before = signal.getsignal(signal.SIGINT)
-    # The first call of the reward is the evaluation's.
-    monkeypatch.setenv("TEST_INTERRUPT_AT", "3")
+    # The first calls of the reward are the rehearsal's and the evaluation's.
+    monkeypatch.setenv("TEST_INTERRUPT_AT", "4")
     assert main([command, "--config", path]) == 130
     assert "stopped after step 2" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before

@@ -17,6 +17,8 @@ from lockstep.errors import InputError, ProofError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 METHODS = {**FIELDS, "PPO": {**ALONE, "num_iterations": 2}}
+# What a rehearsal does not find.
+LATE = {"rehearse_rewards": False}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def test_a_correction_is_not_applied_to_a_gap_that_is_a_defect(
 def test_scores_of_the_wrong_number_are_named_before_a_step(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, method: str
 ) -> None:
-    run = make(method, untied_dir, tmp_path, hf_engine, METHODS[method], reward_funcs=lambda **_: [1.0])
+    run = make(method, untied_dir, tmp_path, hf_engine, {**METHODS[method], **LATE}, reward_funcs=lambda **_: [1.0])
     assert_nothing_learned(run, InputError, "returned 1 scores for 4 completions")
 
 
@@ -67,5 +69,5 @@ def test_a_judge_that_answers_something_else_is_named_before_a_step(
         def judge(self, prompts: list[str], completions: Any, shuffle_order: bool = True) -> list[Any]:
             return verdicts
 
-    run = make("OnlineDPO", untied_dir, tmp_path, hf_engine, PAIRS, reward_funcs=None, judge=Judge())
+    run = make("OnlineDPO", untied_dir, tmp_path, hf_engine, {**PAIRS, **LATE}, reward_funcs=None, judge=Judge())
     assert_nothing_learned(run, InputError, message)

@@ -67,7 +67,7 @@ def test_the_loss_of_a_step_is_the_mean_over_all_pairs_and_undecided_ones_add_no
         # Tied, one missing, and two decided pairs.
         return [1.0, 1.0, None, 2.0, 1.0, 0.0, 0.0, 1.0]
 
-    fields = {**PAIRS, "per_device_train_batch_size": 4, "max_steps": 1}
+    fields = {**PAIRS, "per_device_train_batch_size": 4, "max_steps": 1, "rehearse_rewards": False}
     run = make("OnlineDPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=two_of_four)
     run.train()
     # The policy is the reference: each decided pair is worth log 2.

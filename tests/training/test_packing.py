@@ -167,7 +167,8 @@ def test_in_fp32_loss_and_every_gradient_are_within_1e_5(kind: str, loss_type: s
     sums = UpdateSums()
     learn(policy_of(model), sequences, GRPOObjective(run), PhaseClock(), sums)
     found = gradients(model)
-    assert sums.loss == pytest.approx(expected_loss.item(), rel=1e-5)
+    # A sum of parts that are a hundred times as large.
+    assert sums.loss == pytest.approx(expected_loss.item(), rel=1e-5, abs=1e-6)
     for name, gradient in expected.items():
         assert float((found[name] - gradient).norm() / gradient.norm()) < 1e-5, name
 

@@ -181,8 +181,8 @@ class TestRuns:
 
 def test_a_full_disk_is_one_error_and_keeps_the_last_good_checkpoint(home: Path, untied_dir: str) -> None:
     words = command(home, untied_dir, "full", use_vllm=False, max_steps=4, eval_size=0)
-    # The third reward call belongs to step 3, so checkpoint-2 is whole and checkpoint-4 cannot be written.
-    failed = finish(words, TEST_DISK_FULL_AT="3")
+    # The first reward call is the rehearsal, the fourth is of step 3: checkpoint-2 is whole, and checkpoint-4 cannot be written.
+    failed = finish(words, TEST_DISK_FULL_AT="4")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     (line,) = failed.stderr.strip().splitlines()
     assert line.startswith("lockstep: checkpoint-4 could not be written")

@@ -13,6 +13,7 @@ from datasets import Dataset
 from tiny import CONTEXT, make_model, make_tokenizer, save_model
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
+import lockstep.training.optimizer_step
 import lockstep.training.proofs
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.engines.protocol import Engine
@@ -162,9 +163,8 @@ def test_a_step_whose_groups_agree_has_gradient_zero_and_not_none(
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             seen.append(model.get_output_embeddings().weight.detach().clone())
 
-    run = trainer(
-        untied_dir, tmp_path, engine=hf_engine, reward=agree_the_second_time, max_steps=2, lr_scheduler_type="constant"
-    )
+    fields: dict[str, Any] = {"max_steps": 2, "lr_scheduler_type": "constant", "rehearse_rewards": False}
+    run = trainer(untied_dir, tmp_path, engine=hf_engine, reward=agree_the_second_time, **fields)
     run.add_callback(Weights())
     run.train()
     # AdamW moves on with its momentum, as it does on a gradient of zero; without a gradient it would stand still.
@@ -175,7 +175,7 @@ def test_what_a_broken_call_of_train_left_does_not_reach_the_next(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(untied_dir, tmp_path, engine=hf_engine, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    real, calls = lockstep.training.online.learn, []
+    real, calls = lockstep.training.optimizer_step.learn, []
 
     def breaks_at_the_second(*args: Any) -> float:
         calls.append(1)
@@ -183,7 +183,7 @@ def test_what_a_broken_call_of_train_left_does_not_reach_the_next(
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(lockstep.training.online, "learn", breaks_at_the_second)
+    monkeypatch.setattr(lockstep.training.optimizer_step, "learn", breaks_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         run.train()
     run.train()
@@ -344,7 +344,7 @@ def test_bad_data_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
     ("reward", "message"),
     [
         (lambda **_: 1 / 0, "raised ZeroDivisionError"),
-        (lambda **_: [1.0], "returned 1 scores for 8 completions"),
+        (lambda **_: [1.0], "returned 1 scores for 4 completions"),
         (lambda completions, **_: [float("nan")] * len(completions), "NaN for all 8"),
         ([], "no reward function"),
         (torch.nn.Linear(1, 1), "neither a function nor a reward model"),
@@ -430,10 +430,11 @@ def test_rewards_given_while_others_are_sampled_train_the_same_policy(
 
     weights, sizes = [], []
     for overlap in (False, True):
-        calls.clear()
         run = trainer(
             untied_dir, tmp_path / str(overlap), engine=hf_engine, reward=counted, overlap_rewards=overlap, max_steps=2
         )
+        # The rehearsal's.
+        calls.clear()
         run.train()
         sizes.append(list(calls))
         weights.append([p.detach().clone() for p in run.model.parameters()])

@@ -128,7 +128,8 @@ def rewards(rank: int, model: str, folder: Path) -> dict[str, Any]:
         log_extra("scored_by", [rank] * len(prompts))
         return [float(len(text)) for text in completions]
 
-    run = make("rloo", model, folder / "rewards", ranks=2, size=2, reward=counting, evaluation=PROMPTS.select(range(3)))
+    fields: dict[str, Any] = {"reward": counting, "evaluation": PROMPTS.select(range(3)), "rehearse_rewards": False}
+    run = make("rloo", model, folder / "rewards", ranks=2, size=2, **fields)
     metrics = run.evaluate()
     extras = [r.extra["scored_by"] for group in run.last_eval_groups for r in group.rollouts]
     evaluation, seen = seen, []
@@ -157,6 +158,7 @@ def judged(rank: int, model: str, folder: Path) -> dict[str, Any]:
     args = OnlineDPOConfig(
         output_dir=str(folder / "judged"), max_new_tokens=6, max_length=64, per_device_train_batch_size=2, max_steps=1,
         bf16=False, use_vllm=False, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
+        rehearse_rewards=False,
     )  # fmt: skip
     run = OnlineDPOTrainer(model, args=args, train_dataset=PROMPTS, judge=Judge())
     run.train()
@@ -209,21 +211,21 @@ def fails_to_learn(rank: int, model: str, folder: Path) -> Any:
     """A forward that one rank alone cannot do."""
     from accounts import make
 
-    import lockstep.training.online as online
+    import lockstep.training.optimizer_step as step
 
-    real = online.learn
+    real = step.learn
 
     def learn(*args: Any) -> float:
         if rank == 1:
             raise RuntimeError("out of memory, by design")
         return real(*args)
 
-    online.learn = learn
+    step.learn = learn
     try:
         run = make("grpo-grpo", model, folder / "learn", ranks=2, size=2, max_steps=1)
         run.train()
     finally:
-        online.learn = real
+        step.learn = real
     return {}
 
 

@@ -51,6 +51,12 @@ class OnlineConfig(OneValueFields, TrainingArguments):
 
     reward_weights: list[float] | None = field(default=None, metadata=doc("One weight a reward function; default 1."))
     reward_timeout: float = field(default=600.0, metadata=doc("Seconds that coroutine reward functions may take."))
+    rehearse_rewards: bool = field(
+        default=True,
+        metadata=doc(
+            "Call reward functions and judges once, on made-up completions, before a model is loaded, to name what is wrong."
+        ),
+    )
     overlap_rewards: bool = field(
         default=False,
         metadata=doc("Score each group while others are sampled; reward functions are then called a group at a time."),

@@ -28,16 +28,18 @@ from lockstep.rollouts.reward_functions import Given, ProcessingClasses
 from lockstep.training.checkpoints import guarded_save
 from lockstep.training.completion_log import show_generation
 from lockstep.training.config import OnlineConfig
-from lockstep.training.distributed import check_same_weights, leave_unwrapped, share_of, sum_gradients
+from lockstep.training.distributed import check_same_weights, leave_unwrapped, share_of
 from lockstep.training.generation import Generation, prepare_generation, sequences_of
 from lockstep.training.method_state import MethodState
 from lockstep.training.objective import Objective, Scores
+from lockstep.training.optimizer_step import OptimizerStep
 from lockstep.training.packing import TrainingSequence
 from lockstep.training.phases import PhaseClock
 from lockstep.training.policy import open_policy
 from lockstep.training.prompt_order import MicroBatch, PromptLoader, make_loader, order_of
 from lockstep.training.prompts import check_dataset, read_prompts
 from lockstep.training.reference import Reference
+from lockstep.training.rehearsal import made_up_group
 from lockstep.training.rollout_metrics import evaluation_metrics
 from lockstep.training.sampling import RolloutSource
 from lockstep.training.scoring import check_scorable
@@ -51,9 +53,9 @@ from lockstep.training.setup import (
     reward_scorer,
 )
 from lockstep.training.step_events import StepEvents
-from lockstep.training.update import AllScores, Policy, UpdateSums, learn, score_all
+from lockstep.training.step_log import StepLog
+from lockstep.training.update import AllScores, Policy, UpdateSums, score_all
 
-_COUNTS = ("parity/checked_tokens", "rewards/unscored")
 # A rank waits for the owner's longest piece of work: a generation that is lost and repeated.
 _LONGEST_CALL = 12
 
@@ -118,7 +120,8 @@ class OnlineTrainer(Trainer):
         check_dataset(train_dataset, "train")
         if eval_dataset is not None:
             check_dataset(eval_dataset, "eval")
-        scorer = self.scorer(reward_funcs, reward_processing_classes)
+        rehearsal = made_up_group(train_dataset, args) if args.rehearse_rewards and args.process_index == 0 else None
+        scorer = self.scorer(reward_funcs, reward_processing_classes, rehearsal)
 
         opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
@@ -161,13 +164,12 @@ class OnlineTrainer(Trainer):
         )
         self.last_eval_groups: list[RolloutGroup] = []
         self._generation: Generation | None = None
-        self._sums = UpdateSums()
-        self._failure: Exception | None = None
-        self._logged: dict[str, list[float]] = {}
+        self._step = OptimizerStep(self.objective, self.clock, self.ranks)
+        self.step_log = StepLog()
 
-    def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
-        """What gives rollouts their rewards."""
-        return reward_scorer(reward_funcs, processing_classes, self.config)
+    def scorer(self, reward_funcs: Any, processing_classes: Any, rehearsal: RolloutGroup | None) -> Scorer:
+        """What gives rollouts their rewards, tried out with `rehearsal`."""
+        return reward_scorer(reward_funcs, processing_classes, self.config, rehearsal)
 
     def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module | None:
         """A value head, for methods that have one."""
@@ -234,23 +236,11 @@ class OnlineTrainer(Trainer):
         if place == 0:
             generation = self._begin_step(generation, step)
         own = self._step_size * step + self.config.gradient_accumulation_steps * self.ranks.rank + place
-        loss = self._learn(generation.micro_batches[own])
+        loss = self._step.learn(self._policy(), generation.micro_batches[own])
         if place + 1 == self.config.gradient_accumulation_steps:
             self._finish_step(generation, step)
         # The base class logs the mean over ranks; the parts of a step add up.
         return torch.tensor(loss * self.ranks.count, device=self.args.device)
-
-    def _learn(self, sequences: Sequence[TrainingSequence]) -> float:
-        """Learn from a micro-batch. On several ranks an error waits for the step's end, where it is every rank's."""
-        if self._failure is not None:
-            return 0.0
-        try:
-            return learn(self._policy(), sequences, self.objective, self.clock, self._sums)
-        except Exception as error:
-            if self.ranks.count == 1:
-                raise
-            self._failure = error
-            return 0.0
 
     @property
     def _generation_number(self) -> int:
@@ -280,9 +270,9 @@ class OnlineTrainer(Trainer):
         # Kept in the trainer's state, and so in checkpoints.
         prompts_seen = sum(len(g.prompt.ids) * len(g.rollouts) for g in groups)
         self.state.num_input_tokens_seen += generation.sampled_tokens + prompts_seen
-        self._note(self.source.metrics(groups))
+        self.step_log.note(self.source.metrics(groups))
         self._order.note(self._generation_number, groups)
-        self._note(self._order.metrics())
+        self.step_log.note(self._order.metrics())
         if found is not None:
             gap, record = found.gap, not self.config.single_update
             step = self.state.global_step + 1
@@ -301,7 +291,7 @@ class OnlineTrainer(Trainer):
         return AllScores.merged(self.ranks.share("scores", lambda: own().data()))
 
     def _begin_step(self, generation: Generation, step: int) -> Generation:
-        self._sums, self._failure = UpdateSums(), None
+        self._step = OptimizerStep(self.objective, self.clock, self.ranks)
 
         def entropies(sequences: Sequence[TrainingSequence]) -> Scores:
             with self.clock.phase("verify"):
@@ -313,30 +303,18 @@ class OnlineTrainer(Trainer):
         return self._generation
 
     def _finish_step(self, generation: Generation, step: int) -> None:
-        """Everything between the last backward and the optimizer: the proof, the ranks' gradients, and the step's numbers."""
+        """The proof, the gradients of all ranks, and the step's numbers."""
 
-        def offer() -> dict[str, Any]:
-            if self._failure is not None:
-                raise self._failure
-            return self._sums.data()
-
-        def prove(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-            total = UpdateSums.of(parts)
+        def prove(total: UpdateSums) -> None:
             if self.config.single_update:
                 self.source.prove(total.gap, generation, self.state.global_step + 1)
             else:
                 # The gap of these tokens was proven, and written down, before the policy moved.
                 tokens = sum(len(s.completion_ids) for s in generation.step(step, self._step_size))
                 check_count(total.gap, tokens, generation.version)
-            return [total.data()] * len(parts)
 
-        total = UpdateSums.of([self.ranks.call("step", offer, prove)])
-        for parameter in self._trained():
-            # A step whose groups all agree has gradient zero, which still moves AdamW; None would not.
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        sum_gradients(self._trained(), self.ranks)
-        self._note(total.metrics(self.source.limit) | self.objective.finish_step(total.tally))
+        total = self._step.finish(prove, self._trained())
+        self.step_log.note(total.metrics(self.source.limit) | self.objective.finish_step(total.tally))
 
     def _trained(self) -> list[torch.nn.Parameter]:
         parts = [self._policy_model(), *([self.critic] if self.critic is not None else [])]
@@ -351,7 +329,7 @@ class OnlineTrainer(Trainer):
         self._generation = None
         if self.state.global_step == 0:
             self._order.forget()
-        self._logged.clear()
+        self.step_log.clear()
         self._forget_gradients()
         self.source.start(Path(self.args.output_dir or "."), self.state.global_step)
         self.clock.take()
@@ -408,24 +386,13 @@ class OnlineTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the rollouts' and the proof's numbers since the last log, and seconds by phase, to what the base class logs."""
         if "loss" in logs:
-            logs |= {name: sum(values) / len(values) for name, values in self._logged.items()}
-            # Counts, like the seconds: all since the last log.
-            logs |= {name: sum(self._logged[name]) for name in _COUNTS if name in self._logged}
+            logs |= self.step_log.take(self.clock)
             if self.source.losses:
                 logs["engine/losses"] = self.source.losses
             logs["num_tokens"] = self.state.num_input_tokens_seen
-            seconds = self.clock.take()
-            logs |= {f"time/{name}": value for name, value in seconds.items()}
-            # TRL's name for the mean of a step.
-            logs["step_time"] = seconds["step"] / max(len(self._logged.get("parity/checked_tokens", ())), 1)
-            self._logged.clear()
             if self.is_world_process_zero():
                 show_generation(self._generation, self.config, self.state.global_step)
         super().log(logs, start_time)
-
-    def _note(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._logged.setdefault(name, []).append(value)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"

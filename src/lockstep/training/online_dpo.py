@@ -165,17 +165,17 @@ class OnlineDPOTrainer(OnlineTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
 
-    def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
+    def scorer(self, reward_funcs: Any, processing_classes: Any, rehearsal: RolloutGroup | None) -> Scorer:
         given = {"judge": self._judge, "reward_funcs": reward_funcs, "reward_model_path": self.config.reward_model_path}
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
             raise InputError(f"{' and '.join(names)} all say which completion is better; give one of them")
         if self._judge is None:
-            return super().scorer(reward_funcs or self.config.reward_model_path, processing_classes)
+            return super().scorer(reward_funcs or self.config.reward_model_path, processing_classes, rehearsal)
         if processing_classes is not None or self.config.reward_weights is not None:
             raise InputError("reward_weights and reward_processing_classes are of reward functions; a judge has none")
         if self.config.missing_eos_penalty is not None:
             raise InputError(
                 "missing_eos_penalty is taken off a reward, and a judge gives none; leave one of the two out"
             )
-        return judge_scorer(self._judge)
+        return judge_scorer(self._judge, rehearsal)

@@ -83,8 +83,8 @@ def parity_by_dtype(stage: Stage) -> list[Row]:
 def training_step(stage: Stage) -> list[Row]:
     """One step of the real trainer: every sampled token through the packed forward."""
     tokens = stage.step()
-    receipt_gap = stage.trainer._logged
-    mean, largest = receipt_gap["parity/mean_abs_gap"][-1], receipt_gap["parity/max_abs_gap"][-1]
+    noted = stage.trainer.step_log
+    mean, largest = noted.values("parity/mean_abs_gap")[-1], noted.values("parity/max_abs_gap")[-1]
     limit = stage.trainer.proofs.limit
     figure = f"mean {mean:.1e}, max {largest:.1e}, {tokens} tokens, all of them checked"
     return [Row("training step", figure, f"{limit.mean:g}, {limit.max:g}", True)]

@@ -1,0 +1,43 @@
+"""What a run logs of its steps: figures of each since the last log, averaged or counted, with the seconds they took.
+
+Comes from: the trainer's loop. Goes to: `transformers.Trainer.log`, and so to trackers, the metrics file and the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.training.phases import PhaseClock
+
+# Summed over the steps of a log, like the seconds.
+_COUNTS = ("parity/checked_tokens", "rewards/unscored")
+# Noted by every step.
+_OF_A_STEP = "parity/checked_tokens"
+
+
+class StepLog:
+    """Figures since the last log."""
+
+    def __init__(self) -> None:
+        self._noted: dict[str, list[float]] = {}
+
+    def note(self, figures: Mapping[str, float]) -> None:
+        """Take in figures of a step or a generation."""
+        for name, value in figures.items():
+            self._noted.setdefault(name, []).append(value)
+
+    def values(self, name: str) -> list[float]:
+        """What was noted under a name since the last log, one entry a note."""
+        return list(self._noted.get(name, ()))
+
+    def take(self, clock: PhaseClock) -> dict[str, float]:
+        """Means and counts of what was noted, and seconds: `time/…` by phase, `step_time` the mean of a step; then start again."""
+        figures = {n: sum(vs) if n in _COUNTS else sum(vs) / len(vs) for n, vs in self._noted.items()}
+        seconds, steps = clock.take(), len(self._noted.get(_OF_A_STEP, ()))
+        self._noted.clear()
+        times = {f"time/{name}": value for name, value in seconds.items()}
+        return figures | times | {"step_time": seconds["step"] / max(steps, 1)}
+
+    def clear(self) -> None:
+        """Forget what was noted."""
+        self._noted.clear()

@@ -1,0 +1,121 @@
+"""Reward functions and judges are called once before a model is loaded, and what they get wrong is named there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import start
+from datasets import Dataset
+from methods import FIELDS, PAIRS, make
+from transformers import TrainerState
+
+from lockstep.engines.protocol import Engine
+from lockstep.errors import InputError
+from lockstep.training.grpo_config import GRPOConfig
+from lockstep.training.rehearsal import made_up_group, rehearse_functions
+
+NOWHERE = "/no/such/model"
+ENGINE: Any = None
+
+
+class Judge:
+    def __init__(self, verdicts: list[Any]) -> None:
+        self._verdicts = verdicts
+
+    def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[Any]:
+        return self._verdicts
+
+
+async def late(**_: Any) -> list[float]:
+    return []
+
+
+@pytest.mark.parametrize("method", FIELDS)
+def test_scores_of_the_wrong_number_are_named_before_a_model_is_loaded(tmp_path: Path, method: str) -> None:
+    with pytest.raises(InputError, match=r"returned 0 scores for \d completions? \(in a rehearsal before any model"):
+        make(method, NOWHERE, tmp_path, ENGINE, FIELDS[method], reward_funcs=lambda **_: [])
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (late, "reward function late returned 0 scores"),
+        (lambda completions, **_: ["good" for _ in completions], "returned 'good', not a number"),
+        (lambda completions, answer, **_: [1.0 for _ in completions], "raised TypeError: .*'answer'"),
+        (lambda completions: [1.0 for _ in completions], "raised TypeError: .*unexpected keyword argument"),
+        ([lambda completions, **_: [1.0] * len(completions), late], "reward function late returned 0 scores"),
+    ],
+)
+def test_whatever_a_function_gets_wrong_is_named_before_a_model_is_loaded(
+    tmp_path: Path, function: Any, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        make("GRPO", NOWHERE, tmp_path, ENGINE, FIELDS["GRPO"], reward_funcs=function)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "message"),
+    [(["first"], "returned 'first'"), ([0, 1], "returned 2 verdicts for 1 pairs"), ([2], "returned 2, not 0 or 1")],
+)
+def test_a_judge_that_answers_something_else_is_named_before_a_model_is_loaded(
+    tmp_path: Path, verdicts: list[Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        make("OnlineDPO", NOWHERE, tmp_path, ENGINE, PAIRS, reward_funcs=None, judge=Judge(verdicts))
+
+
+def test_without_a_rehearsal_and_with_one_that_passes_the_model_is_what_is_missing(tmp_path: Path) -> None:
+    fields = {**FIELDS["GRPO"], "rehearse_rewards": False}
+    with pytest.raises(InputError, match="/no/such/model does not exist"):
+        make("GRPO", NOWHERE, tmp_path, ENGINE, fields, reward_funcs=lambda **_: [])
+    with pytest.raises(InputError, match="/no/such/model does not exist"):
+        make("GRPO", NOWHERE, tmp_path, ENGINE, FIELDS["GRPO"])
+
+
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2?"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [("2 + 2 =", "2 + 2 ="), (MESSAGES, [{"role": "assistant", "content": "2 + 2?"}])],
+    ids=["text", "messages"],
+)
+def test_a_function_is_called_as_in_training_with_the_first_row(tmp_path: Path, prompt: Any, completion: Any) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def reward(**given: Any) -> list[float]:
+        calls.append(given)
+        return [1.0] * len(given["completions"])
+
+    data = Dataset.from_list([{"prompt": prompt, "answer": "4"}, {"prompt": prompt, "answer": "5"}])
+    config = GRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=3, num_generations=3, bf16=False)
+    rehearse_functions([reward], made_up_group(data, config), 60.0)
+    (call,) = calls
+    assert call["prompts"] == [prompt] * 3
+    assert call["completions"] == [completion] * 3
+    assert call["answer"] == ["4"] * 3
+    assert len(call["completion_ids"]) == 3
+    assert isinstance(call["trainer_state"], TrainerState)
+    assert call["trainer_state"].global_step == 0
+    assert set(call) - {"prompts", "completions", "completion_ids", "answer", "trainer_state"} == {
+        "log_metric",
+        "log_extra",
+    }
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_is_said_in_a_rehearsal_is_not_logged(untied_dir: str, tmp_path: Path) -> None:
+    engine: Engine = start("transformers", untied_dir)
+    told: list[float] = []
+
+    def reward(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        told.append(float(len(told)))
+        log_metric("told", told[-1])
+        return [float(len(text)) for text in completions]
+
+    run = make("GRPO", untied_dir, tmp_path, engine, {**FIELDS["GRPO"], "max_steps": 2}, reward_funcs=reward)
+    assert told == [0.0]
+    run.train()
+    assert [log["told"] for log in run.state.log_history if "loss" in log] == [1.0, 2.0]
