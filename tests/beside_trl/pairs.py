@@ -148,7 +148,9 @@ def ours(
     **arguments: Any,
 ) -> tuple[Played, Sampled]:
     """A run of ours, and what it sampled."""
-    config = getattr(lockstep, f"{method}Config")(output_dir=str(folder), **{**COMMON, **fields})
+    # TRL does not rehearse.
+    own = {**COMMON, "rehearse_rewards": False, **fields}
+    config = getattr(lockstep, f"{method}Config")(output_dir=str(folder), **own)
     arguments = {"reward_funcs": longer, "train_dataset": PROMPTS, **arguments}
     trainer = getattr(lockstep, f"{method}Trainer")(
         _loaded(method, model, dtype), args=config, engine=engine, **arguments
