@@ -35,6 +35,12 @@ SINGLES = {"num_generations": 1, "per_device_train_batch_size": 64, "max_complet
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("GRPO", GROUPS | {"loss_type": name}) for name in ("grpo", "dr_grpo", "dapo", "bnpo", "sapo", "vespo")},
     "cispo": ("GRPO", GROUPS | {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch"}),
+    "scalerl": (
+        "GRPO",
+        GROUPS
+        | {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch"}
+        | {"average_by_prompt": True, "filter_zero_variance": True},
+    ),
     "gspo": ("GRPO", GROUPS | {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4}),
     "luspo": ("GRPO", GROUPS | {"importance_sampling_level": "sequence", "loss_type": "luspo"}),
     "rloo": ("RLOO", GROUPS | {"beta": 0.01}),
