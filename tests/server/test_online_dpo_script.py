@@ -57,6 +57,9 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
                 return reward_funcs(prompts=prompts, completions=completions, **columns)
 
             super().__init__(reward_funcs=watched, **arguments)
+            # The rehearsal's, one pair.
+            assert len(found.scored.pop()) == 2
+            assert not found.scored
             found.trainers.append(self)
 
     def advised(objective: Any, groups: Any, sequences: Any) -> Any:

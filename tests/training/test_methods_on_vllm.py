@@ -77,6 +77,8 @@ def test_two_steps_are_proven_to_the_last_token_and_leave_what_was_learned_in_vl
     adapter = {"peft_config": lora()} if "LoRA" in name else {}
     arguments = {"reward_funcs": counted, "callbacks": [snapshots], **adapter}
     run = make(method, untied_dir, tmp_path, vllm, {**fields, "max_steps": 2}, **arguments)
+    # The rehearsal's.
+    sampled.clear()
     run.train()
 
     logs = [log for log in run.state.log_history if "loss" in log]

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.training.grpo_config import GRPOConfig
 from lockstep.training.prompt_order import GenerationBatches, PromptOrder
 
 
@@ -207,3 +208,32 @@ def test_a_run_ends_where_too_few_prompts_are_left(
     reward = 0.0
     run.train()
     assert run.state.global_step == 10
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_that_ends_early_keeps_its_last_step_and_is_at_its_end_when_it_is_resumed(
+    hf_engine: Engine, untied_dir: str, tmp_path: Path
+) -> None:
+    fields = {**GROUPS, "no_positive_resampling": 1.0, "max_steps": 10, "save_strategy": "steps"}
+    fields |= {"save_steps": 3, "logging_steps": 3}
+
+    def run() -> Any:
+        rewards = {"reward_funcs": lambda completions, **_: [1.0] * len(completions)}
+        return methods.make("GRPO", untied_dir, tmp_path, hf_engine, fields, **rewards)
+
+    ended = run()
+    ended.train()
+    # Eight prompts, two a step, all solved.
+    assert [log["step"] for log in ended.state.log_history if "loss" in log] == [3, 4]
+    assert (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
+
+    again = run()
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4
+    expected = parameters(ended.model)
+    assert all(torch.equal(p, expected[name]) for name, p in parameters(again.model).items())
+
+
+def test_a_threshold_that_no_mean_reaches_is_refused() -> None:
+    with pytest.raises(InputError, match="no_positive_resampling=nan; it must be a mean reward, or unset"):
+        GRPOConfig(output_dir="unused", no_positive_resampling=math.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import TrainerState
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.training.grpo_config import GRPOConfig
-from lockstep.training.rehearsal import made_up_group, rehearse_functions
+from lockstep.training.rehearsal import rehearse_functions
 
 NOWHERE = "/no/such/model"
 ENGINE: Any = None
@@ -44,6 +45,7 @@ def test_scores_of_the_wrong_number_are_named_before_a_model_is_loaded(tmp_path:
         (late, "reward function late returned 0 scores"),
         (lambda completions, **_: ["good" for _ in completions], "returned 'good', not a number"),
         (lambda completions, answer, **_: [1.0 for _ in completions], "raised TypeError: .*'answer'"),
+        (lambda **_: None, "returned NoneType, not a list of numbers"),
         (lambda completions: [1.0 for _ in completions], "raised TypeError: .*unexpected keyword argument"),
         ([lambda completions, **_: [1.0] * len(completions), late], "reward function late returned 0 scores"),
     ],
@@ -91,18 +93,48 @@ def test_a_function_is_called_as_in_training_with_the_first_row(tmp_path: Path, 
 
     data = Dataset.from_list([{"prompt": prompt, "answer": "4"}, {"prompt": prompt, "answer": "5"}])
     config = GRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=3, num_generations=3, bf16=False)
-    rehearse_functions([reward], made_up_group(data, config), 60.0)
+    rehearse_functions([reward], data, config)
     (call,) = calls
     assert call["prompts"] == [prompt] * 3
     assert call["completions"] == [completion] * 3
     assert call["answer"] == ["4"] * 3
     assert len(call["completion_ids"]) == 3
     assert isinstance(call["trainer_state"], TrainerState)
-    assert call["trainer_state"].global_step == 0
+    state = call["trainer_state"]
+    assert (state.global_step, state.max_steps, state.num_train_epochs, state.epoch) == (0, 6, 3, 0.0)
     assert set(call) - {"prompts", "completions", "completion_ids", "answer", "trainer_state"} == {
         "log_metric",
         "log_extra",
     }
+
+
+def test_a_function_that_raises_at_made_up_text_is_told_of_and_no_reason_to_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def parsed(completions: list[str], **_: Any) -> list[float]:
+        return [json.loads(text)["score"] for text in completions]
+
+    class Raising:
+        def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
+            raise KeyError("unknown")
+
+    for method, arguments in (
+        ("GRPO", {"reward_funcs": parsed}),
+        ("OnlineDPO", {"reward_funcs": None, "judge": Raising()}),
+    ):
+        with pytest.raises(InputError, match="/no/such/model does not exist"):
+            make(method, NOWHERE, tmp_path, ENGINE, FIELDS[method], **arguments)
+    said = capsys.readouterr().out
+    assert "reward function parsed raised JSONDecodeError" in said
+    assert "judge Raising raised KeyError" in said
+    assert said.count("raised in training, it ends the run") == 2
+
+
+@pytest.mark.parametrize("prompt", [3, [], ["a", "b"], [{"content": "x"}], {"a": "b"}, [{"role": "user"}]])
+def test_a_row_that_is_no_prompt_is_left_to_the_check_that_names_it(tmp_path: Path, prompt: Any) -> None:
+    data = Dataset.from_list([{"prompt": prompt}] * 2)
+    with pytest.raises(InputError, match="/no/such/model does not exist"):
+        make("GRPO", NOWHERE, tmp_path, ENGINE, FIELDS["GRPO"], train_dataset=data)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -180,6 +180,11 @@ def test_a_share_without_a_score_is_no_error_while_the_other_has_some(found: Fou
     ("work", "kind", "said"),
     [
         ("reward:nothing", "InputError", "scored any of the 8 completions"),
+        (
+            "reward:few",
+            "InputError",
+            "rank 0: reward function reward returned 1 scores for 2 completions (in a rehearsal",
+        ),
         ("reward:fails", "InputError", "rank 1: reward function reward raised ZeroDivisionError: by design"),
         ("weights:policy", "ProofError", "at version 0 rank 1 holds other weights than rank 0"),
         ("weights:critic", "ProofError", "at version 0 rank 1 holds other weights than rank 0"),

@@ -178,6 +178,8 @@ def odd_rewards(kind: str) -> Callable[[int, str, Path], Any]:
                 return [float("nan")] * len(completion_ids)
             if kind == "fails" and rank == 1:
                 raise ZeroDivisionError("by design")
+            if kind == "few":
+                return [1.0]
             if kind == "killed" and rank == 1:
                 os._exit(9)
             return by_length(completion_ids)
@@ -261,7 +263,7 @@ WORK: dict[str, Callable[[int, str, Path], Any]] = {
     "evaluated": evaluated,
     "rewards": rewards,
     "judged": judged,
-    **{f"reward:{kind}": odd_rewards(kind) for kind in ("nothing", "half", "nans", "fails")},
+    **{f"reward:{kind}": odd_rewards(kind) for kind in ("nothing", "half", "nans", "fails", "few")},
     **{f"weights:{part}": other_weights(part) for part in ("policy", "critic")},
     "breaks": breaks,
     "learn": fails_to_learn,

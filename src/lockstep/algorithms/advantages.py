@@ -81,8 +81,9 @@ def leave_one_out_advantages(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def varies(rewards: Sequence[float]) -> bool:
-    """Whether a group's rewards teach anything: two of those that were given differ."""
-    return len({reward for reward in rewards if not math.isnan(reward)}) > 1
+    """Whether a group's rewards teach anything: two of those that were given differ, in the float32 of advantages."""
+    given = torch.tensor([reward for reward in rewards if not math.isnan(reward)], dtype=torch.float32)
+    return bool((given != given[:1]).any())
 
 
 def compared(rewards: list[torch.Tensor]) -> list[torch.Tensor]:

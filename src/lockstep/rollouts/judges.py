@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.rollouts.rewards import RewardRaised
 
 NO_VERDICT = -1
 
@@ -60,7 +61,7 @@ def judge_pairs(groups: Sequence[RolloutGroup], judge: PairwiseJudge, *, shuffle
     try:
         answer = judge.judge(prompts, completions, shuffle_order=shuffle_order)
     except Exception as error:
-        raise InputError(f"judge {name} raised {type(error).__name__}: {error}") from error
+        raise RewardRaised(f"judge {name} raised {type(error).__name__}: {error}") from error
     return _checked(name, answer, len(groups))
 
 

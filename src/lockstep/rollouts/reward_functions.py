@@ -52,19 +52,15 @@ def reward_functions(
             f"reward_processing_classes has {len(tokenizers)} entries for {len(entries)} reward functions; give one an entry, None "
             "for functions"
         )
-    check_kinds(entries)
+    _check_kinds(entries)
     return [
         _model(entry, tokenizer, chat_template_kwargs, device) if isinstance(entry, str | PreTrainedModel) else entry
         for entry, tokenizer in zip(entries, tokenizers, strict=True)
     ]
 
 
-def check_kinds(entries: list[Any]) -> None:
-    """Check what a list is made of, before any of it is called or loaded.
-
-    Raises:
-        InputError: an entry is neither a function nor a reward model, loaded or named.
-    """
+def _check_kinds(entries: list[Any]) -> None:
+    """All of them before any model is loaded."""
     for entry in entries:
         module = isinstance(entry, torch.nn.Module) and not isinstance(entry, PreTrainedModel)
         if module or not (isinstance(entry, str | PreTrainedModel) or callable(entry)):

@@ -23,6 +23,10 @@ RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float
 Scores = list[float | None]
 
 
+class RewardRaised(InputError):
+    """A reward function or a judge raised; its own error is the cause."""
+
+
 def reward_name(function: RewardFunction) -> str:
     """Name of a reward function in metrics."""
     function = _unwrapped(function)
@@ -178,8 +182,8 @@ async def _call_all(functions: dict[int, RewardFunction], arguments: dict[str, A
     return dict(zip(functions, answers, strict=True))
 
 
-def _raised(function: RewardFunction, error: Exception) -> InputError:
-    return InputError(f"reward function {reward_name(function)} raised {type(error).__name__}: {error}")
+def _raised(function: RewardFunction, error: Exception) -> RewardRaised:
+    return RewardRaised(f"reward function {reward_name(function)} raised {type(error).__name__}: {error}")
 
 
 def _checked(name: str, answer: Any, count: int) -> Scores:

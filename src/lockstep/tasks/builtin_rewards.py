@@ -39,8 +39,7 @@ def accuracy(
     r"""1 where the completion's final answer equals the reference as mathematics (math-verify), else 0.
 
     The final answer must be LaTeX, as for TRL's `accuracy_reward`: what stands in the last `\boxed{…}`, or else a formula that is
-    said to be the answer, as in "the answer is $4$". Boxes side by side, or joined by "and", "or" or a comma, are one answer of
-    several values.
+    said to be the answer, as in "the answer is $4$". Boxes with little text between them are one answer of several values.
     math-verify limits its own time by a signal, which only the main thread can have; in another thread there is no limit.
 
     Args:

@@ -5,6 +5,7 @@ Comes from: `training/config.py`. Goes to: the configs of GRPO, RLOO, REINFORCE+
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from lockstep.errors import InputError
@@ -127,6 +128,10 @@ class GroupConfig(OnlineConfig):
         for name in ("max_completion_length", "num_iterations", "steps_per_generation", "ref_model_sync_steps"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}; it must be at least 1")
+        if self.no_positive_resampling is not None and not math.isfinite(self.no_positive_resampling):
+            raise InputError(
+                f"no_positive_resampling={self.no_positive_resampling}; it must be a mean reward, or unset"
+            )
         if self.sync_ref_model and not self.beta:
             raise InputError("sync_ref_model has no reference model to sync: beta is 0")
         if not 0 < self.ref_model_mixup_alpha <= 1:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 
 from lockstep.engines.protocol import Engine
@@ -39,7 +40,7 @@ from lockstep.training.policy import open_policy
 from lockstep.training.prompt_order import MicroBatch, PromptLoader, make_loader, order_of
 from lockstep.training.prompts import check_dataset, read_prompts
 from lockstep.training.reference import Reference
-from lockstep.training.rehearsal import made_up_group
+from lockstep.training.rehearsal import rehearse_functions
 from lockstep.training.rollout_metrics import evaluation_metrics
 from lockstep.training.sampling import RolloutSource
 from lockstep.training.scoring import check_scorable
@@ -120,8 +121,10 @@ class OnlineTrainer(Trainer):
         check_dataset(train_dataset, "train")
         if eval_dataset is not None:
             check_dataset(eval_dataset, "eval")
-        rehearsal = made_up_group(train_dataset, args) if args.rehearse_rewards and args.process_index == 0 else None
-        scorer = self.scorer(reward_funcs, reward_processing_classes, rehearsal)
+        self.ranks = Ranks(_LONGEST_CALL * args.vllm_server_timeout)
+        if args.rehearse_rewards:
+            self.ranks.on_owner("rehearsal", lambda: self.rehearse(reward_funcs, train_dataset))
+        scorer = self.scorer(reward_funcs, reward_processing_classes)
 
         opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
@@ -153,7 +156,6 @@ class OnlineTrainer(Trainer):
         leave_unwrapped(self.accelerator)
         self.clock = PhaseClock()
         self.add_callback(StepEvents(self))
-        self.ranks = Ranks(_LONGEST_CALL * args.vllm_server_timeout)
         for part in (self.reference, self.critic):
             if part is not None:
                 part.to(self.args.device)
@@ -167,9 +169,14 @@ class OnlineTrainer(Trainer):
         self._step = OptimizerStep(self.objective, self.clock, self.ranks)
         self.step_log = StepLog()
 
-    def scorer(self, reward_funcs: Any, processing_classes: Any, rehearsal: RolloutGroup | None) -> Scorer:
-        """What gives rollouts their rewards, tried out with `rehearsal`."""
-        return reward_scorer(reward_funcs, processing_classes, self.config, rehearsal)
+    def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
+        """Call what will give rollouts their rewards once, on made-up ones."""
+        entries = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        rehearse_functions(entries, dataset, self.config)
+
+    def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
+        """What gives rollouts their rewards."""
+        return reward_scorer(reward_funcs, processing_classes, self.config)
 
     def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module | None:
         """A value head, for methods that have one."""
@@ -344,7 +351,13 @@ class OnlineTrainer(Trainer):
         config, reference = self.config, self._method_state.moving_reference
         if reference is not None and self.state.global_step % config.ref_model_sync_steps == 0:
             reference.follow(config.ref_model_mixup_alpha)
-        return not self._order.used_up(self._generation_number)
+        left = not self._order.used_up(self._generation_number)
+        if not left and self.ranks.owner:
+            print(
+                f"lockstep: training ends at step {self.state.global_step}: too few prompts are left unsolved",
+                flush=True,
+            )
+        return left
 
     def _forget_gradients(self) -> None:
         """The value head's: the base class clears those of its model alone."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from datasets import Dataset
 
 from lockstep.algorithms.preference_loss import choose, preference_loss
 from lockstep.errors import InputError
@@ -19,6 +20,7 @@ from lockstep.training.objective import Objective, TokenBatch
 from lockstep.training.online import OnlineTrainer
 from lockstep.training.online_dpo_config import OnlineDPOConfig
 from lockstep.training.packing import TrainingSequence
+from lockstep.training.rehearsal import rehearse_judge
 from lockstep.training.setup import Scorer, judge_scorer
 from lockstep.training.tally import Tally
 
@@ -165,17 +167,23 @@ class OnlineDPOTrainer(OnlineTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
 
-    def scorer(self, reward_funcs: Any, processing_classes: Any, rehearsal: RolloutGroup | None) -> Scorer:
+    def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
+        if self._judge is None:
+            super().rehearse(reward_funcs, dataset)
+        else:
+            rehearse_judge(self._judge, dataset, self.config)
+
+    def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
         given = {"judge": self._judge, "reward_funcs": reward_funcs, "reward_model_path": self.config.reward_model_path}
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
             raise InputError(f"{' and '.join(names)} all say which completion is better; give one of them")
         if self._judge is None:
-            return super().scorer(reward_funcs or self.config.reward_model_path, processing_classes, rehearsal)
+            return super().scorer(reward_funcs or self.config.reward_model_path, processing_classes)
         if processing_classes is not None or self.config.reward_weights is not None:
             raise InputError("reward_weights and reward_processing_classes are of reward functions; a judge has none")
         if self.config.missing_eos_penalty is not None:
             raise InputError(
                 "missing_eos_penalty is taken off a reward, and a judge gives none; leave one of the two out"
             )
-        return judge_scorer(self._judge, rehearsal)
+        return judge_scorer(self._judge)

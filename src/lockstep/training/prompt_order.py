@@ -84,8 +84,6 @@ class PromptOrder:
         Raises:
             InputError: too few prompts are left, or an earlier generation has not been noted.
         """
-        if self._solved_at is not None and generation > self._noted:
-            raise InputError(f"generation {generation} is asked for before generation {self._noted} was scored")
         found = self._pass_of(generation)
         if not found.left:
             raise InputError(
@@ -106,7 +104,11 @@ class PromptOrder:
                 self._solved.setdefault(group.prompt.prompt_id, generation)
 
     def used_up(self, generation: int) -> bool:
-        """Whether too few prompts are left for a generation; all before it have been noted."""
+        """Whether too few prompts are left for a generation.
+
+        Raises:
+            InputError: an earlier generation has not been noted.
+        """
         return self._solved_at is not None and not self._pass_of(generation).left
 
     @property
@@ -130,6 +132,8 @@ class PromptOrder:
         self._noted, self._solved = state["noted"], dict(state["solved"])
 
     def _pass_of(self, generation: int) -> _Pass:
+        if self._solved_at is not None and generation > self._noted:
+            raise InputError(f"generation {generation} is asked for before generation {self._noted} was scored")
         found = self._pass if self._pass.start <= generation else self._passed(0, 0)
         while found.left and generation >= found.start + len(found.left) // self.size:
             found = self._passed(found.number + 1, found.start + len(found.left) // self.size)
@@ -148,7 +152,7 @@ class PromptOrder:
 class GenerationBatches:
     """Batch sampler: the same prompts for every micro-step of a generation, then the next ones.
 
-    An epoch is as many generations as the whole dataset fills, whatever is left of it.
+    An epoch is as many generations as the whole dataset fills, whatever is left of it; it ends early where too few prompts are.
     """
 
     def __init__(self, order: PromptOrder, parts: int) -> None:
@@ -168,6 +172,8 @@ class GenerationBatches:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         first = self._epoch * self._order.per_epoch
         for generation in range(first, first + self._order.per_epoch):
+            if self._order.used_up(generation):
+                return
             places = self._order.places(generation)
             for part in range(self._parts):
                 yield [(place, part) for place in places]

@@ -244,7 +244,7 @@ class StopOnInterrupt(TrainerCallback):
 def curve_settings(config: OnlineConfig) -> dict[str, Any]:
     """The fields that decide what a run computes; a run may only be continued with the same ones."""
     ignored = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "report_to", "log_level", "save_total_limit"}
-    ignored |= {"accelerator_config", "vllm_server_timeout", "reward_timeout"}
+    ignored |= {"accelerator_config", "vllm_server_timeout", "reward_timeout", "rehearse_rewards"}
     ignored |= {"log_completions", "num_completions_to_print", "log_unique_prompts"}
     # Where servers are, not what they compute.
     ignored |= {"vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_key_file"}

@@ -16,11 +16,10 @@ from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.policy import context_length
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.judges import PairwiseJudge, judge_pairs, judged
-from lockstep.rollouts.reward_functions import Given, ProcessingClasses, check_kinds, reward_functions
+from lockstep.rollouts.reward_functions import Given, ProcessingClasses, reward_functions
 from lockstep.rollouts.reward_log import RewardLog
 from lockstep.rollouts.rewards import call_functions, check_scored, weigh_scores
 from lockstep.training.config import OnlineConfig
-from lockstep.training.rehearsal import rehearse_functions, rehearse_judge
 from lockstep.training.scoring import check_scorable, why_plain_rows
 
 # Arguments of TRL's trainers that nothing here does yet.
@@ -104,20 +103,11 @@ def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel) ->
         )
 
 
-def reward_scorer(
-    given: Given | list[Given] | None,
-    tokenizers: ProcessingClasses,
-    args: OnlineConfig,
-    rehearsal: RolloutGroup | None = None,
-) -> Scorer:
+def reward_scorer(given: Given | list[Given] | None, tokenizers: ProcessingClasses, args: OnlineConfig) -> Scorer:
     """What scores groups by the weighted sum of reward functions and reward models.
 
-    Args:
-        rehearsal: a group that the functions are first called with, for what they get wrong.
-
     Raises:
-        InputError: there is none, one is neither function nor reward model, the weights are not one a function, or the rehearsal
-            failed.
+        InputError: there is none, one is neither function nor reward model, or the weights are not one a function.
     """
     entries: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     if not entries or None in entries:
@@ -125,9 +115,6 @@ def reward_scorer(
     weights = list(args.reward_weights) if args.reward_weights is not None else [1.0] * len(entries)
     if len(weights) != len(entries):
         raise InputError(f"reward_weights has {len(weights)} entries for {len(entries)} reward functions")
-    check_kinds(entries)
-    if rehearsal is not None:
-        rehearse_functions(entries, rehearsal, args.reward_timeout)
     kwargs: Any = args.chat_template_kwargs
     functions = reward_functions(entries, tokenizers, chat_template_kwargs=kwargs, device=args.device)
 
@@ -137,19 +124,14 @@ def reward_scorer(
     return Scorer(score, lambda groups: weigh_scores(groups, weights))
 
 
-def judge_scorer(judge: PairwiseJudge, rehearsal: RolloutGroup | None = None) -> Scorer:
+def judge_scorer(judge: PairwiseJudge) -> Scorer:
     """What scores pairs by a judge's verdicts: 1 for the better completion, 0 for the other, none where there is no verdict.
 
-    Args:
-        rehearsal: a pair that the judge is first called with, for what it gets wrong.
-
     Raises:
-        InputError: it is no judge, or the rehearsal failed.
+        InputError: it is no judge.
     """
     if not callable(getattr(judge, "judge", None)):
         raise InputError(f"judge is a {type(judge).__name__} without a method 'judge' (see lockstep.rollouts.judges)")
-    if rehearsal is not None:
-        rehearse_judge(judge, rehearsal)
 
     def score(groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
         verdicts = judge_pairs(groups, judge)

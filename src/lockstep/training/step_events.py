@@ -39,5 +39,6 @@ class StepEvents(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._trainer.end_step():
-            print(f"lockstep: training ends at step {state.global_step}: too few prompts are left unsolved", flush=True)
-            control.should_training_stop = True
+            # As at the last step of all: what was learned is kept, and said.
+            control.should_training_stop = control.should_log = True
+            control.should_save = args.save_strategy != "no"
