@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, TrainerState
+from transformers import TrainerState
 
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError
@@ -31,7 +32,7 @@ def rehearse_functions(entries: Sequence[Any], dataset: Dataset, config: OnlineC
     Raises:
         InputError: a function returned the wrong number of scores, or something else than numbers; or it raised a TypeError.
     """
-    functions = [entry for entry in entries if callable(entry) and not isinstance(entry, PreTrainedModel)]
+    functions = [entry for entry in entries if callable(entry) and not isinstance(entry, torch.nn.Module)]
     group = made_up_group(dataset, config)
     if functions and group is not None:
         with _named():
