@@ -42,7 +42,7 @@ tied-head: env
 	@$(BIN)/python examples/tied_head.py $(ARGS)
 
 test: env
-	@$(BIN)/python -m pytest -m "not long" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" $(ARGS)
 
 # Runs that take many minutes: servers killed again and again, hours of load in small.
 test-long: env
