@@ -27,6 +27,9 @@ def hf_engine(untied_dir: str) -> Engine:
 class Longer:
     """A judge that prefers the longer text, and has no verdict where the first prompt's number is odd."""
 
+    def __repr__(self) -> str:
+        return "Longer()"
+
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
         odd = [int(prompt.split()[2]) % 2 == 1 for prompt in prompts]
         return [-1 if o else int(len(b) > len(a)) for o, (a, b) in zip(odd, completions, strict=True)]
