@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import httpx
 import pytest
 import torch
 from conftest import VLLM
-from servers import Server, connect
+from servers import KEY, Server, connect
 from tiny import make_model, perturbed
 from transformers import PreTrainedModel
 
@@ -38,6 +39,24 @@ def long_requests(count: int, tokens: int) -> list[GenerationRequest]:
     ]
 
 
+def sampled_tokens(server: Server) -> float:
+    """Tokens that a server has sampled since it was started, by its own count."""
+    found = httpx.get(server.url + "/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=10, trust_env=False)
+    lines = [line for line in found.text.splitlines() if line.startswith("vllm:generation_tokens_total")]
+    assert found.status_code == 200
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def begin(server: Server, work: Callable[[], None]) -> threading.Thread:
+    """Start requests; gives their thread once they are being answered."""
+    before, deadline = sampled_tokens(server), time.monotonic() + 60
+    worker = threading.Thread(target=work)
+    worker.start()
+    while sampled_tokens(server) == before:
+        assert time.monotonic() < deadline
+    return worker
+
+
 def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion]) -> float:
     """Largest distance of a token's log-prob to that of a plain forward with the weights it is stamped with."""
     worst = 0.0
@@ -50,14 +69,13 @@ def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion]) 
     return worst
 
 
-def test_tokens_of_running_requests_carry_the_version_that_sampled_each(engine: VLLMServer) -> None:
+def test_tokens_of_running_requests_carry_the_version_that_sampled_each(server: Server, engine: VLLMServer) -> None:
     first, second = make_model(), perturbed(make_model(), scale=0.5)
     push_weights(first, engine, 1)
-    asked = long_requests(24, 300)
+    # Enough for a second or more on any machine.
+    asked = long_requests(150, 400)
     answers: dict[RequestKey, Completion] = {}
-    worker = threading.Thread(target=lambda: answers.update(engine.generate(asked)))
-    worker.start()
-    time.sleep(0.7)
+    worker = begin(server, lambda: answers.update(engine.generate(asked)))
     push_weights(second, engine, 2)
     worker.join(100)
     found = list(answers.values())
@@ -73,20 +91,21 @@ def test_tokens_of_running_requests_carry_the_version_that_sampled_each(engine: 
     assert gap_by_version({2: second}, after) < 1e-3
 
 
-def test_requests_wait_while_an_update_is_open_and_are_not_answered_by_half_of_it(engine: VLLMServer) -> None:
+def test_requests_wait_while_an_update_is_open_and_are_not_answered_by_half_of_it(
+    server: Server, engine: VLLMServer
+) -> None:
     model = make_model()
     push_weights(model, engine, 1)
+    asked = long_requests(150, 400)
     answers: dict[RequestKey, Completion] = {}
-    worker = threading.Thread(target=lambda: answers.update(engine.generate(long_requests(4, 400))))
-    worker.start()
-    time.sleep(0.7)
+    worker = begin(server, lambda: answers.update(engine.generate(asked)))
     engine.begin_update()
-    time.sleep(3.0)
+    time.sleep(5.0)
     # Far longer than they need: a server that went on would have answered, by version 1 alone.
     assert worker.is_alive()
     moved = perturbed(model, scale=0.5)
     push_weights(moved, engine, 2)
     worker.join(100)
-    assert len(answers) == 4
+    assert answers.keys() == {request.key for request in asked}
     assert any(set(c.weight_versions) == {1, 2} for c in answers.values())
     assert gap_by_version({1: model, 2: moved}, list(answers.values())) < 1e-3

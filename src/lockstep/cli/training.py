@@ -28,7 +28,10 @@ def train(words: list[str], method: Callable[[], Any]) -> int:
         if config.process_index == 0:
             print(resolved(arguments, config), end="")
         return 0
-    return _train(kind, arguments, config, adapter)
+    try:
+        return _train(kind, arguments, config, adapter)
+    finally:
+        _leave_ranks()
 
 
 def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict[str, Any]) -> int:
@@ -68,6 +71,14 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict
     if ranks.owner:
         _show(finished)
     return 0
+
+
+def _leave_ranks() -> None:
+    """Take leave of the other ranks. Threads that still serve them when the process ends can abort it."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _show(finished: Any) -> None:
