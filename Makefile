@@ -41,12 +41,13 @@ server-load: env
 tied-head: env
 	@$(BIN)/python examples/tied_head.py $(ARGS)
 
+# Two files at a time: most tests keep one core busy and no more.
 test: env
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" $(ARGS)
 
 # Runs that take many minutes: servers killed again and again, hours of load in small.
 test-long: env
-	@$(BIN)/python -m pytest -m long $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m long $(ARGS)
 
 lint: env
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
