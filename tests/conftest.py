@@ -60,6 +60,12 @@ def start(name: str, model: str, **kwargs: object) -> Engine:
     return VLLMInProcess(model, dtype=torch.float32, max_model_len=CONTEXT, **kwargs)  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module")
+def hf_engine(untied_dir: str) -> Engine:
+    """The transformers engine with the untied tiny model, whose every bit is fixed; tests push the weights they want."""
+    return start("transformers", untied_dir)
+
+
 @pytest.fixture(scope="session")
 def server(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real vLLM server with the untied tiny model; tests leave it running."""

@@ -57,11 +57,6 @@ def weights(run: GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in run.model.named_parameters()}
 
 
-@pytest.fixture(scope="module")
-def hf_engine(untied_dir: str) -> Engine:
-    return start("transformers", untied_dir)
-
-
 @pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])])
 def either(request: pytest.FixtureRequest, untied_dir: str) -> Any:
     made = start(request.param, untied_dir)

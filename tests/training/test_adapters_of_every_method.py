@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import start
 from methods import FIELDS, logs, lora, make, parameters
 from transformers import BitsAndBytesConfig
 
@@ -23,11 +22,6 @@ BASES: dict[str, dict[str, Any]] = {
     "LoRA": {},
     "QLoRA": {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")},
 }
-
-
-@pytest.fixture(scope="module")
-def hf_engine(untied_dir: str) -> Engine:
-    return start("transformers", untied_dir)
 
 
 @pytest.mark.parametrize("base", BASES)

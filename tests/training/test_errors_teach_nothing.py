@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import start
 from methods import ALONE, FIELDS, PAIRS, make, parameters
 from shifted_engine import ShiftedEngine
 
@@ -19,11 +18,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 METHODS = {**FIELDS, "PPO": {**ALONE, "num_iterations": 2}}
 # What a rehearsal does not find.
 LATE = {"rehearse_rewards": False}
-
-
-@pytest.fixture(scope="module")
-def hf_engine(untied_dir: str) -> Engine:
-    return start("transformers", untied_dir)
 
 
 def assert_nothing_learned(run: Any, error: type[Exception], match: str) -> None:

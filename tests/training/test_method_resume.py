@@ -10,7 +10,6 @@ from typing import Any
 import methods
 import pytest
 import torch
-from conftest import start
 from methods import ALONE, GROUPS, PAIRS, StopAfter, logs, lora, parameters, reference_of
 from transformers import TrainerCallback
 
@@ -48,11 +47,6 @@ EXTRA = {
     "GRPO with adaptive entropy": "objective.json",
     "PPO": "value_head.safetensors",
 }
-
-
-@pytest.fixture(scope="module")
-def hf_engine(untied_dir: str) -> Engine:
-    return start("transformers", untied_dir)
 
 
 Make = Callable[..., Any]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import start
 from methods import PAIRS, by_length, logs, make
 from tiny import make_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -17,11 +16,6 @@ from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def hf_engine(untied_dir: str) -> Engine:
-    return start("transformers", untied_dir)
 
 
 class Longer:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import start
 from datasets import Dataset
 from methods import PAIRS, logs, make
 from transformers import AutoTokenizer
@@ -44,11 +43,6 @@ SHOWN = [
 ]
 DATA = Dataset.from_dict({"prompt": CHATS, "topic": ["sum", "fox", "sums", "open"]})
 FIELDS = {**PAIRS, "per_device_train_batch_size": 4, "max_steps": 2, "rehearse_rewards": False}
-
-
-@pytest.fixture(scope="module")
-def hf_engine(untied_dir: str) -> Engine:
-    return start("transformers", untied_dir)
 
 
 class Generations:

@@ -10,7 +10,6 @@ from typing import Any
 import methods
 import pytest
 import torch
-from conftest import start
 from hypothesis import given
 from hypothesis import strategies as st
 from methods import GROUPS, StopAfter, logs, parameters
@@ -153,11 +152,6 @@ def run_of(model: str, folder: Path, engine: Engine, **fields: Any) -> tuple[Any
     seen = Prompts(run)
     run.add_callback(seen)
     return run, seen
-
-
-@pytest.fixture(scope="module")
-def hf_engine(untied_dir: str) -> Engine:
-    return start("transformers", untied_dir)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from conftest import start
 from methods import ALONE, GROUPS, PAIRS, logs, lora, make, parameters, reference_of
 from tiny import make_model, perturbed
 from transformers import TrainerCallback
@@ -28,11 +27,6 @@ WITH_REFERENCE: dict[str, dict[str, Any]] = {
     "ReinforcePP": ALONE,
     "PPO": ALONE,
 }
-
-
-@pytest.fixture(scope="module")
-def hf_engine(untied_dir: str) -> Engine:
-    return start("transformers", untied_dir)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

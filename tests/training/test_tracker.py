@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import start
 from methods import GROUPS, PAIRS, PROMPTS, make
 
 from lockstep.engines.protocol import Engine
@@ -21,11 +20,6 @@ SEEN = {
     "train/parity/max_abs_gap", "train/parity/k3", "train/sampling/effective_sample_size", "train/completions/mean_length",
     "eval/reward", "eval/completions/mean_length",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def hf_engine(untied_dir: str) -> Engine:
-    return start("transformers", untied_dir)
 
 
 def kept(folder: Path) -> Curves:

@@ -32,11 +32,6 @@ def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(len(ids) + ids[0] % 7) for ids in completion_ids]
 
 
-@pytest.fixture(scope="module")
-def hf_engine(untied_dir: str) -> Engine:
-    return TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT)
-
-
 def trainer(
     model: str,
     folder: Path,

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import start
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 from methods import FIELDS, PROMPTS, by_length, lora, make, parameters
@@ -37,11 +36,6 @@ class Listener(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         self.evaluations.append((state.global_step, dict(metrics)))
-
-
-@pytest.fixture(scope="module")
-def hf_engine(untied_dir: str) -> Engine:
-    return start("transformers", untied_dir)
 
 
 @pytest.mark.parametrize("method", sorted(FIELDS))

@@ -6,7 +6,6 @@ no spread, and its completion has advantage 0. Equal rewards give advantages of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -82,8 +81,7 @@ def leave_one_out_advantages(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def varies(rewards: Sequence[float]) -> bool:
     """Whether a group's rewards teach anything: two of those that were given differ, in the float32 of advantages."""
-    given = torch.tensor([reward for reward in rewards if not math.isnan(reward)], dtype=torch.float32)
-    return bool((given != given[:1]).any())
+    return not _agree(torch.tensor(rewards, dtype=torch.float32))
 
 
 def compared(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -119,11 +117,16 @@ def _standardised(values: torch.Tensor) -> torch.Tensor:
 
 def _centred(values: torch.Tensor) -> torch.Tensor:
     """Values minus their mean; NaN stays."""
-    scored = values[~values.isnan()]
     # The mean of equal floats need not be that float.
-    if bool((scored == scored[:1]).all()):
+    if _agree(values):
         return values.masked_fill(~values.isnan(), 0.0)
-    return values - scored.mean()
+    return values - values[~values.isnan()].mean()
+
+
+def _agree(values: torch.Tensor) -> bool:
+    """Whether all are one number, NaN left out."""
+    scored = values[~values.isnan()]
+    return bool((scored == scored[:1]).all())
 
 
 def _deviation(values: torch.Tensor) -> torch.Tensor:

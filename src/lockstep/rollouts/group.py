@@ -67,3 +67,8 @@ class RolloutGroup:
     def rewards(self) -> list[float]:
         """Reward of each rollout, in their order; NaN where none was given."""
         return [rollout.reward for rollout in self.rollouts]
+
+    @property
+    def given_rewards(self) -> list[float]:
+        """Rewards of the rollouts that have one, in their order."""
+        return [rollout.reward for rollout in self.rollouts if rollout.scored]

@@ -21,6 +21,11 @@ Given: TypeAlias = str | PreTrainedModel | RewardFunction
 ProcessingClasses: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
 
 
+def entries_of(given: Any) -> list[Any]:
+    """What a trainer was given as `reward_funcs`, one or several, as a list."""
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
 def reward_functions(
     given: Given | Sequence[Given],
     processing_classes: ProcessingClasses = None,
@@ -41,7 +46,7 @@ def reward_functions(
         InputError: nothing given, an entry that is none of these, a model that is no reward model, one that has no tokenizer, or
             another number of tokenizers than entries.
     """
-    entries: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    entries = entries_of(given)
     if not entries:
         raise InputError("no reward function given")
     tokenizers: list[Any] = [None] * len(entries)

@@ -25,7 +25,7 @@ from lockstep.models.adapters import causal_model
 from lockstep.parity.gap import check_count
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
-from lockstep.rollouts.reward_functions import Given, ProcessingClasses
+from lockstep.rollouts.reward_functions import Given, ProcessingClasses, entries_of
 from lockstep.training.checkpoints import guarded_save
 from lockstep.training.completion_log import show_generation
 from lockstep.training.config import OnlineConfig
@@ -171,8 +171,7 @@ class OnlineTrainer(Trainer):
 
     def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
         """Call what will give rollouts their rewards once, on made-up ones."""
-        entries = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-        rehearse_functions(entries, dataset, self.config)
+        rehearse_functions(entries_of(reward_funcs), dataset, self.config)
 
     def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
         """What gives rollouts their rewards."""

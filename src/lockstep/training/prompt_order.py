@@ -7,7 +7,6 @@ it would have got.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +98,7 @@ class PromptOrder:
             return
         self._noted = generation + 1
         for group in groups:
-            rewards = [reward for reward in group.rewards if not math.isnan(reward)]
+            rewards = group.given_rewards
             if rewards and sum(rewards) / len(rewards) >= self._solved_at:
                 self._solved.setdefault(group.prompt.prompt_id, generation)
 

@@ -81,12 +81,10 @@ def _named() -> Iterator[None]:
     where = "in a rehearsal before any model is loaded, on made-up completions"
     try:
         yield
-    except RewardRaised as error:
-        if isinstance(error.__cause__, TypeError):
+    except InputError as error:
+        if not isinstance(error, RewardRaised) or isinstance(error.__cause__, TypeError):
             raise InputError(f"{error} ({where}; rehearse_rewards=False goes without)") from error
         print(f"lockstep: {error} ({where}); raised in training, it ends the run", flush=True)
-    except InputError as error:
-        raise InputError(f"{error} ({where}; rehearse_rewards=False goes without)") from error
 
 
 def _text(source: Any) -> str | None:

@@ -18,7 +18,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         `/std`, `completions/…` lengths in tokens and `completions/clipped_ratio` by the engine's finish reason.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    by_group = [_rewards(group) for group in groups]
+    by_group = [group.given_rewards for group in groups]
     rewards = torch.tensor([reward for group in by_group for reward in group], dtype=torch.float64)
     metrics = {
         "reward": float(rewards.mean()),
@@ -55,13 +55,9 @@ def mean_with_interval(groups: Sequence[RolloutGroup]) -> tuple[float, float]:
     The samples of one problem are not independent, so the interval comes from the spread of the problems' means
     (normal approximation). Rollouts without a reward are left out, and so are problems that have no other.
     """
-    scored = [rewards for group in groups if (rewards := _rewards(group))]
+    scored = [rewards for group in groups if (rewards := group.given_rewards)]
     means = torch.tensor([sum(rewards) / len(rewards) for rewards in scored], dtype=torch.float64)
     return float(means.mean()), 1.96 * _std(means) / max(len(means), 1) ** 0.5
-
-
-def _rewards(group: RolloutGroup) -> list[float]:
-    return [rollout.reward for rollout in group.rollouts if rollout.scored]
 
 
 def evaluation_metrics(groups: Sequence[RolloutGroup], measured: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -213,8 +213,7 @@ class StopOnInterrupt(TrainerCallback):
         self.requested = False
         self._ranks = ranks
         # Only between generations, whose rollouts are not saved, and at a log, whose sums are not saved.
-        updates = config.micro_batches_per_generation // config.gradient_accumulation_steps
-        self._every = math.lcm(updates, max(int(config.logging_steps), 1))
+        self._every = math.lcm(config.steps_a_generation, max(int(config.logging_steps), 1))
         self._earlier: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

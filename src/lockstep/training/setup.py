@@ -16,7 +16,7 @@ from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.policy import context_length
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.judges import PairwiseJudge, judge_pairs, judged
-from lockstep.rollouts.reward_functions import Given, ProcessingClasses, reward_functions
+from lockstep.rollouts.reward_functions import Given, ProcessingClasses, entries_of, reward_functions
 from lockstep.rollouts.reward_log import RewardLog
 from lockstep.rollouts.rewards import call_functions, check_scored, weigh_scores
 from lockstep.training.config import OnlineConfig
@@ -109,7 +109,7 @@ def reward_scorer(given: Given | list[Given] | None, tokenizers: ProcessingClass
     Raises:
         InputError: there is none, one is neither function nor reward model, or the weights are not one a function.
     """
-    entries: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
+    entries = entries_of(given)
     if not entries or None in entries:
         raise InputError("no reward function given")
     weights = list(args.reward_weights) if args.reward_weights is not None else [1.0] * len(entries)
