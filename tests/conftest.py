@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "trainin
 
 from servers import Server, connect, serve
 from stages import stage_on
-from tiny import CONTEXT, save_model
+from tiny import CONTEXT, save_model, talkative
 
 from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
@@ -58,6 +58,11 @@ def start(name: str, model: str, **kwargs: object) -> Engine:
     if name == "transformers":
         return TransformersEngine(model, load_tokenizer(model), dtype=torch.float32, max_model_len=CONTEXT, **kwargs)  # type: ignore[arg-type]
     return VLLMInProcess(model, dtype=torch.float32, max_model_len=CONTEXT, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def talkative_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return talkative(tmp_path_factory.mktemp("models") / "talkative")
 
 
 @pytest.fixture(scope="module")

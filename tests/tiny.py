@@ -96,3 +96,11 @@ def perturbed(model: PreTrainedModel, scale: float = 0.05, seed: int = 1) -> Pre
         for parameter in copy.parameters():
             parameter += scale * parameter.abs().mean() * torch.randn(parameter.shape, generator=generator)
     return copy
+
+
+def talkative(folder: Path) -> str:
+    """A tiny model that says its end token now and then: completions differ in length, and some are cut."""
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight[model.config.eos_token_id] *= 1.5
+    return str(save(model, folder))

@@ -19,7 +19,6 @@ from accounts import Gradients
 from conftest import start
 from methods import PROMPTS
 from shifted_engine import ShiftedEngine
-from tiny import make_model, save
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer
 
 import lockstep
@@ -87,14 +86,6 @@ def shifted_engine(model: str) -> Engine:
         return 0.0 if place % 6 != total % 6 else 3e-4 if total % 2 else -3e-4
 
     return ShiftedEngine(start("transformers", model), shift)  # type: ignore[return-value]
-
-
-def talkative(folder: Path) -> str:
-    """A tiny model that says its end token now and then: completions differ in length, and some are cut."""
-    model = make_model()
-    with torch.no_grad():
-        model.lm_head.weight[model.config.eos_token_id] *= 1.5
-    return str(save(model, folder))
 
 
 class Sampled:

@@ -23,7 +23,6 @@ from pairs import (
     decided,
     distance,
     norm,
-    talkative,
     train,
 )
 from tiny import CONTEXT, make_tokenizer, save
@@ -47,13 +46,8 @@ TOKENS = {"vllm_importance_sampling_mode": "token_truncate"}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return talkative(tmp_path_factory.mktemp("models") / "talkative")
-
-
-@pytest.fixture(scope="module")
-def engine(model: str) -> Any:
-    return start("transformers", model)
+def engine(talkative_dir: str) -> Any:
+    return start("transformers", talkative_dir)
 
 
 def by_a_server(trainer: Any, sampled: Sampled) -> None:
@@ -118,11 +112,11 @@ def parted(mine: Played, other: Played) -> float:
 
 
 def test_a3_through_a_server_trls_online_dpo_attends_to_the_padding_of_shorter_prompts_and_ours_has_none(
-    model: str, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    talkative_dir: str, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(sampler: Callable[..., None], data: Dataset) -> tuple[Played, Played]:
         monkeypatch.setitem(SAMPLERS, "OnlineDPO", sampler)
-        return both("OnlineDPO", model, tmp_path, engine, PAIR, reward_funcs=decided, train_dataset=data)
+        return both("OnlineDPO", talkative_dir, tmp_path, engine, PAIR, reward_funcs=decided, train_dataset=data)
 
     # Prompts of one length: both are the same, by this way too.
     assert_same_gradients(*run(by_a_server, PROMPTS))
@@ -159,10 +153,10 @@ def test_a3_trls_trainers_count_padding_in_positions_and_ours_have_none(
 
 
 @pytest.fixture(scope="module")
-def vllm(model: str) -> Iterator[Any]:
+def vllm(talkative_dir: str) -> Iterator[Any]:
     """Real vLLM with the model's weights."""
-    started = start("vllm", model)
-    push_weights(AutoModelForCausalLM.from_pretrained(model), started, 1)
+    started = start("vllm", talkative_dir)
+    push_weights(AutoModelForCausalLM.from_pretrained(talkative_dir), started, 1)
     yield started
     started.close()  # type: ignore[attr-defined]
 
@@ -190,11 +184,11 @@ def trls_trainer(model: str, folder: Path, vllm: Any, monkeypatch: pytest.Monkey
 @pytest.mark.vllm
 @needs_vllm
 def test_p4_trl_takes_the_likeliest_tokens_log_prob_where_several_were_asked_for(
-    model: str, tmp_path: Path, vllm: Any, monkeypatch: pytest.MonkeyPatch
+    talkative_dir: str, tmp_path: Path, vllm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = AutoModelForCausalLM.from_pretrained(model)
+    policy = AutoModelForCausalLM.from_pretrained(talkative_dir)
     prompts = [make_tokenizer()(text)["input_ids"] for text in PROMPTS["prompt"] for _ in range(4)]
-    several = trls_trainer(model, tmp_path, vllm, monkeypatch, logprobs=5)
+    several = trls_trainer(talkative_dir, tmp_path, vllm, monkeypatch, logprobs=5)
     completions, found = several._generate_single_turn(prompts, None, {}, 4)
     passed_over = 0
     for prompt, ids, values in zip(prompts, completions, found, strict=True):
@@ -207,11 +201,11 @@ def test_p4_trl_takes_the_likeliest_tokens_log_prob_where_several_were_asked_for
 @pytest.mark.vllm
 @needs_vllm
 def test_p4_with_it_trl_learns_from_ratios_that_are_nats_off_and_ours_refuses_the_setting(
-    model: str, tmp_path: Path, vllm: Any, monkeypatch: pytest.MonkeyPatch
+    talkative_dir: str, tmp_path: Path, vllm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worst = []
     for kwargs in ({}, {"logprobs": 5}):
-        trainer = trls_trainer(model, tmp_path, vllm, monkeypatch, **kwargs)
+        trainer = trls_trainer(talkative_dir, tmp_path, vllm, monkeypatch, **kwargs)
         (log,) = train(trainer).logs
         worst.append(log["sampling/sampling_logp_difference/max"])
     assert worst[0] < 1e-4 < 1 < worst[1]
@@ -222,12 +216,12 @@ def test_p4_with_it_trl_learns_from_ratios_that_are_nats_off_and_ours_refuses_th
 @pytest.mark.vllm
 @needs_vllm
 def test_p4_of_the_same_answer_ours_reads_the_sampled_tokens_log_probs_and_trl_the_first_of_each_list(
-    model: str, vllm: Any
+    talkative_dir: str, vllm: Any
 ) -> None:
     from trl.generation.vllm_generation import extract_logprobs
     from vllm import SamplingParams
 
-    policy = AutoModelForCausalLM.from_pretrained(model)
+    policy = AutoModelForCausalLM.from_pretrained(talkative_dir)
     prompt = make_tokenizer()(PROMPTS["prompt"][0])["input_ids"]
     asked = SamplingParams(logprobs=5, max_tokens=40, seed=1, ignore_eos=True)
     (output,) = vllm.llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)

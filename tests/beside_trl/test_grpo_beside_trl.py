@@ -22,7 +22,6 @@ from pairs import (
     ours,
     rounder,
     shifted_engine,
-    talkative,
     theirs,
 )
 
@@ -58,13 +57,8 @@ RATIOS = frozenset({"sampling/importance_sampling_ratio/"})
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return talkative(tmp_path_factory.mktemp("models") / "talkative")
-
-
-@pytest.fixture(scope="module")
-def engine(model: str) -> Any:
-    return shifted_engine(model)
+def engine(talkative_dir: str) -> Any:
+    return shifted_engine(talkative_dir)
 
 
 def grpo(model: str, folder: Path, engine: Engine, fields: dict[str, Any], **arguments: Any) -> tuple[Played, Played]:
@@ -83,7 +77,7 @@ def settings() -> list[Any]:
 
 @pytest.mark.parametrize(("loss", "level", "scale", "mode"), settings())
 def test_gradients_loss_and_figures_are_trls(
-    model: str, tmp_path: Path, engine: Engine, loss: str, level: str, scale: str, mode: str | None
+    talkative_dir: str, tmp_path: Path, engine: Engine, loss: str, level: str, scale: str, mode: str | None
 ) -> None:
     fields: dict[str, Any] = {
         "loss_type": loss,
@@ -96,7 +90,7 @@ def test_gradients_loss_and_figures_are_trls(
         # Advantages are some six times as large: so that the policy moves as far.
         fields["learning_rate"] = 2e-4
     fields |= correction(mode, *BOUNDS) if mode else {"vllm_importance_sampling_correction": False}
-    mine, other = grpo(model, tmp_path, engine, fields)
+    mine, other = grpo(talkative_dir, tmp_path, engine, fields)
     assert_same_gradients(mine, other)
     assert_same_figures(mine, other, but=RATIOS, at_least=ALWAYS | LOGGED.get(loss, CLIPS) | {"kl"})
     # In every mode, and where nothing is corrected: raw.
@@ -105,26 +99,26 @@ def test_gradients_loss_and_figures_are_trls(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_gradients_and_loss_are_trls_in_float32(model: str, tmp_path: Path, engine: Engine, loss: str) -> None:
+def test_gradients_and_loss_are_trls_in_float32(talkative_dir: str, tmp_path: Path, engine: Engine, loss: str) -> None:
     fields = {
         "loss_type": loss,
         "epsilon": 0.01,
         "epsilon_high": 1.01 if loss == "cispo" else 0.012,
         "num_iterations": 1,
     }
-    mine, other = grpo(model, tmp_path, engine, fields, dtype=torch.float32)
+    mine, other = grpo(talkative_dir, tmp_path, engine, fields, dtype=torch.float32)
     assert_same_gradients(mine, other, cancels=0.5)
 
 
-def test_the_settings_above_clip_and_correct(model: str, tmp_path: Path, engine: Engine) -> None:
+def test_the_settings_above_clip_and_correct(talkative_dir: str, tmp_path: Path, engine: Engine) -> None:
     """Were nothing clipped or corrected, they would agree about nothing."""
     base = {"epsilon": 0.01, "epsilon_high": 0.012}
-    plain, _ = grpo(model, tmp_path / "plain", engine, base)
+    plain, _ = grpo(talkative_dir, tmp_path / "plain", engine, base)
     figures = plain.logs[1]
     assert min(figures["clip_ratio/low_mean"], figures["clip_ratio/high_mean"]) > 0.05
     for mode in MODES[1:]:
         fields = {**base, **correction(str(mode), *BOUNDS)}
-        corrected, _ = ours("GRPO", model, tmp_path / str(mode), engine, {**GROUPS, **fields})
+        corrected, _ = ours("GRPO", talkative_dir, tmp_path / str(mode), engine, {**GROUPS, **fields})
         gradient = plain.gradients[0]
         assert distance(corrected.gradients[0], gradient) > 3e-5 * norm(gradient.values()), mode
 
@@ -154,12 +148,12 @@ MORE = {name: {"policy_loss", "entropy_coef"} for name, fields in OPTIONS.items(
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_is_trls(model: str, tmp_path: Path, engine: Engine, option: str) -> None:
+def test_every_option_is_trls(talkative_dir: str, tmp_path: Path, engine: Engine, option: str) -> None:
     fields = OPTIONS[option]
-    mine, other = grpo(model, tmp_path, engine, fields)
+    mine, other = grpo(talkative_dir, tmp_path, engine, fields)
     assert_same_gradients(mine, other)
     if option not in ("one pass", "adaptive bonus, at rest"):
-        plain, _ = ours("GRPO", model, tmp_path / "plain", engine, {**GROUPS, "max_steps": len(mine.gradients)})
+        plain, _ = ours("GRPO", talkative_dir, tmp_path / "plain", engine, {**GROUPS, "max_steps": len(mine.gradients)})
         moved = [distance(a, b) / norm(b.values()) for a, b in zip(mine.gradients, plain.gradients, strict=True)]
         assert max(moved) > 1e-3
     cut = RATIOS if "weights" in option else frozenset[str]()
@@ -167,38 +161,38 @@ def test_every_option_is_trls(model: str, tmp_path: Path, engine: Engine, option
 
 
 def test_trl_refuses_vespo_with_the_corrections_of_whole_completions(
-    model: str, tmp_path: Path, engine: Engine
+    talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
     """Ours takes them: `test_methods.py` has their padded reference."""
     fields = {**GROUPS, "loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}
-    _, sampled = ours("GRPO", model, tmp_path / "ours", engine, fields)
+    _, sampled = ours("GRPO", talkative_dir, tmp_path / "ours", engine, fields)
     with pytest.raises(ValueError, match="VESPO loss requires"):
-        theirs("GRPO", model, tmp_path / "theirs", sampled, {**fields, "use_vllm": True})
+        theirs("GRPO", talkative_dir, tmp_path / "theirs", sampled, {**fields, "use_vllm": True})
 
 
 def test_the_sum_of_several_rewards_is_trls_and_so_are_their_figures(
-    model: str, tmp_path: Path, engine: Engine
+    talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
     for scale in ("group", "batch"):
         fields = {"reward_weights": [0.2, 30.0], "scale_rewards": scale}
-        mine, other = grpo(model, tmp_path / scale, engine, fields, reward_funcs=[longer, rounder])
+        mine, other = grpo(talkative_dir, tmp_path / scale, engine, fields, reward_funcs=[longer, rounder])
         assert_same_gradients(mine, other)
         assert_same_figures(
             mine, other, but=frozenset(), at_least=ALWAYS | {"rewards/rounder/mean", "rewards/rounder/std"}
         )
 
 
-def test_gdpo_is_trls(model: str, tmp_path: Path, engine: Engine) -> None:
+def test_gdpo_is_trls(talkative_dir: str, tmp_path: Path, engine: Engine) -> None:
     fields = {"reward_weights": [0.7, 0.3], "multi_objective_aggregation": "normalize_then_sum"}
-    mine, other = grpo(model, tmp_path, engine, fields, reward_funcs=[longer, rounder])
+    mine, other = grpo(talkative_dir, tmp_path, engine, fields, reward_funcs=[longer, rounder])
     assert_same_gradients(mine, other)
     assert_same_figures(mine, other, but=frozenset(), at_least=ALWAYS | {"rewards/rounder/mean", "rewards/rounder/std"})
 
 
 def test_an_adapters_gradients_are_trls_and_its_reference_is_the_model_without_it(
-    model: str, tmp_path: Path, engine: Engine
+    talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
-    mine, other = grpo(model, tmp_path, engine, {"beta": 0.3, "learning_rate": 0.1}, peft_config=lora())
+    mine, other = grpo(talkative_dir, tmp_path, engine, {"beta": 0.3, "learning_rate": 0.1}, peft_config=lora())
     assert all("lora_" in name for name in mine.gradients[0])
     assert mine.logs[1]["kl"] > 1e-3
     assert_same_gradients(mine, other)
@@ -206,9 +200,9 @@ def test_an_adapters_gradients_are_trls_and_its_reference_is_the_model_without_i
 
 
 def test_accumulated_gradients_are_trls_and_only_trls_figures_are_means_of_micro_batches(
-    model: str, tmp_path: Path, engine: Engine
+    talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
-    mine, other = grpo(model, tmp_path, engine, {"gradient_accumulation_steps": 2})
+    mine, other = grpo(talkative_dir, tmp_path, engine, {"gradient_accumulation_steps": 2})
     assert_same_gradients(mine, other)
     means = frozenset({"entropy", "clip_ratio/"})
     assert_same_figures(mine, other, but=means, at_least=ALWAYS - {"entropy"})
@@ -216,10 +210,10 @@ def test_accumulated_gradients_are_trls_and_only_trls_figures_are_means_of_micro
 
 
 def test_masked_completions_teach_nothing_in_both_and_only_trl_leaves_them_out_of_its_figures(
-    model: str, tmp_path: Path, engine: Engine
+    talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
     fields = {"mask_truncated_completions": True, "beta": 0.04, "entropy_coef": 0.02}
-    mine, other = grpo(model, tmp_path, engine, fields)
+    mine, other = grpo(talkative_dir, tmp_path, engine, fields)
     assert 0 < mine.logs[0]["completions/clipped_ratio"] < 1
     assert_same_gradients(mine, other)
     # Ours are over every sampled token, since every one of them is verified.
@@ -229,7 +223,7 @@ def test_masked_completions_teach_nothing_in_both_and_only_trl_leaves_them_out_o
 
 
 def test_completions_without_an_advantage_are_in_trls_clip_ratios_and_not_in_ours(
-    model: str, tmp_path: Path, engine: Engine
+    talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
     """They cannot be clipped, and ours go through no backward pass; gradients and all other figures are the same."""
 
@@ -238,7 +232,7 @@ def test_completions_without_an_advantage_are_in_trls_clip_ratios_and_not_in_our
         return [0.5 if p == first else value for p, value in zip(prompts, longer(completion_ids), strict=True)]
 
     fields = {"epsilon": 0.01, "epsilon_high": 0.012}
-    mine, other = grpo(model, tmp_path, engine, fields, reward_funcs=same_in_one_group)
+    mine, other = grpo(talkative_dir, tmp_path, engine, fields, reward_funcs=same_in_one_group)
     assert mine.logs[0]["frac_reward_zero_std"] == 0.5
     assert_same_gradients(mine, other)
     assert_same_figures(mine, other, but=frozenset({"clip_ratio/"}), at_least={"loss", "entropy", "reward"})
@@ -248,7 +242,7 @@ def test_completions_without_an_advantage_are_in_trls_clip_ratios_and_not_in_our
 @pytest.mark.parametrize("method", ["GRPO", "RLOO"])
 @pytest.mark.parametrize("conversational", [False, True])
 def test_a_reward_function_is_given_what_trl_gives_it(
-    model: str, tmp_path: Path, engine: Engine, conversational: bool, method: str
+    talkative_dir: str, tmp_path: Path, engine: Engine, conversational: bool, method: str
 ) -> None:
     seen: list[dict[str, Any]] = []
 
@@ -261,7 +255,7 @@ def test_a_reward_function_is_given_what_trl_gives_it(
     data = PROMPTS.from_dict({"prompt": texts, "answer": [len(t) for t in prompts], "hint": [f"h{t}" for t in prompts]})
     fields = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "max_steps": 1}
     fields |= {"beta": 0.0, **(TOKENS if method == "GRPO" else {})}
-    mine, other = both(method, model, tmp_path, engine, fields, reward_funcs=watching, train_dataset=data)
+    mine, other = both(method, talkative_dir, tmp_path, engine, fields, reward_funcs=watching, train_dataset=data)
     assert_same_gradients(mine, other)
     first, second = seen
     assert first.keys() == second.keys()

@@ -21,7 +21,6 @@ from pairs import (
     norm,
     ours,
     rounder,
-    talkative,
     theirs,
 )
 
@@ -52,13 +51,8 @@ PREFERENCES = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return talkative(tmp_path_factory.mktemp("models") / "talkative")
-
-
-@pytest.fixture(scope="module")
-def engine(model: str) -> Any:
-    return start("transformers", model)
+def engine(talkative_dir: str) -> Any:
+    return start("transformers", talkative_dir)
 
 
 RLOOS: dict[str, dict[str, Any]] = {
@@ -73,9 +67,11 @@ RLOOS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("option", RLOOS)
-def test_rloos_gradients_loss_and_figures_are_trls(model: str, tmp_path: Path, engine: Engine, option: str) -> None:
+def test_rloos_gradients_loss_and_figures_are_trls(
+    talkative_dir: str, tmp_path: Path, engine: Engine, option: str
+) -> None:
     fields = {**RLOO, **RLOOS[option]}
-    mine, other = both("RLOO", model, tmp_path, engine, fields)
+    mine, other = both("RLOO", talkative_dir, tmp_path, engine, fields)
     assert_same_gradients(mine, other)
     kl = {"kl"} if fields["beta"] else set[str]()
     # Of groups whose rewards are equal as given here, and once they are clipped or penalised there.
@@ -88,9 +84,11 @@ def test_rloos_gradients_loss_and_figures_are_trls(model: str, tmp_path: Path, e
         assert abs(mine.logs[2]["kl"]) > 3 * MEANS
 
 
-def test_rloo_of_several_rewards_with_an_adapter_is_trls(model: str, tmp_path: Path, engine: Engine) -> None:
+def test_rloo_of_several_rewards_with_an_adapter_is_trls(talkative_dir: str, tmp_path: Path, engine: Engine) -> None:
     fields = {**RLOO, "beta": 0.5, "learning_rate": 1e-3, "max_steps": 4, "reward_weights": [0.2, 30.0]}
-    mine, other = both("RLOO", model, tmp_path, engine, fields, reward_funcs=[longer, rounder], peft_config=lora())
+    mine, other = both(
+        "RLOO", talkative_dir, tmp_path, engine, fields, reward_funcs=[longer, rounder], peft_config=lora()
+    )
     assert all("lora_" in name for name in mine.gradients[0])
     assert_same_gradients(mine, other)
     assert_same_figures(
@@ -108,9 +106,9 @@ DPOS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("option", DPOS)
 def test_online_dpos_gradients_loss_and_figures_are_trls(
-    model: str, tmp_path: Path, engine: Engine, option: str
+    talkative_dir: str, tmp_path: Path, engine: Engine, option: str
 ) -> None:
-    mine, other = both("OnlineDPO", model, tmp_path, engine, {**PAIRS, **DPOS[option]}, reward_funcs=decided)
+    mine, other = both("OnlineDPO", talkative_dir, tmp_path, engine, {**PAIRS, **DPOS[option]}, reward_funcs=decided)
     assert mine.logs[0]["pairs/undecided"] == 0
     assert 0 < mine.logs[0]["val/contain_eos_token"] < 1
     assert_same_gradients(mine, other)
@@ -126,31 +124,31 @@ def test_where_nothing_is_padded_all_of_online_dpos_figures_are_trls(untied_dir:
 
 
 def test_trls_online_dpo_cannot_take_a_beta_for_each_epoch_and_ours_does(
-    model: str, tmp_path: Path, engine: Engine
+    talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
     fields = {**PAIRS, "beta": [0.1, 0.7]}
-    mine, sampled = ours("OnlineDPO", model, tmp_path / "ours", engine, fields, reward_funcs=decided)
+    mine, sampled = ours("OnlineDPO", talkative_dir, tmp_path / "ours", engine, fields, reward_funcs=decided)
     assert [log["beta"] for log in mine.logs] == [0.1, 0.7]
     with pytest.raises(TypeError, match="not float"):
-        theirs("OnlineDPO", model, tmp_path / "theirs", sampled, fields, reward_funcs=decided)
+        theirs("OnlineDPO", talkative_dir, tmp_path / "theirs", sampled, fields, reward_funcs=decided)
 
 
-def test_online_dpo_with_an_adapter_is_trls(model: str, tmp_path: Path, engine: Engine) -> None:
+def test_online_dpo_with_an_adapter_is_trls(talkative_dir: str, tmp_path: Path, engine: Engine) -> None:
     fields = {**PAIRS, "learning_rate": 0.1}
-    mine, other = both("OnlineDPO", model, tmp_path, engine, fields, reward_funcs=decided, peft_config=lora())
+    mine, other = both("OnlineDPO", talkative_dir, tmp_path, engine, fields, reward_funcs=decided, peft_config=lora())
     assert all("lora_" in name for name in mine.gradients[0])
     assert_same_gradients(mine, other)
     assert_same_figures(mine, other, but=ROUNDED | OVER_PADDING, at_least=PREFERENCES)
 
 
 def test_a1_trls_online_dpo_learns_from_the_sum_of_accumulated_steps_and_ours_from_their_mean(
-    model: str, tmp_path: Path, engine: Engine
+    talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
     """Eight pairs at once in ours, four and four in TRL's; that ours does not depend on the cut is `test_accounting.py`'s."""
     fields = {**PAIRS, "max_steps": 1}
-    mine, sampled = ours("OnlineDPO", model, tmp_path / "ours", engine, fields, reward_funcs=decided)
+    mine, sampled = ours("OnlineDPO", talkative_dir, tmp_path / "ours", engine, fields, reward_funcs=decided)
     halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    other = theirs("OnlineDPO", model, tmp_path / "theirs", sampled, {**fields, **halves}, reward_funcs=decided)
+    other = theirs("OnlineDPO", talkative_dir, tmp_path / "theirs", sampled, {**fields, **halves}, reward_funcs=decided)
     twice = {name: 2 * gradient for name, gradient in mine.gradients[0].items()}
     assert distance(other.gradients[0], twice) < 1e-5 * norm(twice.values())
     # TRL rounds it to four places.

@@ -21,7 +21,6 @@ from pairs import (
     distance,
     norm,
     shifted_engine,
-    talkative,
 )
 
 from lockstep.engines.protocol import Engine
@@ -69,13 +68,8 @@ BY_TOKENS = {"dapo": {}, "cispo": {"epsilon_high": 1.01}, "vespo": {}}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return talkative(tmp_path_factory.mktemp("models") / "talkative")
-
-
-@pytest.fixture(scope="module")
-def engine(model: str) -> Any:
-    return shifted_engine(model)
+def engine(talkative_dir: str) -> Any:
+    return shifted_engine(talkative_dir)
 
 
 @pytest.fixture
@@ -103,35 +97,35 @@ def assert_agree(mine: Played, other: Played, cut: dict[str, Any], at_least: set
 @pytest.mark.usefixtures("unshuffled")
 @pytest.mark.parametrize(("loss", "cut"), SAME)
 def test_grpos_steps_of_one_generation_are_trls(
-    model: str, tmp_path: Path, engine: Engine, loss: str, cut: str
+    talkative_dir: str, tmp_path: Path, engine: Engine, loss: str, cut: str
 ) -> None:
     fields = {**GRPO, "loss_type": loss, **CUTS[cut]}
-    mine, other = both("GRPO", model, tmp_path, engine, fields)
+    mine, other = both("GRPO", talkative_dir, tmp_path, engine, fields)
     assert_agree(mine, other, CUTS[cut], {"entropy", "kl"} | CLIPS)
 
 
 @pytest.mark.usefixtures("unshuffled")
 @pytest.mark.parametrize("cut", CUTS)
-def test_rloos_steps_of_one_generation_are_trls(model: str, tmp_path: Path, engine: Engine, cut: str) -> None:
+def test_rloos_steps_of_one_generation_are_trls(talkative_dir: str, tmp_path: Path, engine: Engine, cut: str) -> None:
     # Within one epoch: the order of prompts in the next one is another.
     fields = {**RLOO, **CUTS[cut]} | ({"max_steps": 2} if "gradient_accumulation_steps" in CUTS[cut] else {})
-    mine, other = both("RLOO", model, tmp_path, start("transformers", model), fields)
+    mine, other = both("RLOO", talkative_dir, tmp_path, start("transformers", talkative_dir), fields)
     assert_agree(mine, other, CUTS[cut], {"entropy"} | CLIPS)
 
 
 @pytest.mark.usefixtures("unshuffled")
-def test_an_adapters_steps_of_one_generation_are_trls(model: str, tmp_path: Path, engine: Engine) -> None:
+def test_an_adapters_steps_of_one_generation_are_trls(talkative_dir: str, tmp_path: Path, engine: Engine) -> None:
     fields = {**GRPO, "loss_type": "grpo", "learning_rate": 0.1, "steps_per_generation": 2}
-    mine, other = both("GRPO", model, tmp_path, engine, fields, peft_config=lora())
+    mine, other = both("GRPO", talkative_dir, tmp_path, engine, fields, peft_config=lora())
     assert_same_gradients(mine, other)
 
 
 @pytest.mark.usefixtures("unshuffled")
 def test_trl_logs_of_the_whole_generation_what_ours_log_of_each_step(
-    model: str, tmp_path: Path, engine: Engine
+    talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
     fields = {**GRPO, "loss_type": "grpo", "steps_per_generation": 4}
-    mine, other = both("GRPO", model, tmp_path, engine, fields)
+    mine, other = both("GRPO", talkative_dir, tmp_path, engine, fields)
     tokens = [log["parity/checked_tokens"] for log in mine.logs]
     differences, ratios = sorted(OF_THE_GENERATION, reverse=True)
     for name in (f"{differences}mean", f"{ratios}mean"):
@@ -146,7 +140,7 @@ def test_trl_logs_of_the_whole_generation_what_ours_log_of_each_step(
 @pytest.mark.usefixtures("unshuffled")
 @pytest.mark.parametrize("loss", BY_TOKENS)
 def test_what_is_averaged_over_tokens_is_by_the_steps_own_here_and_by_the_generations_average_step_in_trl(
-    model: str, tmp_path: Path, engine: Engine, loss: str
+    talkative_dir: str, tmp_path: Path, engine: Engine, loss: str
 ) -> None:
     """That one number is the whole difference: the policy stands still, so that each step shows it alone."""
     fields = {
@@ -157,7 +151,7 @@ def test_what_is_averaged_over_tokens_is_by_the_steps_own_here_and_by_the_genera
         "steps_per_generation": 4,
         "learning_rate": 0.0,
     }
-    mine, other = both("GRPO", model, tmp_path, engine, fields)
+    mine, other = both("GRPO", talkative_dir, tmp_path, engine, fields)
     tokens = [log["parity/checked_tokens"] for log in mine.logs]
     average = sum(tokens) / len(tokens)
     assert max(tokens) > 1.3 * min(tokens)
@@ -180,13 +174,13 @@ def test_of_equally_long_completions_these_are_trls_too(untied_dir: str, tmp_pat
 
 @pytest.mark.parametrize("method", ["GRPO", "RLOO"])
 def test_with_trls_shuffle_the_steps_of_a_generation_differ_and_their_sum_does_not(
-    model: str, tmp_path: Path, engine: Engine, method: str
+    talkative_dir: str, tmp_path: Path, engine: Engine, method: str
 ) -> None:
     """The policy stands still, so that the sum is over the same completions of the same policy."""
     fields = {**GRPO, "loss_type": "grpo"} if method == "GRPO" else RLOO
     fields = {**fields, "steps_per_generation": 4, "learning_rate": 0.0}
-    engine = engine if method == "GRPO" else start("transformers", model)
-    mine, other = both(method, model, tmp_path, engine, fields)
+    engine = engine if method == "GRPO" else start("transformers", talkative_dir)
+    mine, other = both(method, talkative_dir, tmp_path, engine, fields)
     for found, expected in zip(mine.gradients, other.gradients, strict=True):
         assert distance(found, expected) > 0.1 * norm(expected.values())
     sums = [
