@@ -18,6 +18,7 @@ def line(step: int, **changes: Any) -> dict[str, Any]:
     base = {
         "step": step, "loss": 0.1, "reward": 0.2 * step, "completions/mean_length": 3.0, "completions/max_length": 5.0,
         "completions/min_length": 2.0, "parity/mean_abs_gap": 1e-6, "parity/max_abs_gap": 1e-5, "parity/checked_tokens": 40.0,
+        "sampling/tokens": 40.0,
         "rewards/f/mean": 0.5, "time/generate": 2.0, "time/forward_backward": 1.0, "time/sync": 0.5, "time/step": 4.0,
     }  # fmt: skip
     return {**base, **changes}

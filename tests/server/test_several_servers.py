@@ -57,13 +57,13 @@ def test_both_hold_the_weights_and_both_answer(pair: Pair) -> None:
     model = perturbed(make_model(), scale=0.5)
     push_weights(model, pair.engine, 3)
     posted: list[int] = []
-    real = pair.engine._post
+    real = pair.engine._requests._post
 
-    async def counting(server: int, body: dict, work: int) -> object:
+    async def counting(server: int, body: dict, work: int, limit: float) -> object:
         posted.append(server)
-        return await real(server, body, work)
+        return await real(server, body, work, limit)
 
-    pair.engine._post = counting  # type: ignore[method-assign]
+    pair.engine._requests._post = counting  # type: ignore[method-assign]
     answers = pair.engine.generate(asked(6, 3))
     assert sorted(posted) == [0] * 9 + [1] * 9
     assert gap_by_version({3: model}, list(answers.values())) < 1e-3
@@ -71,7 +71,7 @@ def test_both_hold_the_weights_and_both_answer(pair: Pair) -> None:
 
 def test_the_samples_of_a_prompt_stay_together(pair: Pair) -> None:
     push_weights(make_model(), pair.engine, 1)
-    routed = pair.engine._routed(asked(5, 4))
+    routed = pair.engine._requests.routed(asked(5, 4))
     places: dict[tuple[int, ...], set[int]] = {}
     for request, server in routed:
         places.setdefault(request.prompt_ids, set()).add(server)

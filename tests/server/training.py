@@ -22,7 +22,9 @@ def even_tokens(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
 
-def make_trainer(model: str, folder: Path, url: str, *, reward: Any = even_tokens, **changes: Any) -> GRPOTrainer:
+def make_trainer(
+    model: str, folder: Path, url: str, *, reward: Any = even_tokens, data: Any = None, **changes: Any
+) -> GRPOTrainer:
     """A trainer on servers; everything that its final weights depend on is fixed."""
     settings: dict[str, Any] = {
         "num_generations": 4,
@@ -40,9 +42,12 @@ def make_trainer(model: str, folder: Path, url: str, *, reward: Any = even_token
         "disable_tqdm": True,
         **changes,
     }
-    prompts = [f"what is {i} + {i + 3}" for i in range(40)]
-    data = datasets.Dataset.from_dict({"prompt": prompts})
-    return GRPOTrainer(model, reward, GRPOConfig(output_dir=str(folder), **settings), data)
+    if data is None:
+        data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {i + 3}" for i in range(40)]})
+    held_out = None
+    if settings.get("eval_strategy", "no") != "no":
+        held_out = datasets.Dataset.from_dict({"prompt": ["what is 90 + 1", "what is 91 + 1"]})
+    return GRPOTrainer(model, reward, GRPOConfig(output_dir=str(folder), **settings), data, held_out)
 
 
 def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:

@@ -129,7 +129,7 @@ CASES: dict[str, Case] = {
     ),
     "scalerl": Case(
         "GRPO",
-        {**_GROUPS, "num_generations": 2, "loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch"}
+        {**_GROUPS, "num_generations": 2, "loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "advantages"}
         | {"average_by_prompt": True, "filter_zero_variance": True},
         {"average": {"average_by_prompt": False}, "filter": {"filter_zero_variance": False}},
         rewards=(by_length_of_some,),

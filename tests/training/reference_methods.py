@@ -121,10 +121,11 @@ def without_variance(drawn: Drawn) -> list[bool]:
 def relative_to_group(rewards: list[list[float | None]], scale: str) -> list[float]:
     """GRPO's."""
     every = [r for group in rewards for r in group if r is not None]
+    differences = [r - fmean([x for x in group if x is not None]) for group in rewards for r in group if r is not None]
     found = []
     for group in rewards:
         scored = [r for r in group if r is not None]
-        deviation = spread(scored) if scale == "group" else spread(every)
+        deviation = spread({"group": scored, "advantages": differences}.get(scale, every))
         divisor = 1.0 if scale == "none" else deviation + 1e-4
         found += [0.0 if r is None or len(set(scored)) == 1 else (r - fmean(scored)) / divisor for r in group]
     return found

@@ -22,8 +22,11 @@ from lockstep.training.grpo_config import GRPOConfig
 from lockstep.training.prompt_order import GenerationBatches, PromptOrder
 
 
-def order_of(count: int, size: int, seed: int = 0, *, shuffle: bool = True, at: float | None = None) -> PromptOrder:
-    return PromptOrder([f"t/{i}" for i in range(count)], size, shuffle=shuffle, seed=seed, solved_at=at)
+def order_of(
+    count: int, size: int, seed: int = 0, *, shuffle: bool = True, at: float | None = None, ahead: int = 0
+) -> PromptOrder:
+    names = [f"t/{i}" for i in range(count)]
+    return PromptOrder(names, size, shuffle=shuffle, seed=seed, solved_at=at, ahead=ahead)
 
 
 def group(place: int, rewards: list[float]) -> RolloutGroup:
@@ -202,6 +205,38 @@ def test_a_run_ends_where_too_few_prompts_are_left(
     reward = 0.0
     run.train()
     assert run.state.global_step == 10
+
+
+@given(
+    count=st.integers(2, 14),
+    size=st.integers(1, 3),
+    seed=st.integers(0, 3),
+    ahead=st.integers(0, 4),
+    solves=st.lists(st.sets(st.integers(0, 13)), min_size=16, max_size=16),
+)
+def test_what_is_begun_ahead_has_the_prompts_that_it_has_when_its_turn_comes(
+    count: int, size: int, seed: int, ahead: int, solves: list[set[int]]
+) -> None:
+    size = min(size, count)
+    order = order_of(count, size, seed, at=0.9, ahead=ahead)
+    begun: dict[int, list[int]] = {}
+    gone: dict[int, int] = {}
+    for generation, solved in enumerate(solves):
+        for number in range(generation, generation + ahead + 1):
+            if order.used_up(number):
+                break
+            if number not in begun:
+                begun[number] = order.places(number)
+                # What was solved a pass and `ahead` generations before is not asked again.
+                assert all(number < gone.get(place, number + 1) + ahead + count // size for place in begun[number])
+        if order.used_up(generation):
+            return
+        assert begun[generation] == order.places(generation)
+        for place in set(begun[generation]) & solved:
+            gone.setdefault(place, generation)
+        order.note(generation, [group(p, [1.0, float(p in solved)]) for p in begun[generation]])
+        with pytest.raises(InputError, match="before generation"):
+            order.places(generation + ahead + 2)
 
 
 @pytest.mark.usefixtures("one_thread")

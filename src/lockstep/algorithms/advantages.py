@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-ScaleRewards = Literal["group", "batch", "none"]
+ScaleRewards = Literal["group", "batch", "advantages", "none"]
 
 # TRL's constant, kept so that curves compare.
 _EPSILON = 1e-4
@@ -22,22 +22,20 @@ def group_advantages(rewards: list[torch.Tensor], scale: ScaleRewards) -> list[t
 
     Args:
         rewards: one (G_i,) tensor a group; groups may differ in size.
-        scale: `group` divides by the group's own standard deviation, `batch` by that of all rewards given,
-            `none` by nothing (Dr. GRPO, arXiv 2503.20783: scaling favours groups of little spread).
+        scale: `group` divides by the group's own standard deviation, `batch` by that of all rewards given, `advantages` by that
+            of all differences to their group's mean (ScaleRL, arXiv 2510.13786: how much groups differ says nothing of how
+            hard they are to improve on), `none` by nothing (Dr. GRPO, arXiv 2503.20783: scaling favours groups of little spread).
 
     Returns:
         One (G_i,) tensor a group. A group of equal rewards has advantages of exactly zero.
     """
-    spread_of_all = _deviation(torch.cat(rewards)) if scale == "batch" and rewards else torch.tensor(0.0)
-    advantages = []
-    for group in rewards:
-        centred = _centred(group)
-        if scale == "group":
-            centred = centred / (_deviation(group) + _EPSILON)
-        elif scale == "batch":
-            centred = centred / (spread_of_all + _EPSILON)
-        advantages.append(centred.nan_to_num(nan=0.0))
-    return advantages
+    centred = [_centred(group) for group in rewards]
+    if scale == "group":
+        centred = [own / (_deviation(group) + _EPSILON) for own, group in zip(centred, rewards, strict=True)]
+    elif scale in ("batch", "advantages") and rewards:
+        spread = _deviation(torch.cat(rewards if scale == "batch" else centred))
+        centred = [own / (spread + _EPSILON) for own in centred]
+    return [own.nan_to_num(nan=0.0) for own in centred]
 
 
 def normalised_reward_advantages(scores: list[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:

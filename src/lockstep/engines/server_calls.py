@@ -12,7 +12,7 @@ import json
 import ssl
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import httpx
 
@@ -20,6 +20,7 @@ from lockstep.engines.vllm_arguments import SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.errors import EngineLost, InputError, LockstepError
 
 T = TypeVar("T")
+R = TypeVar("R")
 _SHOWN = 300
 # The one path that a guarded server answers without its key.
 HEALTH = "/health"
@@ -34,23 +35,27 @@ class CallLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="lockstep-calls", daemon=True)
         self._thread.start()
 
+    def start(self, call: Coroutine[Any, Any, T], check: Callable[[T], R]) -> Pending[T, R]:
+        """Begin a call.
+
+        Args:
+            check: what is made of its answer, in the thread that waits for it.
+
+        Raises:
+            LockstepError: the engine was closed before.
+        """
+        if self._closed:
+            call.close()
+            raise LockstepError(_CLOSED)
+        return Pending(asyncio.run_coroutine_threadsafe(call, self._loop), check)
+
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Wait for a call's result.
 
         Raises:
             LockstepError: the engine was closed, before or meanwhile.
         """
-        if self._closed:
-            call.close()
-            raise LockstepError(_CLOSED)
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError as error:
-            raise LockstepError(_CLOSED) from error
-        except BaseException:
-            future.cancel()
-            raise
+        return self.start(call, lambda found: found).result()
 
     def close(self) -> None:
         """End every call, whoever waits for it, and the thread; may be called twice."""
@@ -64,6 +69,37 @@ class CallLoop:
 
 
 _CLOSED = "the engine was closed while it was being used"
+
+
+class Pending(Generic[T, R]):
+    """A call under way.
+
+    Args:
+        future: of the call.
+        check: what is made of its answer.
+    """
+
+    def __init__(self, future: concurrent.futures.Future[T], check: Callable[[T], R]) -> None:
+        self._future, self._check = future, check
+
+    def result(self) -> R:
+        """What the call gives, waited for; whoever leaves the wait ends the call.
+
+        Raises:
+            LockstepError: the engine was closed meanwhile, or the call was given up.
+        """
+        try:
+            found = self._future.result()
+        except concurrent.futures.CancelledError as error:
+            raise LockstepError(_CLOSED) from error
+        except BaseException:
+            self._future.cancel()
+            raise
+        return self._check(found)
+
+    def cancel(self) -> None:
+        """Give the call up; its requests end in the server too."""
+        self._future.cancel()
 
 
 async def _end_all() -> None:
@@ -113,7 +149,7 @@ class ServerCalls:
         try:
             # Health is open to all: whoever stands there while the server is away need not see the key.
             headers = {} if path == HEALTH else self._key
-            call = self._client.request(method, path, json=body, params=query, headers=headers)
+            call = self._client.request(method, path, json=body, params=query, headers=headers, timeout=limit)
             answer = await asyncio.wait_for(call, limit)
             answer_text = answer.text
         except (TimeoutError, httpx.TimeoutException) as error:

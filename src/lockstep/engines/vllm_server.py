@@ -6,7 +6,6 @@ answering is an `EngineLost`: nothing is asked of it again before it has been fo
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import threading
@@ -28,15 +27,8 @@ from lockstep.engines.protocol import (
     RequestKey,
     TensorSpec,
 )
-from lockstep.engines.server_calls import HOW_TO_START, CallLoop, ServerCalls
-from lockstep.engines.server_messages import (
-    INITIAL_WEIGHTS,
-    completion_from,
-    generation_body,
-    scores_from,
-    scoring_body,
-    stamps_of,
-)
+from lockstep.engines.server_calls import HOW_TO_START, CallLoop, Pending, ServerCalls
+from lockstep.engines.server_requests import ServerRequests
 from lockstep.engines.transport import WeightTransport, finish_all
 from lockstep.engines.vllm_arguments import SERVER_BACKEND
 from lockstep.engines.vllm_settings import settings_from
@@ -45,9 +37,6 @@ from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 T = TypeVar("T")
 TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
 
-_GENERATE = "/inference/v1/generate"
-# Requests that one server is given at a time; more would only wait inside it.
-_OPEN_REQUESTS = 256
 _HEALTH_LIMIT, _HEALTH_EVERY = 5.0, 0.5
 
 
@@ -76,13 +65,12 @@ class VLLMServer:
             ServerCalls(url, key, timeout, self._loop, self.recover) for url, key in zip(urls, keys, strict=True)
         ]
         self._pool = ThreadPoolExecutor(max(len(self._servers), 1), thread_name_prefix="lockstep-servers")
-        self._open = [0] * len(self._servers)
-        self._gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in self._servers]
         self._closed = threading.Event()
         self._version: int | None = None
         # Tells this trainer's weights from any other's, also from those of an earlier run at the same step.
         self._session = secrets.token_hex(6)
         self._stamps: dict[str, int] = {}
+        self._requests = ServerRequests(self._servers, self._stamps, self.recover)
         self._committed: list[int] = []
         self._transport: WeightTransport | None = None
         try:
@@ -109,81 +97,38 @@ class VLLMServer:
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
         """Answer every request, by key; an update that lands in between shows in the versions of the tokens."""
+        return self.submit(requests, on_answer).result()
+
+    def submit(
+        self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None, *, limit: float | None = None
+    ) -> Pending[Any, dict[RequestKey, Completion]]:
+        """Begin `generate`; weights may be pushed before it ends.
+
+        Args:
+            limit: seconds that all of it may take; by default the engine's time limit.
+        """
         check_requests(requests, self._version, self._settings.max_model_len)
         since = len(self._committed) - 1
-        answers = self._loop.run(self._all([self._sample(r, s, on_answer) for r, s in self._routed(requests)]))
-        return check_answers(requests, answers, self._committed[since:])
+        return self._loop.start(
+            self._requests.generate(requests, on_answer, limit or self._timeout),
+            lambda answers: check_answers(requests, answers, self._committed[since:]),
+        )
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
+        return self.submit_scores(sequences).result()
+
+    def submit_scores(
+        self, sequences: Mapping[str, tuple[int, ...]], *, limit: float | None = None
+    ) -> Pending[Any, dict[str, tuple[float, ...]]]:
+        """Begin `score`, as `submit` begins `generate`."""
         check_scoring(sequences, self._version, self._settings.max_model_len)
-        turns = [i % len(self._servers) for i in range(len(sequences))]
-        calls = [self._score(ids, turn) for ids, turn in zip(sequences.values(), turns, strict=True)]
-        scores = dict(zip(sequences, self._loop.run(self._all(calls)), strict=True))
-        check_scores(sequences, scores)
-        return scores
 
-    def _routed(self, requests: Sequence[GenerationRequest]) -> list[tuple[GenerationRequest, int]]:
-        """Each request with its server: all samples of a prompt to the one that then had the least to do."""
-        load = list(self._open)
-        place: dict[tuple[int, ...], int] = {}
-        routed = []
-        for request in requests:
-            server = place.setdefault(request.prompt_ids, min(range(len(load)), key=load.__getitem__))
-            load[server] += request.sampling.max_tokens
-            routed.append((request, server))
-        return routed
+        def checked(answers: list[tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+            scores = dict(zip(sequences, answers, strict=True))
+            check_scores(sequences, scores)
+            return scores
 
-    async def _all(self, calls: Sequence[Any]) -> list[Any]:
-        """Run calls together; the first failure ends all of them, which ends their requests in the server too."""
-        tasks = [asyncio.ensure_future(call) for call in calls]
-        if not tasks:
-            return []
-        try:
-            done, waiting = await asyncio.wait(tasks, timeout=self._timeout, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-            if waiting:
-                raise EngineLost(
-                    f"the server did not finish {len(waiting)} of {len(tasks)} requests within {self._timeout:.0f} s; raise "
-                    "vllm_server_timeout or lower max_completion_length",
-                    self.recover,
-                )
-            return [task.result() for task in tasks]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _sample(self, request: GenerationRequest, server: int, on_answer: OnAnswer | None) -> Completion:
-        name = self._name(str(request.key))
-        answer = await self._post(server, generation_body(request, name), request.sampling.max_tokens)
-        completion = completion_from(answer, request, name, self._stamps)
-        if on_answer is not None:
-            on_answer(completion)
-        return completion
-
-    async def _score(self, ids: tuple[int, ...], server: int) -> tuple[float, ...]:
-        name = self._name("score")
-        return scores_from(await self._post(server, scoring_body(ids, name), 1), ids, name, self._stamps)
-
-    async def _post(self, server: int, body: dict[str, Any], work: int) -> Any:
-        self._open[server] += work
-        try:
-            async with self._gates[server]:
-                answer = await self._servers[server].ask("POST", _GENERATE, body)
-        finally:
-            self._open[server] -= work
-        if answer is None:
-            raise EngineLost(f"the server at {self._servers[server].url} sent an empty answer", self.recover)
-        if INITIAL_WEIGHTS in stamps_of(answer):
-            raise EngineLost(
-                f"the server at {self._servers[server].url} was restarted with its first weights", self.recover
-            )
-        return answer
-
-    def _name(self, purpose: str) -> str:
-        """A request id that was never used: a late answer to an earlier call cannot be taken for this one's."""
-        return f"{purpose}/{secrets.token_hex(8)}"
+        return self._loop.start(self._requests.score(list(sequences.values()), limit or self._timeout), checked)
 
     # ---- proofs -----------------------------------------------------------------------------------------------------
 

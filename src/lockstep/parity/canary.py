@@ -7,6 +7,7 @@ one is paid for, and it is what is left where rollouts are older than the weight
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -28,20 +29,36 @@ def canary_sequences(vocab_size: int, max_model_len: int) -> dict[str, tuple[int
     return {f"canary{i}": tuple(draw.randrange(vocab_size) for _ in range(length)) for i in range(_SEQUENCES)}
 
 
+def canary_gap(
+    model: PreTrainedModel,
+    sequences: Mapping[str, tuple[int, ...]],
+    scores: Mapping[str, tuple[float, ...]],
+    precision: Precision,
+) -> GapStats:
+    """Gap between what an engine scored and the trainer's own log-probs at temperature 1, with its weights as they are now.
+
+    Args:
+        sequences: what was scored, by name.
+        scores: the engine's log-probs of every id but the first of each.
+
+    Raises:
+        ProofError: a log-prob is not finite.
+    """
+    gap = GapStats()
+    for name, ids in sequences.items():
+        policy = completion_logps(model, ids[:1], ids[1:], Sampling(max_tokens=1), precision)
+        gap = gap + measure_gap(torch.tensor(scores[name]), policy, [name] * len(policy))
+    return gap
+
+
 def sing(model: PreTrainedModel, engine: ProbedEngine, max_model_len: int, precision: Precision) -> GapStats:
     """Gap between engine and trainer over the canary's tokens, at temperature 1.
 
     Raises:
         ProofError: the engine holds no committed weights, or a log-prob is not finite.
     """
-    vocab_size = embedding_rows(model)
-    sequences = canary_sequences(vocab_size, max_model_len)
-    scores = engine.score(sequences)
-    gap = GapStats()
-    for name, ids in sequences.items():
-        policy = completion_logps(model, ids[:1], ids[1:], Sampling(max_tokens=1), precision)
-        gap = gap + measure_gap(torch.tensor(scores[name]), policy, [name] * len(policy))
-    return gap
+    sequences = canary_sequences(embedding_rows(model), max_model_len)
+    return canary_gap(model, sequences, engine.score(sequences), precision)
 
 
 def check_canary(gap: GapStats, limit: Tolerance, version: int) -> None:

@@ -71,7 +71,7 @@ class LiveView(TrainerCallback):
         table.add_row("reward", f"{logs['reward']:.3f}", Text(sparkline(rewards), style="green"))
         gaps = [entry["parity/max_abs_gap"] for entry in self._history]
         table.add_row("parity gap", f"{logs['parity/mean_abs_gap']:.1e} mean, {gaps[-1]:.1e} max", sparkline(gaps))
-        table.add_row("checked", f"{logs['parity/checked_tokens']:.0f} tokens, all that were sampled", "")
+        table.add_row("checked", checked(logs), "")
         table.add_row("tokens/s", f"{tokens_per_second(logs):.0f} sampled", "")
         table.add_row("time", time_shares(logs), "")
         progress = Table.grid(padding=(0, 2))
@@ -94,7 +94,14 @@ def plain_line(step: int, steps: int, logs: dict[str, float], left: float) -> st
 
 def tokens_per_second(logs: dict[str, float]) -> float:
     """Sampled tokens over the whole step's time."""
-    return logs["parity/checked_tokens"] / logs["time/step"] if logs.get("time/step") else 0.0
+    return logs["sampling/tokens"] / logs["time/step"] if logs.get("time/step") else 0.0
+
+
+def checked(logs: dict[str, float]) -> str:
+    """How many tokens were compared with the policy, and how many were too old to be."""
+    stale = logs["sampling/tokens"] - logs["parity/checked_tokens"]
+    others = f"; {stale:.0f} are older than the policy" if stale else ", all that were sampled"
+    return f"{logs['parity/checked_tokens']:.0f} tokens{others}"
 
 
 def time_shares(logs: dict[str, float]) -> str:

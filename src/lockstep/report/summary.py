@@ -58,7 +58,9 @@ def _parity(receipt: list[Line]) -> Line:
         "checked_tokens": checked,
         "worst_module_error": max((line["worst_module"]["error"] for line in receipt), default=0.0),
         # A failed check stops the run before its step; a run that has a summary had none.
-        "failed": sum(line["checked_tokens"] != line["sampled_tokens"] for line in receipt),
+        "failed": sum(
+            line["checked_tokens"] + line.get("stale_tokens", 0) != line["sampled_tokens"] for line in receipt
+        ),
     }
 
 

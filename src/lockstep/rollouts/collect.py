@@ -5,7 +5,7 @@ Comes from: `tokens/chat.py` (ids). Goes to: `rollouts/rewards.py`, then trainin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -54,13 +54,34 @@ def collect(
             "a sync was skipped or failed, or something else updated the engine",
             "push the weights before collecting rollouts",
         )
-    requests = [
+    requests = requests_for(prompts, sampling, num_generations=num_generations, run_seed=run_seed, version=version)
+    # The engine has checked its own answers; this end checks that they are to what it asked.
+    answers = check_answers(requests, engine.generate(requests, on_answer).values(), [version])
+    return groups_from(prompts, answers, num_generations, tokenizer)
+
+
+def requests_for(
+    prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, run_seed: int, version: int
+) -> list[GenerationRequest]:
+    """One request a sample.
+
+    Args:
+        version: what seeds depend on beside run, prompt and sample: of the weights that learn from these completions first.
+    """
+    return [
         GenerationRequest(key, prompt.ids, sampling, request_seed(run_seed, version, key))
         for prompt in prompts
         for key in (RequestKey(prompt.prompt_id, sample) for sample in range(num_generations))
     ]
-    # The engine has checked its own answers; this end checks that they are to what it asked.
-    answers = check_answers(requests, engine.generate(requests, on_answer).values(), [version])
+
+
+def groups_from(
+    prompts: Sequence[Prompt],
+    answers: Mapping[RequestKey, Completion],
+    num_generations: int,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[RolloutGroup]:
+    """One unscored group a prompt, in the order of `prompts`, from answers that have been checked."""
     return [
         group_of(prompt, [answers[RequestKey(prompt.prompt_id, i)] for i in range(num_generations)], tokenizer)
         for prompt in prompts

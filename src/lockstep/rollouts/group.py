@@ -53,7 +53,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """All rollouts of one prompt at one weight version."""
+    """All rollouts of one prompt."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]

@@ -101,6 +101,13 @@ class OnlineConfig(OneValueFields, TrainingArguments):
     vllm_server_timeout: float = field(
         default=600.0, metadata=doc("Seconds for one generation, one call, or the wait for a server.")
     )
+    max_staleness: int = field(
+        default=0,
+        metadata=doc(
+            "Optimizer steps that tokens may be older than the policy that first learns from them: generations are sampled "
+            "ahead, in server mode, while the trainer learns. 0: generation and training take turns."
+        ),
+    )
     vllm_engine_kwargs: dict | str | None = field(default=None, metadata=doc("Further arguments of vllm.LLM."))
     engine_dtype: Literal["auto", "float32", "bfloat16"] = field(
         default="auto", metadata=doc("Dtype of the engine. Default: bfloat16 with bf16, else float32.")
@@ -141,6 +148,7 @@ class OnlineConfig(OneValueFields, TrainingArguments):
         self._check_corrections()
         self._check_completion_log()
         self.size_generation()
+        self._check_staleness()
         self._check_saves()
 
     def size_generation(self) -> None:
@@ -204,6 +212,11 @@ class OnlineConfig(OneValueFields, TrainingArguments):
     def steps_a_generation(self) -> int:
         """Optimizer steps between two generations."""
         return self.micro_batches_per_generation // self.gradient_accumulation_steps
+
+    @property
+    def generations_ahead(self) -> int:
+        """Generations that are begun before the one at hand is learned from."""
+        return self.max_staleness // self.steps_a_generation
 
     @property
     def single_update(self) -> bool:
@@ -291,6 +304,30 @@ class OnlineConfig(OneValueFields, TrainingArguments):
             raise InputError(
                 f"vllm_server_base_url={self.vllm_server_base_url!r}; it must be different URLs such as http://127.0.0.1:8000, "
                 "separated by commas"
+            )
+
+    def _check_staleness(self) -> None:
+        if self.max_staleness == 0:
+            return
+        if self.max_staleness < 0 or self.max_staleness % self.steps_a_generation:
+            raise InputError(
+                f"max_staleness={self.max_staleness}; it must be 0 or a multiple of the {self.steps_a_generation} optimizer steps "
+                "of a generation"
+            )
+        if self.vllm_mode != "server":
+            raise InputError(
+                f"max_staleness={self.max_staleness} needs an engine that samples while the trainer learns: start "
+                "'lockstep serve MODEL' and set vllm_mode: server"
+            )
+        if self.overlap_rewards:
+            raise InputError(
+                "overlap_rewards and max_staleness are two ways to the same: with max_staleness rewards are given while later "
+                "generations are sampled; leave overlap_rewards out"
+            )
+        if not self.vllm_importance_sampling_correction:
+            raise InputError(
+                "max_staleness samples with older weights, and vllm_importance_sampling_correction=false leaves that "
+                "uncorrected; leave one of the two out"
             )
 
     def _check_corrections(self) -> None:

@@ -22,7 +22,7 @@ class Generation:
     """Scored groups and what is to be learned from them.
 
     Attributes:
-        version: weight version that sampled every token.
+        version: weight version that the engine held when the generation was taken; without staleness, that sampled every token.
         groups: the rollouts, by prompt.
         micro_batches: lists of sequences, in the order of groups and samples; those of one optimizer step stand together, and in a
             step those of one rank.
@@ -41,6 +41,11 @@ class Generation:
     def sampled_tokens(self) -> int:
         """Tokens that the engine sampled, counted at the engine's answers and not at what was made of them."""
         return sum(len(c.token_ids) for c in self.completions)
+
+    @property
+    def fresh_tokens(self) -> int:
+        """Sampled tokens whose weights are those of `version`."""
+        return sum(version == self.version for c in self.completions for version in c.weight_versions)
 
     @property
     def prompt_ids(self) -> tuple[str, ...]:
@@ -75,14 +80,21 @@ def sampling_of(config: OnlineConfig) -> Sampling:
     )
 
 
-def sequences_of(groups: Sequence[RolloutGroup]) -> list[TrainingSequence]:
-    """One sequence a rollout, in the order of groups and samples, with nothing yet to learn from."""
+def sequences_of(groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
+    """One sequence a rollout, in the order of groups and samples, with nothing yet to learn from.
+
+    Args:
+        version: of the weights that will learn from them first.
+    """
+    versions = [rollout.completion.weight_versions for group in groups for rollout in group.rollouts]
+    stale = any(v != version for own in versions for v in own)
     return [
         TrainingSequence(
             name=str(rollout.completion.key),
             prompt_ids=rollout.completion.prompt_ids,
             completion_ids=rollout.completion.token_ids,
             behaviour_logps=rollout.completion.logprobs,
+            fresh=tuple(v == version for v in rollout.completion.weight_versions) if stale else None,
         )
         for group in groups
         for rollout in group.rollouts
@@ -103,7 +115,7 @@ def prepare_generation(
         sequences: the groups', with the log-probs that the method asks for.
     """
     config = objective.config
-    advised = objective.advise(groups, sequences_of(groups) if sequences is None else sequences)
+    advised = objective.advise(groups, sequences_of(groups, version) if sequences is None else sequences)
     masked = [objective.left_out(rollout) for group in groups for rollout in group.rollouts]
     places = torch.tensor([place for place, group in enumerate(groups) for _ in group.rollouts])
     counted = torch.tensor([not objective.filtered(group) for group in groups])[places]

@@ -27,7 +27,7 @@ from lockstep.algorithms.sequence_loss import vespo_loss
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.entropy_bonus import EntropyBonus
 from lockstep.training.grpo_config import GRPOConfig
-from lockstep.training.objective import Entropies, Objective, TokenBatch, advised, note_clipping
+from lockstep.training.objective import Entropies, Objective, TokenBatch, advised, note_clipping, scores_by_function
 from lockstep.training.online import OnlineTrainer
 from lockstep.training.packing import TrainingSequence
 from lockstep.training.tally import Tally
@@ -46,7 +46,7 @@ class GRPOObjective(Objective[GRPOConfig]):
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
         config = self.config
         if config.multi_objective_aggregation == "normalize_then_sum":
-            scores, weights = _scores(groups, config.reward_weights)
+            scores, weights = scores_by_function(groups, config.reward_weights)
             advantages = normalised_reward_advantages(scores, weights)
         else:
             # A filtered group's rewards are no part of the batch's spread.
@@ -163,20 +163,3 @@ class GRPOTrainer(OnlineTrainer):
     config_class = GRPOConfig
     method = "GRPO"
     objective_class = GRPOObjective
-
-
-def _scores(groups: Sequence[RolloutGroup], weights: Sequence[float] | None) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Each group's (G, K) scores, NaN where a function gave none, and the (K,) weights of the functions.
-
-    In float64: in float32 a group whose scores all agree would be left with an advantage of the last bit.
-    """
-    names = list(groups[0].rollouts[0].scores)
-    nan = float("nan")
-    scores = [
-        torch.tensor(
-            [[nan if (score := r.scores[n]) is None else float(score) for n in names] for r in group.rollouts],
-            dtype=torch.float64,
-        )
-        for group in groups
-    ]
-    return scores, torch.tensor(list(weights) if weights is not None else [1.0] * len(names))

@@ -38,7 +38,7 @@ class GRPOConfig(GroupConfig):
     use_bias_correction_kl: bool = field(
         default=True, metadata=doc("Weight the KL term by the importance ratio, which makes its gradient unbiased.")
     )
-    scale_rewards: str = field(default="group", metadata=doc("`group`, `batch` or `none`."))
+    scale_rewards: str = field(default="group", metadata=doc("`group`, `batch`, `advantages` (ScaleRL's) or `none`."))
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = field(
         default="sum_then_normalize", metadata=doc("Sum the rewards, or normalise each by itself first (GDPO).")
     )

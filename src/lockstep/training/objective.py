@@ -175,6 +175,25 @@ class Objective(ABC, Generic[Config]):
         )
 
 
+def scores_by_function(
+    groups: Sequence[RolloutGroup], weights: Sequence[float] | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Each group's (G, K) scores, NaN where a function gave none, and the (K,) weights of the functions.
+
+    In float64: in float32 a group whose scores all agree would be left with an advantage of the last bit.
+    """
+    names = list(groups[0].rollouts[0].scores)
+    nan = float("nan")
+    scores = [
+        torch.tensor(
+            [[nan if (score := r.scores[n]) is None else float(score) for n in names] for r in group.rollouts],
+            dtype=torch.float64,
+        )
+        for group in groups
+    ]
+    return scores, torch.tensor(list(weights) if weights is not None else [1.0] * len(names))
+
+
 def flat(sequences: Sequence[TrainingSequence], name: str) -> torch.Tensor:
     """(N,) float64: a column of all sequences, one after the other. What is whitened may be small differences."""
     return torch.tensor([value for s in sequences for value in getattr(s, name)], dtype=torch.float64)

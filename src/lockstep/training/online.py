@@ -11,7 +11,6 @@ On several ranks one holds the engine; all read the same prompts, get the same g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,15 +28,15 @@ from lockstep.rollouts.reward_functions import Given, ProcessingClasses, entries
 from lockstep.training.checkpoints import guarded_save
 from lockstep.training.completion_log import show_generation
 from lockstep.training.config import OnlineConfig
-from lockstep.training.distributed import check_same_weights, leave_unwrapped, share_of
-from lockstep.training.generation import Generation, prepare_generation, sequences_of
+from lockstep.training.distributed import check_same_weights, leave_unwrapped
+from lockstep.training.generation import Generation
 from lockstep.training.method_state import MethodState
-from lockstep.training.objective import Objective, Scores
+from lockstep.training.objective import Objective
 from lockstep.training.optimizer_step import OptimizerStep
-from lockstep.training.packing import TrainingSequence
 from lockstep.training.phases import PhaseClock
 from lockstep.training.policy import open_policy
-from lockstep.training.prompt_order import MicroBatch, PromptLoader, make_loader, order_of
+from lockstep.training.preparation import Preparation
+from lockstep.training.prompt_order import MicroBatch, PromptLoader, make_loader, order_of, upcoming
 from lockstep.training.prompts import check_dataset, read_prompts
 from lockstep.training.reference import Reference
 from lockstep.training.rehearsal import rehearse_functions
@@ -55,7 +54,7 @@ from lockstep.training.setup import (
 )
 from lockstep.training.step_events import StepEvents
 from lockstep.training.step_log import StepLog
-from lockstep.training.update import AllScores, Policy, UpdateSums, score_all
+from lockstep.training.update import Policy, UpdateSums
 
 # A rank waits for the owner's longest piece of work: a generation that is lost and repeated.
 _LONGEST_CALL = 12
@@ -121,7 +120,7 @@ class OnlineTrainer(Trainer):
         check_dataset(train_dataset, "train")
         if eval_dataset is not None:
             check_dataset(eval_dataset, "eval")
-        self.ranks = Ranks(_LONGEST_CALL * args.vllm_server_timeout)
+        self.ranks = Ranks(_LONGEST_CALL * args.vllm_server_timeout * (args.generations_ahead + 1))
         if args.rehearse_rewards:
             self.ranks.on_owner("rehearsal", lambda: self.rehearse(reward_funcs, train_dataset))
         scorer = self.scorer(reward_funcs, reward_processing_classes)
@@ -166,6 +165,7 @@ class OnlineTrainer(Trainer):
         )
         self.last_eval_groups: list[RolloutGroup] = []
         self._generation: Generation | None = None
+        self._preparation = Preparation(self.objective, self.reference, self.clock, self.ranks)
         self._step = OptimizerStep(self.objective, self.clock, self.ranks)
         self.step_log = StepLog()
 
@@ -213,8 +213,13 @@ class OnlineTrainer(Trainer):
         """Push the policy's weights to the engine, as version `global_step`; called on every rank."""
         self.source.sync(self.state.global_step)
 
-    def rollout(self, prompts: Sequence[Prompt], num_generations: int) -> list[RolloutGroup]:
-        """Sample and score completions of prompts with the policy as it is now; called on every rank.
+    def rollout(
+        self, prompts: Sequence[Prompt], num_generations: int, upcoming: Sequence[tuple[int, Sequence[Prompt]]] = ()
+    ) -> list[RolloutGroup]:
+        """Sample and score completions of prompts; called on every rank.
+
+        Args:
+            upcoming: see `RolloutSource.rollout`; without, the policy as it is now samples every token.
 
         Raises:
             ProofError: trainer and engine do not agree.
@@ -222,7 +227,15 @@ class OnlineTrainer(Trainer):
         """
         trained = [self._causal(), *([self.critic] if self.critic is not None else [])]
         check_same_weights(self.ranks, trained, self.state.global_step)
-        return self.source.rollout(prompts, num_generations, self.state)
+        return self.source.rollout(prompts, num_generations, self.state, upcoming)
+
+    def _upcoming(self) -> list[tuple[int, list[Prompt]]]:
+        """The generation at hand, and those to be sampled ahead of it, where there are any."""
+        if not self.config.generations_ahead:
+            return []
+        last = (self.state.max_steps - 1) // self.config.steps_a_generation
+        first = self._generation_number
+        return list(upcoming(self._order, self._train_prompts, first, min(first + self.config.generations_ahead, last)))
 
     # ---- one micro-step ---------------------------------------------------------------------------------------------
 
@@ -259,52 +272,27 @@ class OnlineTrainer(Trainer):
         return self.config.gradient_accumulation_steps * self.ranks.count
 
     def _generate(self, prompts: tuple[Prompt, ...]) -> Generation:
-        groups = self.rollout(prompts, self.config.group_size)
+        version, number = self.state.global_step, self._generation_number
+        groups = self.rollout(prompts, self.config.group_size, self._upcoming())
         self.objective.epoch = int(self.state.epoch or 0)
-        sequences, version = sequences_of(groups), self.state.global_step
-        found = None
-        if self.objective.scores_first or not self.config.single_update:
-            with self.clock.phase("verify"):
-                found = self._score(self._policy(), sequences)
-            sequences = [replace(s, old_logps=found.logps[s.name], values=found.values.get(s.name)) for s in sequences]
-        if self.reference is not None:
-            with self.clock.phase("reference"), self.reference.model() as model:
-                reference = replace(self._policy(), model=model, critic=None)
-                logps = self._score(reference, sequences, measure=False).logps
-            sequences = [replace(s, ref_logps=logps[s.name]) for s in sequences]
-        generation = prepare_generation(groups, self.objective, version, sequences)
+        generation, gap = self._preparation.generation(self._policy(), groups, version)
         # Kept in the trainer's state, and so in checkpoints.
         prompts_seen = sum(len(g.prompt.ids) * len(g.rollouts) for g in groups)
         self.state.num_input_tokens_seen += generation.sampled_tokens + prompts_seen
-        self.step_log.note(self.source.metrics(groups))
-        self._order.note(self._generation_number, groups)
-        self.step_log.note(self._order.metrics())
-        if found is not None:
-            gap, record = found.gap, not self.config.single_update
-            step = self.state.global_step + 1
-            self.ranks.on_owner("gap", lambda: self.source.prove(gap, generation, step, record=record))
-        # Where the policy stays as it is until the step, its log-probs are the step's own, and so is the receipt's line.
-        return generation.without_old_logps() if self.config.single_update else generation
-
-    def _score(self, policy: Policy, sequences: Sequence[TrainingSequence], *, measure: bool = True) -> AllScores:
-        """Scores of all sequences, each rank doing its share."""
-
-        def own() -> AllScores:
-            return score_all(policy, share_of(sequences, self.ranks), self.config, measure=measure)
-
-        if self.ranks.count == 1:
-            return own()
-        return AllScores.merged(self.ranks.share("scores", lambda: own().data()))
+        self._order.note(number, groups)
+        self.step_log.note(self.source.metrics(groups, version) | self._order.metrics())
+        if gap is not None:
+            # Where each generation is for one step, that step's own forward is what the receipt's line is of.
+            record = not self.config.single_update
+            self.ranks.on_owner("gap", lambda: self.source.prove(gap, generation, version + 1, record=record))
+        return generation
 
     def _begin_step(self, generation: Generation, step: int) -> Generation:
         self._step = OptimizerStep(self.objective, self.clock, self.ranks)
-
-        def entropies(sequences: Sequence[TrainingSequence]) -> Scores:
-            with self.clock.phase("verify"):
-                return self._score(self._policy(), sequences).entropies
-
-        sequences = generation.step(step, self._step_size)
-        prepared = self.objective.prepare_step(sequences, entropies)
+        prepared = self.objective.prepare_step(
+            generation.step(step, self._step_size),
+            lambda sequences: self._preparation.score(self._policy(), sequences).entropies,
+        )
         self._generation = generation.with_step(step, self._step_size, prepared)
         return self._generation
 
@@ -313,11 +301,12 @@ class OnlineTrainer(Trainer):
 
         def prove(total: UpdateSums) -> None:
             if self.config.single_update:
+                check_count(total.difference, generation.sampled_tokens, generation.version)
                 self.source.prove(total.gap, generation, self.state.global_step + 1)
             else:
                 # The gap of these tokens was proven, and written down, before the policy moved.
                 tokens = sum(len(s.completion_ids) for s in generation.step(step, self._step_size))
-                check_count(total.gap, tokens, generation.version)
+                check_count(total.difference, tokens, generation.version)
 
         total = self._step.finish(prove, self._trained())
         self.step_log.note(total.metrics(self.source.limit) | self.objective.finish_step(total.tally))
@@ -389,7 +378,7 @@ class OnlineTrainer(Trainer):
         # An evaluation's time is not charged to a step.
         with self.clock.aside():
             groups = self.source.rollout_in_parts(self._eval_prompts, self.config.group_size_eval, self.state)
-        named = evaluation_metrics(groups, self.source.metrics(groups), metric_key_prefix)
+        named = evaluation_metrics(groups, self.source.metrics(groups, self.state.global_step), metric_key_prefix)
         self.last_eval_groups = groups
         self.log(dict(named))
         self.callback_handler.on_evaluate(self.args, self.state, self.control, named)

@@ -30,6 +30,7 @@ class TrainingSequence:
         advantages: of each sampled token; a method that has one for the whole completion repeats it.
         weight: weight of each of its tokens in the step's loss.
         old_logps: the policy's log-probs at sampling time, where the policy has moved since; None where it has not.
+        fresh: whether each token was sampled by the weights that learn from it; None: all were.
         ref_logps: the reference model's, where a method uses one.
         kept: whether each token is learned from, where a method leaves some out; None: all are.
         values, returns: a critic's value before each token and what it is to become, where a method has a critic.
@@ -43,6 +44,7 @@ class TrainingSequence:
     advantages: tuple[float, ...] = ()
     weight: float = 0.0
     old_logps: tuple[float, ...] | None = None
+    fresh: tuple[bool, ...] | None = None
     ref_logps: tuple[float, ...] | None = None
     kept: tuple[bool, ...] | None = None
     values: tuple[float, ...] | None = None

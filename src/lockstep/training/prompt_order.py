@@ -55,18 +55,27 @@ class PromptOrder:
         size: prompts a generation.
         solved_at: mean reward of a group at which its prompt is in no later pass ("no positive resampling" of ScaleRL, arXiv
             2510.13786); None: every pass has them all.
+        ahead: generations that are begun before the one at hand is noted; what is solved in them leaves so much later.
 
     Raises:
         InputError: the dataset does not fill one generation.
     """
 
     def __init__(
-        self, names: Sequence[str], size: int, *, shuffle: bool, seed: int, solved_at: float | None = None
+        self,
+        names: Sequence[str],
+        size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        solved_at: float | None = None,
+        ahead: int = 0,
     ) -> None:
         if len(names) < size:
             raise InputError(f"the train dataset has {len(names)} prompts, one generation needs {size}")
         self.size, self.per_epoch = size, len(names) // size
         self._names, self._shuffle, self._seed, self._solved_at = tuple(names), shuffle, seed, solved_at
+        self._ahead = ahead
         self.forget()
 
     def forget(self) -> None:
@@ -131,7 +140,7 @@ class PromptOrder:
         self._noted, self._solved = state["noted"], dict(state["solved"])
 
     def _pass_of(self, generation: int) -> _Pass:
-        if self._solved_at is not None and generation > self._noted:
+        if self._solved_at is not None and generation > self._noted + self._ahead:
             raise InputError(f"generation {generation} is asked for before generation {self._noted} was scored")
         found = self._pass if self._pass.start <= generation else self._passed(0, 0)
         while found.left and generation >= found.start + len(found.left) // self.size:
@@ -144,7 +153,9 @@ class PromptOrder:
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + number)
             order = torch.randperm(len(order), generator=generator).tolist()
-        left = [place for place in order if self._solved.get(self._names[place], start) >= start]
+        # What was known when the pass's first generation was begun: the same whenever it is asked.
+        known = start - self._ahead
+        left = [place for place in order if self._solved.get(self._names[place], known) >= known]
         return _Pass(number, start, left[: len(left) // self.size * self.size])
 
 
@@ -211,7 +222,18 @@ def order_of(prompts: Sequence[Prompt], config: OnlineConfig) -> PromptOrder:
         shuffle=config.shuffle_dataset,
         seed=config.data_seed if config.data_seed is not None else config.seed,
         solved_at=getattr(config, "no_positive_resampling", None),
+        ahead=config.generations_ahead,
     )
+
+
+def upcoming(
+    order: PromptOrder, prompts: Sequence[Prompt], first: int, last: int
+) -> Iterator[tuple[int, list[Prompt]]]:
+    """Generations by number, with their prompts, from `first` to `last`; fewer where too few prompts are left."""
+    for generation in range(first, last + 1):
+        if order.used_up(generation):
+            return
+        yield generation, [prompts[place] for place in order.places(generation)]
 
 
 def make_loader(prompts: list[Prompt], order: PromptOrder, config: OnlineConfig) -> PromptLoader:

@@ -1,21 +1,26 @@
 """The proofs of a training run, in the order in which a step meets them, and the receipt they leave.
 
 start: settings, one push probed at every module, the canary. Every push: transport digest, acknowledgement, caches, version, a
-sampled module probe. Every generation: samples. Every optimizer step: the gap over all sampled tokens, before the optimizer.
+sampled module probe. Every generation: samples. Every optimizer step: the gap over all sampled tokens, before the optimizer. Where
+generations are sampled ahead, tokens may be older than the weights: the gap is over those that are not, staleness has a bound, and
+the canary is sung anew at every generation.
 The checks themselves are in `parity/`; this is where a trainer calls them, and `lockstep verify` with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion, Engine
-from lockstep.parity.canary import check_canary, sing
+from lockstep.engines.server_calls import Pending
+from lockstep.engines.vllm_server import VLLMServer
+from lockstep.parity.canary import canary_gap, canary_sequences, check_canary, sing
 from lockstep.parity.decomposition import decompose
 from lockstep.parity.gap import GapStats, check_count, gap_error, over_limits
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
@@ -25,6 +30,7 @@ from lockstep.parity.samples import check_samples
 from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.sync.push import SyncRecord, push_weights
+from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.training.config import OnlineConfig
 from lockstep.training.generation import sampling_of
 from lockstep.training.phases import PhaseClock
@@ -68,10 +74,13 @@ class Proofs:
         self._push: SyncRecord | None = None
         self._probed: ProbeRecord | None = None
         self._distrusted = False
+        self._canary: Canary | None = None
+        self._sung: GapStats | None = None
 
     def distrust(self) -> None:
         """Probe every module after the next push: the engine is not the one it was."""
         self._distrusted = True
+        self._canary = None
 
     def start(self, folder: Path, step: int) -> None:
         """Open the receipt, and prove the engine before the first rollout is paid for.
@@ -122,6 +131,34 @@ class Proofs:
         self._distrusted = False
         return self._probed
 
+    def begin_canary(self, engine: VLLMServer, limit: float) -> None:
+        """Ask the engine for the canary at the weights it now holds; it sings while the trainer learns.
+
+        Args:
+            limit: seconds that it may take, behind what the engine was asked before.
+        """
+        sequences = canary_sequences(embedding_rows(self._model), engine.settings().max_model_len)
+        self._canary = Canary(sequences, engine.submit_scores(sequences, limit=limit))
+
+    @property
+    def canary_is_due(self) -> bool:
+        """Whether a canary was asked for that has not been heard."""
+        return self._canary is not None
+
+    def hear_canary(self, version: int) -> None:
+        """Pass or stop on the canary, waited for; to be heard before the policy moves.
+
+        Raises:
+            ProofError: trainer and engine score it differently.
+            EngineLost: the engine was lost meanwhile.
+        """
+        assert self._canary is not None
+        with self._clock.phase("verify"):
+            scores = self._canary.scores.result()
+            self._sung = canary_gap(self._model, self._canary.sequences, scores, self.precision)
+            self._canary = None
+            check_canary(self._sung, self.limit, version)
+
     def check_groups(self, groups: Sequence[RolloutGroup]) -> None:
         """Check what a generation as a whole must be.
 
@@ -170,7 +207,12 @@ class Proofs:
         return gap_error(gap, self.limit, version, str(found.parts), found.cause, found.fix)
 
     def write(self, gap: GapStats, sampled: int, step: int, version: int) -> None:
-        """One line of the receipt, for a step whose proofs have passed."""
+        """One line of the receipt, for a step whose proofs have passed.
+
+        Args:
+            gap: over the tokens that the weights of `version` have sampled; of the others, the line has the number.
+            sampled: all tokens that the engine sampled.
+        """
         assert self._receipt is not None
         assert self._push is not None
         assert self._probed is not None
@@ -186,12 +228,27 @@ class Proofs:
                 "worst_module": {"name": name, "error": error},
                 "sampled_tokens": sampled,
                 "checked_tokens": gap.tokens,
+                **self._of_staleness(sampled - gap.tokens),
                 "sum_abs_gap": gap.sum_abs,
                 "max_abs_gap": gap.max_abs,
                 "sum_k3": gap.sum_k3,
                 "worst_request": gap.worst,
             }
         )
+
+    def _of_staleness(self, stale: int) -> dict[str, Any]:
+        """What a receipt's line says of tokens that older weights have sampled, where a run may have such."""
+        if self._sung is None:
+            return {}
+        return {"stale_tokens": stale, "canary": _figures(self._sung)}
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A canary that an engine was asked for: the sequences, and what will give their log-probs."""
+
+    sequences: dict[str, tuple[int, ...]]
+    scores: Pending[Any, dict[str, tuple[float, ...]]]
 
 
 def _short_enough(completions: Sequence[Completion]) -> list[Completion]:

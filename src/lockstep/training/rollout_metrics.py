@@ -34,6 +34,16 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     return metrics | _lengths(groups)
 
 
+def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
+    """`staleness/mean` and `/max` of the sampled tokens, in weight versions, and `staleness/fresh`, the share of those at 0."""
+    versions = [v for group in groups for rollout in group.rollouts for v in rollout.completion.weight_versions]
+    return {
+        "staleness/mean": version - sum(versions) / len(versions),
+        "staleness/max": float(version - min(versions)),
+        "staleness/fresh": sum(v == version for v in versions) / len(versions),
+    }
+
+
 def _lengths(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     completions = [rollout.completion for group in groups for rollout in group.rollouts]
     lengths = [len(c.token_ids) for c in completions]

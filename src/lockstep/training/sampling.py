@@ -7,6 +7,7 @@ works for all of them; reward functions run on every rank, each on its share of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.engines.protocol import Engine, OnAnswer
+from lockstep.engines.vllm_server import VLLMServer
 from lockstep.errors import InputError
 from lockstep.parity.gap import GapStats
+from lockstep.parity.staleness import check_staleness
 from lockstep.parity.tolerances import tolerance
-from lockstep.rollouts.collect import collect
+from lockstep.rollouts.ahead import GenerationsAhead
+from lockstep.rollouts.collect import collect, groups_from, requests_for
 from lockstep.rollouts.early_scores import EarlyScores
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
@@ -30,7 +34,7 @@ from lockstep.training.generation import Generation, sampling_of
 from lockstep.training.phases import PhaseClock
 from lockstep.training.proofs import Proofs
 from lockstep.training.recovery import Recovery
-from lockstep.training.rollout_metrics import rollout_metrics
+from lockstep.training.rollout_metrics import rollout_metrics, staleness_metrics
 from lockstep.training.setup import Scorer
 
 # Completions that an evaluation asks an engine for in one call.
@@ -76,6 +80,7 @@ class RolloutSource:
         self._engine: Engine | None = given
         self._proofs: Proofs | None = None
         self._recovery: Recovery | None = None
+        self._ahead: GenerationsAhead | None = None
         self._ranks.on_owner("engine", lambda: self._open(model_path, max_model_len, longest, compute_dtype))
 
     def _open(self, model_path: str, max_model_len: int, longest: int, compute_dtype: torch.dtype) -> None:
@@ -85,7 +90,14 @@ class RolloutSource:
         try:
             shake_hands(engine, self._policy, model_path, config.engine_torch_dtype, longest, config.engine_head_dtype)
             self._proofs = Proofs(self._policy, engine, config, compute_dtype, self._clock)
-            self._recovery = Recovery(self._proofs.distrust)
+            if config.max_staleness:
+                # The config allows it in server mode alone; a given engine may be another.
+                if not isinstance(engine, VLLMServer):
+                    raise InputError(
+                        "max_staleness needs a server (vllm_mode: server); the engine that was given is none"
+                    )
+                self._ahead = GenerationsAhead(engine, self._limit_ahead)
+            self._recovery = Recovery(self._distrust)
         except BaseException:
             self.close()
             raise
@@ -123,8 +135,20 @@ class RolloutSource:
         """How often the engine was lost; 0 on ranks that do not hold it."""
         return self._recovery.losses if self._recovery is not None else 0
 
+    @property
+    def _limit_ahead(self) -> float:
+        """Seconds for what waits in the engine behind generations that were begun before it."""
+        return self._config.vllm_server_timeout * (self._config.generations_ahead + 1)
+
+    def _distrust(self) -> None:
+        self.proofs.distrust()
+        if self._ahead is not None:
+            self._ahead.forget_unfinished()
+
     def start(self, folder: Path, step: int) -> None:
-        """Open the receipt, and prove the engine before the first rollout is paid for."""
+        """Open the receipt, and prove the engine before the first rollout is paid for; nothing is under way any more."""
+        if self._ahead is not None:
+            self._ahead.forget()
         self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step)))
 
     def sync(self, version: int) -> None:
@@ -133,13 +157,25 @@ class RolloutSource:
         Always, even where the version would not change: a version does not see weights that were set by hand, and the reset of
         caches makes every generation start alike, in a run that goes on too.
         """
-        self._ranks.on_owner("sync", lambda: self.proofs.sync(version))
+        self._ranks.on_owner("sync", lambda: self._push(version))
 
-    def rollout(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
+    def _push(self, version: int) -> None:
+        with self._ahead.held() if self._ahead is not None else nullcontext():
+            self.proofs.sync(version)
+
+    def rollout(
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        state: Any,
+        upcoming: Sequence[tuple[int, Sequence[Prompt]]] = (),
+    ) -> list[RolloutGroup]:
         """Sample and score completions of prompts with the policy as it is now.
 
         Args:
             state: the trainer's; its step is the version, and reward functions get it.
+            upcoming: generations by number, with their prompts, that are to be under way from now on; the first is this one,
+                and its tokens may be `max_staleness` versions old. Without, all tokens are the policy's own as it is now.
 
         Raises:
             ProofError: trainer and engine do not agree.
@@ -150,7 +186,13 @@ class RolloutSource:
             return self._scorer.finish(self.recovery.run(lambda: self._sample_scored(prompts, num_generations, state)))
         groups = self._ranks.from_owner(
             "sample",
-            lambda: self.recovery.run(lambda: self._sample(prompts, num_generations, version)),
+            lambda: self.recovery.run(
+                lambda: (
+                    self._sample_ahead(upcoming, num_generations, version)
+                    if upcoming
+                    else self._sample(prompts, num_generations, version)
+                )
+            ),
             groups_to_wire,
             lambda data: groups_from_wire(data, prompts),
         )
@@ -197,7 +239,7 @@ class RolloutSource:
     def _sample(
         self, prompts: Sequence[Prompt], num_generations: int, version: int, on_answer: OnAnswer | None = None
     ) -> list[RolloutGroup]:
-        self.proofs.sync(version)
+        self._push(version)
         with self._clock.phase("generate"):
             groups = collect(
                 prompts,
@@ -212,6 +254,45 @@ class RolloutSource:
         self.proofs.check_groups(groups)
         return groups
 
+    def _sample_ahead(
+        self, upcoming: Sequence[tuple[int, Sequence[Prompt]]], num_generations: int, version: int
+    ) -> list[RolloutGroup]:
+        """The first of these generations; it was begun some steps ago, the last is begun now."""
+        ahead = self._ahead
+        assert ahead is not None
+        self._push(version)
+        self.proofs.begin_canary(ahead.engine, self._limit_ahead)
+        for number, prompts in upcoming:
+            if number not in ahead:
+                self._begin(ahead, number, prompts, num_generations)
+        number, prompts = upcoming[0]
+        with self._clock.phase("generate"):
+            answers = ahead.take(number)
+        groups = groups_from(prompts, answers, num_generations, self._tokenizer)
+        completions = [rollout.completion for group in groups for rollout in group.rollouts]
+        check_staleness(completions, version, self._config.max_staleness)
+        self.proofs.check_groups(groups)
+        return groups
+
+    def _begin(self, ahead: GenerationsAhead, number: int, prompts: Sequence[Prompt], num_generations: int) -> None:
+        requests = requests_for(
+            prompts,
+            sampling_of(self._config),
+            num_generations=num_generations,
+            run_seed=self._config.seed,
+            # Of the generation itself, since several may be begun at one version.
+            version=number * self._config.steps_a_generation,
+        )
+        ahead.begin(number, lambda generate: generate(requests, None))
+
+    def _canary(self, version: int) -> None:
+        if not self.proofs.canary_is_due:
+            # The engine was lost after it was asked.
+            assert self._ahead is not None
+            self._push(version)
+            self.proofs.begin_canary(self._ahead.engine, self._limit_ahead)
+        self.proofs.hear_canary(version)
+
     def prove(self, gap: GapStats, generation: Generation, step: int, *, record: bool = True) -> None:
         """Pass or stop on the gap of a whole generation, and write it down. On the rank that holds the engine.
 
@@ -221,14 +302,18 @@ class RolloutSource:
         Raises:
             ProofError: tokens are missing, or the gap is over a limit.
         """
-        sampled = generation.sampled_tokens
-        self.proofs.check_gap(gap, sampled, generation.completions, generation.version)
+        version = generation.version
+        if self._ahead is not None and record:
+            self.recovery.run(lambda: self._canary(version))
+        self.proofs.check_gap(gap, generation.fresh_tokens, generation.completions, version)
         if record:
-            self.proofs.write(gap, sampled, step, generation.version)
+            self.proofs.write(gap, generation.sampled_tokens, step, version)
 
-    def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    def metrics(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
         """What is logged of scored groups, with what reward functions have logged since this was last asked."""
         metrics = rollout_metrics(groups)
+        if self._config.max_staleness:
+            metrics |= staleness_metrics(groups, version)
         return metrics | self._reward_log.take(own=metrics)
 
     def remember_receipt(self, checkpoint: Path) -> None:
@@ -237,6 +322,8 @@ class RolloutSource:
             self.proofs.remember_receipt(checkpoint)
 
     def close(self) -> None:
-        """Release the engine, if it was started here."""
+        """Release the engine, if it was started here, and what it was asked for ahead in any case."""
+        if self._ahead is not None:
+            self._ahead.forget()
         if self._owns_engine and self._engine is not None:
             self._engine.close()

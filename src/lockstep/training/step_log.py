@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from lockstep.training.phases import PhaseClock
 
 # Summed over the steps of a log, like the seconds.
-_COUNTS = ("parity/checked_tokens", "rewards/unscored")
+_COUNTS = ("parity/checked_tokens", "sampling/tokens", "rewards/unscored")
 # Noted by every step.
 _OF_A_STEP = "parity/checked_tokens"
 

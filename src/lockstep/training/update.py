@@ -33,17 +33,24 @@ class UpdateSums:
 
     Attributes:
         loss: the step's loss so far.
-        gap: parity gap against the policy at sampling time.
+        gap: parity gap against the policy that the engine held, over the tokens that were sampled by those very weights.
+        difference: the same over all tokens: with the gap, what older weights make of it.
         tally: what is logged. `_drift` is |log-prob now − at sampling time| of the policy, 0 unless it has moved since.
     """
 
     loss: float = 0.0
     gap: GapStats = field(default_factory=GapStats)
+    difference: GapStats = field(default_factory=GapStats)
     tally: Tally = field(default_factory=Tally)
 
     def data(self) -> dict[str, Any]:
         """Everything, in JSON types."""
-        return {"loss": self.loss, "gap": asdict(self.gap), "tally": self.tally.data()}
+        return {
+            "loss": self.loss,
+            "gap": asdict(self.gap),
+            "difference": asdict(self.difference),
+            "tally": self.tally.data(),
+        }
 
     @classmethod
     def of(cls, parts: Sequence[dict[str, Any]]) -> UpdateSums:
@@ -52,6 +59,7 @@ class UpdateSums:
         for data in parts:
             total.loss += data["loss"]
             total.gap = total.gap + GapStats(**data["gap"])
+            total.difference = total.difference + GapStats(**data["difference"])
             total.tally.add(data["tally"])
         return total
 
@@ -59,16 +67,19 @@ class UpdateSums:
         """TRL's names for what the update measured, and the parity gap's own with its parts."""
         figures = self.tally.figures()
         weights, squares = self.tally.total(_RATIO), self.tally.total(_SQUARES)
-        parts = split_gap(self.gap.mean_abs, self.tally.total("_drift") / max(self.tally.count("_drift"), 1), limit)
+        every = max(self.difference.tokens, 1)
+        stale = self.difference.sum_abs - self.gap.sum_abs + self.tally.total("_drift")
+        parts = split_gap(self.gap.sum_abs / every, stale / every, limit)
         return {
             **figures,
             "sampling/effective_sample_size": effective_sample_size(weights, squares, int(self.tally.count(_RATIO))),
-            "sampling/sampling_logp_difference/mean": self.gap.mean_abs,
-            "sampling/sampling_logp_difference/max": self.gap.max_abs,
+            "sampling/sampling_logp_difference/mean": self.difference.mean_abs,
+            "sampling/sampling_logp_difference/max": self.difference.max_abs,
             "parity/mean_abs_gap": self.gap.mean_abs,
             "parity/max_abs_gap": self.gap.max_abs,
             "parity/k3": self.gap.k3,
             "parity/checked_tokens": self.gap.tokens,
+            "sampling/tokens": self.difference.tokens,
             **parts.metrics(),
         }
 
@@ -180,7 +191,7 @@ def score_all(
     for pack in policy.packs(sequences, config):
         scores = policy.score(pack, config)
         if measure:
-            gap = gap + measure_gap(pack.column("behaviour_logps"), scores.logps, pack.names())
+            gap = gap + _measured(pack, scores.logps)[0]
         elif not bool(torch.isfinite(scores.logps).all()):
             raise InputError(
                 "the reference model gives a sampled token no finite log-prob; look at its weights and dtype"
@@ -196,11 +207,30 @@ def score_all(
     return AllScores(logps, entropies, critic_values, gap)
 
 
+def _measured(pack: Pack, policy: torch.Tensor) -> tuple[GapStats, GapStats]:
+    """The parity gap, over tokens that these weights have sampled, and the difference over all tokens.
+
+    Args:
+        policy: (N,) log-probs of the weights that the engine held when it was last asked.
+
+    Raises:
+        ProofError: a log-prob is not finite.
+    """
+    behaviour, names = pack.column("behaviour_logps"), pack.names()
+    every = measure_gap(behaviour, policy, names)
+    if pack.sequences[0].fresh is None:
+        return every, every
+    fresh = pack.column("fresh").bool()
+    chosen = [name for name, own in zip(names, fresh.tolist(), strict=True) if own]
+    return measure_gap(behaviour[fresh], policy[fresh], chosen), every
+
+
 @torch.no_grad()
 def _measure(batch: TokenBatch, sums: UpdateSums) -> None:
     """What every method logs of every token, learned from or not."""
     tally = sums.tally
-    sums.gap = sums.gap + measure_gap(batch.behaviour_logps, batch.old_logps, batch.pack.names())
+    gap, difference = _measured(batch.pack, batch.old_logps)
+    sums.gap, sums.difference = sums.gap + gap, sums.difference + difference
     ratios = torch.exp(batch.old_logps - batch.behaviour_logps)
     tally.mean(_RATIO, ratios)
     tally.mean(_SQUARES, ratios.square())

@@ -47,7 +47,9 @@ def _about(starts: list[Line]) -> list[str]:
 
 def _gaps(steps: list[Line], start: Line) -> list[str]:
     checked = sum(s["checked_tokens"] for s in steps)
-    mean = sum(s["sum_abs_gap"] for s in steps) / checked
+    if not checked:
+        return ["gap         no token was as new as the weights that learned from it", *_canaries(steps)]
+    mean = _mean(steps)
     worst = max(steps, key=lambda s: s["max_abs_gap"])
     third = max(len(steps) // 3, 1)
     early, late = (_mean(part) for part in (steps[:third], steps[-third:]))
@@ -58,6 +60,19 @@ def _gaps(steps: list[Line], start: Line) -> list[str]:
         f"at step {worst['step']}, request {worst['worst_request']}",
         f"            {checked} tokens checked in {len(steps)} steps; it {trend}: {early:.1e} in the first third, "
         f"{late:.1e} in the last",
+        *_canaries(steps),
+    ]
+
+
+def _canaries(steps: list[Line]) -> list[str]:
+    """What stands for the tokens that older weights have sampled, where there are any."""
+    sung = [s for s in steps if "canary" in s]
+    if not sung:
+        return []
+    worst = max(sung, key=lambda s: s["canary"]["max_abs_gap"])
+    return [
+        f"stale       {sum(s['stale_tokens'] for s in sung)} tokens were older than the weights that learned from them; the canary "
+        f"of {len(sung)} steps: gap max {worst['canary']['max_abs_gap']:.1e} at step {worst['step']}"
     ]
 
 
@@ -102,4 +117,4 @@ def _weights(steps: list[Line], starts: list[Line]) -> list[str]:
 
 
 def _mean(steps: list[Line]) -> float:
-    return sum(s["sum_abs_gap"] for s in steps) / sum(s["checked_tokens"] for s in steps)
+    return sum(s["sum_abs_gap"] for s in steps) / max(sum(s["checked_tokens"] for s in steps), 1)

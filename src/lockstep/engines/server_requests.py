@@ -1,0 +1,131 @@
+"""Requests to one or more vLLM servers: which server gets which, how many wait, and what is done with their answers.
+
+Comes from: `engines/vllm_server.py`, which checks requests before and answers after. Runs in the thread of its calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from lockstep.engines.protocol import Completion, GenerationRequest, OnAnswer
+from lockstep.engines.server_calls import ServerCalls
+from lockstep.engines.server_messages import (
+    INITIAL_WEIGHTS,
+    completion_from,
+    generation_body,
+    scores_from,
+    scoring_body,
+    stamps_of,
+)
+from lockstep.errors import EngineLost
+
+T = TypeVar("T")
+
+_GENERATE = "/inference/v1/generate"
+# Requests that one server is given at a time; more would only wait inside it.
+_OPEN_REQUESTS = 256
+
+
+class ServerRequests:
+    """Requests to servers that hold the same weights.
+
+    Args:
+        stamps: weight version by what a server calls it; grows with every push.
+        recover: what an `EngineLost` offers.
+    """
+
+    def __init__(self, servers: Sequence[ServerCalls], stamps: Mapping[str, int], recover: Callable[[], None]) -> None:
+        self._servers, self._stamps, self._recover = servers, stamps, recover
+        # Tokens that each server may still have to sample.
+        self._open = [0] * len(servers)
+        self._gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None, limit: float
+    ) -> Coroutine[Any, Any, list[Completion]]:
+        """Completions of requests, each from the server that it is routed to now.
+
+        Args:
+            limit: seconds for all of them together.
+
+        Raises:
+            EngineLost: a server did not answer, or not in time.
+        """
+        routed = self.routed(requests)
+        return self._all([self._sample(request, server, on_answer, limit) for request, server in routed], limit)
+
+    def score(self, sequences: Sequence[tuple[int, ...]], limit: float) -> Coroutine[Any, Any, list[tuple[float, ...]]]:
+        """Log-probs of every id but the first of each sequence; every server scores its share.
+
+        Raises:
+            EngineLost: a server did not answer, or not in time.
+        """
+        return self._all([self._score(ids, i % len(self._servers), limit) for i, ids in enumerate(sequences)], limit)
+
+    def routed(self, requests: Sequence[GenerationRequest]) -> list[tuple[GenerationRequest, int]]:
+        """Each request with its server: all samples of a prompt to the one that then had the least to do."""
+        load = list(self._open)
+        place: dict[tuple[int, ...], int] = {}
+        routed = []
+        for request in requests:
+            server = place.setdefault(request.prompt_ids, min(range(len(load)), key=load.__getitem__))
+            load[server] += request.sampling.max_tokens
+            routed.append((request, server))
+        return routed
+
+    async def _all(self, calls: Sequence[Coroutine[Any, Any, T]], limit: float) -> list[T]:
+        """Run calls together; the first failure ends all of them, which ends their requests in the server too."""
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        if not tasks:
+            return []
+        try:
+            done, waiting = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if waiting:
+                raise EngineLost(
+                    f"the server did not finish {len(waiting)} of {len(tasks)} requests within {limit:.0f} s; raise "
+                    "vllm_server_timeout or lower max_completion_length",
+                    self._recover,
+                )
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sample(
+        self, request: GenerationRequest, server: int, on_answer: OnAnswer | None, limit: float
+    ) -> Completion:
+        name = _name(str(request.key))
+        answer = await self._post(server, generation_body(request, name), request.sampling.max_tokens, limit)
+        completion = completion_from(answer, request, name, self._stamps)
+        if on_answer is not None:
+            on_answer(completion)
+        return completion
+
+    async def _score(self, ids: tuple[int, ...], server: int, limit: float) -> tuple[float, ...]:
+        name = _name("score")
+        return scores_from(await self._post(server, scoring_body(ids, name), 1, limit), ids, name, self._stamps)
+
+    async def _post(self, server: int, body: dict[str, Any], work: int, limit: float) -> Any:
+        self._open[server] += work
+        try:
+            async with self._gates[server]:
+                answer = await self._servers[server].ask("POST", _GENERATE, body, limit=limit)
+        finally:
+            self._open[server] -= work
+        url = self._servers[server].url
+        if answer is None:
+            raise EngineLost(f"the server at {url} sent an empty answer", self._recover)
+        if INITIAL_WEIGHTS in stamps_of(answer):
+            raise EngineLost(f"the server at {url} was restarted with its first weights", self._recover)
+        return answer
+
+
+def _name(purpose: str) -> str:
+    """A request id that was never used: a late answer to an earlier call cannot be taken for this one's."""
+    return f"{purpose}/{secrets.token_hex(8)}"

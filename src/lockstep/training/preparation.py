@@ -1,0 +1,73 @@
+"""What is known of a generation before it is learned from: log-probs of policy and reference, advantages, weights.
+
+Comes from: scored groups. Goes to: the trainer's loop, as a `Generation`. Every rank scores its share and gets everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lockstep.parity.gap import GapStats
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.rollouts.ranks import Ranks
+from lockstep.training.distributed import share_of
+from lockstep.training.generation import Generation, prepare_generation, sequences_of
+from lockstep.training.objective import Objective
+from lockstep.training.packing import TrainingSequence
+from lockstep.training.phases import PhaseClock
+from lockstep.training.reference import Reference
+from lockstep.training.update import AllScores, Policy, score_all
+
+
+class Preparation:
+    """Makes generations of scored groups.
+
+    Args:
+        reference: the reference model, where the method uses one.
+    """
+
+    def __init__(self, objective: Objective, reference: Reference | None, clock: PhaseClock, ranks: Ranks) -> None:
+        self._objective, self._reference = objective, reference
+        self._config, self._clock, self._ranks = objective.config, clock, ranks
+
+    def generation(
+        self, policy: Policy, groups: Sequence[RolloutGroup], version: int
+    ) -> tuple[Generation, GapStats | None]:
+        """A generation to learn from; called on every rank.
+
+        Args:
+            policy: as it is now, before the generation's first step.
+            version: its weight version, which the engine holds.
+
+        Returns:
+            The generation, and the gap over its tokens where they had to be scored already.
+
+        Raises:
+            ProofError: a log-prob is not finite.
+        """
+        sequences, found = sequences_of(groups, version), None
+        if self._objective.scores_first or not self._config.single_update:
+            found = self.score(policy, sequences)
+            sequences = [replace(s, old_logps=found.logps[s.name], values=found.values.get(s.name)) for s in sequences]
+        if self._reference is not None:
+            with self._clock.phase("reference"), self._reference.model() as model:
+                logps = self._score(replace(policy, model=model, critic=None), sequences, measure=False).logps
+            sequences = [replace(s, ref_logps=logps[s.name]) for s in sequences]
+        generation = prepare_generation(groups, self._objective, version, sequences)
+        # Where the policy stays as it is until the step, its log-probs are the step's own.
+        whole = generation.without_old_logps() if self._config.single_update else generation
+        return whole, found.gap if found is not None else None
+
+    def score(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
+        """What the policy says of sequences as it is now; called on every rank."""
+        with self._clock.phase("verify"):
+            return self._score(policy, sequences, measure=True)
+
+    def _score(self, policy: Policy, sequences: Sequence[TrainingSequence], *, measure: bool) -> AllScores:
+        def own() -> AllScores:
+            return score_all(policy, share_of(sequences, self._ranks), self._config, measure=measure)
+
+        if self._ranks.count == 1:
+            return own()
+        return AllScores.merged(self._ranks.share("scores", lambda: own().data()))

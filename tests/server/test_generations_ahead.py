@@ -1,0 +1,265 @@
+"""Generations that are sampled while the trainer learns, on a real server: right prompts, tokens of known age, a proof left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from conftest import VLLM
+from methods import StopAfter
+from servers import KEY, Server, serve
+from test_in_flight import gap_by_version
+from tiny import perturbed
+from training import even_tokens, make_trainer, train
+from transformers import PreTrainedModel
+
+import lockstep.training.proofs as proofs
+from lockstep.errors import InputError, ProofError
+from lockstep.parity.receipt import check_receipt
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.server.keys import KEY_VARIABLE
+from lockstep.training.generation import Generation
+from lockstep.training.grpo import GRPOTrainer
+from lockstep.training.online import OnlineTrainer
+from lockstep.training.online_dpo import OnlineDPOTrainer
+from lockstep.training.online_dpo_config import OnlineDPOConfig
+from lockstep.training.rloo import RLOOConfig, RLOOTrainer
+from lockstep.verify.explain import explain_run
+
+pytestmark = VLLM
+
+AHEAD: dict[str, Any] = {"max_staleness": 2, "vllm_importance_sampling_correction": True, "logging_steps": 1}
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+
+
+class Watch:
+    """Keeps what each step learned from, and the weights that it began with."""
+
+    def __init__(self) -> None:
+        self.models: dict[int, PreTrainedModel] = {}
+        self.generations: dict[int, Generation] = {}
+
+    @contextmanager
+    def __call__(self, trainer: GRPOTrainer, step: int) -> Iterator[None]:
+        self.models[step] = deepcopy(trainer._causal()).eval()
+        yield
+        assert trainer._generation is not None
+        self.generations[step] = trainer._generation
+
+
+def groups_of(generation: Generation) -> dict[str, RolloutGroup]:
+    return {group.prompt.prompt_id: group for group in generation.groups}
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    check_receipt(folder / "receipt.jsonl")
+    lines = [json.loads(line) for line in (folder / "receipt.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def test_every_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
+    untied_dir: str, tmp_path: Path, server: Server
+) -> None:
+    watch = Watch()
+    # Large enough that pushes land in the middle of completions, and weights that differ enough to be told apart.
+    trainer = make_trainer(
+        untied_dir,
+        tmp_path,
+        server.url,
+        **AHEAD,
+        max_steps=5,
+        learning_rate=3e-3,
+        per_device_train_batch_size=64,
+        num_generations=8,
+        max_completion_length=200,
+    )
+    train(trainer, watch)
+    assert sorted(watch.generations) == list(range(5))
+    ages = set()
+    for step, generation in watch.generations.items():
+        assert gap_by_version(watch.models, generation.completions) < 2e-3
+        ages |= {step - v for c in generation.completions for v in c.weight_versions}
+        assert all(len(group.rollouts) == 8 for group in generation.groups)
+    assert ages <= {0, 1, 2}
+    assert 2 in ages
+    # The last generation was begun two pushes before, and not by the weights that learned from it.
+    last = watch.generations[4].completions
+    assert gap_by_version(dict.fromkeys(range(5), watch.models[4]), last) > 0.01
+    lines = steps_of(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    for line, generation in zip(lines, watch.generations.values(), strict=True):
+        assert line["sampled_tokens"] == sum(len(c.token_ids) for c in generation.completions)
+        assert line["checked_tokens"] == generation.fresh_tokens
+        assert line["stale_tokens"] == line["sampled_tokens"] - line["checked_tokens"]
+        assert line["canary"]["tokens"] == 4 * 23
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    for log, generation in zip(logs, watch.generations.values(), strict=True):
+        old = [generation.version - v for c in generation.completions for v in c.weight_versions]
+        assert log["staleness/mean"] == pytest.approx(sum(old) / len(old))
+        assert log["staleness/max"] == max(old)
+        assert log["sampling/tokens"] == len(old)
+        assert log["parity/checked_tokens"] == generation.fresh_tokens
+    assert "tokens were older than the weights that learned from them" in explain_run(tmp_path)
+
+
+def test_prompts_are_those_of_a_run_that_takes_turns_each_sampled_by_seeds_of_its_own(
+    untied_dir: str, tmp_path: Path, server: Server
+) -> None:
+    """Six prompts and two a generation: the same prompt is under way twice."""
+    turns, ahead = Watch(), Watch()
+    data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {i + 3}" for i in range(3)]})
+    for watch, changes in ((turns, {}), (ahead, {**AHEAD, "max_staleness": 4})):
+        trainer = make_trainer(
+            untied_dir, tmp_path / str(len(changes)), server.url, data=data, max_steps=6, learning_rate=0.0, **changes
+        )
+        train(trainer, watch)
+    for step in range(6):
+        assert turns.generations[step].prompt_ids == ahead.generations[step].prompt_ids
+    # The policy never moves: the same seeds give the same completions, whenever they were sampled.
+    for step in range(6):
+        for one, other in zip(turns.generations[step].completions, ahead.generations[step].completions, strict=True):
+            assert one.token_ids == other.token_ids
+    assert len({c.token_ids for g in ahead.generations.values() for c in g.completions}) > 6 * 4
+
+
+def test_what_the_engine_computes_with_wrong_weights_is_seen_although_every_token_is_old(
+    untied_dir: str, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = proofs.push_weights
+
+    def pushes_others(model: Any, engine: Any, version: int) -> Any:
+        return real(perturbed(model, scale=0.5) if version == 2 else model, engine, version)
+
+    monkeypatch.setattr(proofs, "push_weights", pushes_others)
+    # The module probe would have named it before: it is what the canary stands in for.
+    monkeypatch.setattr(proofs, "check_probe", lambda *_: None)
+    trainer = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=4)
+    with pytest.raises(ProofError, match="canary"):
+        train(trainer)
+    assert trainer.state.global_step == 2
+    assert [line["step"] for line in steps_of(tmp_path)] == [1, 2]
+
+
+def test_a_token_that_is_too_old_stops_the_run(
+    untied_dir: str, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=6)
+    monkeypatch.setattr(type(trainer.config), "generations_ahead", property(lambda _: 3))
+    with pytest.raises(ProofError, match="staleness of at most 2"):
+        train(trainer)
+
+
+@pytest.mark.parametrize("kind", ["several steps a generation", "RLOO", "Online DPO", "solved prompts leave"])
+def test_other_methods_and_shapes_learn_from_generations_ahead(
+    kind: str, untied_dir: str, tmp_path: Path, server: Server
+) -> None:
+    common = {"output_dir": str(tmp_path), "vllm_server_base_url": server.url, "vllm_server_timeout": 120.0}
+    common |= {"report_to": "none", "save_strategy": "no", "bf16": False, "logging_steps": 1, "max_steps": 4}
+    common |= {"max_staleness": 2, "learning_rate": 1e-3, "disable_tqdm": True}
+    data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {i + 3}" for i in range(12)]})
+    trainer: OnlineTrainer
+    if kind == "RLOO":
+        args = RLOOConfig(
+            **common, num_generations=4, per_device_train_batch_size=8, max_completion_length=20, beta=0.05
+        )
+        trainer = RLOOTrainer(untied_dir, even_tokens, args, data)
+    elif kind == "Online DPO":
+        dpo = OnlineDPOConfig(**common, per_device_train_batch_size=4, max_new_tokens=20)
+        trainer = OnlineDPOTrainer(untied_dir, reward_funcs=even_tokens, args=dpo, train_dataset=data)
+    else:
+        more = {"steps_per_generation": 2} if kind.startswith("several") else {"no_positive_resampling": 0.5}
+        trainer = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=4, **more)
+    train(trainer)  # type: ignore[arg-type]
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["staleness/max"] for log in logs if "staleness/max" in log][-1] > 0
+    assert trainer.state.global_step == 4
+    assert all(line["stale_tokens"] + line["checked_tokens"] == line["sampled_tokens"] for line in steps_of(tmp_path))
+    assert all(torch.isfinite(torch.tensor(log["loss"])) for log in logs)
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_the_prompts_that_it_would_have_got(
+    untied_dir: str, tmp_path: Path, server: Server
+) -> None:
+    whole, again = Watch(), Watch()
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    train(make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=4, **saves), whole)
+    resumed = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=4, **saves)
+    train(resumed, again, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert sorted(again.generations) == [2, 3]
+    for step in (2, 3):
+        assert whole.generations[step].prompt_ids == again.generations[step].prompt_ids
+    # What was under way is begun anew, with the weights of the checkpoint.
+    assert {v for c in again.generations[2].completions for v in c.weight_versions} == {2}
+    assert [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_second_run_begins_with_nothing_under_way(untied_dir: str, tmp_path: Path, server: Server) -> None:
+    trainer = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=5)
+    trainer.add_callback(StopAfter(2))
+    trainer.train()
+    assert trainer.state.global_step == 2
+    trainer.remove_callback(StopAfter)
+    watch = Watch()
+    train(trainer, watch)
+    assert sorted(watch.generations) == list(range(5))
+    for generation in watch.generations.values():
+        assert gap_by_version(watch.models, generation.completions) < 2e-3
+
+
+def test_an_evaluation_between_steps_is_of_the_policy_as_it_is(untied_dir: str, tmp_path: Path, server: Server) -> None:
+    trainer = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=4, eval_strategy="steps", eval_steps=2)
+    train(trainer)
+    versions = {v for g in trainer.last_eval_groups for r in g.rollouts for v in r.completion.weight_versions}
+    assert versions == {4}
+    assert [log["step"] for log in trainer.state.log_history if "eval_reward" in log] == [2, 4]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("role", ["api", "core"])
+def test_a_server_that_is_killed_with_generations_under_way_loses_none(
+    role: str, untied_dir: str, tmp_path: Path
+) -> None:
+    watch = Watch()
+
+    def kill(trainer: GRPOTrainer, step: int) -> Any:
+        if step == 2:
+            server.kill(role)
+        return watch(trainer, step)
+
+    with serve(untied_dir, tmp_path) as server:
+        folder = tmp_path / "run"
+        train(make_trainer(untied_dir, folder, server.url, **AHEAD, max_steps=6, max_completion_length=100), kill)
+    assert sorted(watch.generations) == list(range(6))
+    for generation in watch.generations.values():
+        assert gap_by_version(watch.models, generation.completions) < 2e-3
+    names = [name for generation in watch.generations.values() for name in groups_of(generation)]
+    assert len(names) == len(set(names)) == 12
+    assert [line["step"] for line in steps_of(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_staleness": 3, "steps_per_generation": 2}, "multiple of the 2 optimizer steps"),
+        ({"max_staleness": -1}, "it must be 0 or a multiple"),
+        ({"vllm_server_base_url": None}, "needs an engine that samples while the trainer learns"),
+        ({"overlap_rewards": True}, "leave overlap_rewards out"),
+        ({"vllm_importance_sampling_correction": False}, "uncorrected"),
+    ],
+)
+def test_what_does_not_go_with_staleness_is_refused(
+    changes: dict[str, Any], message: str, untied_dir: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        make_trainer(untied_dir, tmp_path, "http://127.0.0.1:1", **{**AHEAD, **changes})
