@@ -41,7 +41,9 @@ def test_a_gap_within_the_dtypes_limit_is_numerics_and_over_it_a_defect() -> Non
     assert split_gap(0.3, 0.0, SINGLE).defect == pytest.approx(0.3 - SINGLE.mean)
 
 
-def explained(stage: Stage, completions: list[Completion], version: int | None = None) -> Decomposition:
+def explained(
+    stage: Stage, completions: list[Completion], version: int | None = None, *, stale_by_design: bool = False
+) -> Decomposition:
     return decompose(
         stage.model,
         stage.engine,
@@ -51,6 +53,7 @@ def explained(stage: Stage, completions: list[Completion], version: int | None =
         stage.trainer.proofs.probe,
         stage.version if version is None else version,
         SINGLE,
+        stale_by_design=stale_by_design,
     )
 
 
@@ -85,6 +88,18 @@ def test_older_tokens_are_staleness(stage: Stage) -> None:
         found = explained(stage, completions)
     assert found.parts.staleness == found.parts.total > 0.01
     assert "older weights" in found.cause
+
+
+def test_old_tokens_that_are_as_they_should_be_neither_hide_a_defect_nor_are_blamed_for_it(stage: Stage) -> None:
+    old = stage.sample(stage.sampling())
+    with stage.moved(0.05):
+        stage.push()
+        new = stage.sample(stage.sampling())[0]
+        wrong = replace(new, logprobs=(new.logprobs[0] - 3, *new.logprobs[1:]))
+        found = explained(stage, [wrong, *old], stale_by_design=True)
+    assert found.parts.defect == pytest.approx(3 / len(new.logprobs), rel=0.01)
+    assert found.parts.staleness == 0
+    assert "older weights than the policy's" not in found.cause
 
 
 def test_a_head_in_another_dtype_is_numerics_with_its_name(stage: Stage) -> None:

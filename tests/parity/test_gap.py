@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import ProofError
-from lockstep.parity.gap import GapStats, check_count, gap_error, measure_gap, over_limits
+from lockstep.parity.gap import GapStats, PooledGap, check_count, gap_error, measure_gap, over_limits
 from lockstep.parity.tolerances import tolerance
 
 SINGLE = tolerance(torch.float32, torch.float32)
@@ -22,6 +23,27 @@ def test_the_numbers_are_the_definitions() -> None:
     assert stats.mean_abs == pytest.approx(0.15)
     assert (stats.max_abs, stats.worst) == (pytest.approx(0.2), "b#0")
     assert stats.k3 == pytest.approx(sum(math.exp(-g) - 1 + g for g in (0.1, -0.2)) / 2)
+
+
+def test_few_tokens_are_held_to_the_largest_gap_at_once_and_to_the_means_when_they_are_many() -> None:
+    half = tolerance(torch.bfloat16, torch.bfloat16)
+    # An ordinary gap of bf16's, alone: over the limits on means.
+    one = measure_gap(torch.tensor([-1.3]), torch.tensor([-1.0]), ["a#0"])
+    assert over_limits(one, half)
+    pool = PooledGap()
+    assert not over_limits(pool.add(one, half), half)
+    assert not over_limits(pool.add(GapStats(), half), half)
+    # One over the largest is refused whatever came before.
+    assert over_limits(PooledGap().add(measure_gap(torch.tensor([-4.0]), torch.tensor([-1.0]), ["a#0"]), half), half)
+    assert over_limits(PooledGap().add(replace(one, max_abs=math.nan), half), half)
+    # A small gap on every token is seen once enough of them have come, step by step.
+    steps = [
+        over_limits(pool.add(measure_gap(torch.full((16,), -1.3), torch.full((16,), -1.0), ["a#0"] * 16), half), half)
+        for _ in range(16)
+    ]
+    assert [bool(found) for found in steps] == [False] * 15 + [True]
+    # Then counting starts again.
+    assert not over_limits(pool.add(one, half), half)
 
 
 @given(st.lists(st.floats(-3, 3), min_size=2, max_size=12), st.integers(1, 11))

@@ -14,22 +14,25 @@ import pytest
 import torch
 from conftest import VLLM
 from methods import StopAfter
-from servers import KEY, Server, serve
-from test_in_flight import gap_by_version
-from tiny import perturbed
+from servers import KEY, Server, connect, serve
+from test_in_flight import gap_by_version, long_requests, sampled_tokens
+from tiny import make_model, perturbed
 from training import even_tokens, make_trainer, train
 from transformers import PreTrainedModel
 
 import lockstep.training.proofs as proofs
-from lockstep.errors import InputError, ProofError
+from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.parity.receipt import check_receipt
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.server.keys import KEY_VARIABLE
+from lockstep.sync.push import push_weights
 from lockstep.training.generation import Generation
 from lockstep.training.grpo import GRPOTrainer
 from lockstep.training.online import OnlineTrainer
 from lockstep.training.online_dpo import OnlineDPOTrainer
 from lockstep.training.online_dpo_config import OnlineDPOConfig
+from lockstep.training.ppo import PPOConfig, PPOTrainer
+from lockstep.training.reinforce_pp import ReinforcePPConfig, ReinforcePPTrainer
 from lockstep.training.rloo import RLOOConfig, RLOOTrainer
 from lockstep.verify.explain import explain_run
 
@@ -116,7 +119,7 @@ def test_every_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
 def test_prompts_are_those_of_a_run_that_takes_turns_each_sampled_by_seeds_of_its_own(
     untied_dir: str, tmp_path: Path, server: Server
 ) -> None:
-    """Six prompts and two a generation: the same prompt is under way twice."""
+    """Three prompts, two a generation, five generations at a time: the same prompt is under way several times."""
     turns, ahead = Watch(), Watch()
     data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {i + 3}" for i in range(3)]})
     for watch, changes in ((turns, {}), (ahead, {**AHEAD, "max_staleness": 4})):
@@ -160,7 +163,9 @@ def test_a_token_that_is_too_old_stops_the_run(
         train(trainer)
 
 
-@pytest.mark.parametrize("kind", ["several steps a generation", "RLOO", "Online DPO", "solved prompts leave"])
+@pytest.mark.parametrize(
+    "kind", ["several steps a generation", "RLOO", "PPO", "REINFORCE++", "Online DPO", "solved prompts leave"]
+)
 def test_other_methods_and_shapes_learn_from_generations_ahead(
     kind: str, untied_dir: str, tmp_path: Path, server: Server
 ) -> None:
@@ -169,11 +174,13 @@ def test_other_methods_and_shapes_learn_from_generations_ahead(
     common |= {"max_staleness": 2, "learning_rate": 1e-3, "disable_tqdm": True}
     data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {i + 3}" for i in range(12)]})
     trainer: OnlineTrainer
+    groups = {"per_device_train_batch_size": 8, "max_completion_length": 20, "beta": 0.05}
     if kind == "RLOO":
-        args = RLOOConfig(
-            **common, num_generations=4, per_device_train_batch_size=8, max_completion_length=20, beta=0.05
-        )
-        trainer = RLOOTrainer(untied_dir, even_tokens, args, data)
+        trainer = RLOOTrainer(untied_dir, even_tokens, RLOOConfig(**common, **groups, num_generations=4), data)
+    elif kind == "PPO":
+        trainer = PPOTrainer(untied_dir, even_tokens, PPOConfig(**common, **groups, num_generations=1), data)
+    elif kind == "REINFORCE++":
+        trainer = ReinforcePPTrainer(untied_dir, even_tokens, ReinforcePPConfig(**common, **groups), data)
     elif kind == "Online DPO":
         dpo = OnlineDPOConfig(**common, per_device_train_batch_size=4, max_new_tokens=20)
         trainer = OnlineDPOTrainer(untied_dir, reward_funcs=even_tokens, args=dpo, train_dataset=data)
@@ -215,6 +222,49 @@ def test_a_second_run_begins_with_nothing_under_way(untied_dir: str, tmp_path: P
     assert sorted(watch.generations) == list(range(5))
     for generation in watch.generations.values():
         assert gap_by_version(watch.models, generation.completions) < 2e-3
+
+
+def test_a_proof_is_answered_before_what_waits_to_be_generated(server: Server) -> None:
+    engine = connect(server.url)
+    push_weights(make_model(), engine, 1)
+    before = sampled_tokens(server)
+    waiting = engine.submit(long_requests(600, 300))
+    engine.score({"canary": (5, 6, 7, 8)})
+    answered = sampled_tokens(server)
+    assert len(waiting.result()) == 600
+    after = sampled_tokens(server)
+    # In its turn it would come behind the 256 that a server is given at a time.
+    assert after - answered > 0.8 * (after - before) > 1000
+    engine.close()
+
+
+def test_a_run_goes_on_where_the_engine_is_lost_while_the_canary_sings(
+    untied_dir: str, tmp_path: Path, server: Server
+) -> None:
+    trainer, watch = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=5), Watch()
+    engine = trainer.engine
+    real, asked = engine.submit_scores, []
+
+    def submit(*args: Any, **kwargs: Any) -> Any:
+        asked.append(1)
+        pending = real(*args, **kwargs)
+        if len(asked) == 3:
+            pending.cancel()
+            lost = EngineLost("the server is gone", engine.recover)
+            pending.result = lambda: raise_(lost)
+        return pending
+
+    engine.submit_scores = submit
+    train(trainer, watch)
+    assert trainer.source.losses == 1
+    # Asked once a step, and once more; at the start of training and of proofs it is sung by another call.
+    assert [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3, 4, 5]
+    for generation in watch.generations.values():
+        assert gap_by_version(watch.models, generation.completions) < 2e-3
+
+
+def raise_(error: Exception) -> Any:
+    raise error
 
 
 def test_an_evaluation_between_steps_is_of_the_policy_as_it_is(untied_dir: str, tmp_path: Path, server: Server) -> None:

@@ -239,6 +239,13 @@ def test_what_is_begun_ahead_has_the_prompts_that_it_has_when_its_turn_comes(
             order.places(generation + ahead + 2)
 
 
+def test_a_checkpoint_of_another_number_of_generations_ahead_is_refused() -> None:
+    state = order_of(6, 2, at=0.9, ahead=2).state()
+    with pytest.raises(InputError, match="2 generations ahead, this one has 0"):
+        order_of(6, 2, at=0.9).load_state(state)
+    order_of(6, 2, at=0.9, ahead=2).load_state(json.loads(json.dumps(state)))
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_that_ends_early_keeps_its_last_step_and_is_at_its_end_when_it_is_resumed(
     hf_engine: Engine, untied_dir: str, tmp_path: Path

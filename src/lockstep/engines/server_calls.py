@@ -122,8 +122,9 @@ class ServerCalls:
     def __init__(self, url: str, key: str | None, timeout: float, loop: CallLoop, recover: Callable[[], None]) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
-        # Workers that share its model; known once the server has introduced itself.
+        # Known once the server has introduced itself: workers that share its model, and whether requests may have priorities.
         self.world_size = 1
+        self.takes_priorities = False
         self._loop = loop
         self._recover = recover
         self._key = {"Authorization": f"Bearer {key}"} if key else {}

@@ -24,9 +24,13 @@ def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
     return _body(request.prompt_ids, name, sampling_fields(request))
 
 
-def scoring_body(ids: tuple[int, ...], name: str) -> dict[str, Any]:
-    """Ask for the log-probs of the prompt itself, which vLLM then computes anew."""
-    return _body(ids, name, SCORING_FIELDS)
+def scoring_body(ids: tuple[int, ...], name: str, *, first: bool) -> dict[str, Any]:
+    """Ask for the log-probs of the prompt itself, which vLLM then computes anew.
+
+    Args:
+        first: before all that waits to be generated; for servers that take priorities.
+    """
+    return _body(ids, name, SCORING_FIELDS) | ({"priority": -1} if first else {})
 
 
 def _body(ids: tuple[int, ...], name: str, params: Mapping[str, Any]) -> dict[str, Any]:

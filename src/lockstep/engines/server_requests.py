@@ -1,6 +1,6 @@
 """Requests to one or more vLLM servers: which server gets which, how many wait, and what is done with their answers.
 
-Comes from: `engines/vllm_server.py`, which checks requests before and answers after. Runs in the thread of its calls.
+Comes from: `engines/vllm_server.py`, which checks requests before and answers after. Its coroutines run in the thread of its calls.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class ServerRequests:
         # Tokens that each server may still have to sample.
         self._open = [0] * len(servers)
         self._gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
+        # What is scored does not wait for what is generated.
+        self._scoring_gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None, limit: float
@@ -57,13 +59,19 @@ class ServerRequests:
         routed = self.routed(requests)
         return self._all([self._sample(request, server, on_answer, limit) for request, server in routed], limit)
 
-    def score(self, sequences: Sequence[tuple[int, ...]], limit: float) -> Coroutine[Any, Any, list[tuple[float, ...]]]:
+    def score(
+        self, sequences: Sequence[tuple[int, ...]], stamp: str, limit: float
+    ) -> Coroutine[Any, Any, list[tuple[float, ...]]]:
         """Log-probs of every id but the first of each sequence; every server scores its share.
+
+        Args:
+            stamp: of the weights that must have scored them.
 
         Raises:
             EngineLost: a server did not answer, or not in time.
         """
-        return self._all([self._score(ids, i % len(self._servers), limit) for i, ids in enumerate(sequences)], limit)
+        calls = [self._score(ids, i % len(self._servers), stamp, limit) for i, ids in enumerate(sequences)]
+        return self._all(calls, limit)
 
     def routed(self, requests: Sequence[GenerationRequest]) -> list[tuple[GenerationRequest, int]]:
         """Each request with its server: all samples of a prompt to the one that then had the least to do."""
@@ -101,20 +109,23 @@ class ServerRequests:
         self, request: GenerationRequest, server: int, on_answer: OnAnswer | None, limit: float
     ) -> Completion:
         name = _name(str(request.key))
-        answer = await self._post(server, generation_body(request, name), request.sampling.max_tokens, limit)
+        work, gate = request.sampling.max_tokens, self._gates[server]
+        answer = await self._post(server, generation_body(request, name), work, gate, limit)
         completion = completion_from(answer, request, name, self._stamps)
         if on_answer is not None:
             on_answer(completion)
         return completion
 
-    async def _score(self, ids: tuple[int, ...], server: int, limit: float) -> tuple[float, ...]:
+    async def _score(self, ids: tuple[int, ...], server: int, stamp: str, limit: float) -> tuple[float, ...]:
         name = _name("score")
-        return scores_from(await self._post(server, scoring_body(ids, name), 1, limit), ids, name, self._stamps)
+        body = scoring_body(ids, name, first=self._servers[server].takes_priorities)
+        answer = await self._post(server, body, 1, self._scoring_gates[server], limit)
+        return scores_from(answer, ids, name, {stamp: self._stamps[stamp]})
 
-    async def _post(self, server: int, body: dict[str, Any], work: int, limit: float) -> Any:
+    async def _post(self, server: int, body: dict[str, Any], work: int, gate: asyncio.Semaphore, limit: float) -> Any:
         self._open[server] += work
         try:
-            async with self._gates[server]:
+            async with gate:
                 answer = await self._servers[server].ask("POST", _GENERATE, body, limit=limit)
         finally:
             self._open[server] -= work

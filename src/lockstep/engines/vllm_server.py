@@ -91,6 +91,11 @@ class VLLMServer:
     def settings(self) -> EngineSettings:
         return self._settings
 
+    @property
+    def scores_first(self) -> bool:
+        """Whether what is to be scored is served before what waits to be generated."""
+        return all(server.takes_priorities for server in self._servers)
+
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def generate(
@@ -128,7 +133,8 @@ class VLLMServer:
             check_scores(sequences, scores)
             return scores
 
-        return self._loop.start(self._requests.score(list(sequences.values()), limit or self._timeout), checked)
+        stamp = self._stamp(self._committed[-1])
+        return self._loop.start(self._requests.score(list(sequences.values()), stamp, limit or self._timeout), checked)
 
     # ---- proofs -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +208,7 @@ class VLLMServer:
         return all(self._each(reset))
 
     def commit_version(self, version: int) -> None:
-        stamp = f"{self._session}:{version}"
+        stamp = self._stamp(version)
 
         def commit(server: ServerCalls) -> Any:
             server.call("POST", "/update_weight_version", {"new_version": stamp})
@@ -220,6 +226,10 @@ class VLLMServer:
         self._committed.append(version)
         self._each(lambda server: server.call("POST", "/resume"))
         self._version = version
+
+    def _stamp(self, version: int) -> str:
+        """What the servers call a version of this trainer's."""
+        return f"{self._session}:{version}"
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -304,6 +314,7 @@ class VLLMServer:
                 "cannot tell apart; start as many servers without it, and give all URLs"
             )
         server.world_size = state["world_size"]
+        server.takes_priorities = state["takes_priorities"]
         return state
 
     def _workers(self, method: str, *args: str) -> list[list[Any]]:

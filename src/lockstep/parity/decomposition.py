@@ -91,6 +91,8 @@ def decompose(
     probe: ModuleProbe,
     version: int,
     limit: Tolerance,
+    *,
+    stale_by_design: bool = False,
 ) -> Decomposition:
     """Explain the gap of a few completions (a handful is enough: every way of scoring is a forward each).
 
@@ -99,13 +101,14 @@ def decompose(
         precision: how the trainer computed the gap.
         probe: compares the modules of `model` and `engine`.
         version: the current one, which the engine still holds.
+        stale_by_design: tokens of older weights are as they should be: what is explained is the gap of the others.
     """
     behaviour = torch.tensor([value for c in completions for value in c.logprobs])
     fresh = torch.tensor([v == version for c in completions for v in c.weight_versions])
 
     def mean_gap(other: torch.Tensor, among: torch.Tensor) -> float:
         gap = (behaviour - other).abs()
-        return float(gap[among].sum()) / len(gap)
+        return float(gap[among].sum()) / max(int(fresh.sum()) if stale_by_design else len(gap), 1)
 
     def scores(how: Precision, what: Sampling = sampling) -> torch.Tensor:
         return torch.cat([completion_logps(model, c.prompt_ids, c.token_ids, what, how) for c in completions])
@@ -113,7 +116,7 @@ def decompose(
     own, neutral = scores(precision), Sampling(sampling.max_tokens, stop=sampling.stop)
     raw = None if sampling == neutral else mean_gap(scores(precision, neutral), fresh)
     layers = tuple(probe.measure(version, every=True).failed)
-    gap, stale = mean_gap(own, fresh), mean_gap(own, ~fresh)
+    gap, stale = mean_gap(own, fresh), 0.0 if stale_by_design else mean_gap(own, ~fresh)
     explained = raw is not None and raw < _EXPLAINS * gap
     # Another dtype can only be the reason where no layer but the head is off.
     dtypes = {} if explained or len(layers) > 1 else _other_precisions(precision)

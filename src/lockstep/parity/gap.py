@@ -112,6 +112,29 @@ def over_limits(stats: GapStats, limit: Tolerance) -> list[str]:
     return [f"{name} {value:.3g} > {bound:.3g}" for name, value, bound in figures if not value <= bound]
 
 
+class PooledGap:
+    """A gap over steps that may have few tokens each: the largest is held to its limit at once, the means once they are many."""
+
+    # From here on means and k3 of bf16's rounding are as steady as a whole step's.
+    enough = 256
+
+    def __init__(self) -> None:
+        self._gap = GapStats()
+
+    def add(self, stats: GapStats, limit: Tolerance) -> GapStats:
+        """Take in a step's gap.
+
+        Returns:
+            What is to be held to `limit`: over its limits, or not.
+        """
+        pooled = self._gap + stats
+        if pooled.tokens >= self.enough or not stats.max_abs <= limit.max:
+            self._gap = GapStats()
+            return pooled
+        self._gap = pooled
+        return GapStats()
+
+
 def gap_error(stats: GapStats, limit: Tolerance, version: int, parts: str, cause: str, fix: str) -> ProofError:
     """The error for a gap over its limits, with where it comes from (`parity/decomposition.py`)."""
     return ProofError(

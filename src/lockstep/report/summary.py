@@ -51,11 +51,13 @@ def _evaluations(before: Line | None, after: Line | None) -> Line:
 
 def _parity(receipt: list[Line]) -> Line:
     checked = sum(line["checked_tokens"] for line in receipt)
+    stale = sum(line.get("stale_tokens", 0) for line in receipt)
     return {
         "mean_abs_gap": sum(line["sum_abs_gap"] for line in receipt) / checked if checked else 0.0,
         "max_abs_gap": max((line["max_abs_gap"] for line in receipt), default=0.0),
         "k3": sum(line["sum_k3"] for line in receipt) / checked if checked else 0.0,
         "checked_tokens": checked,
+        **({"stale_tokens": stale} if stale else {}),
         "worst_module_error": max((line["worst_module"]["error"] for line in receipt), default=0.0),
         # A failed check stops the run before its step; a run that has a summary had none.
         "failed": sum(
@@ -73,8 +75,9 @@ def summary_lines(summary: Line) -> list[str]:
             f"{summary['eval_reward_after']:.3f} ± {summary['eval_reward_after_ci95']:.3f}   "
             f"({summary['eval_problems']} problems, {summary['eval_samples']} samples, 95 % intervals)"
         )
+    stale = f" ({parity['stale_tokens']} more are of older weights)" if "stale_tokens" in parity else ""
     lines.append(
-        f"parity           {parity['checked_tokens']} tokens checked, {parity['failed']} failed; gap mean "
+        f"parity           {parity['checked_tokens']} tokens checked{stale}, {parity['failed']} failed; gap mean "
         f"{parity['mean_abs_gap']:.1e}, max {parity['max_abs_gap']:.1e}, k3 {parity['k3']:.1e}; worst module "
         f"{parity['worst_module_error']:.1e}"
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from lockstep.engines.protocol import Completion, GenerationRequest, OnAnswer, RequestKey
 from lockstep.engines.server_calls import Pending
 from lockstep.engines.vllm_server import VLLMServer
+from lockstep.errors import LockstepError
 
 Answers = dict[RequestKey, Completion]
 # What asks an engine: the requests and who is told of each answer.
@@ -49,7 +50,7 @@ class GenerationsAhead:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While weights are pushed: no request begins; those that run stay, and go on afterwards."""
+        """While weights are pushed: no request is taken on. The engine keeps those that it has, and goes on with them after."""
         with self._gate:
             yield
 
@@ -63,6 +64,8 @@ class GenerationsAhead:
 
         def generate(requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None) -> Answers:
             with self._gate:
+                if self._running.get(number) is not running:
+                    raise LockstepError(f"generation {number} was given up")
                 call = self.engine.submit(requests, on_answer, limit=self._limit)
                 running.calls.append(call)
             running.started.set()
@@ -71,7 +74,7 @@ class GenerationsAhead:
         def work() -> None:
             try:
                 running.answers.set_result(ask(generate))
-            except Exception as error:  # noqa: BLE001 - whoever takes the generation gets it
+            except BaseException as error:  # noqa: BLE001 - whoever takes the generation gets it
                 running.answers.set_exception(error)
             finally:
                 running.started.set()
@@ -79,7 +82,8 @@ class GenerationsAhead:
         # A program that ends must not wait for it.
         threading.Thread(target=work, name=f"lockstep-generation-{number}", daemon=True).start()
         # In order: the engine serves first what was asked for first.
-        running.started.wait(self._limit)
+        if not running.started.wait(self._limit):
+            raise LockstepError(f"generation {number} could not be begun within {self._limit:.0f} s")
 
     def take(self, number: int) -> Mapping[RequestKey, Completion]:
         """The answers of a generation, waited for; it is under way no longer once they are there.
@@ -87,9 +91,14 @@ class GenerationsAhead:
         Raises:
             EngineLost: the engine was lost meanwhile.
             ProofError: the answers are not to what was asked.
-            LockstepError: the engine was closed.
+            LockstepError: the engine was closed, or took longer than it may.
         """
-        answers = self._running[number].answers.result()
+        # Every call within has the limit itself, from when it was begun.
+        limit = 2 * self._limit
+        try:
+            answers = self._running[number].answers.result(limit)
+        except TimeoutError as error:
+            raise LockstepError(f"generation {number} was not there after {limit:.0f} s") from error
         del self._running[number]
         return answers
 

@@ -75,6 +75,8 @@ def command_line(options: ServeOptions) -> list[str]:
         # The token-in, token-out endpoint.
         "enable_scale_out": True,
         "weight_transfer_config": {"backend": SERVER_BACKEND},
+        # What a proof asks is answered before generations that were begun ahead.
+        "scheduling_policy": "priority",
         "worker_extension_cls": WORKER_EXTENSION,
         "middleware": "lockstep.server.guard.KeyGuard",
         "disable_fastapi_docs": True,

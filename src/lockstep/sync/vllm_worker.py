@@ -35,6 +35,7 @@ class LockstepWorker:
             "backend": getattr(self.vllm_config.weight_transfer_config, "backend", None),
             "world_size": self.vllm_config.parallel_config.world_size,
             "copies": self.vllm_config.parallel_config.data_parallel_size,
+            "takes_priorities": self.vllm_config.scheduler_config.policy == "priority",
         }
 
     def lockstep_update(self) -> dict[str, bool]:

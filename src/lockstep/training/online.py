@@ -36,7 +36,7 @@ from lockstep.training.optimizer_step import OptimizerStep
 from lockstep.training.phases import PhaseClock
 from lockstep.training.policy import open_policy
 from lockstep.training.preparation import Preparation
-from lockstep.training.prompt_order import MicroBatch, PromptLoader, make_loader, order_of, upcoming
+from lockstep.training.prompt_order import MicroBatch, PromptLoader, generations_from, make_loader, order_of
 from lockstep.training.prompts import check_dataset, read_prompts
 from lockstep.training.reference import Reference
 from lockstep.training.rehearsal import rehearse_functions
@@ -235,7 +235,15 @@ class OnlineTrainer(Trainer):
             return []
         last = (self.state.max_steps - 1) // self.config.steps_a_generation
         first = self._generation_number
-        return list(upcoming(self._order, self._train_prompts, first, min(first + self.config.generations_ahead, last)))
+        last = min(first + self.config.generations_ahead, last)
+        return list(generations_from(self._order, self._train_prompts, first, last))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class's; however it ends, nothing is left under way in the engine."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.source.rest()
 
     # ---- one micro-step ---------------------------------------------------------------------------------------------
 

@@ -132,10 +132,19 @@ class PromptOrder:
         """What a resumed run needs, in JSON types; empty where the seed is enough."""
         if self._solved_at is None:
             return {}
-        return {"noted": self._noted, "solved": self._solved}
+        return {"noted": self._noted, "solved": self._solved, "ahead": self._ahead}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Go on from `state`.
+
+        Raises:
+            InputError: it is of a run with other generations ahead, whose passes were not these.
+        """
+        if state.get("ahead", 0) != self._ahead:
+            raise InputError(
+                f"the checkpoint is of a run with {state.get('ahead', 0)} generations ahead, this one has {self._ahead}: with "
+                "no_positive_resampling its prompts would be others; give it the same max_staleness"
+            )
         self.forget()
         self._noted, self._solved = state["noted"], dict(state["solved"])
 
@@ -226,7 +235,7 @@ def order_of(prompts: Sequence[Prompt], config: OnlineConfig) -> PromptOrder:
     )
 
 
-def upcoming(
+def generations_from(
     order: PromptOrder, prompts: Sequence[Prompt], first: int, last: int
 ) -> Iterator[tuple[int, list[Prompt]]]:
     """Generations by number, with their prompts, from `first` to `last`; fewer where too few prompts are left."""

@@ -22,7 +22,7 @@ from lockstep.engines.server_calls import Pending
 from lockstep.engines.vllm_server import VLLMServer
 from lockstep.parity.canary import canary_gap, canary_sequences, check_canary, sing
 from lockstep.parity.decomposition import decompose
-from lockstep.parity.gap import GapStats, check_count, gap_error, over_limits
+from lockstep.parity.gap import GapStats, PooledGap, check_count, gap_error, over_limits
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
 from lockstep.parity.receipt import RECEIPT, RECEIPT_HEAD, Receipt
 from lockstep.parity.rescoring import Precision
@@ -76,6 +76,7 @@ class Proofs:
         self._distrusted = False
         self._canary: Canary | None = None
         self._sung: GapStats | None = None
+        self._pool = PooledGap()
 
     def distrust(self) -> None:
         """Probe every module after the next push: the engine is not the one it was."""
@@ -173,7 +174,7 @@ class Proofs:
 
         Args:
             gap: over everything that was scored.
-            sampled: tokens that the engine sampled.
+            sampled: tokens that the engine sampled with the weights of `version`.
             completions: what was sampled, to explain a failure on.
 
         Raises:
@@ -181,9 +182,10 @@ class Proofs:
         """
         with self._clock.phase("verify"):
             check_count(gap, sampled, version)
-            if not over_limits(gap, self.limit):
+            found = self._pool.add(gap, self.limit) if self._config.max_staleness else gap
+            if not over_limits(found, self.limit):
                 return
-            raise self._explained(gap, completions, version)
+            raise self._explained(found, completions, version)
 
     def _explained(self, gap: GapStats, completions: Sequence[Completion], version: int) -> Exception:
         chosen = _short_enough(sorted(completions, key=lambda c: str(c.key) != gap.worst)[:_EXPLAINED])
@@ -197,6 +199,7 @@ class Proofs:
                 self.probe,
                 version,
                 self.limit,
+                stale_by_design=self._config.max_staleness > 0,
             )
         except (RuntimeError, MemoryError) as error:
             # Out of memory, most often. What was found must be said even where it cannot be explained.
@@ -206,12 +209,13 @@ class Proofs:
             )
         return gap_error(gap, self.limit, version, str(found.parts), found.cause, found.fix)
 
-    def write(self, gap: GapStats, sampled: int, step: int, version: int) -> None:
+    def write(self, gap: GapStats, sampled: int, stale: int, step: int, version: int) -> None:
         """One line of the receipt, for a step whose proofs have passed.
 
         Args:
-            gap: over the tokens that the weights of `version` have sampled; of the others, the line has the number.
+            gap: over the tokens that the weights of `version` have sampled.
             sampled: all tokens that the engine sampled.
+            stale: those of older weights.
         """
         assert self._receipt is not None
         assert self._push is not None
@@ -228,7 +232,7 @@ class Proofs:
                 "worst_module": {"name": name, "error": error},
                 "sampled_tokens": sampled,
                 "checked_tokens": gap.tokens,
-                **self._of_staleness(sampled - gap.tokens),
+                **self._of_staleness(stale),
                 "sum_abs_gap": gap.sum_abs,
                 "max_abs_gap": gap.max_abs,
                 "sum_k3": gap.sum_k3,

@@ -96,6 +96,11 @@ class RolloutSource:
                     raise InputError(
                         "max_staleness needs a server (vllm_mode: server); the engine that was given is none"
                     )
+                if not engine.scores_first:
+                    raise InputError(
+                        "max_staleness needs a server that answers a proof before what waits to be generated: start it with "
+                        "'lockstep serve MODEL', or with --scheduling-policy priority"
+                    )
                 self._ahead = GenerationsAhead(engine, self._limit_ahead)
             self._recovery = Recovery(self._distrust)
         except BaseException:
@@ -147,8 +152,7 @@ class RolloutSource:
 
     def start(self, folder: Path, step: int) -> None:
         """Open the receipt, and prove the engine before the first rollout is paid for; nothing is under way any more."""
-        if self._ahead is not None:
-            self._ahead.forget()
+        self.rest()
         self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step)))
 
     def sync(self, version: int) -> None:
@@ -258,10 +262,7 @@ class RolloutSource:
         self, upcoming: Sequence[tuple[int, Sequence[Prompt]]], num_generations: int, version: int
     ) -> list[RolloutGroup]:
         """The first of these generations; it was begun some steps ago, the last is begun now."""
-        ahead = self._ahead
-        assert ahead is not None
-        self._push(version)
-        self.proofs.begin_canary(ahead.engine, self._limit_ahead)
+        ahead = self._push_and_ask(version)
         for number, prompts in upcoming:
             if number not in ahead:
                 self._begin(ahead, number, prompts, num_generations)
@@ -285,12 +286,16 @@ class RolloutSource:
         )
         ahead.begin(number, lambda generate: generate(requests, None))
 
-    def _canary(self, version: int) -> None:
+    def _push_and_ask(self, version: int) -> GenerationsAhead:
+        assert self._ahead is not None
+        self._push(version)
+        self.proofs.begin_canary(self._ahead.engine, self._limit_ahead)
+        return self._ahead
+
+    def _hear(self, version: int) -> None:
         if not self.proofs.canary_is_due:
             # The engine was lost after it was asked.
-            assert self._ahead is not None
-            self._push(version)
-            self.proofs.begin_canary(self._ahead.engine, self._limit_ahead)
+            self._push_and_ask(version)
         self.proofs.hear_canary(version)
 
     def prove(self, gap: GapStats, generation: Generation, step: int, *, record: bool = True) -> None:
@@ -303,11 +308,15 @@ class RolloutSource:
             ProofError: tokens are missing, or the gap is over a limit.
         """
         version = generation.version
-        if self._ahead is not None and record:
-            self.recovery.run(lambda: self._canary(version))
-        self.proofs.check_gap(gap, generation.fresh_tokens, generation.completions, version)
+        if self._ahead is not None:
+            if not record:
+                # Once a generation, with the canary, is enough: nothing moves before.
+                return
+            self.recovery.run(lambda: self._hear(version))
+        sampled, fresh = generation.sampled_tokens, generation.fresh_tokens
+        self.proofs.check_gap(gap, fresh, generation.completions, version)
         if record:
-            self.proofs.write(gap, generation.sampled_tokens, step, version)
+            self.proofs.write(gap, sampled, sampled - fresh, step, version)
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
         """What is logged of scored groups, with what reward functions have logged since this was last asked."""
@@ -316,6 +325,11 @@ class RolloutSource:
             metrics |= staleness_metrics(groups, version)
         return metrics | self._reward_log.take(own=metrics)
 
+    def rest(self) -> None:
+        """Give up what is under way; it is begun anew where it is needed."""
+        if self._ahead is not None:
+            self._ahead.forget()
+
     def remember_receipt(self, checkpoint: Path) -> None:
         """Leave the receipt's head in a checkpoint."""
         if self._ranks.owner:
@@ -323,7 +337,6 @@ class RolloutSource:
 
     def close(self) -> None:
         """Release the engine, if it was started here, and what it was asked for ahead in any case."""
-        if self._ahead is not None:
-            self._ahead.forget()
+        self.rest()
         if self._owns_engine and self._engine is not None:
             self._engine.close()

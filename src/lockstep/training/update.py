@@ -69,7 +69,8 @@ class UpdateSums:
         weights, squares = self.tally.total(_RATIO), self.tally.total(_SQUARES)
         every = max(self.difference.tokens, 1)
         stale = self.difference.sum_abs - self.gap.sum_abs + self.tally.total("_drift")
-        parts = split_gap(self.gap.sum_abs / every, stale / every, limit)
+        # Undiluted: a defect of the few tokens that are new is one.
+        parts = split_gap(self.gap.mean_abs, stale / every, limit)
         return {
             **figures,
             "sampling/effective_sample_size": effective_sample_size(weights, squares, int(self.tally.count(_RATIO))),

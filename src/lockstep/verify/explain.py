@@ -51,8 +51,9 @@ def _gaps(steps: list[Line], start: Line) -> list[str]:
         return ["gap         no token was as new as the weights that learned from it", *_canaries(steps)]
     mean = _mean(steps)
     worst = max(steps, key=lambda s: s["max_abs_gap"])
-    third = max(len(steps) // 3, 1)
-    early, late = (_mean(part) for part in (steps[:third], steps[-third:]))
+    compared = [s for s in steps if s["checked_tokens"]]
+    third = max(len(compared) // 3, 1)
+    early, late = (_mean(part) for part in (compared[:third], compared[-third:]))
     limit = start["limits"]
     trend = "grows" if late > 2 * early else "falls" if early > 2 * late else "is steady"
     return [
@@ -89,7 +90,7 @@ def _parts(folder: Path) -> list[str]:
     reasons = {
         "semantics": "settings: trainer and engine score different distributions",
         "numerics": "numerics: dtypes and the order of sums; nothing to mend",
-        "staleness": "staleness: the policy moves while it learns from one generation",
+        "staleness": "staleness: the policy has moved on since tokens were sampled",
         "defect": "a defect, which no setting explains",
     }
     largest = max(means, key=lambda part: means[part])
@@ -117,4 +118,4 @@ def _weights(steps: list[Line], starts: list[Line]) -> list[str]:
 
 
 def _mean(steps: list[Line]) -> float:
-    return sum(s["sum_abs_gap"] for s in steps) / max(sum(s["checked_tokens"] for s in steps), 1)
+    return sum(s["sum_abs_gap"] for s in steps) / sum(s["checked_tokens"] for s in steps)
