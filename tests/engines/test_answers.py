@@ -52,6 +52,8 @@ def test_every_other_multiset_of_answers_is_refused(given_answers: list[int]) ->
         ({"logprobs": (-0.5, float("-inf"))}, "logprobs"),
         ({"weight_versions": (3, 2)}, "version"),
         ({"weight_versions": ()}, "logprobs"),
+        ({"sampled": (True,)}, "keys"),
+        ({"sampled": (False, False)}, "keys"),
     ],
 )
 def test_a_wrong_answer_names_its_proof(changes: dict[str, object], proof: str) -> None:

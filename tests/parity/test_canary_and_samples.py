@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,6 +60,17 @@ def test_equal_samples_against_all_odds_are_refused() -> None:
 
 def test_a_sure_model_may_repeat_itself() -> None:
     check_samples([group([(1,) * 8] * 4, -0.01), group([(5,)], -30.0)])
+
+
+def test_tokens_that_were_put_in_are_no_evidence_of_copies() -> None:
+    # Equal through and through, but of the eight tokens one alone was sampled: three more draws with probability e^-1 each.
+    def interrupted(logprob: float) -> list[Completion]:
+        logps, mask = (logprob, *[0.0] * 7), (True, *[False] * 7)
+        return [replace(c, logprobs=logps, sampled=mask) for c in group([(1,) * 8] * 4, -1.0)]
+
+    check_samples([interrupted(-1.0)])
+    with pytest.raises(ProofError, match="are the same 8 tokens"):
+        check_samples([interrupted(-8.0)])
 
 
 def test_one_that_differs_is_enough() -> None:

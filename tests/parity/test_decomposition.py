@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from lockstep.engines.protocol import Completion
 from lockstep.parity.decomposition import Decomposition, decompose, split_gap
 from lockstep.parity.tolerances import tolerance
+from lockstep.rollouts.collect import collect
+from lockstep.rollouts.interruptions import Interruption
 from lockstep.verify.faults import logprobs, tokens
 from lockstep.verify.faults.seams import loads_instead
 from lockstep.verify.stage import Stage
@@ -71,6 +73,32 @@ def test_a_clean_sample_is_numerics(stage: Stage) -> None:
     found = explained(stage, stage.sample(stage.sampling()))
     assert found.parts.total == found.parts.numerics < SINGLE.mean
     assert found.layers == ()
+
+
+def test_what_was_put_into_a_completion_has_no_part_in_an_explanation(stage: Stage) -> None:
+    groups = collect(
+        stage.prompts,
+        stage.engine,
+        stage.tokenizer,
+        stage.sampling(),
+        num_generations=2,
+        run_seed=1,
+        version=stage.version,
+        interruption=Interruption(3, (77, 78, 79), (1,)),
+    )
+    completions = [r.completion for group in groups for r in group.rollouts]
+    completions.sort(key=lambda c: c.sampled is None)
+    assert completions[0].sampled is not None
+    found = explained(stage, completions)
+    assert found.parts.total == found.parts.numerics < SINGLE.mean
+    # What a sampled token is off by shows in full, at its place.
+    first = completions[0]
+    place = first.sampled_places[-1]
+    assert place > len(first.sampled_places)
+    wrong = replace(first, logprobs=(*first.logprobs[:place], first.logprobs[place] - 3, *first.logprobs[place + 1 :]))
+    found = explained(stage, [wrong])
+    assert found.parts.defect == pytest.approx(3 / len(first.sampled_places), rel=0.01)
+    assert "asked again it agrees" in found.cause
 
 
 def test_raw_log_probs_are_semantics(stage: Stage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,20 @@ def scored(group: RolloutGroup, **extra: Any) -> RolloutGroup:
 def test_groups_arrive_as_they_were_sent() -> None:
     prompts = [group.prompt for group in groups()]
     assert groups_from_wire(groups_to_wire(groups()[::-1]), prompts) == groups()
+
+
+def test_which_tokens_were_sampled_arrives_with_them() -> None:
+    def partly(group: RolloutGroup) -> RolloutGroup:
+        first, second = group.rollouts
+        return replace(
+            group, rollouts=(replace(first, completion=replace(first.completion, sampled=(False, True))), second)
+        )
+
+    sent = [partly(group) for group in groups()]
+    # As it goes from rank to rank.
+    arrived = groups_from_wire(json.loads(json.dumps(groups_to_wire(sent))), [group.prompt for group in sent])
+    assert arrived == sent
+    assert [[r.completion.sampled for r in group.rollouts] for group in arrived] == [[(False, True), None]] * 3
 
 
 def test_groups_of_other_prompts_are_refused() -> None:

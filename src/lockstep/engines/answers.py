@@ -115,6 +115,8 @@ def _check_one(request: GenerationRequest, answer: Completion, versions: Collect
         raise _unlike("logprobs", f"request {request.key} has {lengths} tokens, log-probs and versions")
     if not all(math.isfinite(value) for value in answer.logprobs):
         raise _unlike("logprobs", f"request {request.key} has a log-prob that is not finite")
+    if answer.sampled is not None and (len(answer.sampled) != lengths[0] or not any(answer.sampled)):
+        raise _unlike("keys", f"request {request.key} does not say of each of its {lengths[0]} tokens who sampled it")
     order = list(versions)
     if not set(answer.weight_versions) <= set(order) or not _ordered(answer.weight_versions, order):
         raise ProofError(

@@ -73,6 +73,8 @@ class Completion:
         logprobs: natural-log probability of each sampled token under the distribution that was sampled.
         weight_versions: version of the weights that sampled each token.
         finish_reason: the engine's own; `stop` for an end token or stop string, `length` for the token limit.
+        sampled: whether each id was sampled; the others were put there (`rollouts/interruptions.py`), stood there with probability
+            1, and have a log-prob of 0. None: all were.
     """
 
     key: RequestKey
@@ -81,6 +83,17 @@ class Completion:
     logprobs: tuple[float, ...]
     weight_versions: tuple[int, ...]
     finish_reason: FinishReason
+    sampled: tuple[bool, ...] | None = None
+
+    @property
+    def sampled_places(self) -> Sequence[int]:
+        """Where among `token_ids` the sampled ones stand, in order."""
+        return places_of(self.sampled, len(self.token_ids))
+
+
+def places_of(sampled: Sequence[bool] | None, length: int) -> Sequence[int]:
+    """Where a mask over so many ids is true; everywhere where there is none."""
+    return range(length) if sampled is None else [i for i, own in enumerate(sampled) if own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,5 +222,13 @@ class Engine(WeightReceiver, ProbedEngine, Protocol):
 
 def request_seed(run_seed: int, version: int, key: RequestKey) -> int:
     """Seed of one request: a 62-bit hash of run seed, weight version, prompt id and sample index."""
-    text = f"{run_seed}\x1f{version}\x1f{key.prompt_id}\x1f{key.sample}"
+    return _seed(f"{run_seed}\x1f{version}\x1f{key.prompt_id}\x1f{key.sample}")
+
+
+def derived_seed(seed: int, use: str) -> int:
+    """A further seed of a request that has one, for another use: a 62-bit hash of both."""
+    return _seed(f"{seed}\x1f{use}")
+
+
+def _seed(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2

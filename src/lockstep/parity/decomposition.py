@@ -103,15 +103,15 @@ def decompose(
         version: the current one, which the engine still holds.
         stale_by_design: tokens of older weights are as they should be: what is explained is the gap of the others.
     """
-    behaviour = torch.tensor([value for c in completions for value in c.logprobs])
-    fresh = torch.tensor([v == version for c in completions for v in c.weight_versions])
+    behaviour = torch.tensor([c.logprobs[i] for c in completions for i in c.sampled_places])
+    fresh = torch.tensor([c.weight_versions[i] == version for c in completions for i in c.sampled_places])
 
     def mean_gap(other: torch.Tensor, among: torch.Tensor) -> float:
         gap = (behaviour - other).abs()
         return float(gap[among].sum()) / max(int(fresh.sum()) if stale_by_design else len(gap), 1)
 
     def scores(how: Precision, what: Sampling = sampling) -> torch.Tensor:
-        return torch.cat([completion_logps(model, c.prompt_ids, c.token_ids, what, how) for c in completions])
+        return torch.cat([_sampled_logps(model, c, what, how) for c in completions])
 
     own, neutral = scores(precision), Sampling(sampling.max_tokens, stop=sampling.stop)
     raw = None if sampling == neutral else mean_gap(scores(precision, neutral), fresh)
@@ -149,9 +149,18 @@ def _answers_again(
         return None
     gaps = []
     for c in completions:
-        own = completion_logps(model, c.prompt_ids, c.token_ids, Sampling(max_tokens=1), precision)
-        gaps.append((torch.tensor(found[str(c.key)][-len(own) :]) - own).abs())
+        own = _sampled_logps(model, c, Sampling(max_tokens=1), precision)
+        behind = found[str(c.key)][-len(c.token_ids) :]
+        gaps.append((torch.tensor([behind[i] for i in c.sampled_places]) - own).abs())
     return float(torch.cat(gaps).mean())
+
+
+def _sampled_logps(
+    model: PreTrainedModel, completion: Completion, sampling: Sampling, precision: Precision
+) -> torch.Tensor:
+    """The trainer's log-probs of a completion's sampled tokens."""
+    logps = completion_logps(model, completion.prompt_ids, completion.token_ids, sampling, precision)
+    return logps[list(completion.sampled_places)]
 
 
 def _reading(

@@ -1,7 +1,8 @@
 """Whether the samples of a group are independent draws.
 
 With one seed for all requests every completion of a group is the same (fault A5), and the advantages are zero for ever. That a
-model without doubt repeats itself is no fault: what is tested is the chance of the repetition under the engine's own log-probs.
+model without doubt repeats itself is no fault: what is tested is the chance of the repetition under the engine's own log-probs
+(in which tokens that nobody sampled have a chance of 1).
 """
 
 from __future__ import annotations

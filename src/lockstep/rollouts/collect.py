@@ -5,11 +5,11 @@ Comes from: `tokens/chat.py` (ids). Goes to: `rollouts/rewards.py`, then trainin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.engines.answers import check_answers
+from lockstep.engines.answers import check_answers, check_requests
 from lockstep.engines.protocol import (
     Completion,
     Engine,
@@ -21,6 +21,7 @@ from lockstep.engines.protocol import (
 )
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.rollouts.interruptions import Generate, Interruption, generate_interrupted
 
 
 def collect(
@@ -33,19 +34,21 @@ def collect(
     run_seed: int,
     version: int,
     on_answer: OnAnswer | None = None,
+    interruption: Interruption | None = None,
 ) -> list[RolloutGroup]:
     """Sample `num_generations` completions of every prompt.
 
     Args:
         version: the version the trainer last pushed; the engine must hold it.
         on_answer: given each completion when it is finished.
+        interruption: ends thinking that is too long; None: none is.
 
     Returns:
         One unscored group a prompt, in the order of `prompts`.
 
     Raises:
         ProofError: the engine holds another version, or an answer fails its checks.
-        InputError: a prompt does not fit the engine's context.
+        InputError: a prompt does not fit the engine's context, or nothing is left for an answer behind an interruption.
     """
     if engine.version != version:
         raise ProofError(
@@ -55,8 +58,10 @@ def collect(
             "push the weights before collecting rollouts",
         )
     requests = requests_for(prompts, sampling, num_generations=num_generations, run_seed=run_seed, version=version)
+    check_requests(requests, engine.version, engine.settings().max_model_len)
+    found = answers_to(requests, engine.generate, tokenizer, interruption, on_answer)
     # The engine has checked its own answers; this end checks that they are to what it asked.
-    answers = check_answers(requests, engine.generate(requests, on_answer).values(), [version])
+    answers = check_answers(requests, found.values(), [version])
     return groups_from(prompts, answers, num_generations, tokenizer)
 
 
@@ -75,6 +80,23 @@ def requests_for(
     ]
 
 
+def answers_to(
+    requests: Sequence[GenerationRequest],
+    generate: Generate,
+    tokenizer: PreTrainedTokenizerBase,
+    interruption: Interruption | None,
+    on_answer: OnAnswer | None = None,
+) -> dict[RequestKey, Completion]:
+    """Answers by key, of an engine that is asked once, or twice where thinking may be interrupted.
+
+    Args:
+        generate: the engine's. It sees each half of what is asked: that the whole fits is to be checked before.
+    """
+    if interruption is None:
+        return generate(requests, on_answer)
+    return generate_interrupted(requests, generate, interruption, _decoding(tokenizer), on_answer)
+
+
 def groups_from(
     prompts: Sequence[Prompt],
     answers: Mapping[RequestKey, Completion],
@@ -90,5 +112,9 @@ def groups_from(
 
 def group_of(prompt: Prompt, completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase) -> RolloutGroup:
     """An unscored group, its completions in the order of their samples, with their texts."""
-    rollouts = tuple(Rollout(c, tokenizer.decode(c.token_ids, skip_special_tokens=True)) for c in completions)
-    return RolloutGroup(prompt, rollouts)
+    decode = _decoding(tokenizer)
+    return RolloutGroup(prompt, tuple(Rollout(c, decode(c.token_ids)) for c in completions))
+
+
+def _decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)

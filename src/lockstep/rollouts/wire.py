@@ -27,6 +27,7 @@ def groups_to_wire(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
                     "logprobs": r.completion.logprobs,
                     "weight_versions": r.completion.weight_versions,
                     "finish_reason": r.completion.finish_reason,
+                    "sampled": r.completion.sampled,
                     "text": r.text,
                 }
                 for r in group.rollouts
@@ -61,6 +62,7 @@ def _rollout(prompt: Prompt, data: dict[str, Any]) -> Rollout:
         logprobs=tuple(data["logprobs"]),
         weight_versions=tuple(data["weight_versions"]),
         finish_reason=data["finish_reason"],
+        sampled=tuple(data["sampled"]) if data["sampled"] is not None else None,
     )
     return Rollout(completion, data["text"])
 

@@ -1,0 +1,244 @@
+"""Interrupted completions are, token for token, what one loop over tokens gives that puts the interruption in where it is due."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.engines.answers import check_answers, check_requests
+from lockstep.engines.protocol import Completion, GenerationRequest, OnAnswer, RequestKey, Sampling, request_seed
+from lockstep.errors import InputError, ProofError
+from lockstep.rollouts.interruptions import Interruption, generate_interrupted
+
+END = 0
+LETTERS = "_abc"
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(LETTERS[i] for i in ids if i != END)
+
+
+def next_token(before: Sequence[int]) -> tuple[int, float]:
+    """A language model without chance: what follows depends on every id before it, and on where it stands."""
+    draw = random.Random(repr(tuple(before)))
+    token = END if draw.random() < 0.06 else draw.randrange(1, 4)
+    return token, -draw.random() - 0.1
+
+
+@dataclass
+class Loop:
+    """An engine made of that model, which answers backwards and looks for stop strings in its own answer alone, as engines do."""
+
+    calls: list[list[GenerationRequest]] = field(default_factory=list)
+    versions: Sequence[int] = (7, 7)
+    change: Callable[[list[Completion]], list[Completion]] = lambda answers: answers
+
+    def __call__(
+        self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None
+    ) -> dict[RequestKey, Completion]:
+        check_requests(requests, 7, 10**6)
+        version = self.versions[len(self.calls)]
+        self.calls.append(list(requests))
+        answers = self.change([self._one(request, version) for request in reversed(requests)])
+        for answer in answers:
+            assert on_answer is not None
+            on_answer(answer)
+        return {answer.key: answer for answer in answers}
+
+    def _one(self, request: GenerationRequest, version: int) -> Completion:
+        ids, logps, reason = [], [], ""
+        while not reason:
+            token, logp = next_token(request.prompt_ids + tuple(ids))
+            ids.append(token)
+            logps.append(logp)
+            stopped = token == END or any(s in decode(ids) for s in request.sampling.stop)
+            reason = "stop" if stopped else "length" if len(ids) == request.sampling.max_tokens else ""
+        return Completion(request.key, request.prompt_ids, tuple(ids), tuple(logps), (version,) * len(ids), reason)  # type: ignore[arg-type]
+
+
+def holds(ids: Sequence[int], part: Sequence[int]) -> bool:
+    return any(list(ids[i : i + len(part)]) == list(part) for i in range(len(ids)))
+
+
+def token_by_token(request: GenerationRequest, interruption: Interruption) -> Completion:
+    """The same in one loop. What was put in ends the text in which a stop string is looked for."""
+    ids: list[int] = []
+    logps: list[float] = []
+    sampled: list[bool] = []
+    own: list[int] = []
+    reason = ""
+    while not reason:
+        if len(ids) == interruption.place(request) and not holds(ids, interruption.end_ids):
+            ids += interruption.ids
+            logps += [0.0] * len(interruption.ids)
+            sampled += [False] * len(interruption.ids)
+            own = []
+        token, logp = next_token(request.prompt_ids + tuple(ids))
+        ids.append(token)
+        logps.append(logp)
+        sampled.append(True)
+        own.append(token)
+        stopped = token == END or any(s in decode(own) for s in request.sampling.stop)
+        reason = "stop" if stopped else "length" if len(ids) == request.sampling.max_tokens else ""
+    mask = None if all(sampled) else tuple(sampled)
+    return Completion(request.key, request.prompt_ids, tuple(ids), tuple(logps), (7,) * len(ids), reason, mask)  # type: ignore[arg-type]
+
+
+def asked(count: int, **sampling: Any) -> list[GenerationRequest]:
+    keys = [RequestKey(f"p{i // 2}", i % 2) for i in range(count)]
+    limit = Sampling(**{"max_tokens": 20, **sampling})
+    return [GenerationRequest(key, (1, 2, i + 4), limit, request_seed(1, 7, key)) for i, key in enumerate(keys)]
+
+
+tokens = st.integers(1, 3)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[GenerationRequest], Interruption]:
+    after, ids = draw(st.integers(1, 8)), draw(st.lists(tokens, min_size=1, max_size=4))
+    earliest = draw(st.none() | st.integers(1, after))
+    interruption = Interruption(after, tuple(ids), tuple(draw(st.lists(tokens, min_size=1, max_size=2))), earliest)
+    rooms = st.integers(1, earliest or after) | st.integers(after + len(ids) + 1, 24)
+    stop = tuple(draw(st.lists(st.text("abc", min_size=1, max_size=4), max_size=2)))
+    requests = asked(draw(st.integers(1, 8)), stop=stop)
+    salt = draw(st.integers(0, 10**6))
+    return [
+        replace(r, prompt_ids=(*r.prompt_ids, salt), sampling=replace(r.sampling, max_tokens=draw(rooms)))
+        for r in requests
+    ], interruption
+
+
+@settings(max_examples=400, deadline=None)
+@given(cases())
+def test_what_comes_out_is_what_one_loop_over_tokens_gives(case: tuple[list[GenerationRequest], Interruption]) -> None:
+    requests, interruption = case
+    engine, seen = Loop(), []
+    found = generate_interrupted(requests, engine, interruption, decode, seen.append)
+    assert found == {r.key: token_by_token(r, interruption) for r in requests}
+    # Each is handed over once, whole.
+    assert sorted(seen, key=lambda c: c.key) == sorted(found.values(), key=lambda c: c.key)
+    assert check_answers(requests, found.values(), [7]) == found
+
+
+def test_all_three_ways_occur_and_each_asks_for_what_it_needs_alone() -> None:
+    requests, interruption = asked(60), Interruption(5, (3, 3), (2, 1))
+    engine = Loop()
+    found = generate_interrupted(requests, engine, interruption, decode)
+    first, second = engine.calls
+    assert [r.key for r in first] == [r.key for r in requests]
+    assert {r.sampling.max_tokens for r in first} == {5}
+    done = {key for key, c in found.items() if len(c.token_ids) <= 5}
+    interrupted = {key for key, c in found.items() if c.sampled is not None}
+    assert done
+    assert interrupted
+    assert found.keys() - done - interrupted
+    assert {r.key for r in second} == found.keys() - done
+    for r in second:
+        assert r.sampling.max_tokens == (13 if r.key in interrupted else 15)
+    # No seed twice, in either call or between them; the same ones again.
+    seeds = [r.seed for call in (first, second) for r in call]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**62 for seed in seeds)
+    again = Loop()
+    generate_interrupted(requests, again, interruption, decode)
+    assert again.calls == engine.calls
+
+
+def test_a_stop_string_that_begins_in_one_part_and_ends_in_the_next_ends_the_completion() -> None:
+    # Ended thinking: one text. The same string with the interruption in the middle is none.
+    (request,) = asked(1, stop=("ab",))
+
+    def says(ids: str) -> Callable[[list[Completion]], list[Completion]]:
+        def change(answers: list[Completion]) -> list[Completion]:
+            n = answers[0].prompt_ids != request.prompt_ids
+            own = tuple(LETTERS.index(c) for c in ids.split("|")[n])
+            return [
+                replace(
+                    a,
+                    token_ids=own,
+                    logprobs=(-1.0,) * len(own),
+                    weight_versions=(7,) * len(own),
+                    finish_reason="length",
+                )
+                for a in answers
+            ]
+
+        return change
+
+    interruption = Interruption(3, (3,), (3,))
+    (ended,) = generate_interrupted([request], Loop(change=says("aca|bcb")), interruption, decode).values()
+    assert (decode(ended.token_ids), ended.finish_reason, ended.logprobs) == ("acab", "stop", (-1.0,) * 4)
+    assert ended.weight_versions == (7,) * 4
+    (apart,) = generate_interrupted([request], Loop(change=says("aaa|bcb")), interruption, decode).values()
+    assert (decode(apart.token_ids), apart.finish_reason) == ("aaacbcb", "length")
+
+
+def test_what_was_put_in_bears_the_version_that_first_read_it() -> None:
+    (request,) = asked(1)
+    found = generate_interrupted([request], Loop(versions=(7, 8)), Interruption(2, (3, 3), (9,)), decode)
+    (completion,) = found.values()
+    assert completion.weight_versions[:5] == (7, 7, 8, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "proof"),
+    [
+        (lambda answers: answers[1:], "keys"),
+        (lambda answers: [replace(a, prompt_ids=a.prompt_ids[:-1]) for a in answers], "echo"),
+        (lambda answers: [replace(a, logprobs=a.logprobs[:-1]) for a in answers], "logprobs"),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_answer_that_is_not_to_what_was_asked_is_refused_in_either_part(change: Any, proof: str, at: int) -> None:
+    engine = Loop()
+    engine.change = lambda answers: change(answers) if len(engine.calls) == at + 1 else answers
+    with pytest.raises(ProofError) as caught:
+        generate_interrupted(asked(6), engine, Interruption(2, (3,), (9,)), decode)
+    assert caught.value.check == proof
+
+
+def test_nothing_is_asked_where_no_answer_would_have_room() -> None:
+    engine = Loop()
+    for limit in (4, 5, 6):
+        with pytest.raises(
+            InputError, match=r"interruption of 3 tokens leave nothing for an answer within the \d tokens"
+        ):
+            generate_interrupted(asked(1, max_tokens=limit), engine, Interruption(3, (1, 2, 3), (9,)), decode)
+    assert engine.calls == []
+    generate_interrupted(asked(1, max_tokens=7), engine, Interruption(3, (1, 2, 3), (9,)), decode)
+    # Where the place is drawn, some draw must not have too little: refused for all, whatever this one's seed draws.
+    for limit in (3, 5, 9):
+        with pytest.raises(InputError, match="leave nothing for an answer"):
+            generate_interrupted(asked(1, max_tokens=limit), engine, Interruption(6, (1, 2, 3), (9,), 2), decode)
+    generate_interrupted(asked(1, max_tokens=2), Loop(), Interruption(6, (1, 2, 3), (9,), 2), decode)
+
+
+def test_places_are_drawn_evenly_and_for_each_request_anew() -> None:
+    interruption = Interruption(12, (1,), (2,), 10)
+    requests = [replace(r, key=RequestKey("p", i), seed=i) for i, r in enumerate(asked(1) * 3000)]
+    places = [interruption.place(r) for r in requests]
+    assert {place: round(places.count(place) / 1000, 1) for place in places} == {10: 1.0, 11: 1.0, 12: 1.0}
+    assert places == [interruption.place(r) for r in requests]
+    engine = Loop()
+    generate_interrupted(requests[:60], engine, Interruption(3, (1,), (9,), 1), decode)
+    assert {r.sampling.max_tokens for r in engine.calls[0]} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+def test_penalties_that_look_at_a_completion_alone_are_refused(penalty: str) -> None:
+    with pytest.raises(InputError, match=penalty):
+        generate_interrupted(asked(1, **{penalty: 0.5}), Loop(), Interruption(3, (1,), (9,)), decode)
+
+
+@pytest.mark.parametrize(
+    "wrong", [(0, (1,), (2,)), (1, (), (2,)), (1, (1,), ()), (3, (1,), (2,), 0), (3, (1,), (2,), 4)]
+)
+def test_an_interruption_of_nothing_is_none(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"interrupted (after|by)"):
+        Interruption(*wrong)
