@@ -9,10 +9,15 @@ from lockstep.training.grpo_config import GRPOConfig
 from lockstep.training.packing import TrainingSequence
 
 
+def sampled_places(sequence: TrainingSequence) -> list[int]:
+    """Where in a completion the tokens stand that were sampled; the others are there to be seen, and that is all."""
+    return [i for i in range(len(sequence.completion_ids)) if sequence.sampled is None or sequence.sampled[i]]
+
+
 def padded_logps(
     model: PreTrainedModel, sequences: list[TrainingSequence], temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, C) log-probs of completion tokens, right-padded, and the (B, C) mask of real ones."""
+    """(B, C) log-probs of sampled tokens, right-padded, and the (B, C) mask of real ones."""
     rows = [torch.tensor(s.prompt_ids + s.completion_ids) for s in sequences]
     width = max(len(row) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -21,17 +26,14 @@ def padded_logps(
         ids[i, : len(row)] = row
         attention[i, : len(row)] = 1
     logps = (model(input_ids=ids, attention_mask=attention).logits.float() / temperature).log_softmax(-1)
-    longest = max(len(s.completion_ids) for s in sequences)
+    longest = max(len(sampled_places(s)) for s in sequences)
     scored, mask = torch.zeros(len(rows), longest), torch.zeros(len(rows), longest)
     parts = []
     for i, s in enumerate(sequences):
-        start, count = len(s.prompt_ids), len(s.completion_ids)
-        targets = torch.tensor(s.completion_ids)
-        parts.append(
-            torch.nn.functional.pad(
-                logps[i, start - 1 : start - 1 + count].gather(1, targets[:, None])[:, 0], (0, longest - count)
-            )
-        )
+        places = torch.tensor(sampled_places(s))
+        count = len(places)
+        own = logps[i, len(s.prompt_ids) - 1 + places, torch.tensor(s.completion_ids)[places]]
+        parts.append(torch.nn.functional.pad(own, (0, longest - count)))
         mask[i, :count] = 1
     return torch.stack(parts) + 0 * scored, mask
 

@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from reference import sampled_places
 from transformers import PreTrainedModel
 
 from lockstep.training.packing import TrainingSequence
@@ -50,30 +51,31 @@ class Padded:
 
 
 def padded(model: PreTrainedModel, sequences: Sequence[TrainingSequence], temperature: float) -> Padded:
-    """One row a completion, whole logits."""
+    """One row a completion, whole logits, of which those before sampled tokens count."""
     rows = [torch.tensor(s.prompt_ids + s.completion_ids) for s in sequences]
-    width, longest = max(map(len, rows)), max(len(s.completion_ids) for s in sequences)
+    width, longest = max(map(len, rows)), max(len(sampled_places(s)) for s in sequences)
     ids = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
     attention = torch.stack([(torch.arange(width) < len(row)).long() for row in rows])
     found = model(input_ids=ids, attention_mask=attention, output_hidden_states=True)
     distribution = (found.logits / temperature).log_softmax(-1)
     parts: list[list[torch.Tensor]] = [[], [], [], []]
     for i, s in enumerate(sequences):
-        begin, count = len(s.prompt_ids) - 1, len(s.completion_ids)
-        own = distribution[i, begin : begin + count]
-        logps = own[torch.arange(count), torch.tensor(s.completion_ids)]
+        places = torch.tensor(sampled_places(s))
+        before, count = len(s.prompt_ids) - 1 + places, len(places)
+        own = distribution[i, before]
+        logps = own[torch.arange(count), torch.tensor(s.completion_ids)[places]]
         entropies = -(own.exp() * own).sum(-1)
         empty = longest - count
         parts[0].append(torch.nn.functional.pad(logps, (0, empty)))
         parts[1].append(torch.nn.functional.pad(entropies, (0, empty)))
         parts[2].append((torch.arange(longest) < count).to(logps))
-        parts[3].append(torch.nn.functional.pad(found.hidden_states[-1][i, begin : begin + count], (0, 0, 0, empty)))
+        parts[3].append(torch.nn.functional.pad(found.hidden_states[-1][i, before], (0, 0, 0, empty)))
     return Padded(*(torch.stack(part) for part in parts))
 
 
 def table(sequences: Sequence[TrainingSequence], rows: Sequence[Sequence[float]]) -> torch.Tensor:
     """(B, C) of ragged rows, zeros behind them."""
-    longest = max(len(s.completion_ids) for s in sequences)
+    longest = max(len(sampled_places(s)) for s in sequences)
     return torch.tensor([[*row, *([0.0] * (longest - len(row)))] for row in rows], dtype=torch.float64)
 
 
@@ -221,7 +223,7 @@ def ppo_targets(drawn: Drawn, config: Any) -> tuple[list[list[float]], list[list
     advantages, returns = [], []
     for s, score in zip(drawn.sequences, drawn.flat_rewards, strict=True):
         assert s.values is not None
-        count = len(s.completion_ids)
+        count = len(sampled_places(s))
         earned = [-config.beta * kl for kl in per_token_kl(s)]
         earned[-1] += score or 0.0
         row, carried = [0.0] * count, 0.0

@@ -14,6 +14,7 @@ import torch
 from blocks import small_blocks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference import sampled_places
 from reference_methods import Drawn
 from tiny import make_model
 
@@ -27,7 +28,7 @@ from lockstep import (
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.judges import judge_pairs, judged
-from lockstep.training.generation import prepare_generation
+from lockstep.training.generation import prepare_generation, sequences_of
 from lockstep.training.grpo import GRPOObjective
 from lockstep.training.objective import Objective
 from lockstep.training.online_dpo import OnlineDPOObjective
@@ -86,6 +87,8 @@ def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4)) -> dict[str, Any]:
         "micro": micro,
         "rewards": rewards,
         "lengths": draw(st.lists(st.integers(1, 9), min_size=count, max_size=count)),
+        # Before which of its tokens something is put into each completion.
+        "holes": draw(st.lists(st.just([]) | st.lists(st.integers(0, 9), max_size=4), min_size=count, max_size=count)),
         "cut": draw(st.lists(st.booleans(), min_size=count, max_size=count)),
         "prompts": draw(st.lists(st.integers(1, 12), min_size=groups, max_size=groups)),
         "moved": draw(st.booleans()),
@@ -106,13 +109,16 @@ def drawn_of(shape: dict[str, Any], temperature: float) -> Drawn:
     def ids(count: int, high: int) -> tuple[int, ...]:
         return tuple(torch.randint(4, high, (count,), generator=generator).tolist())
 
-    sequences, lengths = [], iter(shape["lengths"])
+    sequences, lengths, holes = [], iter(shape["lengths"]), iter(shape["holes"])
     for g, length in enumerate(shape["prompts"]):
         prompt = (5, 6, *ids(length, 60))
         for i in range(shape["size"]):
             # Few distinct tokens, so that branches meet.
-            completion = ids(next(lengths), 9)
-            sequences.append(TrainingSequence(f"p{g}#{i}", prompt, completion, ()))
+            sampled = [True] * next(lengths)
+            for place in next(holes):
+                sampled.insert(place, False)
+            mask = None if all(sampled) else tuple(sampled)
+            sequences.append(TrainingSequence(f"p{g}#{i}", prompt, ids(len(sampled), 9), (), sampled=mask))
     with torch.no_grad():
         rows = plain.padded(MODEL, sequences, temperature).logps
 
@@ -121,7 +127,7 @@ def drawn_of(shape: dict[str, Any], temperature: float) -> Drawn:
 
     known = []
     for s, row in zip(sequences, rows, strict=True):
-        count = len(s.completion_ids)
+        count = len(sampled_places(s))
         old = row[:count] + (noise(count, 0.25) if shape["moved"] else 0.0)
         known.append(
             replace(
@@ -143,10 +149,11 @@ def groups_of(drawn: Drawn) -> list[RolloutGroup]:
         rollouts = []
         for i, reward in enumerate(rewards):
             s = next(sequences)
-            n = len(s.completion_ids)
+            n, own = len(s.completion_ids), iter(s.behaviour_logps)
+            logps = tuple(next(own) if s.sampled is None or s.sampled[place] else 0.0 for place in range(n))
             reason = "length" if next(cut) else "stop"
             key = RequestKey(f"p{g}", i)
-            completion = Completion(key, s.prompt_ids, s.completion_ids, s.behaviour_logps, (0,) * n, reason)  # type: ignore[arg-type]
+            completion = Completion(key, s.prompt_ids, s.completion_ids, logps, (0,) * n, reason, s.sampled)  # type: ignore[arg-type]
             scores = {"first": reward, "second": plain.second_score(reward)}
             rollouts.append(Rollout(completion, f"text {g} {i}", scores, math.nan if reward is None else reward))
         groups.append(RolloutGroup(Prompt(f"p{g}", s.prompt_ids, "text"), tuple(rollouts)))
@@ -194,7 +201,11 @@ def check(
     """Gradients of each optimizer step, side by side; gives what the steps logged."""
     run = objective.config
     drawn = drawn or drawn_of(shape, run.temperature)
-    generation = prepare_generation(groups or groups_of(drawn), objective, 0, drawn.sequences)
+    groups = groups or groups_of(drawn)
+    sampled_alone = [replace(s, old_logps=None, ref_logps=None, values=None) for s in drawn.sequences]
+    assert sequences_of(groups) == sampled_alone
+    generation = prepare_generation(groups, objective, 0, drawn.sequences)
+    assert generation.sampled_tokens == sum(shape["lengths"])
     if not drawn.moved:
         generation = generation.without_old_logps()
     policy = Policy(MODEL, contextlib.nullcontext, lambda loss: loss.backward(), critic)
@@ -212,7 +223,7 @@ def check(
         for micro in prepared.micro_batches[step * shape["micro"] : (step + 1) * shape["micro"]]:
             learn(policy, micro, objective, PhaseClock(), sums)
         logged.append(sums.tally.figures() | objective.finish_step(sums.tally))
-        assert sums.gap.tokens == sum(len(s.completion_ids) for s in sequences)
+        assert sums.gap.tokens == sum(len(s.behaviour_logps) for s in sequences)
         assert_same(gradients(*parts), expected)
     return logged
 
@@ -283,6 +294,7 @@ def test_grpo_equals_the_padded_reference(variant: str, shape: dict[str, Any]) -
 def test_gdpo_leaves_a_group_whose_scores_agree_without_an_advantage_of_the_last_bit() -> None:
     shape = {"size": 2, "steps": 2, "micro": 1, "rewards": [[0.0, 0.0], [0.0, 1.0]], "lengths": [1, 1, 1, 1]}
     shape |= {"cut": [False] * 4, "prompts": [1, 1], "moved": False, "budget": 1, "chunk": 1, "seed": 0}
+    shape |= {"holes": [[]] * 4}
     run = config(GRPOConfig, shape, **GRPO_VARIANTS["GDPO"])
     check(GRPOObjective(run), shape, lambda drawn, step: plain.grpo(MODEL, drawn, step, run))
 

@@ -13,14 +13,14 @@ import torch
 from blocks import small_blocks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import padded_logps, reference_loss
+from reference import padded_logps, reference_loss, sampled_places
 from tiny import make_model
 from transformers import PreTrainedModel
 
 from lockstep.algorithms.policy_loss import token_weights
 from lockstep.training.grpo import GRPOObjective
 from lockstep.training.grpo_config import GRPOConfig
-from lockstep.training.packing import TrainingSequence, pack_sequences
+from lockstep.training.packing import TrainingSequence, pack_rows, pack_sequences
 from lockstep.training.phases import PhaseClock
 from lockstep.training.scoring import score_pack
 from lockstep.training.tree_attention import adopt_tree_attention
@@ -47,7 +47,8 @@ def config(folder: Path | str = "unused", **fields: Any) -> GRPOConfig:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[TrainingSequence]:
-    """One optimizer step: groups with shared prompts, shared beginnings of prompts, equal completions, mixed lengths."""
+    """One optimizer step: groups with shared prompts, shared beginnings of prompts, equal completions, mixed lengths, and tokens
+    that nobody sampled anywhere in a completion."""
     shared = draw(st.lists(st.integers(4, 40), min_size=0, max_size=10))
     sequences = []
     for g in range(draw(st.integers(1, 4))):
@@ -55,21 +56,25 @@ def steps(draw: st.DrawFn) -> list[TrainingSequence]:
         # Few distinct tokens, so that branches meet and equal completions occur.
         completions = draw(st.lists(st.lists(st.integers(4, 8), min_size=1, max_size=10), min_size=1, max_size=5))
         for i, completion in enumerate(completions):
+            size = len(completion)
+            mask = draw(st.none() | st.lists(st.booleans(), min_size=size, max_size=size).filter(any))
+            count = sum(mask) if mask is not None else size
             sequences.append(
                 TrainingSequence(
                     name=f"g{g}#{i}",
                     prompt_ids=prompt,
                     completion_ids=tuple(completion),
-                    behaviour_logps=tuple(draw(st.floats(-3, -0.125, width=32)) for _ in completion),
-                    advantages=(draw(st.sampled_from([0.0, 1.0, -1.0, 0.37])),) * len(completion),
+                    behaviour_logps=tuple(draw(st.floats(-3, -0.125, width=32)) for _ in range(count)),
+                    advantages=(draw(st.sampled_from([0.0, 1.0, -1.0, 0.37])),) * count,
                     weight=0.0,
+                    sampled=tuple(mask) if mask is not None else None,
                 )
             )
     return sequences
 
 
 def weighted(sequences: list[TrainingSequence], settings_: GRPOConfig) -> list[TrainingSequence]:
-    lengths = torch.tensor([len(s.completion_ids) for s in sequences])
+    lengths = torch.tensor([len(sampled_places(s)) for s in sequences])
     weights = token_weights(lengths, settings_.loss_type, settings_.max_completion_length).tolist()
     return [replace(s, weight=w) for s, w in zip(sequences, weights, strict=True)]
 
@@ -118,7 +123,7 @@ def test_loss_and_gradients_equal_the_padded_reference(
         with torch.no_grad():
             logps, _ = padded_logps(model, sequences, temperature)
         sequences = [
-            replace(s, old_logps=tuple((row[: len(s.completion_ids)] + 0.15 * (-1) ** i).tolist()))
+            replace(s, old_logps=tuple((row[: len(sampled_places(s))] + 0.15 * (-1) ** i).tolist()))
             for i, (s, row) in enumerate(zip(sequences, logps, strict=True))
         ]
     expected_loss = reference_loss(model, sequences, run)
@@ -132,7 +137,7 @@ def test_loss_and_gradients_equal_the_padded_reference(
     found = gradients(model)
 
     assert sums.loss == pytest.approx(expected_loss.item(), rel=1e-5, abs=1e-6)
-    assert sums.gap.tokens == sum(len(s.completion_ids) for s in sequences)
+    assert sums.gap.tokens == sum(len(sampled_places(s)) for s in sequences)
     assert_same_gradients(found, expected, 1e-5)
 
 
@@ -208,7 +213,16 @@ def test_packs_hold_every_token_once_and_keep_to_the_budget(sequences: list[Trai
     for pack in packs:
         alone = max(len(s.prompt_ids) + len(s.completion_ids) - 1 for s in pack.sequences)
         assert pack.input_ids.shape[1] <= max(budget, alone)
-        assert pack.targets.tolist() == [t for s in pack.sequences for t in s.completion_ids]
+        assert pack.targets.tolist() == [s.completion_ids[i] for s in pack.sequences for i in sampled_places(s)]
+        assert pack.lengths.tolist() == [len(sampled_places(s)) for s in pack.sequences]
+        assert pack.names() == [s.name for s in pack.sequences for _ in sampled_places(s)]
+        # What predicts a token has seen all that stands before it, and nothing else: a mark of each id and its depth.
+        mark = pack.input_ids[0] * 1000 + pack.position_ids[0]
+        seen = iter(pack.attention_mask[0, 0, pack.predictors])
+        for s in pack.sequences:
+            for place in sampled_places(s):
+                before = (*s.prompt_ids, *s.completion_ids[:place])
+                assert sorted(mark[next(seen)].tolist()) == sorted(1000 * t + i for i, t in enumerate(before))
         # A node sees as many nodes as its depth says: its ancestors and itself.
         assert torch.equal(pack.attention_mask[0, 0].sum(-1), pack.position_ids[0] + 1)
 
@@ -261,6 +275,18 @@ def test_scores_of_a_generation_come_back_by_name() -> None:
     assert gap.tokens == 10
 
 
-def test_an_empty_completion_is_refused() -> None:
+@pytest.mark.parametrize("pack", [pack_sequences, pack_rows])
+def test_an_empty_completion_is_refused(pack: Any) -> None:
     with pytest.raises(ValueError, match="a#0 has no prompt or no completion"):
-        list(pack_sequences([TrainingSequence("a#0", (5,), (), (), (), 1.0)], 10))
+        list(pack([TrainingSequence("a#0", (5,), (), (), (), 1.0)], 10))
+    with pytest.raises(ValueError, match="a#0 has no prompt or no completion"):
+        list(pack([TrainingSequence("a#0", (5,), (6,), (), (), 1.0, sampled=(False,))], 10))
+    with pytest.raises(ValueError, match="a#0 does not say of each of its ids whether it was sampled"):
+        list(pack([TrainingSequence("a#0", (5,), (6, 7), (-1.0,), (), 1.0, sampled=(True,))], 10))
+
+
+def test_a_column_with_a_value_for_an_id_that_nobody_sampled_is_refused() -> None:
+    sequence = TrainingSequence("a#0", (5, 6), (7, 8, 9), (-1.0, 0.0, -1.0), sampled=(True, False, True))
+    (pack,) = pack_sequences([sequence], 10)
+    with pytest.raises(ValueError, match="a#0 has no behaviour_logps for each of its tokens"):
+        pack.column("behaviour_logps")

@@ -12,7 +12,7 @@ from conftest import VLLM
 from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import reference_loss
+from reference import reference_loss, sampled_places
 from test_packing import assert_same_gradients, config, gradients, steps, weighted
 from tiny import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedModel
@@ -68,7 +68,7 @@ def test_rows_hold_every_token_once_and_keep_to_the_budget(sequences: list[Train
     for pack in packs:
         assert len(pack.sequences) == 1 or pack.input_ids.numel() <= budget
         assert pack.attention_mask.sum(1).tolist() == [
-            len(s.prompt_ids) + len(s.completion_ids) - 1 for s in pack.sequences
+            len(s.prompt_ids) + sampled_places(s)[-1] for s in pack.sequences
         ]
 
 

@@ -90,6 +90,11 @@ class Completion:
         """Where among `token_ids` the sampled ones stand, in order."""
         return places_of(self.sampled, len(self.token_ids))
 
+    @property
+    def sampled_versions(self) -> tuple[int, ...]:
+        """Version of the weights that sampled each of those."""
+        return tuple(self.weight_versions[i] for i in self.sampled_places)
+
 
 def places_of(sampled: Sequence[bool] | None, length: int) -> Sequence[int]:
     """Where a mask over so many ids is true; everywhere where there is none."""

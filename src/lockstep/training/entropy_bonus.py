@@ -32,9 +32,7 @@ class EntropyBonus:
 
     def begin_step(self, sequences: Sequence[TrainingSequence]) -> None:
         """Count the step's tokens that are learned from, over all ranks."""
-        self._tokens = sum(
-            sum(s.kept) if s.kept is not None else len(s.completion_ids) for s in sequences if s.weight != 0.0
-        )
+        self._tokens = sum(sum(s.kept) if s.kept is not None else s.length for s in sequences if s.weight != 0.0)
 
     def share(self, entropies: torch.Tensor, kept: torch.Tensor, tally: Tally) -> torch.Tensor:
         """A pack's share of the bonus; a scalar.

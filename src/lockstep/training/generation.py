@@ -40,12 +40,12 @@ class Generation:
     @property
     def sampled_tokens(self) -> int:
         """Tokens that the engine sampled, counted at the engine's answers and not at what was made of them."""
-        return sum(len(c.token_ids) for c in self.completions)
+        return sum(len(c.sampled_places) for c in self.completions)
 
     @property
     def fresh_tokens(self) -> int:
         """Sampled tokens whose weights are those of `version`."""
-        return sum(version == self.version for c in self.completions for version in c.weight_versions)
+        return sum(version == self.version for c in self.completions for version in c.sampled_versions)
 
     @property
     def prompt_ids(self) -> tuple[str, ...]:
@@ -86,15 +86,16 @@ def sequences_of(groups: Sequence[RolloutGroup], version: int) -> list[TrainingS
     Args:
         version: of the weights that will learn from them first.
     """
-    versions = [rollout.completion.weight_versions for group in groups for rollout in group.rollouts]
+    versions = [rollout.completion.sampled_versions for group in groups for rollout in group.rollouts]
     stale = any(v != version for own in versions for v in own)
     return [
         TrainingSequence(
             name=str(rollout.completion.key),
             prompt_ids=rollout.completion.prompt_ids,
             completion_ids=rollout.completion.token_ids,
-            behaviour_logps=rollout.completion.logprobs,
-            fresh=tuple(v == version for v in rollout.completion.weight_versions) if stale else None,
+            behaviour_logps=tuple(rollout.completion.logprobs[i] for i in rollout.completion.sampled_places),
+            sampled=rollout.completion.sampled,
+            fresh=tuple(v == version for v in rollout.completion.sampled_versions) if stale else None,
         )
         for group in groups
         for rollout in group.rollouts
@@ -119,7 +120,7 @@ def prepare_generation(
     masked = [objective.left_out(rollout) for group in groups for rollout in group.rollouts]
     places = torch.tensor([place for place, group in enumerate(groups) for _ in group.rollouts])
     counted = torch.tensor([not objective.filtered(group) for group in groups])[places]
-    kept = torch.tensor([0 if out else len(s.completion_ids) for s, out in zip(advised, masked, strict=True)])
+    kept = torch.tensor([0 if out else s.length for s, out in zip(advised, masked, strict=True)])
     weights = torch.zeros(len(advised))
     for start in range(0, len(advised), config.completions_per_step):
         step = torch.arange(start, min(start + config.completions_per_step, len(advised)))

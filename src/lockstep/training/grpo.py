@@ -76,9 +76,9 @@ class GRPOObjective(Objective[GRPOConfig]):
             # Of the whole step, decided once: a threshold within a micro-batch would depend on how the step is cut.
             by_name = entropies(learned)
             flat = torch.tensor([value for s in learned for value in by_name[s.name]])
-            parts = high_entropy_mask(flat, share).split([len(s.completion_ids) for s in learned])
+            parts = high_entropy_mask(flat, share).split([s.length for s in learned])
             masks = {s.name: tuple(part.tolist()) for s, part in zip(learned, parts, strict=True)}
-            found = [replace(s, kept=masks.get(s.name, (False,) * len(s.completion_ids))) for s in sequences]
+            found = [replace(s, kept=masks.get(s.name, (False,) * s.length)) for s in sequences]
         self._bonus.begin_step(found)
         return found
 

@@ -211,7 +211,7 @@ def clipped_tokens(objective: Objective[Any], batch: TokenBatch, tally: Tally) -
 def advised(sequences: Sequence[TrainingSequence], advantages: Sequence[torch.Tensor]) -> list[TrainingSequence]:
     """Sequences with one advantage a completion, given in groups, for each of its tokens."""
     values = torch.cat(list(advantages)).tolist()
-    return [replace(s, advantages=(v,) * len(s.completion_ids)) for s, v in zip(sequences, values, strict=True)]
+    return [replace(s, advantages=(v,) * s.length) for s, v in zip(sequences, values, strict=True)]
 
 
 @torch.no_grad()

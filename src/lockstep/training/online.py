@@ -313,7 +313,7 @@ class OnlineTrainer(Trainer):
                 self.source.prove(total.gap, generation, self.state.global_step + 1)
             else:
                 # The gap of these tokens was proven, and written down, before the policy moved.
-                tokens = sum(len(s.completion_ids) for s in generation.step(step, self._step_size))
+                tokens = sum(s.length for s in generation.step(step, self._step_size))
                 check_count(total.difference, tokens, generation.version)
 
         total = self._step.finish(prove, self._trained())

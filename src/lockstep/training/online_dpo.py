@@ -57,10 +57,7 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
             "val/contain_eos_token": sum(stopped) / len(stopped),
             "pairs/undecided": float((~decided).float().mean()),
         }
-        return [
-            replace(s, unit=by_name[s.name][0], advantages=(by_name[s.name][1],) * len(s.completion_ids))
-            for s in sequences
-        ]
+        return [replace(s, unit=by_name[s.name][0], advantages=(by_name[s.name][1],) * s.length) for s in sequences]
 
     def _reward(self, rollout: Any) -> float:
         penalty = self.config.missing_eos_penalty

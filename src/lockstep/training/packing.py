@@ -5,6 +5,9 @@ position a node. A token attends to its ancestors, its position id is its depth,
 see alone. There are no pad tokens, a prompt goes through the model once however many completions it has, worked examples that
 all prompts repeat go through once, and so do equal completions. The last token of a completion predicts nothing that is
 trained on and takes no position. Models that cannot attend within a tree get plain rows instead.
+
+Tokens of a completion that nobody sampled (`rollouts/interruptions.py`) are attended to like a prompt's and are not scored. This is
+the one place that knows of them: what comes out of a pack, and every column that goes into it, is of sampled tokens alone.
 """
 
 from __future__ import annotations
@@ -15,17 +18,18 @@ from typing import Any
 
 import torch
 
+from lockstep.engines.protocol import places_of
 from lockstep.training.tree_attention import TreePlan, plan_attention
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """One completion to learn from, or only to verify.
+    """One completion to learn from, or only to verify. Its tokens are those that were sampled.
 
     Attributes:
         name: the request's name.
         prompt_ids: ids before the completion.
-        completion_ids: sampled ids, the end token included.
+        completion_ids: sampled ids, the end token included, and what was put between them.
         behaviour_logps: the engine's log-prob of each sampled id.
         advantages: of each sampled token; a method that has one for the whole completion repeats it.
         weight: weight of each of its tokens in the step's loss.
@@ -35,6 +39,7 @@ class TrainingSequence:
         kept: whether each token is learned from, where a method leaves some out; None: all are.
         values, returns: a critic's value before each token and what it is to become, where a method has a critic.
         unit: sequences of one unit stand side by side and stay in one pack, since their loss is one; None: it is alone.
+        sampled: whether each of `completion_ids` was sampled; None: all were.
     """
 
     name: str
@@ -50,6 +55,31 @@ class TrainingSequence:
     values: tuple[float, ...] | None = None
     returns: tuple[float, ...] | None = None
     unit: str | None = None
+    sampled: tuple[bool, ...] | None = None
+
+    @property
+    def length(self) -> int:
+        """Its tokens: how many ids were sampled."""
+        return len(self.completion_ids) if self.sampled is None else sum(self.sampled)
+
+    @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """Ids of its tokens."""
+        return tuple(self.completion_ids[i] for i in self._places)
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """Ids that a model has to see to predict all of its tokens."""
+        return (*self.prompt_ids, *self.completion_ids[: self._places[-1]])
+
+    @property
+    def predictors(self) -> list[int]:
+        """Where in `path` each of its tokens is predicted."""
+        return [len(self.prompt_ids) - 1 + i for i in self._places]
+
+    @property
+    def _places(self) -> Sequence[int]:
+        return places_of(self.sampled, len(self.completion_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +107,7 @@ class Pack:
     @property
     def lengths(self) -> torch.Tensor:
         """(B,) scored tokens of each sequence."""
-        return torch.tensor([len(s.completion_ids) for s in self.sequences], device=self.targets.device)
+        return torch.tensor([s.length for s in self.sequences], device=self.targets.device)
 
     def column(self, name: str) -> torch.Tensor:
         """(N,) float32: what each sequence has under `name` for each of its tokens.
@@ -87,14 +117,14 @@ class Pack:
         """
         columns = [getattr(s, name) for s in self.sequences]
         for sequence, values in zip(self.sequences, columns, strict=True):
-            if values is None or len(values) != len(sequence.completion_ids):
+            if values is None or len(values) != sequence.length:
                 raise ValueError(f"sequence {sequence.name} has no {name} for each of its tokens")
         flat = [value for values in columns for value in values]
         return torch.tensor(flat, dtype=torch.float32, device=self.targets.device)
 
     def names(self) -> list[str]:
         """N names: the request that each scored token belongs to."""
-        return [s.name for s in self.sequences for _ in s.completion_ids]
+        return [s.name for s in self.sequences for _ in range(s.length)]
 
     def to(self, device: torch.device) -> Pack:
         """The same pack on another device."""
@@ -155,20 +185,20 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
         token_budget: bounds the (T, T) attention mask and the activations of one forward.
 
     Raises:
-        ValueError: a sequence has no prompt or no completion.
+        ValueError: a sequence has no prompt or no completion, or a mask of another length.
     """
     tree = _Tree()
     held: list[TrainingSequence] = []
     places: list[int] = []
     for unit in _units(sequences):
-        paths = [(*s.prompt_ids, *s.completion_ids[:-1]) for s in unit]
+        paths = [s.path for s in unit]
         if held and len(tree.tokens) + _new_nodes(tree, paths) > token_budget:
             yield _finish(tree, held, places)
             tree, held, places = _Tree(), [], []
         for sequence, path in zip(unit, paths, strict=True):
             nodes = tree.insert(path)
             held.append(sequence)
-            places += nodes[len(sequence.prompt_ids) - 1 :]
+            places += [nodes[i] for i in sequence.predictors]
     if held:
         yield _finish(tree, held, places)
 
@@ -180,34 +210,32 @@ def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int) -> Itera
         token_budget: most positions of a pack, padding included (a longer unit gets a pack of its own).
 
     Raises:
-        ValueError: a sequence has no prompt or no completion.
+        ValueError: a sequence has no prompt or no completion, or a mask of another length.
     """
     held: list[TrainingSequence] = []
+    longest = 0
     for unit in _units(sequences):
-        longest = max(len(s.prompt_ids) + len(s.completion_ids) - 1 for s in (*held, *unit))
-        if held and longest * (len(held) + len(unit)) > token_budget:
+        own = max(len(s.path) for s in unit)
+        if held and max(longest, own) * (len(held) + len(unit)) > token_budget:
             yield _rows(held)
-            held = []
+            held, longest = [], 0
         held += unit
+        longest = max(longest, own)
     if held:
         yield _rows(held)
 
 
 def _rows(held: list[TrainingSequence]) -> Pack:
-    paths = [(*s.prompt_ids, *s.completion_ids[:-1]) for s in held]
+    paths = [s.path for s in held]
     longest = max(len(path) for path in paths)
-    places = [
-        row * longest + len(s.prompt_ids) - 1 + offset
-        for row, s in enumerate(held)
-        for offset in range(len(s.completion_ids))
-    ]
+    places = [row * longest + place for row, s in enumerate(held) for place in s.predictors]
     return Pack(
         sequences=tuple(held),
         input_ids=torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths]),
         position_ids=torch.arange(longest).expand(len(held), -1),
         attention_mask=torch.tensor([[i < len(path) for i in range(longest)] for path in paths]),
         predictors=torch.tensor(places),
-        targets=torch.tensor([token for s in held for token in s.completion_ids]),
+        targets=torch.tensor([token for s in held for token in s.sampled_ids]),
     )
 
 
@@ -215,8 +243,10 @@ def _units(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSeque
     """Runs of sequences of one unit."""
     unit: list[TrainingSequence] = []
     for sequence in sequences:
-        if not sequence.prompt_ids or not sequence.completion_ids:
+        if not sequence.prompt_ids or not sequence.length:
             raise ValueError(f"sequence {sequence.name} has no prompt or no completion")
+        if sequence.sampled is not None and len(sequence.sampled) != len(sequence.completion_ids):
+            raise ValueError(f"sequence {sequence.name} does not say of each of its ids whether it was sampled")
         if unit and (sequence.unit is None or sequence.unit != unit[-1].unit):
             yield unit
             unit = []
@@ -245,6 +275,6 @@ def _finish(tree: _Tree, held: list[TrainingSequence], places: list[int]) -> Pac
         position_ids=torch.tensor([tree.depths]),
         attention_mask=mask[None, None],
         predictors=torch.tensor(places),
-        targets=torch.tensor([token for s in held for token in s.completion_ids]),
+        targets=torch.tensor([token for s in held for token in s.sampled_ids]),
         tree=plan_attention(mask),
     )

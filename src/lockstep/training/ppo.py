@@ -65,7 +65,7 @@ class PPOObjective(Objective[PPOConfig]):
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
         config = self.config
         rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
-        lengths = torch.tensor([len(s.completion_ids) for s in sequences])
+        lengths = torch.tensor([s.length for s in sequences])
         segments = Segments(lengths)
         token_rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
         if self.uses_reference:

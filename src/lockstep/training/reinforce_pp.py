@@ -68,7 +68,7 @@ class ReinforcePPObjective(Objective[ReinforcePPConfig]):
             learned = torch.cat(compared(rewards))
             rewards = group_advantages(rewards, "none")
         learned &= ~torch.tensor([self.left_out(rollout) for group in groups for rollout in group.rollouts])
-        segments = Segments(torch.tensor([len(s.completion_ids) for s in sequences]))
+        segments = Segments(torch.tensor([s.length for s in sequences]))
         divergence = torch.zeros(int(segments.lengths.sum()), dtype=torch.float64)
         if self.scores_first:
             divergence = k1(flat(sequences, "old_logps"), flat(sequences, "ref_logps"))

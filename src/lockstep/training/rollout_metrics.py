@@ -36,7 +36,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
     """`staleness/mean` and `/max` of the sampled tokens, in weight versions, and `staleness/fresh`, the share of those at 0."""
-    versions = [v for group in groups for rollout in group.rollouts for v in rollout.completion.weight_versions]
+    versions = [v for group in groups for rollout in group.rollouts for v in rollout.completion.sampled_versions]
     return {
         "staleness/mean": version - sum(versions) / len(versions),
         "staleness/max": float(version - min(versions)),

@@ -203,7 +203,7 @@ def score_all(
             (critic_values, scores.values),
         ):
             if values is not None:
-                parts = values.split([len(s.completion_ids) for s in pack.sequences])
+                parts = values.split([s.length for s in pack.sequences])
                 by_name.update((s.name, tuple(part.tolist())) for s, part in zip(pack.sequences, parts, strict=True))
     return AllScores(logps, entropies, critic_values, gap)
 

@@ -24,7 +24,7 @@ def _mean_of_parts(generation: Generation, share: float) -> Generation:
     """Every micro-batch normalised by its own tokens, and counted with `share`."""
 
     def weighted(batch: Batch) -> Batch:
-        tokens = sum(len(s.completion_ids) for s in batch)
+        tokens = sum(s.length for s in batch)
         return tuple(replace(s, weight=share / tokens) for s in batch)
 
     return replace(generation, micro_batches=tuple(weighted(batch) for batch in generation.micro_batches))
@@ -68,10 +68,9 @@ def _one_seed(stage: Stage) -> Patch:
 
 def _long_ones_dropped(stage: Stage) -> Patch:
     def dropped(generation: Generation) -> Generation:
-        longest = max(len(s.completion_ids) for batch in generation.micro_batches for s in batch)
+        longest = max(s.length for batch in generation.micro_batches for s in batch)
         batches = tuple(
-            tuple(s for s in batch if len(s.completion_ids) < longest) or batch[:1]
-            for batch in generation.micro_batches
+            tuple(s for s in batch if s.length < longest) or batch[:1] for batch in generation.micro_batches
         )
         return replace(generation, micro_batches=batches)
 
