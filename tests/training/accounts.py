@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from conftest import start
-from methods import PROMPTS, by_length, lora
+from methods import INTERRUPTED, PROMPTS, by_length, lora
 from shifted_engine import ShiftedEngine
 from transformers import Trainer, TrainerCallback
 
@@ -133,6 +133,11 @@ CASES: dict[str, Case] = {
         | {"average_by_prompt": True, "filter_zero_variance": True},
         {"average": {"average_by_prompt": False}, "filter": {"filter_zero_variance": False}},
         rewards=(by_length_of_some,),
+    ),
+    "interrupted": Case(
+        "GRPO",
+        {**_GROUPS, **INTERRUPTED, "max_completion_length": 16, "beta": 0.04, "top_entropy_quantile": 0.5},
+        {"interruption": {"max_thinking_length": None}},
     ),
     "gspo": Case(
         "GRPO", {**_GROUPS, "importance_sampling_level": "sequence", "loss_type": "luspo", "learning_rate": 1e-3}

@@ -18,6 +18,8 @@ PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]}
 GROUPS: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 6}
 ALONE = {**GROUPS, "num_generations": 1}
 PAIRS: dict[str, Any] = {"per_device_train_batch_size": 2, "max_new_tokens": 6, "max_length": 100}
+# Thinking that is interrupted; beside it a completion needs room for more.
+INTERRUPTED: dict[str, Any] = {"max_thinking_length": 3, "interruption": " so: .", "end_of_thinking": "."}
 # The fields of a small run, by method.
 FIELDS: dict[str, dict[str, Any]] = {
     "GRPO": GROUPS,

@@ -10,7 +10,7 @@ from typing import Any
 import methods
 import pytest
 import torch
-from methods import ALONE, GROUPS, PAIRS, StopAfter, logs, lora, parameters, reference_of
+from methods import ALONE, GROUPS, INTERRUPTED, PAIRS, StopAfter, logs, lora, parameters, reference_of
 from transformers import TrainerCallback
 
 from lockstep.engines.protocol import Engine
@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "GRPO, adapter, KL": ("GRPO", {**GROUPS, "beta": 0.2, "num_iterations": 2}),
+    "GRPO, interrupted": ("GRPO", {**GROUPS, **INTERRUPTED, "max_completion_length": 16}),
     "RLOO": ("RLOO", GROUPS),
     "Online DPO, a beta an epoch": ("OnlineDPO", {**PAIRS, "beta": [0.5, 0.1]}),
     "REINFORCE++": ("ReinforcePP", ALONE),

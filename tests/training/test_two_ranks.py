@@ -19,7 +19,9 @@ import pytest
 import torch
 from accounts import CASES, PROMPTS, difference
 from conftest import needs_vllm
+from methods import INTERRUPTED
 from servers import KEY, Server, free_port
+from tiny import make_tokenizer
 from two_ranks import ALONE, CLIPPED, WORK
 
 from lockstep.parity.receipt import check_chain
@@ -128,6 +130,17 @@ def test_one_rank_writes_the_receipt_and_every_token_of_both_is_in_it(found: Fou
     for entry, log in zip(entries[1:], logs, strict=False):
         assert entry["checked_tokens"] == entry["sampled_tokens"] == log["parity/checked_tokens"]
         assert log["parity/checked_tokens"] == round(16 * log["completions/mean_length"])
+
+
+def test_what_was_put_into_completions_is_counted_on_no_rank(found: Found, folder: Path) -> None:
+    size = len(make_tokenizer()(INTERRUPTED["interruption"])["input_ids"])
+    for own in found("methods"):
+        log = own["interrupted"]["logs"][0]
+        assert 0 < log["completions/interrupted"] < 1
+        (entry,) = [e for e in check_entries(folder / "interrupted") if e["kind"] == "step"]
+        assert entry["checked_tokens"] == entry["sampled_tokens"] == log["parity/checked_tokens"]
+        put_in = round(8 * log["completions/interrupted"]) * size
+        assert log["parity/checked_tokens"] == round(8 * log["completions/mean_length"]) - put_in
 
 
 def check_entries(run: Path) -> list[dict[str, Any]]:

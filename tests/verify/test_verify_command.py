@@ -132,6 +132,13 @@ def test_the_users_own_prompts_are_verified(untied_dir: str, tmp_path: Path) -> 
     assert main([*words, "--dataset_name", str(data)]) == 0
 
 
+def test_a_run_that_interrupts_thinking_can_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
+    # The stage's completions are shorter than such a run's thinking.
+    words = ["--max_thinking_length", "4096", "--min_thinking_length", "2048", "--max_completion_length", "8192"]
+    assert main(["verify", "--model", "./nowhere", "--dry_run", *words]) == 0
+    assert "max_thinking_length: null" in capsys.readouterr().out
+
+
 def test_a_dry_run_prints_what_would_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--model", "./nowhere", "--temperature", "0.7", "--dry_run"]) == 0
     out = capsys.readouterr().out

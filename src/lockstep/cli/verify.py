@@ -44,12 +44,11 @@ def run(words: list[str]) -> int:
         InputError: the proofs could not be run.
     """
     quiet_libraries()
-    from lockstep.training.grpo_config import GRPOConfig
-    from lockstep.verify.stage import SIZES
+    from lockstep.verify.stage import SIZES, StageConfig
 
     # The user's words win over nothing but these sizes, which decide only how long it takes.
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    arguments, config, dry_run = parse([*_with_dtype(words), *sizes], GRPOConfig, VerifyArguments)
+    arguments, config, dry_run = parse([*_with_dtype(words), *sizes], StageConfig, VerifyArguments)
     if dry_run:
         print(resolved(arguments, config), end="")
         return 0

@@ -17,10 +17,9 @@ from lockstep.engines.protocol import Completion, GenerationRequest, OnAnswer, R
 from lockstep.engines.server_calls import Pending
 from lockstep.engines.vllm_server import VLLMServer
 from lockstep.errors import LockstepError
+from lockstep.rollouts.interruptions import Generate
 
 Answers = dict[RequestKey, Completion]
-# What asks an engine: the requests and who is told of each answer.
-Generate = Callable[[Sequence[GenerationRequest], OnAnswer | None], Answers]
 
 
 @dataclass(slots=True)

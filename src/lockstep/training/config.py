@@ -16,12 +16,13 @@ from lockstep.algorithms.corrections import CorrectionMode
 from lockstep.engines.server_calls import server_urls
 from lockstep.errors import InputError
 from lockstep.models.liger import liger_config
+from lockstep.training.interruption_fields import InterruptionFields
 from lockstep.training.precision import has_fast_bf16
 from lockstep.training.trl_fields import OneValueFields, doc
 
 
 @dataclass
-class OnlineConfig(OneValueFields, TrainingArguments):
+class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
     """What the trainers of `lockstep.training` have in common.
 
     Raises:
@@ -148,6 +149,7 @@ class OnlineConfig(OneValueFields, TrainingArguments):
         self._check_corrections()
         self._check_completion_log()
         self.size_generation()
+        self.check_interruption(self.completion_limit, self.stop_strings or [])
         self._check_staleness()
         self._check_saves()
 

@@ -19,6 +19,7 @@ from lockstep.models.resolve import resolve_model
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.config import OnlineConfig
+from lockstep.training.interruption_fields import check_end_of_thinking
 from lockstep.training.tree_attention import adopt_tree_attention
 
 
@@ -48,10 +49,11 @@ def open_policy(
 
     Raises:
         InputError: the model or its tokenizer cannot be loaded, do not fit each other, or carry an adapter that no engine could
-            be given.
+            be given; or thinking cannot be interrupted in the tokenizer's ids as `args` has it.
     """
     path = resolve_model(model if isinstance(model, str) else model.config.name_or_path)
     guarded = guard_tokenizer(tokenizer) if tokenizer is not None else load_tokenizer(path)
+    check_end_of_thinking(args, guarded)
     if isinstance(model, str):
         policy = load_policy(path, _init_kwargs(args, quantization_config, peft_config))
     elif quantization_config is not None:

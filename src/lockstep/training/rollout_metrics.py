@@ -15,7 +15,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     Returns:
         `reward`, `reward_std` (over all rollouts that have one), `frac_reward_zero_std` (groups whose rewards are all one
         number), `rewards/unscored` (rollouts without a reward; only where there are any), `rewards/<function>/mean` and
-        `/std`, `completions/…` lengths in tokens and `completions/clipped_ratio` by the engine's finish reason.
+        `/std`, `completions/…` lengths in tokens, an interruption's included, and `completions/clipped_ratio` by the engine's
+        finish reason.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     by_group = [group.given_rewards for group in groups]
@@ -57,6 +58,12 @@ def _lengths(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "completions/min_terminated_length": float(min(ended, default=0)),
         "completions/max_terminated_length": float(max(ended, default=0)),
     }
+
+
+def interruption_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """`completions/interrupted`: share of the completions whose thinking was interrupted."""
+    interrupted = [r.completion.sampled is not None for group in groups for r in group.rollouts]
+    return {"completions/interrupted": sum(interrupted) / len(interrupted)}
 
 
 def mean_with_interval(groups: Sequence[RolloutGroup]) -> tuple[float, float]:

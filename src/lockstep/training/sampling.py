@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.engines.answers import check_requests
 from lockstep.engines.protocol import Engine, OnAnswer
 from lockstep.engines.vllm_server import VLLMServer
 from lockstep.errors import InputError
@@ -21,7 +22,7 @@ from lockstep.parity.gap import GapStats
 from lockstep.parity.staleness import check_staleness
 from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.ahead import GenerationsAhead
-from lockstep.rollouts.collect import collect, groups_from, requests_for
+from lockstep.rollouts.collect import answers_to, collect, groups_from, requests_for
 from lockstep.rollouts.early_scores import EarlyScores
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
@@ -31,10 +32,11 @@ from lockstep.training.config import OnlineConfig
 from lockstep.training.distributed import share_of
 from lockstep.training.engine import shake_hands, start_engine
 from lockstep.training.generation import Generation, sampling_of
+from lockstep.training.interruption_fields import interruption_of
 from lockstep.training.phases import PhaseClock
 from lockstep.training.proofs import Proofs
 from lockstep.training.recovery import Recovery
-from lockstep.training.rollout_metrics import rollout_metrics, staleness_metrics
+from lockstep.training.rollout_metrics import interruption_metrics, rollout_metrics, staleness_metrics
 from lockstep.training.setup import Scorer
 
 # Completions that an evaluation asks an engine for in one call.
@@ -72,6 +74,7 @@ class RolloutSource:
         self._scorer, self._tokenizer = scorer, tokenizer
         self._config, self._clock, self._ranks = config, clock, ranks
         self._policy = policy
+        self._interruption = interruption_of(config, tokenizer)
         self._reward_log = RewardLog()
         # bf16 autocast, or the dtype that the weights were loaded in.
         compute_dtype = torch.bfloat16 if config.bf16 else policy.dtype
@@ -254,6 +257,7 @@ class RolloutSource:
                 run_seed=self._config.seed,
                 version=version,
                 on_answer=on_answer,
+                interruption=self._interruption,
             )
         self.proofs.check_groups(groups)
         return groups
@@ -284,7 +288,8 @@ class RolloutSource:
             # Of the generation itself, since several may be begun at one version.
             version=number * self._config.steps_a_generation,
         )
-        ahead.begin(number, lambda generate: generate(requests, None))
+        check_requests(requests, ahead.engine.version, ahead.engine.settings().max_model_len)
+        ahead.begin(number, lambda generate: answers_to(requests, generate, self._tokenizer, self._interruption))
 
     def _push_and_ask(self, version: int) -> GenerationsAhead:
         assert self._ahead is not None
@@ -323,6 +328,8 @@ class RolloutSource:
         metrics = rollout_metrics(groups)
         if self._config.max_staleness:
             metrics |= staleness_metrics(groups, version)
+        if self._interruption is not None:
+            metrics |= interruption_metrics(groups)
         return metrics | self._reward_log.take(own=metrics)
 
     def rest(self) -> None:

@@ -52,6 +52,16 @@ _QUESTIONS = (
 
 
 @dataclass
+class StageConfig(GRPOConfig):
+    """A run's configuration on a stage, whose completions are too short to be interrupted; each part of one that is interrupted is
+    a plain answer of the engine's."""
+
+    def __post_init__(self) -> None:
+        self.max_thinking_length = self.min_thinking_length = None
+        super().__post_init__()
+
+
+@dataclass
 class Stage:
     """What every check plays on.
 
