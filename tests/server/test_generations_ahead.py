@@ -13,7 +13,7 @@ import datasets
 import pytest
 import torch
 from conftest import VLLM
-from methods import StopAfter
+from methods import INTERRUPTED, StopAfter
 from servers import KEY, Server, connect, serve
 from test_in_flight import gap_by_version, long_requests, sampled_tokens
 from tiny import make_model, perturbed
@@ -164,7 +164,8 @@ def test_a_token_that_is_too_old_stops_the_run(
 
 
 @pytest.mark.parametrize(
-    "kind", ["several steps a generation", "RLOO", "PPO", "REINFORCE++", "Online DPO", "solved prompts leave"]
+    "kind",
+    ["several steps a generation", "RLOO", "PPO", "REINFORCE++", "Online DPO", "solved prompts leave", "interrupted"],
 )
 def test_other_methods_and_shapes_learn_from_generations_ahead(
     kind: str, untied_dir: str, tmp_path: Path, server: Server
@@ -185,12 +186,18 @@ def test_other_methods_and_shapes_learn_from_generations_ahead(
         dpo = OnlineDPOConfig(**common, per_device_train_batch_size=4, max_new_tokens=20)
         trainer = OnlineDPOTrainer(untied_dir, reward_funcs=even_tokens, args=dpo, train_dataset=data)
     else:
-        more = {"steps_per_generation": 2} if kind.startswith("several") else {"no_positive_resampling": 0.5}
+        more: dict[str, Any] = {
+            "several steps a generation": {"steps_per_generation": 2},
+            "solved prompts leave": {"no_positive_resampling": 0.5},
+            "interrupted": INTERRUPTED,
+        }[kind]
         trainer = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=4, **more)
     train(trainer)  # type: ignore[arg-type]
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert [log["staleness/max"] for log in logs if "staleness/max" in log][-1] > 0
     assert trainer.state.global_step == 4
+    if kind == "interrupted":
+        assert all(log["completions/interrupted"] > 0 for log in logs)
     assert all(line["stale_tokens"] + line["checked_tokens"] == line["sampled_tokens"] for line in steps_of(tmp_path))
     assert all(torch.isfinite(torch.tensor(log["loss"])) for log in logs)
 
