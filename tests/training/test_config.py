@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import lockstep.training.config
 from lockstep.errors import InputError
 from lockstep.training.grpo_config import GRPOConfig
 
@@ -96,7 +97,18 @@ def test_precision_follows_the_machine_and_the_engine_follows_the_trainer() -> N
     assert config(bf16=False).engine_torch_dtype == config(bf16=False).trainer_dtype == torch.float32
     assert config(bf16=True).engine_torch_dtype == config(bf16=True).trainer_dtype == torch.bfloat16
     assert config(bf16=True, engine_dtype="float32").engine_torch_dtype == torch.float32
-    assert config().bf16 in (True, False)
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_where_nothing_is_said_both_sides_take_bf16_exactly_where_it_is_fast(
+    fast: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lockstep.training.config, "has_fast_bf16", lambda: fast)
+    made = config()
+    assert made.bf16 is fast
+    assert made.engine_torch_dtype == made.trainer_dtype == dtype
+    # A word of the user's counts more than what is fast.
+    assert config(bf16=not fast).bf16 is not fast
 
 
 @pytest.mark.parametrize(("given", "meant"), [(True, "group"), (False, "none"), ("batch", "batch")])
