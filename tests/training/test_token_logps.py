@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from lockstep.training.token_logps import token_logps
 
 WIDTH, VOCABULARY = 6, 19
+# So many that what is as wide as the vocabulary outweighs all else.
+WIDE = 4096
 
 
 def plain(
@@ -111,6 +116,62 @@ def test_what_is_kept_for_the_backward_is_one_chunk_of_the_vocabulary(chunk: int
         )
     assert sum(kept.values()) == chunk
     assert logps.shape == (32,)
+
+
+def peak_bytes(rows: int, chunk: int, entropy_gradient: bool) -> int:
+    """Most bytes at any time that a forward and its backward have taken from PyTorch, whatever they were for."""
+    head = torch.nn.Linear(WIDTH, WIDE, bias=False)
+    hidden, places = torch.randn(rows, WIDTH, requires_grad=True), torch.arange(rows)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        logps, entropy = token_logps(
+            head, hidden, places, places, temperature=0.7, chunk_size=chunk, entropy_gradient=entropy_gradient
+        )
+        loss = logps.sum() + entropy.sum() if entropy_gradient else logps.sum()
+        del logps, entropy
+        loss.backward()
+    found = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in seen.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )
+    return max(accumulate(size for _, size in found))
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize(("rows", "chunk"), [(64, 8), (128, 8), (128, 32)])
+def test_forward_and_backward_never_hold_more_than_four_matrices_of_a_chunk(
+    rows: int, chunk: int, entropy_gradient: bool
+) -> None:
+    matrix, head = chunk * WIDE * 4, WIDTH * WIDE * 4
+    # The gradient of the head is there too, of all rows and of a chunk.
+    assert 3 * matrix < peak_bytes(rows, chunk, entropy_gradient) < 4.1 * matrix + 2 * head
+
+
+@pytest.mark.parametrize("chunk", [2, 8])
+def test_under_autocast_the_heads_gradient_is_added_up_in_the_weights_precision(chunk: int) -> None:
+    torch.manual_seed(2)
+    head = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+    hidden, rows = torch.randn(64, WIDTH), torch.arange(64)
+    targets = torch.randint(VOCABULARY, (64,))
+
+    def gradient(parts: list[slice]) -> torch.Tensor:
+        """Of all rows, those of a part in a forward and a backward of their own."""
+        head.weight.grad = None
+        for part in parts:
+            own = rows[: len(rows[part])]
+            with torch.autocast("cpu", torch.bfloat16):
+                logps, entropy = token_logps(
+                    head, hidden[part], own, targets[part], temperature=1.0, chunk_size=chunk, entropy_gradient=True
+                )
+            (logps.sum() + entropy.sum()).backward()
+        assert head.weight.grad is not None
+        return head.weight.grad.clone()
+
+    together = gradient([slice(None)])
+    apart = gradient([slice(i, i + chunk) for i in range(0, 64, chunk)])
+    assert float((together - apart).norm() / apart.norm()) < 1e-6
+    # In bf16 a single such sum would be off by a thousandth.
+    assert not torch.equal(together, together.bfloat16().float())
 
 
 def test_autocast_rounds_the_head_and_nothing_behind_it() -> None:

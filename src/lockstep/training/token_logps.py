@@ -8,6 +8,7 @@ chunk, whose backward comes first, keeps them; the others compute them again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,7 @@ def token_logps(
         score = partial(_score_chunk, head, temperature=temperature, entropy_gradient=entropy_gradient)
         chunk = hidden[start : start + chunk_size], rows[inside] - start, targets[inside]
         if torch.is_grad_enabled() and start + chunk_size < len(hidden):
-            logps, entropy = checkpoint(score, *chunk, use_reentrant=False)
+            logps, entropy = checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False)
         else:
             logps, entropy = score(*chunk)
         found.append(logps)
@@ -65,8 +66,20 @@ def _score_chunk(
     temperature: float,
     entropy_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logps, entropy = _ChosenLogps.apply(head(hidden), rows, targets, temperature)
+    with _own_cast(hidden.device.type):
+        logits = head(hidden)
+    logps, entropy = _ChosenLogps.apply(logits, rows, targets, temperature)
     return logps, entropy if entropy_gradient else entropy.detach()
+
+
+def _own_cast(device: str) -> AbstractContextManager:
+    """Under autocast: a half-precision copy of the head's weights for each product that has a backward.
+
+    Autocast would keep one copy for all chunks, whose gradients would then be added up in its dtype, and not in the weights'.
+    """
+    if not torch.is_autocast_enabled(device) or not torch.is_grad_enabled():
+        return nullcontext()
+    return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 class _ChosenLogps(torch.autograd.Function):
