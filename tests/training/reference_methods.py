@@ -320,7 +320,8 @@ def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coeffic
 
 
 def rloo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any) -> torch.Tensor:
-    """The gradient of a completion's ratio is ratio × Σ weight × gradient of each log-prob; what is clipped has none."""
+    """Clipped loss of whole completions. Its gradient is written out: that of a completion's ratio is ratio × Σ weight × gradient
+    of each log-prob, and what is clipped has none."""
     sequences = drawn.sequences[step]
     now = padded(model, sequences, config.temperature)
     old = old_of(drawn, step, now.logps)
@@ -330,7 +331,10 @@ def rloo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any) -> torc
     ratio = ((now.logps.detach() - old) * now.mask).sum(1).exp()
     outside = ((ratio > 1 + config.epsilon_high) & (advantages > 0)) | ((ratio < 1 - config.epsilon) & (advantages < 0))
     pull = torch.where(outside, 0.0, ratio * advantages)
-    return -(pull * (weight * now.logps * mask).sum(1)).sum() / len(sequences)
+    sloped = -(pull * (weight * now.logps * mask).sum(1)).sum() / len(sequences)
+    counted = mask.any(1).to(ratio)
+    value = (clipped(ratio, advantages, config) * counted).sum() / len(sequences)
+    return sloped - sloped.detach() + value
 
 
 def online_dpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, beta: float) -> torch.Tensor:

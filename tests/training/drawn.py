@@ -1,0 +1,276 @@
+"""Generations drawn at random, and the comparison of what is learned from them with `reference_methods.py`.
+
+Used by: `test_methods.py` (double precision, many shapes) and `test_methods_in_fp32.py` (what a run computes in).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import peft
+import reference_methods as plain
+import torch
+from blocks import small_blocks
+from hypothesis import strategies as st
+from reference_methods import Drawn
+from tiny import make_model
+
+from lockstep import OnlineDPOConfig
+from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.models.adapters import causal_model
+from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.training.generation import prepare_generation
+from lockstep.training.objective import Objective
+from lockstep.training.packing import TrainingSequence
+from lockstep.training.phases import PhaseClock
+from lockstep.training.tree_attention import adopt_tree_attention
+from lockstep.training.update import Policy, UpdateSums, learn, score_all
+
+# Scalar loss of one optimizer step, by the reference.
+ReferenceLoss = Callable[["Subject", Drawn, slice], torch.Tensor]
+
+
+@dataclass
+class Subject:
+    """Who learns.
+
+    Attributes:
+        model, critic: what the fast path goes through; the critic is used by PPO alone.
+        exact_model, exact_critic: the same weights in double precision, which the reference goes through.
+        relative: by how much a loss, or a parameter's gradient in norm, may differ.
+        floor: the same of a gradient, as a part of the step's largest; of a loss, as it is.
+    """
+
+    model: Any
+    critic: torch.nn.Linear
+    exact_model: Any
+    exact_critic: torch.nn.Linear
+    relative: float
+    floor: float
+
+    @property
+    def parts(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+        return self.model, self.critic
+
+    @property
+    def exact_parts(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+        return self.exact_model, self.exact_critic
+
+
+def make_critic() -> torch.nn.Linear:
+    generator = torch.Generator().manual_seed(7)
+    critic = torch.nn.Linear(64, 1)
+    with torch.no_grad():
+        for parameter in critic.parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return critic
+
+
+def adapted(scale: float) -> Any:
+    """A model of which an adapter alone is trained; one that has moved, so that the model without it would be another."""
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(make_model("qwen2", scale=scale), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter *= scale
+    return model
+
+
+# Models by the spread of their weights.
+ARCHITECTURES: dict[str, Callable[[float], Any]] = {
+    "qwen2": lambda scale: make_model("qwen2", scale=scale),
+    "llama, tied": lambda scale: make_model("llama", tied=True, scale=scale),
+    "adapted": adapted,
+}
+
+
+def in_double(kind: str) -> Subject:
+    """In double precision a difference is a mistake; what is left is the float32 of advantages, values and columns."""
+    model, critic = ARCHITECTURES[kind](0.3).double(), make_critic().double()
+    adopt_tree_attention(causal_model(model))
+    return Subject(model, critic, model, critic, relative=1e-5, floor=1e-7)
+
+
+def in_single(kind: str) -> Subject:
+    """As a run computes, beside a reference that does not round.
+
+    Below the floor: gradients that would be zero but for rounding. A key's bias adds the same to all scores of a query, up to the
+    rotary embedding, and softmax takes that off again; parts of a loss may cancel likewise. Weights of a more usual spread: those of
+    the other tests give logits whose rounding alone moves a log-prob by 3e-5 nats, and the ratio of a whole completion by more.
+    """
+    model, critic = ARCHITECTURES[kind](0.1), make_critic()
+    exact = copy.deepcopy(model).double()
+    adopt_tree_attention(causal_model(model))
+    return Subject(model, critic, exact, copy.deepcopy(critic).double(), relative=1e-5, floor=1e-6)
+
+
+@contextlib.contextmanager
+def attending_by_trees() -> Iterator[None]:
+    """Packs of these sizes attend by trees too, as long ones do."""
+    with small_blocks():
+        yield
+
+
+@st.composite
+def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4, 8)) -> dict[str, Any]:
+    """How a generation looks: steps × micro-batches × groups, lengths, rewards, and where packs are cut."""
+    size = draw(st.sampled_from(sizes))
+    steps, micro = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    groups = steps * micro * draw(st.integers(1, 2))
+    count = groups * size
+    rewards = [
+        # Few values, so that groups agree and pairs are tied.
+        draw(st.lists(st.sampled_from([0.0, 1.0, 1.0, 2.5, None]), min_size=size, max_size=size))
+        for _ in range(groups)
+    ]
+    if all(reward is None for group in rewards for reward in group):
+        rewards[0][0] = 1.0
+    return {
+        "size": size,
+        "steps": steps,
+        "micro": micro,
+        "rewards": rewards,
+        "lengths": draw(st.lists(st.integers(1, 9), min_size=count, max_size=count)),
+        "cut": draw(st.lists(st.booleans(), min_size=count, max_size=count)),
+        "prompts": draw(st.lists(st.integers(1, 12), min_size=groups, max_size=groups)),
+        "moved": draw(st.booleans()),
+        "budget": draw(st.integers(1, 200)),
+        "chunk": draw(st.integers(1, 40)),
+        "seed": draw(st.integers(0, 10**6)),
+    }
+
+
+def single(values: torch.Tensor) -> tuple[float, ...]:
+    """As they cross to the loss: in float32."""
+    return tuple(values.float().tolist())
+
+
+def drawn_of(subject: Subject, shape: dict[str, Any], temperature: float) -> Drawn:
+    """A generation of a shape, sampled by nobody: its tokens are random."""
+    generator = torch.Generator().manual_seed(shape["seed"])
+
+    def ids(count: int, high: int) -> tuple[int, ...]:
+        return tuple(torch.randint(4, high, (count,), generator=generator).tolist())
+
+    sequences, lengths = [], iter(shape["lengths"])
+    for g, length in enumerate(shape["prompts"]):
+        prompt = (5, 6, *ids(length, 60))
+        for i in range(shape["size"]):
+            # Few distinct tokens, so that branches meet.
+            completion = ids(next(lengths), 9)
+            sequences.append(TrainingSequence(f"p{g}#{i}", prompt, completion, ()))
+    with torch.no_grad():
+        rows = plain.padded(subject.exact_model, sequences, temperature).logps
+
+    def noise(count: int, scale: float) -> torch.Tensor:
+        return scale * torch.randn(count, generator=generator, dtype=torch.float64)
+
+    known = []
+    for s, row in zip(sequences, rows, strict=True):
+        count = len(s.completion_ids)
+        old = row[:count] + (noise(count, 0.25) if shape["moved"] else 0.0)
+        known.append(
+            replace(
+                s,
+                old_logps=single(old),
+                behaviour_logps=single(old + noise(count, 0.4)),
+                ref_logps=single(row[:count] + noise(count, 0.5)),
+                values=single(noise(count, 1.0)),
+            )
+        )
+    return Drawn(known, shape["rewards"], shape["cut"], shape["moved"])
+
+
+def groups_of(drawn: Drawn) -> list[RolloutGroup]:
+    """The same, as the engine and the reward functions give it."""
+    sequences, cut = iter(drawn.sequences), iter(drawn.cut)
+    groups = []
+    for g, rewards in enumerate(drawn.rewards):
+        rollouts = []
+        for i, reward in enumerate(rewards):
+            s = next(sequences)
+            n = len(s.completion_ids)
+            reason = "length" if next(cut) else "stop"
+            key = RequestKey(f"p{g}", i)
+            completion = Completion(key, s.prompt_ids, s.completion_ids, s.behaviour_logps, (0,) * n, reason)  # type: ignore[arg-type]
+            scores = {"first": reward, "second": plain.second_score(reward)}
+            rollouts.append(Rollout(completion, f"text {g} {i}", scores, math.nan if reward is None else reward))
+        groups.append(RolloutGroup(Prompt(f"p{g}", s.prompt_ids, "text"), tuple(rollouts)))
+    return groups
+
+
+def config(kind: type, shape: dict[str, Any], **fields: Any) -> Any:
+    """A method's configuration for a shape."""
+    completions = len(shape["lengths"])
+    parts = shape["steps"] * shape["micro"]
+    base: dict[str, Any] = {"output_dir": "unused", "bf16": False, "report_to": []}
+    base |= {"token_budget": shape["budget"], "logits_chunk_size": shape["chunk"], "temperature": 0.8}
+    base |= {"gradient_accumulation_steps": shape["micro"], "save_strategy": "no"}
+    if kind is OnlineDPOConfig:
+        base |= {"per_device_train_batch_size": completions // shape["micro"] // 2}
+    else:
+        base |= {"per_device_train_batch_size": completions // parts, "num_generations": shape["size"]}
+        base |= {"steps_per_generation": parts, "max_completion_length": max(9, *shape["lengths"])}
+    return kind(**{**base, **fields})
+
+
+def gradients(*parts: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients by parameter, in double precision, which are then forgotten."""
+    found = {}
+    for i, part in enumerate(parts):
+        for name, p in part.named_parameters():
+            found[f"{i}.{name}"] = (p.grad.clone() if p.grad is not None else torch.zeros_like(p)).double()
+        part.zero_grad()
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], subject: Subject) -> None:
+    largest = max(float(gradient.norm()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        difference = float((found[name] - gradient).norm())
+        allowed = subject.relative * float(gradient.norm()) + subject.floor * largest + 1e-9
+        assert difference <= allowed, (name, difference, float(gradient.norm()), largest)
+
+
+def check(
+    subject: Subject,
+    objective: Objective[Any],
+    shape: dict[str, Any],
+    reference: ReferenceLoss,
+    *,
+    drawn: Drawn | None = None,
+    groups: list[RolloutGroup] | None = None,
+) -> list[dict[str, float]]:
+    """Loss and gradients of each optimizer step, side by side; gives what the steps logged."""
+    run = objective.config
+    # What an earlier comparison may have left when it failed.
+    gradients(*subject.parts, *subject.exact_parts)
+    drawn = drawn or drawn_of(subject, shape, run.temperature)
+    generation = prepare_generation(groups or groups_of(drawn), objective, 0, drawn.sequences)
+    if not drawn.moved:
+        generation = generation.without_old_logps()
+    policy = Policy(causal_model(subject.model), contextlib.nullcontext, lambda loss: loss.backward(), subject.critic)
+    logged, size = [], run.completions_per_step
+    for step in range(len(drawn.sequences) // size):
+        expected_loss = reference(subject, drawn, slice(step * size, (step + 1) * size))
+        expected_loss.backward()
+        expected = gradients(*subject.exact_parts)
+        sequences = objective.prepare_step(
+            generation.step(step, shape["micro"]), lambda those: score_all(policy, those, run).entropies
+        )
+        prepared = generation.with_step(step, shape["micro"], sequences)
+        sums = UpdateSums()
+        for micro in prepared.micro_batches[step * shape["micro"] : (step + 1) * shape["micro"]]:
+            learn(policy, micro, objective, PhaseClock(), sums)
+        logged.append(sums.tally.figures() | objective.finish_step(sums.tally))
+        assert sums.gap.tokens == sum(len(s.completion_ids) for s in sequences)
+        loss, wanted = sums.loss, expected_loss.item()
+        assert abs(loss - wanted) <= subject.relative * abs(wanted) + max(subject.floor, 1e-6), (loss, wanted)
+        assert_same(gradients(*subject.parts), expected, subject)
+    return logged

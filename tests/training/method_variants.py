@@ -1,0 +1,143 @@
+"""Every method with every option that has a part in its loss, each beside its plain reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import reference_methods as plain
+import torch
+from drawn import ReferenceLoss, Subject
+from reference_methods import Drawn
+
+from lockstep import GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
+from lockstep.training.grpo import GRPOObjective
+from lockstep.training.objective import Objective
+from lockstep.training.online_dpo import OnlineDPOObjective
+from lockstep.training.ppo import PPOObjective
+from lockstep.training.reinforce_pp import ReinforcePPObjective
+from lockstep.training.rloo import RLOOObjective
+
+CLASSES: dict[str, tuple[type, type[Objective]]] = {
+    "GRPO": (GRPOConfig, GRPOObjective),
+    "RLOO": (RLOOConfig, RLOOObjective),
+    "OnlineDPO": (OnlineDPOConfig, OnlineDPOObjective),
+    "ReinforcePP": (ReinforcePPConfig, ReinforcePPObjective),
+    "PPO": (PPOConfig, PPOObjective),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method and the fields that it differs by from its defaults."""
+
+    method: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> type:
+        return CLASSES[self.method][0]
+
+    @property
+    def objective(self) -> type[Objective]:
+        return CLASSES[self.method][1]
+
+    def reference(self, run: Any) -> ReferenceLoss:
+        """The plain loss of a step under a configuration."""
+
+        def loss(subject: Subject, drawn: Drawn, step: slice) -> torch.Tensor:
+            model = subject.exact_model
+            if self.method == "PPO":
+                return plain.ppo(model, subject.exact_critic, drawn, step, run)
+            if self.method == "OnlineDPO":
+                return plain.online_dpo(model, drawn, step, run, run.beta[0])
+            losses = {"GRPO": plain.grpo, "RLOO": plain.rloo, "ReinforcePP": plain.reinforce_pp}
+            return losses[self.method](model, drawn, step, run)
+
+        return loss
+
+
+def fit(variant: Variant, shape: dict[str, Any]) -> dict[str, Any]:
+    """The shape as far as the method can take it: pairs learn from one step, cut into micro-batches of whole pairs."""
+    if variant.method != "OnlineDPO":
+        return shape
+    micro = shape["micro"]
+    while len(shape["rewards"]) % micro:
+        micro -= 1
+    return shape | {"steps": 1, "moved": False, "micro": micro}
+
+
+GRPO: dict[str, dict[str, Any]] = {
+    "dapo": {},
+    "grpo, KL": {"loss_type": "grpo", "beta": 0.3, "mask_truncated_completions": True},
+    "dr_grpo, plain KL": {
+        "loss_type": "dr_grpo",
+        "beta": 0.3,
+        "use_bias_correction_kl": False,
+        "scale_rewards": "none",
+    },
+    "bnpo, entropy": {"loss_type": "bnpo", "entropy_coef": 0.2, "mask_truncated_completions": True},
+    "dapo, KL, entropy, quantile": {"beta": 0.1, "entropy_coef": 0.2, "top_entropy_quantile": 0.4},
+    "quantile, masked": {"top_entropy_quantile": 0.3, "mask_truncated_completions": True, "scale_rewards": "batch"},
+    "dual clip": {"delta": 1.5, "epsilon_high": 0.4, "vllm_importance_sampling_mode": "sequence_mask"},
+    "GSPO": {"importance_sampling_level": "sequence", "loss_type": "grpo", "beta": 0.2},
+    "LUSPO": {"importance_sampling_level": "sequence", "loss_type": "luspo", "mask_truncated_completions": True},
+    "CISPO": {"loss_type": "cispo", "epsilon_high": 1.3, "entropy_coef": 0.1},
+    "SAPO": {"loss_type": "sapo", "beta": 0.1, "mask_truncated_completions": True},
+    "VESPO": {"loss_type": "vespo", "off_policy_mask_threshold": 0.1, "mask_truncated_completions": True},
+    "VESPO, KL": {"loss_type": "vespo", "beta": 0.1, "top_entropy_quantile": 0.5},
+    "GDPO": {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]},
+    "IcePop": {
+        "vllm_importance_sampling_mode": "token_mask",
+        "vllm_importance_sampling_clip_min": 0.7,
+        "vllm_importance_sampling_clip_max": 1.4,
+    },
+    "sequences truncated": {
+        "vllm_importance_sampling_mode": "sequence_truncate",
+        "vllm_importance_sampling_clip_min": 0.6,
+        "loss_type": "grpo",
+    },
+    "geometric mask": {
+        "vllm_importance_sampling_mode": "sequence_geometric_mask",
+        "vllm_importance_sampling_clip_min": 0.9,
+        "vllm_importance_sampling_clip_max": 1.2,
+    },
+    "off-policy mask": {"off_policy_mask_threshold": 0.05},
+    "ScaleRL": {
+        "loss_type": "cispo",
+        "epsilon_high": 5.0,
+        "scale_rewards": "batch",
+        "average_by_prompt": True,
+        "filter_zero_variance": True,
+    },
+    "by prompt, KL, masked": {"average_by_prompt": True, "beta": 0.1, "mask_truncated_completions": True},
+    "filtered, grpo, KL": {"loss_type": "grpo", "filter_zero_variance": True, "beta": 0.2},
+    "filtered, dapo, entropy, quantile": {
+        "filter_zero_variance": True,
+        "entropy_coef": 0.2,
+        "top_entropy_quantile": 0.5,
+        "mask_truncated_completions": True,
+        "scale_rewards": "batch",
+    },
+}
+OTHERS: dict[str, list[dict[str, Any]]] = {
+    "RLOO": [
+        {},
+        {"normalize_advantages": True, "mask_truncated_completions": True},
+        {"beta": 0.0, "reward_clip_range": (0.5, 2.0)},
+        {"reward_clip_range": (0.5, 2.0), "vllm_importance_sampling_mode": "sequence_mask"},
+    ],
+    "OnlineDPO": [{}, {"loss_type": "ipo"}, {"missing_eos_penalty": 1.5}, {"beta": [0.5, 0.2]}],
+    "ReinforcePP": [
+        {"beta": 0.1},
+        {"beta": 0.0, "mask_truncated_completions": True},
+        {"beta": 0.2, "gamma": 0.9},
+        {"beta": 0.2, "baseline": "group", "mask_truncated_completions": True},
+    ],
+    "PPO": [{}, {"gamma": 0.9, "vf_coef": 2.0}, {"lam": 0.5, "mask_truncated_completions": True}],
+}
+VARIANTS: dict[str, Variant] = {f"GRPO: {name}": Variant("GRPO", fields) for name, fields in GRPO.items()} | {
+    f"{method}: {fields}": Variant(method, fields) for method, choices in OTHERS.items() for fields in choices
+}
+# Completions a prompt, where a method is not for any number.
+SIZES = {"OnlineDPO": (2,), "PPO": (1, 2, 8), "ReinforcePP": (2, 4, 8)}

@@ -1,0 +1,51 @@
+"""Every method's loss and gradients in fp32, the precision of a run, within 1e-5 of the plain padded reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from drawn import ARCHITECTURES, attending_by_trees, check, config, in_single
+from method_variants import VARIANTS, fit
+
+pytestmark = pytest.mark.usefixtures("one_thread", "trees")
+
+SUBJECTS = {kind: in_single(kind) for kind in ARCHITECTURES}
+
+
+@pytest.fixture(scope="module")
+def trees() -> Iterator[None]:
+    with attending_by_trees():
+        yield
+
+
+def shape_of(size: int) -> dict[str, Any]:
+    """Groups that differ, one that agrees, one with a score missing; packs that hold some of a group, and parts of another."""
+    groups = 4
+    count = groups * size
+    rewards: list[list[float | None]] = [[float((3 * i + g) % 4) for i in range(size)] for g in range(groups)]
+    rewards[1] = [1.0] * size
+    rewards[2][-1] = None
+    return {
+        "size": size,
+        "steps": 1,
+        "micro": 2,
+        "rewards": rewards,
+        "lengths": [1 + (7 * i) % 24 for i in range(count)],
+        "cut": [i % 3 == 0 for i in range(count)],
+        "prompts": [3, 30, 11, 20],
+        "moved": True,
+        "budget": 160,
+        "chunk": 50,
+        "seed": 3,
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(SUBJECTS))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loss_and_gradients_are_within_1e_5_of_the_padded_reference(name: str, kind: str) -> None:
+    variant = VARIANTS[name]
+    shape = fit(variant, shape_of(2 if variant.method == "OnlineDPO" else 8))
+    run = config(variant.config, shape, **variant.fields)
+    check(SUBJECTS[kind], variant.objective(run), shape, variant.reference(run))
