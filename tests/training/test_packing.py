@@ -205,11 +205,24 @@ def test_shared_beginnings_and_equal_completions_take_no_second_place() -> None:
     assert pack.position_ids.max() == 6
 
 
+def filled_one_by_one(sequences: list[TrainingSequence], budget: int) -> int:
+    """How many packs there would be if each were filled before the next is begun."""
+    packs, held = 1, set()
+    for s in sequences:
+        path = (*s.prompt_ids, *s.completion_ids[:-1])
+        nodes = {path[: i + 1] for i in range(len(path))}
+        if held and len(held | nodes) > budget:
+            packs, held = packs + 1, set()
+        held |= nodes
+    return packs
+
+
 @settings(max_examples=100, deadline=None)
 @given(steps(), st.integers(1, 200))
 def test_packs_hold_every_token_once_and_keep_to_the_budget(sequences: list[TrainingSequence], budget: int) -> None:
     packs = list(pack_sequences(sequences, budget))
     assert [s for pack in packs for s in pack.sequences] == sequences
+    assert len(packs) <= filled_one_by_one(sequences, budget)
     for pack in packs:
         alone = max(len(s.prompt_ids) + len(s.completion_ids) - 1 for s in pack.sequences)
         assert pack.input_ids.shape[1] <= max(budget, alone)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lockstep.engines.protocol import places_of
+from lockstep.training.pack_plan import cut_rows, cut_tree
 from lockstep.training.tree_attention import TreePlan, plan_attention
 
 
@@ -143,15 +144,6 @@ class _Tree:
         self.depths: list[int] = []
         self._children: dict[tuple[int, int], int] = {}
 
-    def new_nodes(self, path: Sequence[int]) -> int:
-        """How many nodes inserting `path` would add."""
-        node = -1
-        for i, token in enumerate(path):
-            node = self._children.get((node, token), -2)
-            if node == -2:
-                return len(path) - i
-        return 0
-
     def insert(self, path: Sequence[int]) -> list[int]:
         """Nodes along `path`, made where they do not exist yet."""
         node, nodes = -1, []
@@ -180,6 +172,8 @@ class _Tree:
 def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> Iterator[Pack]:
     """Packs of at most `token_budget` nodes each, in the order given (a longer unit gets a pack of its own).
 
+    There are as few as this order allows, cut where the least of a prompt is repeated, and about equal in size.
+
     Args:
         sequences: put those that share a prompt side by side, or they share it only within a pack.
         token_budget: bounds the (T, T) attention mask and the activations of one forward.
@@ -187,24 +181,19 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
     Raises:
         ValueError: a sequence has no prompt or no completion, or a mask of another length.
     """
-    tree = _Tree()
-    held: list[TrainingSequence] = []
-    places: list[int] = []
-    for unit in _units(sequences):
-        paths = [s.path for s in unit]
-        if held and len(tree.tokens) + _new_nodes(tree, paths) > token_budget:
-            yield _finish(tree, held, places)
-            tree, held, places = _Tree(), [], []
-        for sequence, path in zip(unit, paths, strict=True):
+    units = list(_units(sequences))
+    paths = [[s.path for s in unit] for unit in units]
+    for run in cut_tree(paths, [len(unit[0].prompt_ids) for unit in units], token_budget):
+        tree, held = _Tree(), [s for i in run for s in units[i]]
+        places: list[int] = []
+        for sequence, path in zip(held, (path for i in run for path in paths[i]), strict=True):
             nodes = tree.insert(path)
-            held.append(sequence)
             places += [nodes[i] for i in sequence.predictors]
-    if held:
         yield _finish(tree, held, places)
 
 
 def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int) -> Iterator[Pack]:
-    """Packs of plain rows, padded behind, for models whose layers cannot be told of a tree.
+    """Packs of plain rows, padded behind, shortest first, for models whose layers cannot be told of a tree.
 
     Args:
         token_budget: most positions of a pack, padding included (a longer unit gets a pack of its own).
@@ -212,17 +201,9 @@ def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int) -> Itera
     Raises:
         ValueError: a sequence has no prompt or no completion, or a mask of another length.
     """
-    held: list[TrainingSequence] = []
-    longest = 0
-    for unit in _units(sequences):
-        own = max(len(s.path) for s in unit)
-        if held and max(longest, own) * (len(held) + len(unit)) > token_budget:
-            yield _rows(held)
-            held, longest = [], 0
-        held += unit
-        longest = max(longest, own)
-    if held:
-        yield _rows(held)
+    units = sorted(_units(sequences), key=lambda unit: max(len(s.path) for s in unit))
+    for run in cut_rows([[len(s.path) for s in unit] for unit in units], token_budget):
+        yield _rows([s for i in run for s in units[i]])
 
 
 def _rows(held: list[TrainingSequence]) -> Pack:
@@ -253,18 +234,6 @@ def _units(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSeque
         unit.append(sequence)
     if unit:
         yield unit
-
-
-def _new_nodes(tree: _Tree, paths: Sequence[Sequence[int]]) -> int:
-    """Nodes that inserting all paths would add at most: what they share among themselves is counted for the first alone."""
-    first, *others = paths
-    fresh = [min(tree.new_nodes(other), len(other) - _shared(first, other)) for other in others]
-    return tree.new_nodes(first) + sum(fresh)
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens at the beginning that two paths have in common."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _finish(tree: _Tree, held: list[TrainingSequence], places: list[int]) -> Pack:

@@ -1,0 +1,122 @@
+"""Cuts of a micro-batch into packs: within the budget, never more than by filling one after the other, and no cut is better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.training.pack_plan import cut_rows, cut_tree
+
+Paths = list[tuple[int, ...]]
+# The size of a pack of some units, and what of it another cut would have spared.
+Size = Callable[[range], int]
+
+
+def positions(units: Sequence[Paths]) -> int:
+    """Of the tree of all paths: every beginning counts once."""
+    return len({path[: i + 1] for unit in units for path in unit for i in range(len(path))})
+
+
+def greedy(count: int, size: Size, budget: int) -> list[range]:
+    """One pack after the other, each filled as far as it goes."""
+    runs, start = [], 0
+    for end in range(1, count + 1):
+        if end == count or size(range(start, end + 1)) > budget:
+            runs.append(range(start, end))
+            start = end
+    return runs
+
+
+def all_cuts(count: int) -> Iterator[list[range]]:
+    for number in range(count):
+        for edges in combinations(range(1, count), number):
+            yield [range(a, b) for a, b in pairwise([0, *edges, count])]
+
+
+def assert_best(runs: list[range], count: int, size: Size, waste: Callable[[range], int], budget: int) -> None:
+    """Every unit once and in order, within the budget, and no cut is better."""
+    assert [i for run in runs for i in run] == list(range(count))
+    assert all(size(run) <= budget or len(run) == 1 for run in runs)
+    assert len(runs) <= len(greedy(count, size, budget))
+
+    def cost(cut: list[range]) -> tuple[int, int, int]:
+        return len(cut), sum(map(waste, cut)), max(map(size, cut))
+
+    allowed = [c for c in all_cuts(count) if all(size(run) <= budget or len(run) == 1 for run in c)]
+    assert cost(runs) == min(map(cost, allowed))
+
+
+@st.composite
+def prompts_with_completions(draw: st.DrawFn) -> tuple[list[Paths], list[int]]:
+    """Units of one or two paths; prompts may share beginnings, be the same, or be the beginning of another one."""
+    units, lengths = [], []
+    while len(units) < 7 and (not units or draw(st.booleans())):
+        prompt = tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=6)))
+        for _ in range(draw(st.integers(1, 4))):
+            completions = draw(st.lists(st.lists(st.integers(3, 5), max_size=4), min_size=1, max_size=2))
+            units.append([(*prompt, *completion) for completion in completions])
+            lengths.append(len(prompt))
+    return units[:9], lengths[:9]
+
+
+@settings(max_examples=300, deadline=None)
+@given(prompts_with_completions(), st.integers(1, 40))
+def test_no_cut_of_trees_is_better(drawn: tuple[list[Paths], list[int]], budget: int) -> None:
+    units, prompts = drawn
+
+    def size(run: range) -> int:
+        return positions([units[i] for i in run])
+
+    def repeated(run: range) -> int:
+        if run.start == 0:
+            return 0
+        pairs = zip(units[run.start - 1][-1], units[run.start][0], strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        shortest = min(len(units[run.start - 1][-1]), len(units[run.start][0]))
+        return min(shortest if same is None else same, prompts[run.start])
+
+    assert_best(cut_tree(units, prompts, budget), len(units), size, repeated, budget)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=2), min_size=1, max_size=9), st.integers(1, 60))
+def test_no_cut_of_rows_is_better(lengths: list[list[int]], budget: int) -> None:
+    def size(run: range) -> int:
+        rows = [length for i in run for length in lengths[i]]
+        return len(rows) * max(rows)
+
+    def padding(run: range) -> int:
+        return size(run) - sum(length for i in run for length in lengths[i])
+
+    assert_best(cut_rows(lengths, budget), len(lengths), size, padding, budget)
+
+
+@settings(max_examples=100, deadline=None)
+@given(prompt=st.integers(1, 50), length=st.integers(1, 20), count=st.integers(1, 40), room=st.integers(1, 12))
+def test_packs_of_one_prompt_are_as_equal_as_whole_completions_allow(
+    prompt: int, length: int, count: int, room: int
+) -> None:
+    beginning = tuple(range(prompt))
+    units = [[(*beginning, *(1000 * i + j for j in range(1, length + 1)))] for i in range(1, count + 1)]
+    runs = cut_tree(units, [prompt] * count, prompt + room * length)
+    assert len(runs) == -(-count // room)
+    assert max(map(len, runs)) == -(-count // len(runs))
+
+
+def test_a_prompt_that_fits_into_a_pack_is_not_cut_apart_for_balance() -> None:
+    """A cut inside the second prompt would make two packs of 25 positions, and repeat 10."""
+
+    def group(prompt: int, completions: int) -> list[Paths]:
+        return [[(*range(prompt, prompt + 10), 100 * prompt + i)] for i in range(completions)]
+
+    units = group(0, 2) + group(20, 6) + group(40, 2)
+    assert cut_tree(units, [10] * 10, 30) == [range(2), range(2, 10)]
+    assert cut_tree(units, [10] * 10, 27) == [range(5), range(5, 10)]
+
+
+def test_nothing_is_cut_into_nothing() -> None:
+    assert cut_tree([], [], 5) == []
+    assert cut_rows([], 5) == []
