@@ -101,8 +101,8 @@ def in_single(kind: str) -> Subject:
     """As a run computes, beside a reference that does not round.
 
     Below the floor: gradients that would be zero but for rounding. A key's bias adds the same to all scores of a query, up to the
-    rotary embedding, and softmax takes that off again; parts of a loss may cancel likewise. Weights of a more usual spread: those of
-    the other tests give logits whose rounding alone moves a log-prob by 3e-5 nats, and the ratio of a whole completion by more.
+    rotary embedding, and softmax takes that off again; parts of a loss may cancel likewise. Weights of a more usual spread: those
+    of the other tests give logits whose rounding alone moves a log-prob by 3e-5 nats, and the ratio of a whole completion by more.
     """
     model, critic = ARCHITECTURES[kind](0.1), make_critic()
     exact = copy.deepcopy(model).double()

@@ -1,6 +1,6 @@
 """Where a micro-batch is cut into packs: as few as the budget allows, no prompt twice without need, and about equal in size.
 
-Comes from: the token paths of `training/packing.py`. Goes to: the same, which makes tensors of each pack. Nothing here knows what
+Comes from: the token tree of `training/packing.py`. Goes to: the same, which makes tensors of each pack. Nothing here knows what
 is learned from a path. Filling one pack after the other would leave a small rest, and the largest pack, and with it a step's
 memory, as large as the budget where two packs of little more than half of it do.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
+# Nodes of a tree from its root on: paths with the same beginning begin with the same nodes.
 Path = Sequence[int]
 # Packs so far, positions that go through the model more than once, positions of the largest pack; and where the last pack begins.
 _Cut = tuple[int, int, int, int]
@@ -23,8 +24,8 @@ def cut_tree(units: Sequence[Sequence[Path]], prompts: Sequence[int], budget: in
 
     Args:
         units: paths of each, which stay in one pack.
-        prompts: positions of each unit's first path that are its prompt's.
-        budget: most positions of a pack, those that paths share counted once; a unit that is larger gets a pack of its own.
+        prompts: nodes of each unit's first path that are its prompt's.
+        budget: most nodes of a pack, those that paths share counted once; a unit that is larger gets a pack of its own.
     """
     fresh = _fresh(units)
     if sum(counts[-1] for counts in fresh) <= budget:
@@ -89,25 +90,21 @@ def _best(count: int, budget: int, packs: Callable[[int], Iterator[tuple[int, in
 
 
 def _fresh(units: Sequence[Sequence[Path]]) -> list[Counter[int]]:
-    """For each unit, how many of its nodes in the tree of all paths were last met in which unit before; in none: -1."""
-    children: dict[tuple[int, int], int] = {}
-    met: list[int] = []
+    """For each unit, how many of its nodes were last met in which unit before; in none: -1."""
+    met: dict[int, int] = {}
     found = []
     for place, unit in enumerate(units):
         counts: Counter[int] = Counter()
         for path in unit:
-            node = -1
-            for token in path:
-                node = children.setdefault((node, token), len(children))
-                if node == len(met):
-                    met.append(-1)
-                if met[node] != place:
-                    counts[met[node]] += 1
+            for node in path:
+                last = met.get(node, -1)
+                if last != place:
+                    counts[last] += 1
                     met[node] = place
         found.append(counts)
     return found
 
 
 def _shared(one: Path, other: Path) -> int:
-    """Tokens at the beginning that two paths have in common."""
+    """Nodes at the beginning that two paths have in common."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -159,6 +159,18 @@ class _Tree:
             node = child
         return nodes
 
+    def part(self, paths: Sequence[Sequence[int]]) -> tuple[_Tree, list[list[int]]]:
+        """A tree of some of the paths alone, and their nodes in it."""
+        tree, index = _Tree(), {-1: -1}
+        for path in paths:
+            for node in path:
+                if node not in index:
+                    index[node] = len(tree.tokens)
+                    tree.tokens.append(self.tokens[node])
+                    tree.parents.append(index[self.parents[node]])
+                    tree.depths.append(self.depths[node])
+        return tree, [[index[node] for node in path] for path in paths]
+
     def mask(self) -> torch.Tensor:
         """(T, T) bool: each node sees its ancestors and itself."""
         size = len(self.tokens)
@@ -181,13 +193,13 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
     Raises:
         ValueError: a sequence has no prompt or no completion, or a mask of another length.
     """
-    units = list(_units(sequences))
-    paths = [[s.path for s in unit] for unit in units]
+    whole, units = _Tree(), list(_units(sequences))
+    paths = [[whole.insert(s.path) for s in unit] for unit in units]
     for run in cut_tree(paths, [len(unit[0].prompt_ids) for unit in units], token_budget):
-        tree, held = _Tree(), [s for i in run for s in units[i]]
+        held = [s for i in run for s in units[i]]
+        tree, own = whole.part([path for i in run for path in paths[i]])
         places: list[int] = []
-        for sequence, path in zip(held, (path for i in run for path in paths[i]), strict=True):
-            nodes = tree.insert(path)
+        for sequence, nodes in zip(held, own, strict=True):
             places += [nodes[i] for i in sequence.predictors]
         yield _finish(tree, held, places)
 
