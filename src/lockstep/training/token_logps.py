@@ -16,6 +16,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 Head = Callable[[torch.Tensor], torch.Tensor]
+# Rows of a product that stay in a core's cache.
+_ROWS = 8
 
 
 def token_logps(
@@ -103,7 +105,7 @@ class _ChosenLogps(torch.autograd.Function):
             normaliser.scatter_reduce_(0, rows, scaled[rows, targets] - chosen, "amax")
             # In place: a fresh matrix of this size costs its page faults.
             probabilities = logps.exp_()
-            entropy = normaliser - torch.linalg.vecdot(probabilities, scaled)
+            entropy = normaliser - _row_products(probabilities, scaled)
         ctx.save_for_backward(probabilities, entropy, rows, targets)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         # Backward is told of an entropy that the loss does not use by None, not by a matrix of zeros.
@@ -130,3 +132,15 @@ class _ChosenLogps(torch.autograd.Function):
         if ctx.temperature != 1.0:
             gradient /= ctx.temperature
         return gradient.to(ctx.dtype), None, None, None
+
+
+def _row_products(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """(R,) inner products of the rows of two (R, V) matrices; PyTorch's own fills a third matrix first, in six times the time."""
+    if one.device.type != "cpu":
+        return torch.linalg.vecdot(one, other)
+    found, scratch = one.new_empty(len(one)), torch.empty_like(one[:_ROWS])
+    for start in range(0, len(one), _ROWS):
+        rows = slice(start, min(start + _ROWS, len(one)))
+        product = torch.mul(one[rows], other[rows], out=scratch[: rows.stop - start])
+        torch.sum(product, -1, out=found[rows])
+    return found
