@@ -17,6 +17,7 @@ import reference_methods as plain
 import torch
 from blocks import small_blocks
 from hypothesis import strategies as st
+from reference import sampled_places
 from reference_methods import Drawn
 from tiny import make_model
 
@@ -24,7 +25,7 @@ from lockstep import OnlineDPOConfig
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.models.adapters import causal_model
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.training.generation import prepare_generation
+from lockstep.training.generation import prepare_generation, sequences_of
 from lockstep.training.objective import Objective
 from lockstep.training.packing import TrainingSequence
 from lockstep.training.phases import PhaseClock
@@ -137,6 +138,8 @@ def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4, 8)) -> dict[str, Any
         "micro": micro,
         "rewards": rewards,
         "lengths": draw(st.lists(st.integers(1, 9), min_size=count, max_size=count)),
+        # Before which of its tokens something is put into each completion.
+        "holes": draw(st.lists(st.just([]) | st.lists(st.integers(0, 9), max_size=4), min_size=count, max_size=count)),
         "cut": draw(st.lists(st.booleans(), min_size=count, max_size=count)),
         "prompts": draw(st.lists(st.integers(1, 12), min_size=groups, max_size=groups)),
         "moved": draw(st.booleans()),
@@ -158,13 +161,16 @@ def drawn_of(subject: Subject, shape: dict[str, Any], temperature: float) -> Dra
     def ids(count: int, high: int) -> tuple[int, ...]:
         return tuple(torch.randint(4, high, (count,), generator=generator).tolist())
 
-    sequences, lengths = [], iter(shape["lengths"])
+    sequences, lengths, holes = [], iter(shape["lengths"]), iter(shape["holes"])
     for g, length in enumerate(shape["prompts"]):
         prompt = (5, 6, *ids(length, 60))
         for i in range(shape["size"]):
             # Few distinct tokens, so that branches meet.
-            completion = ids(next(lengths), 9)
-            sequences.append(TrainingSequence(f"p{g}#{i}", prompt, completion, ()))
+            sampled = [True] * next(lengths)
+            for place in next(holes):
+                sampled.insert(place, False)
+            mask = None if all(sampled) else tuple(sampled)
+            sequences.append(TrainingSequence(f"p{g}#{i}", prompt, ids(len(sampled), 9), (), sampled=mask))
     with torch.no_grad():
         rows = plain.padded(subject.exact_model, sequences, temperature).logps
 
@@ -173,7 +179,7 @@ def drawn_of(subject: Subject, shape: dict[str, Any], temperature: float) -> Dra
 
     known = []
     for s, row in zip(sequences, rows, strict=True):
-        count = len(s.completion_ids)
+        count = len(sampled_places(s))
         old = row[:count] + (noise(count, 0.25) if shape["moved"] else 0.0)
         known.append(
             replace(
@@ -195,10 +201,11 @@ def groups_of(drawn: Drawn) -> list[RolloutGroup]:
         rollouts = []
         for i, reward in enumerate(rewards):
             s = next(sequences)
-            n = len(s.completion_ids)
+            n, own = len(s.completion_ids), iter(s.behaviour_logps)
+            logps = tuple(next(own) if s.sampled is None or s.sampled[place] else 0.0 for place in range(n))
             reason = "length" if next(cut) else "stop"
             key = RequestKey(f"p{g}", i)
-            completion = Completion(key, s.prompt_ids, s.completion_ids, s.behaviour_logps, (0,) * n, reason)  # type: ignore[arg-type]
+            completion = Completion(key, s.prompt_ids, s.completion_ids, logps, (0,) * n, reason, s.sampled)  # type: ignore[arg-type]
             scores = {"first": reward, "second": plain.second_score(reward)}
             rollouts.append(Rollout(completion, f"text {g} {i}", scores, math.nan if reward is None else reward))
         groups.append(RolloutGroup(Prompt(f"p{g}", s.prompt_ids, "text"), tuple(rollouts)))
@@ -252,7 +259,11 @@ def check(
     # What an earlier comparison may have left when it failed.
     gradients(*subject.parts, *subject.exact_parts)
     drawn = drawn or drawn_of(subject, shape, run.temperature)
-    generation = prepare_generation(groups or groups_of(drawn), objective, 0, drawn.sequences)
+    groups = groups or groups_of(drawn)
+    sampled_alone = [replace(s, old_logps=None, ref_logps=None, values=None) for s in drawn.sequences]
+    assert sequences_of(groups, 0) == sampled_alone
+    generation = prepare_generation(groups, objective, 0, drawn.sequences)
+    assert generation.sampled_tokens == sum(shape["lengths"])
     if not drawn.moved:
         generation = generation.without_old_logps()
     policy = Policy(causal_model(subject.model), contextlib.nullcontext, lambda loss: loss.backward(), subject.critic)
@@ -269,7 +280,7 @@ def check(
         for micro in prepared.micro_batches[step * shape["micro"] : (step + 1) * shape["micro"]]:
             learn(policy, micro, objective, PhaseClock(), sums)
         logged.append(sums.tally.figures() | objective.finish_step(sums.tally))
-        assert sums.gap.tokens == sum(len(s.completion_ids) for s in sequences)
+        assert sums.gap.tokens == sum(len(s.behaviour_logps) for s in sequences)
         loss, wanted = sums.loss, expected_loss.item()
         assert abs(loss - wanted) <= subject.relative * abs(wanted) + max(subject.floor, 1e-6), (loss, wanted)
         assert_same(gradients(*subject.parts), expected, subject)

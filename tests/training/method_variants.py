@@ -106,7 +106,7 @@ GRPO: dict[str, dict[str, Any]] = {
     "ScaleRL": {
         "loss_type": "cispo",
         "epsilon_high": 5.0,
-        "scale_rewards": "batch",
+        "scale_rewards": "advantages",
         "average_by_prompt": True,
         "filter_zero_variance": True,
     },

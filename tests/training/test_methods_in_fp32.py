@@ -33,6 +33,7 @@ def shape_of(size: int) -> dict[str, Any]:
         "micro": 2,
         "rewards": rewards,
         "lengths": [1 + (7 * i) % 24 for i in range(count)],
+        "holes": [[2, 0, 5][: i % 4] for i in range(count)],
         "cut": [i % 3 == 0 for i in range(count)],
         "prompts": [3, 30, 11, 20],
         "moved": True,

@@ -66,7 +66,7 @@ def test_rows_hold_every_token_once_and_keep_to_the_budget(sequences: list[Train
     packs = list(pack_rows(sequences, budget))
     held = [s for pack in packs for s in pack.sequences]
     assert sorted(held, key=lambda s: s.name) == sorted(sequences, key=lambda s: s.name)
-    rows = [len(s.prompt_ids) + len(s.completion_ids) - 1 for s in held]
+    rows = [len(s.prompt_ids) + sampled_places(s)[-1] for s in held]
     assert rows == sorted(rows)
     for pack in packs:
         assert len(pack.sequences) == 1 or pack.input_ids.numel() <= budget
