@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ _WEIGHTS = _TRUNK + _HEAD + 35_136
 
 
 def measure_machine() -> dict[str, Any]:
-    """Operations a second of a large matrix product and bytes a second of reading memory, the best of several."""
+    """Operations a second of a large matrix product and bytes a second to and from memory, the best of several."""
     return {
         "name": _cpu(),
         # Where bf16 is emulated a large product would take minutes.
@@ -42,8 +43,19 @@ def _flops(dtype: torch.dtype, size: int) -> float:
 
 
 def _bandwidth() -> float:
-    many = torch.ones(2**28 // 4)
-    return many.nbytes / _best(lambda: many.sum())
+    """The most of several ways: what a floor divides by must be as fast as any phase, and one array that is summed is not."""
+    arrays = [torch.ones(2**27 // 4) for _ in range(4)]
+    first, second, third, _ = arrays
+    with ThreadPoolExecutor(len(arrays)) as threads:
+        # How many arrays are read or written. In place, so that what is written was read before, as an optimizer does it.
+        ways: list[tuple[int, Callable[[], object]]] = [
+            (1, lambda: first.sum()),
+            (2, lambda: first.mul_(1.0)),
+            (3, lambda: first.add_(second, alpha=1e-9)),
+            (4, lambda: first.addcmul_(second, third, value=1e-9)),
+            (4, lambda: list(threads.map(torch.sum, arrays))),
+        ]
+        return max(count * first.nbytes / _best(work) for count, work in ways)
 
 
 def _best(work: Callable[[], object]) -> float:
@@ -65,16 +77,18 @@ def floors(work: Any, dtype: str, machine: dict[str, Any], steps: list[dict[str,
 
     Generation multiplies every sampled token with all matrices once, and reads them once a decoding step (all sequences decode
     together); its prompts are left out. Learning multiplies every position of the shared-prefix rows three times (forward,
-    gradient of the input, gradient of the weights). The optimizer reads four and writes three fp32 numbers a weight. A push reads
-    every fp32 weight and writes it in the engine's dtype.
+    gradient of the input, gradient of the weights), and verifying multiplies those that nothing is learned from once; what else is
+    verified (a probe of the engine, comparisons) is left out. The optimizer reads four and writes three fp32 numbers a weight. A
+    push reads every fp32 weight and writes it in the engine's dtype.
     """
     sampled = work.sequences * work.tokens
-    positions = steps[0]["positions"]
+    positions, still, unmoved = (steps[0][name] for name in ("positions", "still_positions", "still_tokens"))
     flops = machine["flops"][dtype]
     kept, served = 4 * _WEIGHTS, {"float32": 4, "bfloat16": 2}[dtype] * _WEIGHTS
     return {
         "generate": max(2 * sampled * (_TRUNK + _HEAD) / flops, work.tokens * served / machine["bytes"]),
-        "forward_backward": 6 * (positions * _TRUNK + sampled * _HEAD) / flops,
+        "forward_backward": 6 * (positions * _TRUNK + (sampled - unmoved) * _HEAD) / flops,
+        "verify": 2 * (still * _TRUNK + unmoved * _HEAD) / flops,
         "optimizer": 7 * kept / machine["bytes"],
         "sync": (kept + served) / machine["bytes"],
     }

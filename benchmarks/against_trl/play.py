@@ -170,20 +170,23 @@ class Lockstep:
             "sampled_tokens": self._log.get("parity/checked_tokens", 0),
             "max_gap": self._log.get("parity/max_abs_gap"),
             "skipped_groups": self._log.get("frac_reward_zero_std"),
-            "positions": self._positions(),
+            **self._positions(),
         }
 
-    def _positions(self) -> int:
-        """Positions that went through the model in the last step, once a shared beginning."""
+    def _positions(self) -> dict[str, int]:
+        """Positions that the last step learned from or only verified, once a shared beginning, and tokens that it only verified."""
         from lockstep.training.packing import pack_sequences
 
-        generation = self.trainer._generation
-        batches = generation.micro_batches if generation is not None else ()
-        return sum(
-            pack.input_ids.numel()
-            for batch in batches
-            for pack in pack_sequences(batch, self.trainer.config.token_budget)
-        )
+        generation, objective = self.trainer._generation, self.trainer.objective
+        found = {"positions": 0, "still_positions": 0, "still_tokens": 0}
+        for batch in generation.micro_batches if generation is not None else ():
+            still = [s for s in batch if not objective.moves(s)]
+            moving = [s for s in batch if objective.moves(s)]
+            for name, sequences in (("positions", moving), ("still_positions", still)):
+                packs = pack_sequences(sequences, self.trainer.config.token_budget)
+                found[name] += sum(pack.input_ids.numel() for pack in packs)
+            found["still_tokens"] += sum(len(s.completion_ids) for s in still)
+        return found
 
     def record(self, path: Path | None) -> None:
         """Keep the generation that was just learned from."""

@@ -5,7 +5,7 @@
 
 Each program lives in a process of its own and waits while the other one works. Figures are medians of the steps after the first.
 With fast bf16 everything is run in both dtypes: fp32 alone, and bf16 autocast over fp32 weights.
-Writes `runs/bench/step.json` (after every part) and `runs/bench/growth.svg`, prints the tables of docs/speed.md.
+Writes `runs/bench/step.json` (after every part) and `runs/bench/growth-DTYPE.svg`, prints the tables of docs/speed.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from lockstep.cli.huge_pages import kernel_setting, with_huge_pages
 from lockstep.training.precision import has_fast_bf16
 
 HERE = Path(__file__).parent
-GROWTH = [f"completions-{n}" for n in (8, 16, 32, 64, 128, 256)] + [f"length-{n}" for n in (128, 256, 512, 1024)]
+GROWTH = [f"completions-{n}" for n in (8, 16, 32, 64, 128, 256)] + [
+    f"length-{n}" for n in (32, 64, 128, 256, 512, 1024)
+]
 PARTS = ("short", "learning-short", "long", "learning-long", "growth")
 DTYPES = ("float32", "bfloat16")
 RIVALS = ("trl", "trl-continuous", "trl-bf16-weights", "trl-huge-pages")
@@ -190,7 +192,8 @@ def show_steps(title: str, work: Workload, dtype: str, steps: dict[str, Steps], 
     bounds = floors(work, dtype, machine, steps["lockstep"])
     for phase, floor in bounds.items():
         taken = statistics.median(step["phases"][phase] for step in steps["lockstep"])
-        print(f"  {phase:16} {taken:8.2f} s, floor {floor:.2f} s: {taken / floor:.1f} times")
+        times = f": {taken / floor:.1f} times" if floor else ""
+        print(f"  {phase:16} {taken:8.2f} s, floor {floor:.2f} s{times}")
 
 
 def show_learning(title: str, steps: dict[str, Steps], machine: dict[str, Any]) -> None:
