@@ -180,6 +180,7 @@ def make(
     size: int = STEP,
     ranks: int = 1,
     reward: Reward | None = None,
+    data: Any = PROMPTS,
     evaluation: Any = None,
     **fields: Any,
 ) -> OnlineTrainer:
@@ -197,7 +198,7 @@ def make(
         model,
         reward_funcs=[reward] if reward is not None else list(chosen.rewards),
         args=config,
-        train_dataset=PROMPTS,
+        train_dataset=data,
         eval_dataset=evaluation,
         peft_config=lora() if chosen.adapted else None,
         engine=engine,

@@ -199,6 +199,11 @@ def test_a_share_without_a_score_is_no_error_while_the_other_has_some(found: Fou
             "rank 0: reward function reward returned 1 scores for 2 completions (in a rehearsal",
         ),
         ("reward:fails", "InputError", "rank 1: reward function reward raised ZeroDivisionError: by design"),
+        ("data:image", "InputError", "rank 1: the train dataset has a column 'image': images are not supported"),
+        ("data:parts", "InputError", "rank 1: prompt train/0: a message's content must be text"),
+        ("data:fewer", "InputError", "rank 1 has other prompts than rank 0 (7 and 8 of them)"),
+        ("data:order", "InputError", "rank 1 has other prompts than rank 0 (8 and 8 of them)"),
+        ("data:none", "InputError", "rank 1: the train dataset is empty"),
         ("weights:policy", "ProofError", "at version 0 rank 1 holds other weights than rank 0"),
         ("weights:critic", "ProofError", "at version 0 rank 1 holds other weights than rank 0"),
         ("breaks", "LockstepError", "rank 1: checkpoint-2 could not be written"),
@@ -270,7 +275,12 @@ def test_two_ranks_train_with_one_server(
 ) -> None:
     monkeypatch.setenv("TEST_SERVER_URL", server.url)
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    run_ranks([sys.executable, str(SCRIPT)], [untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0])
+    work = ["data:image", "data:fewer", "served"]
+    run_ranks([sys.executable, str(SCRIPT)], [untied_dir, str(tmp_path), *work], tmp_path, codes=[0, 0])
+    for name in work[:2]:
+        refused = [torch.load(tmp_path / f"{name.replace(':', '-')}.{rank}.pt") for rank in (0, 1)]
+        assert refused[0]["raised"] == refused[1]["raised"] == "InputError"
+        assert refused[0]["message"] == refused[1]["message"]
     one, other = (torch.load(tmp_path / f"served.{rank}.pt") for rank in (0, 1))
     assert "raised" not in one, one
     assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())

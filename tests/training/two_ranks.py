@@ -246,12 +246,42 @@ def breaks(rank: int, model: str, folder: Path) -> Any:
     return {}
 
 
+def other_data(kind: str) -> Callable[[int, str, Path], Any]:
+    """One rank reads other data than the other."""
+
+    def work(rank: int, model: str, folder: Path) -> Any:
+        from accounts import PROMPTS, make
+        from datasets import Dataset
+
+        others = {
+            "image": lambda: PROMPTS.add_column("image", ["a.png"] * len(PROMPTS)),
+            "parts": lambda: Dataset.from_dict({"prompt": [PICTURE] * len(PROMPTS)}),
+            "fewer": lambda: PROMPTS.select(range(len(PROMPTS) - 1)),
+            "order": lambda: PROMPTS.select(range(len(PROMPTS) - 1, -1, -1)),
+            "none": lambda: PROMPTS.select([]),
+        }
+        data = others[kind]() if rank == 1 else PROMPTS
+        make("rloo", model, folder / kind, ranks=2, size=2, data=data, **on_server()).train()
+        return {}
+
+    return work
+
+
+def on_server() -> dict[str, Any]:
+    """Fields for the real server that the tests started, where they did."""
+    url = os.environ.get("TEST_SERVER_URL")
+    return {"use_vllm": None, "vllm_server_base_url": url} if url else {}
+
+
+PICTURE: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+OTHER_DATA = ("image", "parts", "fewer", "order", "none")
+
+
 def served(rank: int, model: str, folder: Path) -> dict[str, Any]:
     """One method with a real server."""
     from accounts import make
 
-    server = {"use_vllm": None, "vllm_server_base_url": os.environ["TEST_SERVER_URL"]}
-    run = make("grpo-grpo", model, folder / "served", size=2, ranks=2, **server)
+    run = make("grpo-grpo", model, folder / "served", size=2, ranks=2, **on_server())
     run.train()
     return {"weights": {name: p.detach() for name, p in run.model.named_parameters()}, "logs": run.state.log_history}
 
@@ -265,6 +295,7 @@ WORK: dict[str, Callable[[int, str, Path], Any]] = {
     "judged": judged,
     **{f"reward:{kind}": odd_rewards(kind) for kind in ("nothing", "half", "nans", "fails", "few")},
     **{f"weights:{part}": other_weights(part) for part in ("policy", "critic")},
+    **{f"data:{kind}": other_data(kind) for kind in OTHER_DATA},
     "breaks": breaks,
     "learn": fails_to_learn,
     "reward:killed": odd_rewards("killed"),

@@ -6,18 +6,22 @@ and never averaged, and the model is not wrapped: what a wrapper would average i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import ProofError
+from lockstep.errors import InputError, ProofError
+from lockstep.rollouts.group import Prompt
 from lockstep.rollouts.ranks import Ranks
 from lockstep.sync.source import PlainSource
 
 T = TypeVar("T")
+_Both = tuple[list[Prompt], list[Prompt]]
 # Elements that are summed in one call.
 _BUCKET = 1 << 24
 
@@ -32,6 +36,34 @@ def share_of(items: Sequence[T], ranks: Ranks) -> list[T]:
     """This rank's part of something that all ranks could do: contiguous, so that shared prompts stay together."""
     size = -(-len(items) // ranks.count)
     return list(items[ranks.rank * size : (ranks.rank + 1) * size])
+
+
+def read_alike(ranks: Ranks, read: Callable[[], _Both]) -> _Both:
+    """The prompts that every rank reads for itself, compared: rollouts travel between ranks by their prompts' names alone.
+
+    Args:
+        read: reads this rank's data, to train and to evaluate on; what it refuses is refused on every rank.
+
+    Raises:
+        InputError: on every rank; one cannot use its data, or two have different prompts.
+    """
+    if ranks.count == 1:
+        return read()
+    found: list[_Both] = []
+
+    def described() -> list[Any]:
+        found.append(read())
+        ids = [[p.prompt_id, *p.ids] for both in found for prompts in both for p in prompts]
+        return [len(ids), hashlib.blake2b(json.dumps(ids).encode(), digest_size=16).hexdigest()]
+
+    parts = ranks.share("prompts", described)
+    odd = [rank for rank, part in enumerate(parts) if part != parts[0]]
+    if odd:
+        raise InputError(
+            f"rank {odd[0]} has other prompts than rank 0 ({parts[odd[0]][0]} and {parts[0][0]} of them): give every rank the same "
+            "dataset, in the same order"
+        )
+    return found[0]
 
 
 def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version: int) -> None:

@@ -28,7 +28,7 @@ from lockstep.rollouts.reward_functions import Given, ProcessingClasses, entries
 from lockstep.training.checkpoints import guarded_save
 from lockstep.training.completion_log import show_generation
 from lockstep.training.config import OnlineConfig
-from lockstep.training.distributed import check_same_weights, leave_unwrapped
+from lockstep.training.distributed import check_same_weights, leave_unwrapped, read_alike
 from lockstep.training.generation import Generation
 from lockstep.training.method_state import MethodState
 from lockstep.training.objective import Objective
@@ -37,7 +37,7 @@ from lockstep.training.phases import PhaseClock
 from lockstep.training.policy import open_policy
 from lockstep.training.preparation import Preparation
 from lockstep.training.prompt_order import MicroBatch, PromptLoader, generations_from, make_loader, order_of
-from lockstep.training.prompts import check_dataset, read_prompts
+from lockstep.training.prompts import check_datasets, read_prompts
 from lockstep.training.reference import Reference
 from lockstep.training.rehearsal import rehearse_functions
 from lockstep.training.rollout_metrics import evaluation_metrics
@@ -117,10 +117,8 @@ class OnlineTrainer(Trainer):
             )
         self.config: Any = args
         check_reference(model, ref_model, args, peft_config)
-        check_dataset(train_dataset, "train")
-        if eval_dataset is not None:
-            check_dataset(eval_dataset, "eval")
         self.ranks = Ranks(_LONGEST_CALL * args.vllm_server_timeout * (args.generations_ahead + 1))
+        self.ranks.share("data", lambda: check_datasets(train_dataset, eval_dataset))
         if args.rehearse_rewards:
             self.ranks.on_owner("rehearsal", lambda: self.rehearse(reward_funcs, train_dataset))
         scorer = self.scorer(reward_funcs, reward_processing_classes)
@@ -133,7 +131,9 @@ class OnlineTrainer(Trainer):
         self.critic = self.make_critic(policy)
         follows = getattr(args, "sync_ref_model", False) and self.reference is not None
         context = context_within(policy, args.context_limit)
-        self._train_prompts, self._eval_prompts = read_prompts(train_dataset, eval_dataset, tokenizer, context, args)
+        self._train_prompts, self._eval_prompts = read_alike(
+            self.ranks, lambda: read_prompts(train_dataset, eval_dataset, tokenizer, context, args)
+        )
         longest = max(len(p.ids) for p in self._train_prompts + self._eval_prompts) + args.completion_limit
         check_scorable(causal_model(policy))
         if ref_model is not None:

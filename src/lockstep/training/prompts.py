@@ -36,6 +36,13 @@ def check_dataset(dataset: Any, name: str) -> None:
         )
 
 
+def check_datasets(train: Any, evaluation: Any | None) -> None:
+    """`check_dataset` of both, where there are two."""
+    check_dataset(train, "train")
+    if evaluation is not None:
+        check_dataset(evaluation, "eval")
+
+
 def load_prompts(
     dataset: Dataset,
     name: str,
