@@ -189,6 +189,17 @@ class ServerCalls:
             raise self._lost("/collective_rpc", f"gave no result of {method}")
         return list(results)
 
+    def weight_version(self) -> str:
+        """The stamp of the weights that the server holds.
+
+        Raises:
+            EngineLost: it does not say.
+        """
+        answer = self.call("GET", "/weight_info")
+        if not isinstance(answer, dict) or "weight_version" not in answer:
+            raise self._lost("/weight_info", "did not say which weights it holds")
+        return str(answer["weight_version"])
+
     def ailment(self, limit: float) -> str | None:
         """Why the server does not say within the limit that it serves; None if it does."""
         try:

@@ -210,9 +210,9 @@ class VLLMServer:
     def commit_version(self, version: int) -> None:
         stamp = self._stamp(version)
 
-        def commit(server: ServerCalls) -> Any:
+        def commit(server: ServerCalls) -> str:
             server.call("POST", "/update_weight_version", {"new_version": stamp})
-            return server.call("GET", "/weight_info")["weight_version"]
+            return server.weight_version()
 
         found = self._each(commit)
         if set(found) != {stamp}:
@@ -255,7 +255,7 @@ class VLLMServer:
         if self._settings != before:
             raise ProofError(
                 "handshake",
-                "a server came back with other settings than it had",
+                f"a server came back with other settings than it had: {_changes(before, self._settings)}",
                 "it was started again with another command line or model",
                 "start it as it was, and go on from the last checkpoint",
             )
@@ -283,7 +283,7 @@ class VLLMServer:
         found = [settings_from(state["settings"]) for state in states]
         for server, settings in zip(self._servers, found, strict=True):
             if settings != found[0]:
-                names = [k for k in EngineSettings.__slots__ if getattr(settings, k) != getattr(found[0], k)]
+                names = _differing(settings, found[0])
                 raise ProofError(
                     "handshake",
                     f"the servers at {self._servers[0].url} and {server.url} differ in {', '.join(names)}",
@@ -313,6 +313,11 @@ class VLLMServer:
                 f"the server at {server.url} keeps {state['copies']} copies of the model (data_parallel_size), which a trainer "
                 "cannot tell apart; start as many servers without it, and give all URLs"
             )
+        if state["splits_prompts"]:
+            raise InputError(
+                f"the server at {server.url} computes prompts in parts (chunked prefill), and on a CPU its engine ends when one "
+                f"with a seed is cut. {HOW_TO_START}"
+            )
         server.world_size = state["world_size"]
         server.takes_priorities = state["takes_priorities"]
         return state
@@ -327,6 +332,24 @@ class VLLMServer:
     def _each_number(self, call: Callable[[int], T]) -> list[T]:
         """Do something with all servers at once; every one is waited for before an error is raised."""
         return finish_all([self._pool.submit(call, number) for number in range(len(self._servers))])
+
+
+def _differing(one: EngineSettings, other: EngineSettings) -> list[str]:
+    """Names of the settings that two engines do not share."""
+    return [name for name in EngineSettings.__slots__ if getattr(one, name) != getattr(other, name)]
+
+
+def _changes(before: EngineSettings, now: EngineSettings) -> str:
+    """What became of the settings that have changed."""
+    said = []
+    for name in _differing(before, now):
+        old, new = getattr(before, name), getattr(now, name)
+        if isinstance(old, Mapping):
+            keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+            said += [f"{key} of {name} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys]
+        else:
+            said.append(f"{name} was {old!r} and is {new!r}")
+    return "; ".join(said)
 
 
 def _agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -37,6 +37,11 @@ def effective_settings(vllm_config: Any) -> dict[str, Any]:
     }
 
 
+def splits_prompts(vllm_config: Any) -> bool:
+    """Whether a prompt may be computed in parts on a CPU, where a request with a seed of its own then fails (vLLM 0.32.0)."""
+    return vllm_config.device_config.device_type == "cpu" and bool(vllm_config.scheduler_config.enable_chunked_prefill)
+
+
 def settings_from(found: Mapping[str, Any]) -> EngineSettings:
     """`EngineSettings` from what `effective_settings` said, perhaps in another process."""
     dtypes = {name: getattr(torch, found[name]) for name in ("dtype", "head_dtype")}

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.engines.probe import encode_floats
-from lockstep.engines.vllm_settings import effective_settings
+from lockstep.engines.vllm_settings import effective_settings, splits_prompts
 from lockstep.sync.shared_memory import read_mark
 
 # Made when a worker's process starts: two URLs that lead to one server show by it.
@@ -36,6 +36,7 @@ class LockstepWorker:
             "world_size": self.vllm_config.parallel_config.world_size,
             "copies": self.vllm_config.parallel_config.data_parallel_size,
             "takes_priorities": self.vllm_config.scheduler_config.policy == "priority",
+            "splits_prompts": splits_prompts(self.vllm_config),
         }
 
     def lockstep_update(self) -> dict[str, bool]:
