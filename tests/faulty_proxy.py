@@ -19,7 +19,13 @@ Rule = Callable[[str], str | None]
 
 
 class FaultyProxy:
-    """Passes calls on to `target`; `rule` may be set at any time, and `calls` counts what arrived, by path."""
+    """Passes calls on to `target`; `rule` and `target` may be set at any time, and `calls` counts what arrived, by path.
+
+    Attributes:
+        late: seconds that a late answer is late by.
+    """
+
+    late = 10.0
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -38,9 +44,9 @@ class FaultyProxy:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def once(self, fault: str, path: str = GENERATE) -> None:
-        """The next call of a path meets the fault, the ones after it do not."""
-        left = [fault]
+    def once(self, fault: str, path: str = GENERATE, times: int = 1) -> None:
+        """The next call of a path, or the next few, meet the fault; the ones after it do not."""
+        left = [fault] * times
 
         def rule(called: str) -> str | None:
             return left.pop() if left and called == path else None
@@ -63,7 +69,6 @@ def faulty_proxy(target: str) -> Iterator[FaultyProxy]:
 
 class _Handler(BaseHTTPRequestHandler):
     owner: FaultyProxy
-    late = 10.0
 
     def do_GET(self) -> None:
         self._handle()
@@ -113,7 +118,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def fault_late(self, body: bytes) -> None:
         answer = self._forward(body)
-        time.sleep(self.late)
+        time.sleep(self.owner.late)
+        self._answer(*answer)
+
+    def fault_last(self, body: bytes) -> None:
+        """In time, and after the answers to calls that came later."""
+        answer = self._forward(body)
+        time.sleep(1.0)
         self._answer(*answer)
 
     def fault_asked_twice(self, body: bytes) -> None:

@@ -1,0 +1,157 @@
+"""Training runs that meet what networks and sick servers do to answers.
+
+They go on and end with the weights of a run without any fault, bit for bit; or they stop with one error before anything is
+learned, and resume to those weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VLLM
+from faulty_proxy import GENERATE, FaultyProxy, faulty_proxy
+from servers import KEY, Server
+from training import equal, make_trainer, train, weights
+
+from lockstep.errors import ProofError
+from lockstep.parity.receipt import check_receipt
+from lockstep.server.keys import KEY_VARIABLE
+from lockstep.training.checkpoints import last_checkpoint
+from lockstep.training.grpo import GRPOTrainer
+
+pytestmark = VLLM
+
+# What happens to an answer, one step each.
+ANSWERS = ["cut", "500", "503", "late", "asked_twice", "body_twice", "truncated", "empty", "last"]
+# Those of them after which the trainer has what it needs.
+HARMLESS = {"asked_twice", "last"}
+# The calls of a push, in their order, and what happens to each.
+PUSH = [
+    ("cut", "/pause"),
+    ("truncated", "/collective_rpc"),
+    ("500", "/start_weight_update"),
+    ("late", "/update_weights"),
+    ("cut", "/finish_weight_update"),
+    ("503", "/reset_prefix_cache"),
+    ("body_twice", "/update_weight_version"),
+    ("empty", "/weight_info"),
+    ("cut", "/resume"),
+]
+# Answers that lie, how many of them, and the proof that says so.
+LIES = [
+    ("token_lost", 1, "logprobs"),
+    ("logprob_missing", 1, "logprobs"),
+    ("prompt_changed", 1, "echo"),
+    ("exchanged", 2, "keys"),
+]
+STEPS = len(ANSWERS)
+SETTINGS: dict[str, Any] = {
+    "max_steps": STEPS,
+    # So that a run's first steps do not depend on how many there are.
+    "lr_scheduler_type": "constant",
+    "max_completion_length": 24,
+    "vllm_server_timeout": 8.0,
+}
+Weights = dict[str, torch.Tensor]
+
+
+class Faults:
+    """One fault in each step that has one; keeps the weights that each step began with.
+
+    Args:
+        faults: by step: what happens, to which path, and how many times.
+    """
+
+    def __init__(self, proxy: FaultyProxy, faults: Mapping[int, tuple[str, str, int]]) -> None:
+        self.proxy, self.faults = proxy, faults
+        self.begun: list[Weights] = []
+
+    @contextmanager
+    def __call__(self, trainer: GRPOTrainer, step: int) -> Iterator[None]:
+        self.begun.append(weights(trainer))
+        before, (fault, path, times) = self.proxy.faults, self.faults.get(step, ("", "", 0))
+        self.proxy.once(fault, path, times)
+        try:
+            yield
+        finally:
+            self.proxy.rule = lambda path: None
+            assert self.proxy.faults == before + times, f"step {step} has not met {fault!r} at {path}"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+
+
+@pytest.fixture(scope="module")
+def proxy(server: Server) -> Iterator[FaultyProxy]:
+    with faulty_proxy(server.url) as made:
+        made.late = 11.0
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(server: Server, proxy: FaultyProxy, untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list:
+    """The weights after each number of steps, in a run without faults."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(KEY_VARIABLE, KEY)
+        watch = Faults(proxy, {})
+        trainer = make_trainer(untied_dir, tmp_path_factory.mktemp("whole"), server.url, **SETTINGS)
+        last = train(trainer, watch)
+        return [*watch.begun, last]
+
+
+def check(found: Weights, faults: Faults, expected: list[Weights], folder: Path) -> None:
+    """Nothing but the right data was learned from, in every step."""
+    for step, (mine, theirs) in enumerate(zip([*faults.begun, found], expected, strict=True)):
+        assert equal(mine, theirs), f"after {faults.faults.get(step - 1)} the weights are others"
+    check_receipt(folder / "receipt.jsonl")
+
+
+def test_whatever_happens_to_an_answer_the_run_goes_on_with_the_right_data(
+    proxy: FaultyProxy, expected: list[Weights], untied_dir: str, tmp_path: Path
+) -> None:
+    faults = Faults(proxy, {step: (fault, GENERATE, 1) for step, fault in enumerate(ANSWERS)})
+    trainer = make_trainer(untied_dir, tmp_path, proxy.url, **SETTINGS)
+    found = train(trainer, faults)
+    check(found, faults, expected, tmp_path)
+    assert trainer.source.losses == STEPS - len(HARMLESS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_whatever_happens_to_a_push_the_run_goes_on_with_the_right_weights(
+    transport: str, proxy: FaultyProxy, expected: list[Weights], untied_dir: str, tmp_path: Path
+) -> None:
+    faults = Faults(proxy, {step: (fault, path, 1) for step, (fault, path) in enumerate(PUSH)})
+    trainer = make_trainer(untied_dir, tmp_path, proxy.url, **SETTINGS, vllm_weight_transport=transport)
+    found = train(trainer, faults)
+    check(found, faults, expected, tmp_path)
+    assert trainer.source.losses >= STEPS - 1
+
+
+def test_answers_that_lie_stop_the_run_before_it_learns_and_it_resumes_to_the_same_weights(
+    proxy: FaultyProxy, expected: list[Weights], untied_dir: str, tmp_path: Path
+) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+    settings = {**SETTINGS, **saves, "max_steps": len(LIES) + 1}
+
+    def resumed() -> tuple[GRPOTrainer, str | None]:
+        found = last_checkpoint(tmp_path)
+        return make_trainer(untied_dir, tmp_path, proxy.url, **settings), str(found) if found else None
+
+    for step, (fault, times, proof) in enumerate(LIES, start=1):
+        trainer, checkpoint = resumed()
+        with pytest.raises(ProofError) as refused:
+            train(trainer, Faults(proxy, {step: (fault, GENERATE, times)}), resume_from_checkpoint=checkpoint)
+        assert refused.value.check == proof
+        assert trainer.state.global_step == step
+        assert equal(weights(trainer), expected[step]), f"something was learned from {fault}"
+    trainer, checkpoint = resumed()
+    assert equal(train(trainer, resume_from_checkpoint=checkpoint), expected[len(LIES) + 1])
+    check_receipt(tmp_path / "receipt.jsonl")
