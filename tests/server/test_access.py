@@ -5,53 +5,87 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import re
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 import httpx
 import pytest
+import torch
 from conftest import VLLM
 from servers import KEY, Server, connect
 from tiny import make_model
 
+from lockstep.engines.server_calls import HEALTH
+from lockstep.server.command import ServeOptions, command_line
+from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
 
 pytestmark = VLLM
 
-PATHS = [
+# Spellings that a guard might take for something else than a router does.
+ODD = [
     ("GET", "/"),
-    ("GET", "/docs"),
-    ("GET", "/openapi.json"),
-    ("GET", "/metrics"),
-    ("GET", "/version"),
-    ("GET", "/ping"),
-    ("GET", "/server_info"),
-    ("GET", "/weight_info"),
-    ("GET", "/is_paused"),
-    ("GET", "/v1/models"),
-    ("POST", "/tokenize"),
-    ("POST", "/v1/completions"),
-    ("POST", "/inference/v1/generate"),
-    ("POST", "/pause"),
-    ("POST", "/resume"),
-    ("POST", "/sleep"),
-    ("POST", "/collective_rpc"),
-    ("POST", "/update_weights"),
-    ("POST", "/init_weight_transfer_engine"),
-    ("POST", "/reset_prefix_cache"),
     ("POST", "/health/../server_info"),
     ("GET", "//server_info"),
     ("GET", "/health/"),
+    ("GET", "/%68ealth/../server_info"),
     ("OPTIONS", "/server_info"),
+    ("GET", "/nothing/is/here"),
 ]
+WRONG = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}]
+UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
 
 
-@pytest.mark.parametrize(("method", "path"), PATHS)
-@pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}])
-def test_no_path_answers_without_the_key(server: Server, method: str, path: str, header: dict[str, str]) -> None:
-    answer = httpx.request(method, server.url + path, headers=header, trust_env=False)
-    assert answer.status_code == 401
-    assert "key" in answer.json()["error"]
+@pytest.fixture(scope="module")
+def routes(untied_dir: str) -> list[tuple[str, str]]:
+    """Every method and path of vLLM's own application, made as the server's is, for a model of any task."""
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.tasks import SupportedTask
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    options = ServeOptions(untied_dir, "127.0.0.1", 8000, torch.float32, 64, 4, 1, 0.5)
+    words = make_arg_parser(FlexibleArgumentParser()).parse_args(command_line(options)[3:])
+    tasks = [task for kind in get_args(SupportedTask) for task in get_args(kind) or [kind]]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_SERVER_DEV_MODE", "1")
+        environment.setenv(KEY_VARIABLE, KEY)
+        app = build_app(words, tuple(tasks))
+    found = [
+        (method, re.sub(r"{.*?}", "x", route.path))
+        for route in app.routes
+        for method in sorted(getattr(route, "methods", None) or ["GET"])
+    ]
+    return [route for route in found if route[1] != HEALTH]
+
+
+def test_no_route_of_vllms_answers_without_the_key(server: Server, routes: list[tuple[str, str]]) -> None:
+    assert len(routes) > 40
+    assert {"/collective_rpc", "/update_weights", "/pause", "/metrics", "/v1/completions"} <= {p for _, p in routes}
+    with httpx.Client(trust_env=False) as client:
+        for method, path in [*routes, *ODD]:
+            for shown in WRONG:
+                answer = client.request(method, server.url + path, headers=shown)
+                assert answer.status_code == 401, (method, path, shown)
+                assert method == "HEAD" or "key" in answer.json()["error"]
+
+
+def test_no_websocket_opens_without_the_key(server: Server, routes: list[tuple[str, str]]) -> None:
+    upgrade = UPGRADE | {"Sec-WebSocket-Key": base64.b64encode(bytes(16)).decode()}
+    with httpx.Client(trust_env=False) as client:
+        for path in dict.fromkeys(path for _, path in routes):
+            for shown in WRONG:
+                assert client.get(server.url + path, headers=upgrade | shown).status_code in (401, 403), path
+
+
+def test_the_routes_are_those_that_the_server_has(server: Server, routes: list[tuple[str, str]]) -> None:
+    """By a method that no route takes: a path that is there refuses it, and nothing is set going."""
+    key = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(trust_env=False, headers=key) as client:
+        there = {path for _, path in routes if client.request("PROPFIND", server.url + path).status_code == 405}
+    assert {"/collective_rpc", "/update_weights", "/pause", "/resume", "/inference/v1/generate"} <= there
 
 
 def test_health_is_open_and_the_key_opens_the_rest(server: Server) -> None:
