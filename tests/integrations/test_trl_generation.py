@@ -117,6 +117,13 @@ REFUSED = [
 ]
 
 
+def test_a_model_with_an_adapter_is_refused(setting: Setting) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(setting.model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(InputError, match=r"PeftModel.*adapters \(PEFT\)"):
+        setting.make(model=adapted)
+
+
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_what_no_engine_here_does_is_refused_by_name(setting: Setting, name: str, value: object) -> None:
     said = next(iter(value)) if name == "generation_kwargs" else name  # type: ignore[call-overload]

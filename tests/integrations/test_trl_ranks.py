@@ -48,18 +48,33 @@ def results(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Result
     return run_ranks(untied_dir, tmp_path_factory.mktemp("ranks"), limit=150)
 
 
-@pytest.mark.parametrize(
-    ("case", "asked"),
-    [
-        ("uneven", [[[5, 6], [5, 6], [7]], [[8, 9]]]),
-        ("none on the owner", [[], [[8, 9], [5, 6]]]),
-        ("none on the other", [[[8, 9], [5, 6]], []]),
-        ("none at all", [[], []]),
-        ("engine lost once", [[[4, 5]], [[4, 5]]]),
-        ("after all that", [[[5, 6]], [[5, 7]]]),
-    ],
-)
-def test_each_rank_gets_the_answers_to_its_own_prompts(results: Results, case: str, asked: list) -> None:
+@pytest.fixture(scope="module")
+def served(untied_dir: str, server: Server, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The same calls with a real server, after two steps of TRL's trainer."""
+    pytest.importorskip("trl", reason="TRL is not installed here")
+    return run_ranks(untied_dir, tmp_path_factory.mktemp("served"), server.url, limit=200)
+
+
+# What each rank brings.
+ASKED = {
+    "uneven": [[[5, 6], [5, 6], [7]], [[8, 9]]],
+    "none on the owner": [[], [[8, 9], [5, 6]]],
+    "none on the other": [[[8, 9], [5, 6]], []],
+    "none at all": [[], []],
+    "engine lost once": [[[4, 5]], [[4, 5]]],
+    "after all that": [[[5, 6]], [[5, 7]]],
+}
+# A real server is lost in tests/server.
+ON_SERVER = [case for case in ASKED if case != "engine lost once"]
+CALLS = [
+    *(("results", case) for case in ASKED),
+    *(pytest.param("served", case, marks=[pytest.mark.vllm, needs_vllm]) for case in ON_SERVER),
+]
+
+
+@pytest.mark.parametrize(("engine", "case"), CALLS)
+def test_each_rank_gets_the_answers_to_its_own_prompts(request: pytest.FixtureRequest, engine: str, case: str) -> None:
+    results, asked = request.getfixturevalue(engine), ASKED[case]
     for found, own in zip(results, asked, strict=True):
         assert found[case]["prompt_ids"] == own
         assert len(found[case]["completion_ids"]) == len(own)
@@ -103,15 +118,22 @@ def test_a_rank_that_does_not_come_is_named_within_the_limit(results: Results) -
 
 @pytest.mark.vllm
 @needs_vllm
-def test_trls_trainer_on_two_ranks_with_a_real_server(untied_dir: str, server: Server, tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason="TRL is not installed here")
-    found = run_ranks(untied_dir, tmp_path, server.url, limit=200)
-    for own in found:
+def test_images_on_one_rank_are_refused_on_both_beside_a_real_server(served: Results) -> None:
+    refused = [found["images on rank 1"] for found in served]
+    assert refused[0] == refused[1]
+    assert refused[0]["raised"] == "InputError"
+    assert "rank 1: images are not supported" in refused[0]["message"]
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_trls_trainer_on_two_ranks_with_a_real_server(served: Results) -> None:
+    for own in served:
         assert [call["version"] for call in own["calls"]] == [1, 2]
         for call in own["calls"]:
             assert call["prompt_ids"] == call["asked"]
             assert len(call["completion_ids"]) == 4
             assert call["worst"] < 1e-4
     # Both ranks took the same steps.
-    assert found[0]["weights"] == found[1]["weights"]
-    assert found[0]["calls"][0]["completion_ids"] != found[1]["calls"][0]["completion_ids"]
+    assert served[0]["weights"] == served[1]["weights"]
+    assert served[0]["calls"][0]["completion_ids"] != served[1]["calls"][0]["completion_ids"]

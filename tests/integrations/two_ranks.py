@@ -19,20 +19,41 @@ def main() -> None:
     rank, port, model, out, *server = sys.argv[1:]
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TQDM_DISABLE": "1"}
-    results = with_server(model, Path(out), server[0]) if server else with_transformers(int(rank), model)
+    results = with_server(int(rank), model, Path(out), server[0]) if server else with_transformers(int(rank), model)
     Path(out).write_text(json.dumps(results))
 
 
-def with_server(model: str, out: Path, url: str) -> Any:
-    """TRL's trainer on both ranks."""
+def shapes(rank: int, generate: Callable[..., Any]) -> dict[str, Any]:
+    """Calls in which the ranks bring different numbers of prompts, or one of them an image."""
+    images = [None, ["a picture"]] if rank == 1 else None
+    return {
+        "uneven": tried(lambda: generate([[5, 6], [5, 6], [7]] if rank == 0 else [[8, 9]])),
+        "none on the owner": tried(lambda: generate([] if rank == 0 else [[8, 9], [5, 6]])),
+        "none on the other": tried(lambda: generate([[8, 9], [5, 6]] if rank == 0 else [])),
+        "none at all": tried(lambda: generate([])),
+        "images on rank 1": tried(lambda: generate([[4], [5]], images)),
+    }
+
+
+def with_server(rank: int, model: str, out: Path, url: str) -> Any:
+    """TRL's trainer on both ranks, and then calls of its generation object's own."""
     from recording import Recording, train
 
     settings = {"vllm_mode": "server", "vllm_server_base_url": url, "max_steps": 2, "per_device_train_batch_size": 4}
     trainer = train(Recording, model, out.parent / "run", **settings)
     generation = trainer.vllm_generation
-    generation.close()
     weights = [float(p.double().sum()) for p in generation.model.parameters()]
-    return {"calls": [{**vars(call), "worst": call.worst} for call in generation.calls], "weights": weights}
+    calls = [{**vars(call), "worst": call.worst} for call in generation.calls]
+
+    def generate(prompts: list[list[int]], images: Any = None) -> Any:
+        generation.generate(prompts, images, 1)
+        call = generation.calls[-1]
+        return {**vars(call), "worst": call.worst}
+
+    generation.sync_weights()
+    found = {**shapes(rank, generate), "after all that": tried(lambda: generate([[5, 6 + rank]]))}
+    generation.close()
+    return {"calls": calls, "weights": weights, **found}
 
 
 def with_transformers(rank: int, model: str) -> Any:
@@ -77,14 +98,9 @@ def with_transformers(rank: int, model: str) -> Any:
         engine._version = None
         raise EngineLost("gone", lambda: None)
 
-    images = [None, ["a picture"]] if rank == 1 else None
     results = {
         "sync": tried(lambda: [generation.sync_weights(), generation.version]),
-        "uneven": tried(lambda: generate([[5, 6], [5, 6], [7]] if rank == 0 else [[8, 9]])),
-        "none on the owner": tried(lambda: generate([] if rank == 0 else [[8, 9], [5, 6]])),
-        "none on the other": tried(lambda: generate([[8, 9], [5, 6]] if rank == 0 else [])),
-        "none at all": tried(lambda: generate([])),
-        "images on rank 1": tried(lambda: generate([[4], [5]], images)),
+        **shapes(rank, generate),
         "proof fails": with_engine(raising(ProofError("echo", "other ids", "a cause", "a fix"))),
         "engine breaks": with_engine(raising(ZeroDivisionError("in the engine"))),
         "engine lost for good": with_engine(raising(EngineLost("gone", lambda: None))),
