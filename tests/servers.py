@@ -50,6 +50,23 @@ class Server:
             time.sleep(0.1)
         os.kill(pid, sign)
 
+    def restart(self, limit: float = _START_LIMIT) -> None:
+        """Kill the server, and wait until its supervisor has another one ready."""
+        before, deadline = self.processes["api"], time.monotonic() + limit
+        os.kill(before, signal.SIGKILL)
+        while self.processes.get("api", before) == before:
+            assert time.monotonic() < deadline, "nothing was started again"
+            time.sleep(0.1)
+        self.await_health(limit)
+
+    def sampled_tokens(self) -> float:
+        """Tokens that the server has sampled since it was started, by its own count."""
+        shown = {"Authorization": f"Bearer {KEY}"}
+        found = httpx.get(self.url + "/metrics", headers=shown, timeout=10, trust_env=False)
+        assert found.status_code == 200
+        lines = [line for line in found.text.splitlines() if line.startswith("vllm:generation_tokens_total")]
+        return sum(float(line.split()[-1]) for line in lines)
+
     def await_health(self, limit: float = _START_LIMIT) -> None:
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
@@ -97,8 +114,9 @@ def serve(
     dtype: str = "float32",
     max_model_len: int = 512,
     port: int | None = None,
+    key: str | None = KEY,
 ) -> Iterator[Server]:
-    """A server for a model, healthy; by default on a port that is free."""
+    """A server for a model, healthy; by default on a port that is free. Without a key it makes its own."""
     port = port or free_port()
     log = folder / f"server-{port}.log"
     command = [sys.executable, "-m", "lockstep.cli.main", "serve", model, "--port", str(port), "--dtype", dtype]
@@ -109,7 +127,12 @@ def serve(
             stderr=out,
             text=True,
             # As a careless user's environment: nothing that the server does may depend on it.
-            env={**os.environ, KEY_VARIABLE: KEY, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_API_KEY": "other"},
+            env={
+                **{name: value for name, value in os.environ.items() if name != KEY_VARIABLE},
+                **({KEY_VARIABLE: key} if key else {}),
+                "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+                "VLLM_API_KEY": "other",
+            },
         )
     server = Server(f"http://127.0.0.1:{port}", supervisor, log)
     try:

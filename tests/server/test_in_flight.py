@@ -7,11 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import httpx
 import pytest
 import torch
 from conftest import VLLM
-from servers import KEY, Server, connect
+from servers import Server, connect
 from tiny import make_model, perturbed
 from transformers import PreTrainedModel
 
@@ -39,20 +38,12 @@ def long_requests(count: int, tokens: int) -> list[GenerationRequest]:
     ]
 
 
-def sampled_tokens(server: Server) -> float:
-    """Tokens that a server has sampled since it was started, by its own count."""
-    found = httpx.get(server.url + "/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=10, trust_env=False)
-    lines = [line for line in found.text.splitlines() if line.startswith("vllm:generation_tokens_total")]
-    assert found.status_code == 200
-    return sum(float(line.split()[-1]) for line in lines)
-
-
 def begin(server: Server, work: Callable[[], None]) -> threading.Thread:
     """Start requests; gives their thread once they are being answered."""
-    before, deadline = sampled_tokens(server), time.monotonic() + 60
+    before, deadline = server.sampled_tokens(), time.monotonic() + 60
     worker = threading.Thread(target=work)
     worker.start()
-    while sampled_tokens(server) == before:
+    while server.sampled_tokens() == before:
         assert time.monotonic() < deadline
     return worker
 
