@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import stat
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from lockstep.cli.main import main
+from lockstep.engines.server_calls import HOW_TO_START
 from lockstep.errors import InputError
 from lockstep.server.command import ServeOptions, command_line, environment
 from lockstep.server.guard import KeyGuard
@@ -168,6 +170,13 @@ class TestCommand:
         assert environment(KEY, options(untied_dir), {name: "1024"})[name] == "1024"
 
 
+def test_what_a_server_started_by_hand_needs_is_the_same_on_the_page_and_in_errors() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "server.md").read_text().split())
+    needed = [word for word in shlex.split(HOW_TO_START) if word.startswith(("--", "VLLM_"))]
+    assert len(needed) > 5
+    assert [word for word in needed if word.rstrip(",") not in page] == []
+
+
 class TestRefusals:
     def refused(self, words: list[str], capsys: pytest.CaptureFixture[str], reason: str) -> None:
         assert main(["serve", *words]) == 2
@@ -181,6 +190,11 @@ class TestRefusals:
 
     def test_a_model_that_is_not_there(self, capsys: pytest.CaptureFixture[str]) -> None:
         self.refused(["./nowhere", "--dry_run"], capsys, "does not exist")
+
+    def test_several_copies_behind_one_address(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.refused(
+            [untied_dir, "--data_parallel_size", "2", "--dry_run"], capsys, "start as many servers, each on a port"
+        )
 
     def test_a_loose_key_file(self, untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = tmp_path / "k"

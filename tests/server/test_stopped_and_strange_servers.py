@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import VLLM
-from servers import KEY, Server, connect, free_port
+from servers import KEY, Server, connect
 from tiny import make_model
 from training import equal, make_trainer, train
 
@@ -84,38 +79,6 @@ def even_share(completion_ids: object) -> list[float]:
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]  # type: ignore[attr-defined]
 
 
-@pytest.fixture(scope="module")
-def by_hand(tied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """vLLM's server as someone started it: another model, dtype and log-probs than the run assumes, and no guard."""
-    port = free_port()
-    folder = tmp_path_factory.mktemp("by_hand")
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tied_dir, "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", "256", "--enforce-eager"]
-    command += ["--enable-scale-out", "--worker-extension-cls", "lockstep.sync.vllm_worker.LockstepWorker"]
-    command += ["--weight-transfer-config", '{"backend": "lockstep"}', "--kv-cache-memory-bytes", str(64 << 20)]
-    with (folder / "log").open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env={**os.environ, "VLLM_SERVER_DEV_MODE": "1"}, start_new_session=True
-        )
-    server = Server(f"http://127.0.0.1:{port}", process, folder / "log")  # type: ignore[arg-type]
-    try:
-        server.await_health()
-        yield server.url
-    finally:
-        process.terminate()
-        process.wait(40)
-
-
-@pytest.mark.long
-def test_the_handshake_names_everything_that_differs_at_once(by_hand: str, untied_dir: str, tmp_path: Path) -> None:
-    with pytest.raises(ProofError) as refused:
-        make_trainer(untied_dir, tmp_path, by_hand)
-    assert refused.value.check == "handshake"
-    for name in ("architecture", "dtype", "logprobs_mode", "tie_word_embeddings"):
-        assert name in refused.value.found, name
-    assert "lockstep serve" in refused.value.fix
-
-
 def test_a_vocabulary_of_another_size_is_refused(server: Server, tmp_path: Path) -> None:
     engine = connect(server.url)
     from lockstep.connection import Connection
@@ -138,14 +101,3 @@ def test_a_server_that_takes_weights_otherwise_is_told_how_to_start(
     monkeypatch.setattr(ServerCalls, "ailment", lambda self, limit: None)
     with pytest.raises(InputError, match=r"'nccl'.*--weight-transfer-config"):
         connect("http://127.0.0.1:9")
-
-
-@pytest.mark.long
-def test_a_hand_started_server_with_the_right_arguments_serves_training(
-    by_hand: str, tied_dir: str, tmp_path: Path
-) -> None:
-    engine = connect(by_hand, key="no-guard-no-matter-which")
-    model = make_model("llama", tied=True).to(torch.bfloat16)
-    push_weights(model, engine, 1)
-    assert engine.generate(REQUESTS).keys() == {r.key for r in REQUESTS}
-    engine.close()

@@ -209,13 +209,14 @@ class ServerCalls:
         return None
 
     def _check(self, answer: httpx.Response, path: str) -> None:
-        if answer.status_code in (401, 403):
+        if answer.status_code == 401:
             raise InputError(
                 f"the server at {self.url} does not accept the key: set LOCKSTEP_SERVER_KEY or vllm_server_key_file to the "
                 "key that 'lockstep serve' printed"
             )
-        if answer.status_code == 404:
-            raise InputError(f"the server at {self.url} has no {path}. {HOW_TO_START}")
+        if answer.status_code in (403, 404):
+            # vLLM has the paths that it was not told to open, and refuses them.
+            raise InputError(f"the server at {self.url} has no {path}, or does not open it. {HOW_TO_START}")
         if answer.status_code >= 300:
             raise LockstepError(
                 f"the server at {self.url} refused {path} with status {answer.status_code}: {answer.text[:_SHOWN]}"
