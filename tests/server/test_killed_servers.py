@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,55 +14,96 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from conftest import VLLM
 from servers import KEY, Server, serve
 from training import equal, make_trainer, train
 
 import lockstep.sync.shared_memory as shared_memory
 from lockstep.engines.server_calls import ServerCalls
+from lockstep.errors import EngineLost
 from lockstep.parity.receipt import check_receipt
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.chunks import chunks
+from lockstep.sync.gloo import GlooTransport
+from lockstep.sync.source import PlainSource
 from lockstep.training.grpo import GRPOTrainer
 
 pytestmark = VLLM
 
 ROLES = ("api", "core")
 MOMENTS = ("generating", "idle", "pushing")
+# Half of the pushes that meet a kill go over it.
+GLOO = "pushing over gloo"
+TIMEOUT = 240.0
 
 
 class Killer:
-    """Kills one process of the server in each step, each time another one at another moment."""
+    """Kills one process of the server in each step, each time another one at another moment.
+
+    Attributes:
+        kills: moment and process of each.
+        met: those that the work under way at that moment was lost by.
+    """
 
     def __init__(self, server: Server) -> None:
         self.server = server
         self.kills: list[tuple[str, str]] = []
+        self.met: list[tuple[str, str]] = []
 
     @contextmanager
     def __call__(self, trainer: GRPOTrainer, step: int) -> Iterator[None]:
         moment, role = MOMENTS[step % 3], ROLES[(step // 3) % 2]
-        with getattr(self, moment)(trainer, role):
-            yield
+        if moment == "pushing" and step % 12 >= 6:
+            with self.pushing_over_gloo(trainer, role):
+                yield
+        else:
+            with getattr(self, moment)(trainer, role):
+                yield
 
     def kill(self, moment: str, role: str) -> None:
-        self.server.kill(role)
         self.kills.append((moment, role))
+        self.server.kill(role)
+
+    @contextmanager
+    def lost_by(self, moment: str, role: str) -> Iterator[None]:
+        """Work that a kill is to hit, and not what comes after it."""
+        before = len(self.kills)
+        try:
+            yield
+        except EngineLost:
+            if self.kills[before:] == [(moment, role)]:
+                self.met.append((moment, role))
+            raise
 
     @contextmanager
     def generating(self, trainer: GRPOTrainer, role: str) -> Iterator[None]:
         real, armed = trainer.engine.generate, [True]
 
+        def kill_while_it_samples(before: float, done: threading.Event) -> None:
+            core = self.server.processes["core"]
+            # In short spells, so that it cannot be done before its count of tokens is seen.
+            while not done.wait(0.05):
+                os.kill(core, signal.SIGSTOP)
+                time.sleep(0.1)
+                if self.server.sampled_tokens() > before:
+                    self.kill("generating", role)
+                    return
+                os.kill(core, signal.SIGCONT)
+
         def generate(requests: Any, *more: Any) -> Any:
             if not armed:
                 return real(requests, *more)
             armed.pop()
-            timer = threading.Timer(0.25, self.kill, ("generating", role))
-            timer.start()
+            done = threading.Event()
+            killer = threading.Thread(target=kill_while_it_samples, args=(self.server.sampled_tokens(), done))
+            killer.start()
             try:
-                return real(requests, *more)
+                with self.lost_by("generating", role):
+                    return real(requests, *more)
             finally:
-                # On a busy machine the generation may end first; the next call then meets the dead server.
-                timer.join()
+                done.set()
+                killer.join()
 
         with patch.object(trainer.engine, "generate", generate):
             yield
@@ -84,6 +128,42 @@ class Killer:
         small = lambda tensors: chunks(tensors, limit=40_000)  # noqa: E731
         with patch.object(ServerCalls, "update_weights", update), patch.object(shared_memory, "chunks", small):
             trainer.engine._transport.forget()  # type: ignore[union-attr]
+            with self.loading(trainer, "pushing", role):
+                yield
+
+    @contextmanager
+    def pushing_over_gloo(self, trainer: GRPOTrainer, role: str) -> Iterator[None]:
+        killer, armed = self, [True]
+
+        class Deadly(PlainSource):
+            """The same weights; the server is killed when half of them have gone out."""
+
+            def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+                for number, named in enumerate(super().__iter__()):
+                    if number == len(self.names) // 2:
+                        killer.kill(GLOO, role)
+                    yield named
+
+        def load(tensors: Any) -> Any:
+            return real(Deadly(trainer._policy_model()) if armed and armed.pop() else tensors)
+
+        trainer.engine._transport.forget()  # type: ignore[union-attr]
+        gloo = GlooTransport("127.0.0.1", 0, TIMEOUT)
+        with patch.object(trainer.engine, "_transport", gloo), self.loading(trainer, GLOO, role):
+            real = trainer.engine.load
+            with patch.object(trainer.engine, "load", load):
+                yield
+
+    @contextmanager
+    def loading(self, trainer: GRPOTrainer, moment: str, role: str) -> Iterator[None]:
+        """Notes whether it was the push that a kill hit."""
+        real = trainer.engine.load
+
+        def load(tensors: Any) -> Any:
+            with self.lost_by(moment, role):
+                return real(tensors)
+
+        with patch.object(trainer.engine, "load", load):
             yield
 
 
@@ -94,7 +174,8 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(model: str, folder: Path, server: Server, steps: int, kills: bool) -> tuple[dict, Killer]:
     killer = Killer(server)
-    trainer = make_trainer(model, folder, server.url, max_steps=steps, max_completion_length=200)
+    settings = {"max_steps": steps, "max_completion_length": 300, "vllm_server_timeout": TIMEOUT}
+    trainer = make_trainer(model, folder, server.url, **settings)
     return train(trainer, killer if kills else None), killer
 
 
@@ -104,6 +185,8 @@ def check(untied_dir: str, tmp_path: Path, steps: int) -> None:
         found, killer = run(untied_dir, tmp_path / "killed", server, steps, kills=True)
         log = server.log.read_text()
     assert len(killer.kills) == steps
+    assert killer.met == [kill for kill in killer.kills if kill[0] != "idle"], "a kill missed what it was to hit"
+    assert steps <= 6 or GLOO in dict(killer.kills)
     assert log.count("starting it again") >= steps - 1
     assert equal(found, expected), "the weights are not those of the run without faults"
     receipt = tmp_path / "killed" / "receipt.jsonl"
