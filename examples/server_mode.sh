@@ -7,9 +7,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
-lockstep serve smollm2-135m-instruct --port 8077 --max_model_len 512 &
+model=${LOCKSTEP_EXAMPLE_MODEL:-smollm2-135m-instruct}
+port=${LOCKSTEP_EXAMPLE_PORT:-8077}
+lockstep serve "$model" --port "$port" --max_model_len 512 &
 server=$!
 trap 'kill $server; wait $server' EXIT
 # Waits for the server by itself; the key is found in the file that the server left on this machine.
-lockstep grpo --config recipes/arithmetic.yaml --vllm_server_base_url http://127.0.0.1:8077 \
+lockstep grpo --config recipes/arithmetic.yaml --model_name_or_path "$model" \
+    --vllm_server_base_url "http://127.0.0.1:$port" \
     --max_steps 5 --save_steps 5 --eval_size 16 --output_dir runs/server_mode "$@"
