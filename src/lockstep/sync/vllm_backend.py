@@ -16,14 +16,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.sync import gloo, shared_memory
 from lockstep.sync.chunks import Named, chunks, views
+from lockstep.sync.vllm_reload import begin_reload, half_loaded, keep_pending, repack_heads
 
 # What is made for a push lies in memory up to here, twice, beside what vLLM still waits to use.
 _PART_BYTES = 16 << 20
@@ -82,7 +81,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self.acknowledgement = LoadedWeights((), ())
         self._written = set()
         self._parameters = tuple(name for name, _ in self.model.named_parameters())
-        initialize_layerwise_reload(self.model)
+        begin_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # Not the base class's, which ends with an accelerator synchronise that fails on CPU.
@@ -98,7 +97,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         missing = tuple(name for name in self._parameters if name not in self._written)
-        untouched = missing + _half_loaded(self.model)
+        untouched = missing + half_loaded(self.model)
         self.acknowledgement = LoadedWeights(self.acknowledgement.tensors, untouched)
         finalize_layerwise_reload(self.model, self.model_config)
         repack_heads(self.model)
@@ -149,51 +148,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
     def _load_passing(self, arrived: Sequence[Named]) -> None:
         """Load tensors whose memory is used anew as soon as this returns."""
         self.load(arrived)
-        _keep_pending(self.model, [tensor for _, tensor in arrived])
+        keep_pending(self.model, [tensor for _, tensor in arrived])
 
     def shutdown(self) -> None:
         self._segment = None
-
-
-def _keep_pending(model: torch.nn.Module, passing: Sequence[torch.Tensor]) -> None:
-    """Copy what vLLM still waits to use.
-
-    A layer is written when all of it has arrived; until then vLLM keeps references to its parts, which the next chunk would
-    overwrite.
-    """
-    memory = {tensor.untyped_storage().data_ptr() for tensor in passing}
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        for _, call in info.loaded_weights:
-            for name, value in call.arguments.items():
-                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in memory:
-                    call.arguments[name] = value.clone()
-
-
-def _half_loaded(model: torch.nn.Module) -> tuple[str, ...]:
-    """Layers that got some of their elements and not all: one projection of a fused one, say.
-
-    To be asked before `finalize_layerwise_reload`, which forgets. vLLM counts a fused parameter as loaded with its first
-    part. Embeddings and heads may hold padding that is never sent; whole ones are covered by name.
-    """
-    half = []
-    for name, layer in model.named_modules():
-        info = get_layerwise_info(layer)
-        if (
-            info.can_load()
-            and 0 < info.load_numel < info.load_numel_total
-            and not isinstance(layer, VocabParallelEmbedding)
-        ):
-            half.append(f"{name} ({info.load_numel} of {info.load_numel_total} elements)")
-    return tuple(half)
-
-
-def repack_heads(model: torch.nn.Module) -> None:
-    """Pack every output head again from its current weight.
-
-    vLLM 0.32.0 processes a layer when its own weights have arrived. A tied head owns none, so on CPU it kept the packed
-    copy made at load, while the embedding it shares moved on (fault W2).
-    """
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
