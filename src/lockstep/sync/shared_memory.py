@@ -1,6 +1,7 @@
 """Weights to servers on this machine through shared memory: one copy by the trainer, none by the wire.
 
-Two slots of one segment: while the servers load from one, the trainer fills the other. The segment is a file in `/dev/shm` that
+Two slots of one segment: while the servers load from one, the trainer fills the other and says so, so that they go on without a
+pause; a slot is filled again when every server has loaded what was in it. The segment is a file in `/dev/shm` that
 only this user can open, and has no name any more once every server has opened it.
 """
 
@@ -8,8 +9,9 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -31,7 +33,7 @@ class SharedMemoryTransport:
     def __init__(self) -> None:
         self._segment: torch.Tensor | None = None
         self._slot = 0
-        self._pool = ThreadPoolExecutor(8, thread_name_prefix="lockstep-push")
+        self._pool = ThreadPoolExecutor(16, thread_name_prefix="lockstep-push")
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
         laid_out = [layout(chunk) for chunk in chunks(outline(tensors))]
@@ -40,16 +42,21 @@ class SharedMemoryTransport:
             self._open(largest, servers)
         segment = self._segment
         assert segment is not None
-        pending: list[Future[None]] = []
-        for number, (chunk, (placed, size)) in enumerate(zip(chunks(tensors), laid_out, strict=True)):
-            base = (number % _SLOTS) * self._slot
-            for (_, target), (_, source) in zip(views(segment[base : base + size], placed), chunk, strict=True):
-                _copy(target, source)
-            # Filled while the servers were loading the slot before; from here they load this one.
-            finish_all(pending)
-            info = {"transport": NAME, "tensors": [[*p[:3], p.offset + base] for p in placed]}
-            pending = [self._pool.submit(server.update_weights, info) for server in servers]
-        finish_all(pending)
+        # What each slot is being loaded from, the slot that was filled last at the end.
+        loading: deque[list[Future[None]]] = deque([[] for _ in range(_SLOTS)])
+        try:
+            for number, (chunk, (placed, size)) in enumerate(zip(chunks(tensors), laid_out, strict=True)):
+                finish_all(loading.popleft())
+                base = (number % _SLOTS) * self._slot
+                for (_, target), (_, source) in zip(views(segment[base : base + size], placed), chunk, strict=True):
+                    _copy(target, source)
+                info = {"transport": NAME, "tensors": [[*p[:3], p.offset + base] for p in placed]}
+                loading.append([self._pool.submit(server.update_weights, info) for server in servers])
+        finally:
+            # Whatever went wrong: no server reads on when this returns.
+            wait([future for slot in loading for future in slot])
+        for slot in loading:
+            finish_all(slot)
 
     def forget(self) -> None:
         self._segment = None

@@ -37,7 +37,7 @@ def begin_reload(model: torch.nn.Module) -> None:
         if _is_plain(layer) and _lies_as_it_arrives(info):
             _place_kernel_tensors(layer, info)
             for tensor in get_layer_tensors(layer).values():
-                tensor.weight_loader = _get_original_loader(tensor)  # type: ignore[attr-defined]
+                tensor.weight_loader = _get_original_loader(tensor)
             info.reset()
 
 
