@@ -125,6 +125,8 @@ class ServerCalls:
         # Known once the server has introduced itself: workers that share its model, and whether requests may have priorities.
         self.world_size = 1
         self.takes_priorities = False
+        # An update that is being begun: no weights are sent before.
+        self.beginning: concurrent.futures.Future[None] | None = None
         self._loop = loop
         self._recover = recover
         self._key = {"Authorization": f"Bearer {key}"} if key else {}
@@ -171,19 +173,37 @@ class ServerCalls:
         """`ask`, waited for."""
         return self._loop.run(self.ask(method, path, body, limit=limit, **query))
 
+    def together(self, *calls: Callable[[], Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Calls that do not need one another, made at once; every one has ended before the first error is raised."""
+
+        async def all_ended() -> list[Any]:
+            return await asyncio.gather(*(call() for call in calls), return_exceptions=True)
+
+        answers = self._loop.run(all_ended())
+        for error in answers:
+            if isinstance(error, BaseException):
+                raise error
+        return answers
+
     def init_transfer(self, info: dict[str, Any]) -> None:
         self.call("POST", "/init_weight_transfer_engine", {"init_info": info})
 
     def update_weights(self, info: dict[str, Any]) -> None:
+        if self.beginning is not None:
+            self.beginning.result()
         self.call("POST", "/update_weights", {"update_info": info})
 
     def workers(self, method: str, *args: str) -> list[Any]:
+        """`ask_workers`, waited for."""
+        return self._loop.run(self.ask_workers(method, *args))
+
+    async def ask_workers(self, method: str, *args: str) -> list[Any]:
         """Call a method of every worker of the server (`sync/vllm_worker.py`) at once; their JSON answers, by rank.
 
         Raises:
             EngineLost: no answer; the server's workers do not have the method, for one.
         """
-        answer = self.call("POST", "/collective_rpc", {"method": method, "args": list(args)})
+        answer = await self.ask("POST", "/collective_rpc", {"method": method, "args": list(args)})
         results = answer.get("results") if isinstance(answer, dict) else None
         if not results:
             raise self._lost("/collective_rpc", f"gave no result of {method}")

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -65,6 +65,7 @@ class VLLMServer:
             ServerCalls(url, key, timeout, self._loop, self.recover) for url, key in zip(urls, keys, strict=True)
         ]
         self._pool = ThreadPoolExecutor(max(len(self._servers), 1), thread_name_prefix="lockstep-servers")
+        self._beginning: list[Future[None]] = []
         self._closed = threading.Event()
         self._version: int | None = None
         # Tells this trainer's weights from any other's, also from those of an earlier run at the same step.
@@ -165,14 +166,15 @@ class VLLMServer:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
-        """Freeze the servers. Requests that are running stay, and go on with the new weights once they are committed."""
+        """Freeze the servers. Requests that are running stay, and go on with the new weights once they are committed.
+
+        The calls are on their way when this returns; `load` waits for their answers.
+        """
         self._version = None
-        self._each(lambda server: server.call("POST", "/pause", mode="keep"))
-        for server, workers in zip(self._servers, self._workers("lockstep_update"), strict=True):
-            if any(worker["open"] for worker in workers):
-                # An update that its trainer left: vLLM would refuse another for ever.
-                server.call("POST", "/finish_weight_update", {})
-        self._each(lambda server: server.call("POST", "/start_weight_update"))
+        wait(self._beginning)
+        self._beginning = [self._pool.submit(_begin, server) for server in self._servers]
+        for server, beginning in zip(self._servers, self._beginning, strict=True):
+            server.beginning = beginning
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
         assert self._transport is not None
@@ -184,6 +186,7 @@ class VLLMServer:
                 # gloo has no kind of error of its own for a peer that is late or gone.
                 raise EngineLost(f"the weights did not reach the servers: {str(error)[:300]}", self.recover) from error
             raise
+        finish_all(self._beginning)
         self._each(lambda server: server.call("POST", "/finish_weight_update", {}))
         loaded = [
             (self._prefix(number), _loaded(found))
@@ -200,10 +203,12 @@ class VLLMServer:
         """Running requests lose their cached keys and values too, and compute them anew with the new weights."""
 
         def reset(server: ServerCalls) -> bool:
-            server.call("POST", "/reset_mm_cache")
-            server.call("POST", "/reset_encoder_cache")
-            answer = server.call("POST", "/reset_prefix_cache", reset_running_requests="true")
-            return answer == {"success": True}
+            *_, answer = server.together(
+                lambda: server.ask("POST", "/reset_mm_cache"),
+                lambda: server.ask("POST", "/reset_encoder_cache"),
+                lambda: server.ask("POST", "/reset_prefix_cache", reset_running_requests="true"),
+            )
+            return bool(answer == {"success": True})
 
         return all(self._each(reset))
 
@@ -350,6 +355,16 @@ def _changes(before: EngineSettings, now: EngineSettings) -> str:
         else:
             said.append(f"{name} was {old!r} and is {new!r}")
     return "; ".join(said)
+
+
+def _begin(server: ServerCalls) -> None:
+    _, workers = server.together(
+        lambda: server.ask("POST", "/pause", mode="keep"), lambda: server.ask_workers("lockstep_update")
+    )
+    if any(worker["open"] for worker in workers):
+        # An update that its trainer left: vLLM would refuse another for ever.
+        server.call("POST", "/finish_weight_update", {})
+    server.call("POST", "/start_weight_update")
 
 
 def _agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -46,8 +46,9 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
     start = time.perf_counter()
     source = weights_of(model)
     with one_push() if source.own_memory else nullcontext():
-        manifest = source.manifest(version)
+        # A server freezes meanwhile.
         engine.begin_update()
+        manifest = source.manifest(version)
         with torch.no_grad():
             loaded = engine.load(source)
     check_loaded(manifest, loaded)
