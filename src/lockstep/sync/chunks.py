@@ -15,7 +15,7 @@ from lockstep.engines.tensor_specs import dtype_name
 
 CHUNK_BYTES = 64 << 20
 # Every dtype may start here, and so may a cache line.
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 Named = tuple[str, torch.Tensor]
 
@@ -34,7 +34,7 @@ def chunks(tensors: Iterable[Named], limit: int = CHUNK_BYTES) -> Iterator[list[
     held: list[Named] = []
     used = 0
     for name, tensor in tensors:
-        size = _aligned(tensor.nbytes)
+        size = aligned(tensor.nbytes)
         if held and used + size > limit:
             yield held
             held, used = [], 0
@@ -49,7 +49,7 @@ def layout(chunk: Sequence[Named]) -> tuple[list[Placed], int]:
     placed, offset = [], 0
     for name, tensor in chunk:
         placed.append(Placed(name, dtype_name(tensor.dtype), list(tensor.shape), offset))
-        offset += _aligned(tensor.nbytes)
+        offset += aligned(tensor.nbytes)
     return placed, offset
 
 
@@ -78,5 +78,6 @@ def _bytes(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * getattr(torch, dtype).itemsize
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def aligned(size: int) -> int:
+    """Bytes from the start of a tensor to where the next may start."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

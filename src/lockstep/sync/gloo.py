@@ -2,7 +2,8 @@
 
 Every push meets anew: the trainer listens (at the address it was given, nowhere else), each server's worker connects, and all of
 them part when the push is over, so that a server which died or was restarted in between leaves nothing to mend. Tensors go out as
-they lie in the trainer's memory; a server holds one chunk at a time. What travels is bytes: nothing is unpickled.
+they lie in the trainer's memory. They are cut into halves of a chunk, so that a server takes one while it loads the other and holds
+no more than a chunk, or one tensor that is larger. What travels is bytes: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from itertools import accumulate
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 from lockstep.engines.transport import WeightReceiverCalls, finish_all
 from lockstep.errors import InputError
-from lockstep.sync.chunks import Named, chunks, end_of, layout, views
+from lockstep.sync.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, chunks, end_of, layout, views
 from lockstep.sync.source import outline
 
 NAME = "gloo"
@@ -51,7 +53,7 @@ class GlooTransport:
         ends = list(accumulate((server.world_size for server in servers), initial=1))
         port, size = listener.getsockname()[1], ends[-1]
         try:
-            placed = [layout(part)[0] for part in chunks(outline(tensors))]
+            placed = [layout(part)[0] for part in chunks(outline(tensors), CHUNK_BYTES // 2)]
             meeting = {"transport": NAME, "host": self._host, "port": port, "size": size, "timeout": self._timeout}
             pending = [
                 pool.submit(server.update_weights, {**meeting, "rank": rank, "chunks": placed})
@@ -80,9 +82,8 @@ class GlooTransport:
         store = _store(self._host, listener.getsockname()[1], self._timeout, listener.detach())
         self._await(store, size, pending)
         group = _group(store, _SENDER, size, self._host, self._timeout)
-        for _, tensor in tensors:
-            _refused(pending)
-            _everyone(group, tensor.detach().contiguous().cpu().flatten().view(torch.uint8))
+        raw = (tensor.detach().contiguous().cpu().flatten().view(torch.uint8) for _, tensor in tensors)
+        _everyone(group, raw, lambda: _refused(pending))
 
     def _await(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
         """Wait until every worker is there, or one of their servers says that it will not come."""
@@ -94,33 +95,91 @@ class GlooTransport:
             time.sleep(_LOOK_EVERY)
 
 
-def receive(info: Mapping[str, Any], parts: Sequence[Sequence[Sequence[object]]]) -> Iterator[list[Named]]:
-    """The worker's end: the chunks of one push, one after the other, in one buffer.
+class Receiver:
+    """A worker's end. Takes the next chunk while one is being loaded, and keeps its memory from one push to the next."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory for what is on its way."""
+        return self._buffer.numel()
+
+    def receive(
+        self, info: Mapping[str, Any], parts: Sequence[Sequence[Sequence[object]]]
+    ) -> Generator[list[Named], None, None]:
+        """The chunks of one push, one after the other; each is valid until the next is asked for.
+
+        Args:
+            info: what the trainer said of the meeting, and this worker's own rank in it.
+            parts: what each chunk holds (`chunks.Placed`).
+
+        Raises:
+            RuntimeError: the trainer did not come, or went away.
+        """
+        host, port, timeout = info["host"], info["port"], info["timeout"]
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+        store.set(_here(info["rank"]), "")
+        group = _group(store, info["rank"], info["size"], _own_address(host, port, timeout), timeout)
+        places = self._places([end_of(part) for part in parts])
+
+        def take(number: int) -> list[Named]:
+            start, end = places[number]
+            arrived = views(self._buffer[start:end], parts[number])
+            _everyone(group, (tensor.flatten().view(torch.uint8) for _, tensor in arrived))
+            return arrived
+
+        # Its end waits for what is on its way: nothing is written into the buffer after this.
+        with ThreadPoolExecutor(1, thread_name_prefix="lockstep-receive") as pool:
+            ahead: Future[list[Named]] | None = None
+            for number in range(len(parts)):
+                arrived = take(number) if ahead is None else ahead.result()
+                apart = number + 1 < len(parts) and _apart(places[number], places[number + 1])
+                ahead = pool.submit(take, number + 1) if apart else None
+                yield arrived
+
+    def _places(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Where each chunk lies: at the buffer's two ends in turn, which a chunk of more than half a buffer has for itself."""
+        largest = max(sizes, default=0)
+        needed = max(largest, min(2 * aligned(largest), CHUNK_BYTES))
+        if self._buffer.numel() < needed:
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+            self._buffer = torch.empty(needed, dtype=torch.uint8)
+        far = [(self._buffer.numel() - size) // ALIGNMENT * ALIGNMENT for size in sizes]
+        starts = [far[number] if number % 2 else 0 for number in range(len(sizes))]
+        return [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _apart(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[1] <= other[0] or other[1] <= one[0]
+
+
+def _everyone(group: dist.ProcessGroup, parts: Iterable[torch.Tensor], each: Callable[[], None] = lambda: None) -> None:
+    """Send bytes to all, or take them from the sender, in order, two on their way at a time.
 
     Args:
-        info: what the trainer said of the meeting, and this worker's own rank in it.
-        parts: what each chunk holds (`chunks.Placed`).
-
-    Raises:
-        RuntimeError: the trainer did not come, or went away.
+        each: called before each of them.
     """
-    host, port, timeout = info["host"], info["port"], info["timeout"]
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
-    store.set(_here(info["rank"]), "")
-    group = _group(store, info["rank"], info["size"], _own_address(host, port, timeout), timeout)
-    buffer = torch.empty(max((end_of(part) for part in parts), default=0), dtype=torch.uint8)
-    for part in parts:
-        arrived = views(buffer, part)
-        for _, tensor in arrived:
-            _everyone(group, tensor.flatten().view(torch.uint8))
-        yield arrived
+    under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+    try:
+        for data in parts:
+            each()
+            if data.numel():
+                # A tensor is kept for as long as gloo reads or writes it.
+                under_way.append((group.broadcast([data], _FROM_SENDER), data))
+            if len(under_way) == _UNDER_WAY:
+                under_way.popleft()[0].wait()
+        while under_way:
+            under_way.popleft()[0].wait()
+    finally:
+        for work, _ in under_way:
+            # After an error too, gloo is done with all memory when this returns.
+            with contextlib.suppress(RuntimeError):
+                work.wait()
 
 
-def _everyone(group: dist.ProcessGroup, data: torch.Tensor) -> None:
-    if data.numel():
-        group.broadcast([data], _FROM_SENDER).wait()
-
-
+_UNDER_WAY = 2
 _FROM_SENDER = dist.BroadcastOptions()
 _FROM_SENDER.rootRank = _SENDER
 

@@ -6,6 +6,7 @@ reload; what was written is kept as the acknowledgement that `sync/push.py` comp
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,6 +131,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._segment: torch.Tensor | None = None
+        self._gloo = gloo.Receiver()
 
     def init_transfer_engine(self, init_info: WireInit) -> None:
         self._segment = shared_memory.open_segment(init_info.segment, init_info.bytes)
@@ -138,8 +140,11 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         if update_info.transport == gloo.NAME:
             # The server's first worker has the rank that the trainer named, the others those after it.
             own = update_info.rank + self.parallel_config.rank
-            for arrived in gloo.receive({**vars(update_info), "rank": own}, update_info.chunks):
-                self._load_passing(arrived)
+            coming = self._gloo.receive({**vars(update_info), "rank": own}, update_info.chunks)
+            # Closed at once also where a load fails: what is on its way then ends before the next push can begin.
+            with contextlib.closing(coming):
+                for arrived in coming:
+                    self._load_passing(arrived)
         elif update_info.transport == shared_memory.NAME and self._segment is not None:
             self._load_passing(views(self._segment, update_info.tensors))
         else:
