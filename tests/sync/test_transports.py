@@ -1,0 +1,134 @@
+"""Both wires between a trainer and workers of its own making: what arrives is what was sent, and how much memory that takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.errors import EngineLost
+from lockstep.sync import chunks as chunks_module
+from lockstep.sync import gloo, shared_memory
+from lockstep.sync.chunks import Named, chunks, views
+from lockstep.sync.gloo import GlooTransport, Receiver
+from lockstep.sync.shared_memory import SharedMemoryTransport, open_segment
+
+CHUNK = 4096
+# One tensor that is larger than a chunk, one of more than half of one, and many that share theirs.
+SIZES = [700, 1500, 3, 0, 12, 350, 350, 350, 600, 64, 200, 200, 200, 200]
+
+
+class Worker:
+    """A server's worker that loads slowly, and sees whether what it loads changes meanwhile."""
+
+    url = "http://127.0.0.1:1"
+    world_size = 1
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+        self.receiver = Receiver()
+        self.segment: torch.Tensor | None = None
+        self.loading = self.most_loading = self.calls = 0
+        self._fails_at = fails_at
+
+    def init_transfer(self, info: dict[str, Any]) -> None:
+        self.segment = open_segment(info["segment"], info["bytes"])
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        if info["transport"] == gloo.NAME:
+            coming = self.receiver.receive(info, info["chunks"])
+            try:
+                for arrived in coming:
+                    self._load(arrived)
+            finally:
+                coming.close()
+        else:
+            assert self.segment is not None
+            self._load(views(self.segment, info["tensors"]))
+
+    def workers(self, method: str, *args: str) -> list[Any]:
+        raise NotImplementedError
+
+    def _load(self, arrived: Sequence[Named]) -> None:
+        self.calls += 1
+        if self.calls == self._fails_at:
+            raise EngineLost("the worker is gone", lambda: None)
+        before = [tensor.clone() for _, tensor in arrived]
+        time.sleep(0.01)
+        assert all(torch.equal(a, b) for a, (_, b) in zip(before, arrived, strict=True)), (
+            "overwritten while it was loaded"
+        )
+        self.found |= {name: tensor.clone() for name, tensor in arrived}
+
+
+def weights(seed: int) -> list[Named]:
+    noise = torch.Generator().manual_seed(seed)
+    return [(f"t{i}", torch.randn(size, generator=noise)) for i, size in enumerate(SIZES)]
+
+
+def arrived_whole(worker: Worker, sent: Iterable[Named]) -> bool:
+    return all(torch.equal(worker.found[name], tensor) for name, tensor in sent)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(tensors: Iterable[Named], limit: int = CHUNK) -> Any:
+        return chunks(tensors, limit)
+
+    for module in (shared_memory, gloo):
+        monkeypatch.setattr(module, "chunks", small)
+    monkeypatch.setattr(gloo, "CHUNK_BYTES", CHUNK)
+
+
+TRANSPORTS: dict[str, Callable[[], Any]] = {
+    "shared_memory": SharedMemoryTransport,
+    "gloo": lambda: GlooTransport("127.0.0.1", 0, 20.0),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_nothing_is_overwritten_before_every_worker_has_loaded_it(name: str, servers: int) -> None:
+    transport, workers = TRANSPORTS[name](), [Worker() for _ in range(servers)]
+    for seed in range(2):
+        sent = weights(seed)
+        transport.send(sent, workers)
+        assert all(arrived_whole(worker, sent) for worker in workers)
+    transport.close()
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_a_push_after_one_that_failed_arrives_whole(name: str, fails_at: int) -> None:
+    transport, worker = TRANSPORTS[name](), Worker(fails_at)
+    with pytest.raises((EngineLost, RuntimeError), match="the worker is gone"):
+        transport.send(weights(0), [worker])
+    transport.forget()
+    sent = weights(1)
+    transport.send(sent, [worker])
+    assert arrived_whole(worker, sent)
+    transport.close()
+
+
+def test_shared_memory_is_two_chunks_and_a_worker_of_it_has_no_memory_of_its_own() -> None:
+    transport, worker = SharedMemoryTransport(), Worker()
+    largest_tensor = 4 * max(SIZES)
+    transport.send(weights(0), [worker])
+    assert worker.segment is not None
+    assert worker.segment.numel() <= 2 * chunks_module.aligned(max(CHUNK, largest_tensor))
+    assert worker.receiver.held_bytes == 0
+
+
+@pytest.mark.parametrize("sizes", [SIZES, [size for size in SIZES if size <= 600], [100] * 30, [3]])
+def test_a_worker_of_gloo_holds_one_chunk_or_one_larger_tensor_and_keeps_it(sizes: list[int]) -> None:
+    worker, transport = Worker(), GlooTransport("127.0.0.1", 0, 20.0)
+    sent = [(f"t{i}", torch.randn(size)) for i, size in enumerate(sizes)]
+    transport.send(sent, [worker])
+    kept = worker.receiver._buffer.data_ptr()
+    transport.send(sent, [worker])
+    assert arrived_whole(worker, sent)
+    assert worker.receiver.held_bytes <= max(CHUNK, 4 * max(sizes))
+    assert worker.receiver._buffer.data_ptr() == kept
