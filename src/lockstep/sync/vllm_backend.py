@@ -23,6 +23,7 @@ from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.sync import gloo, shared_memory
 from lockstep.sync.chunks import Named, chunks, views
+from lockstep.sync.source import PlainSource
 from lockstep.sync.vllm_reload import begin_reload, half_loaded, keep_pending, repack_heads
 
 # What is made for a push lies in memory up to here, twice, beside what vLLM still waits to use.
@@ -118,8 +119,13 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
         pass
 
     def receive_weights(self, update_info: InProcessUpdate) -> None:
-        for part in chunks(update_info.tensors, _PART_BYTES):
-            self.load(part)
+        tensors = update_info.tensors
+        if isinstance(tensors, PlainSource) and tensors.own_memory:
+            # One load: vLLM looks through the whole model for tied weights at the start of each.
+            self.load(list(tensors))
+        else:
+            for part in chunks(tensors, _PART_BYTES):
+                self.load(part)
 
 
 class ServerWeightTransfer(_LayerwiseTransfer):

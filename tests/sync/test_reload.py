@@ -1,0 +1,72 @@
+"""Embeddings and heads of real vLLM are written where they lie, and every distinct weight is packed once, and anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import needs_vllm, start
+from tiny import make_model, perturbed
+from transformers import PreTrainedModel
+
+from lockstep.engines.vllm_inprocess import VLLMInProcess
+from lockstep.parity.module_probe import ModuleProbe, check_probe
+from lockstep.sync.push import push_weights
+
+pytestmark = [pytest.mark.vllm, needs_vllm]
+
+
+@pytest.fixture(scope="module")
+def untied_vllm(untied_dir: str) -> Iterator[VLLMInProcess]:
+    started = start("vllm", untied_dir)
+    yield started  # type: ignore[misc]
+    started.close()
+
+
+def base(tied: bool) -> PreTrainedModel:
+    """The model that the engine was started with."""
+    return make_model("llama", tied=True) if tied else make_model()
+
+
+def parts(engine: VLLMInProcess) -> tuple[Any, Any]:
+    """vLLM's own embedding and head."""
+    (model,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.model)
+    return model.model.embed_tokens, model.lm_head
+
+
+def product(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return layer.quant_method.apply(layer, inputs)[:, : layer.org_vocab_size]
+
+
+def proven(model: PreTrainedModel, engine: VLLMInProcess, version: int) -> None:
+    push_weights(model, engine, version)
+    check_probe(ModuleProbe(model, engine, torch.float32).measure(version, every=True), version)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_both_compute_with_what_was_sent_in_the_memory_they_had(tied: bool, request: pytest.FixtureRequest) -> None:
+    engine = request.getfixturevalue("tied_vllm" if tied else "untied_vllm")
+    embedding, head = parts(engine)
+    places = embedding.weight.data_ptr(), head.weight.data_ptr()
+    for version in range(1, 4):
+        moved = perturbed(base(tied), scale=0.5, seed=version)
+        proven(moved, engine, version)
+        assert (embedding.weight.data_ptr(), head.weight.data_ptr()) == places
+        inputs = torch.randn(3, 64, generator=torch.Generator().manual_seed(version))
+        # The embedding's own product too: other models have no head beside it.
+        for layer, weight in ((embedding, moved.model.embed_tokens.weight), (head, moved.lm_head.weight)):
+            torch.testing.assert_close(product(layer, inputs), inputs @ weight.detach().T)
+    assert (head.weight is embedding.weight) == tied
+    if not torch.cuda.is_available():
+        assert (head.cpu_linear is embedding.cpu_linear) == tied
+
+
+def test_an_update_that_ended_between_embedding_and_layers_leaves_nothing_behind(tied_vllm: VLLMInProcess) -> None:
+    moved = perturbed(base(tied=True), scale=0.5, seed=9)
+    tied_vllm.begin_update()
+    tied_vllm.llm.update_weights({"update_info": {"tensors": list(moved.named_parameters())[:3]}})
+    assert tied_vllm.version is None
+    proven(perturbed(moved), tied_vllm, 5)
