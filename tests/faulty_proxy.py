@@ -31,6 +31,8 @@ class FaultyProxy:
         self.target = target
         self.rule: Rule = lambda path: None
         self.calls: dict[str, int] = {}
+        # Every call's path as it begins, and again with "!" when it has its answer.
+        self.order: list[str] = []
         self.faults = 0
         self.lock = threading.Lock()
         self.held: tuple[threading.Event, list[bytes]] | None = None
@@ -84,6 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         with self.owner.lock:
             self.owner.calls[path] = self.owner.calls.get(path, 0) + 1
+            self.owner.order.append(path)
             fault = self.owner.rule(path)
             self.owner.faults += fault is not None
         # The trainer may have hung up.
@@ -125,6 +128,13 @@ class _Handler(BaseHTTPRequestHandler):
         """In time, and after the answers to calls that came later."""
         answer = self._forward(body)
         time.sleep(1.0)
+        self._answer(*answer)
+
+    def fault_slow(self, body: bytes) -> None:
+        answer = self._forward(body)
+        time.sleep(0.5)
+        with self.owner.lock:
+            self.owner.order.append(self.path.partition("?")[0] + "!")
         self._answer(*answer)
 
     def fault_asked_twice(self, body: bytes) -> None:

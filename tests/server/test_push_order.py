@@ -1,0 +1,59 @@
+"""Calls of a push go out together where they may, and never before what they depend on has been answered."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import VLLM
+from faulty_proxy import faulty_proxy
+from servers import Server, connect
+from tiny import make_model
+
+from lockstep.errors import EngineLost
+from lockstep.sync.push import push_weights
+
+pytestmark = VLLM
+
+RESETS = ("/reset_mm_cache", "/reset_encoder_cache", "/reset_prefix_cache")
+# What begins only when everything named before it has been answered.
+STEPS = (
+    ("/pause",),
+    ("/start_weight_update",),
+    ("/update_weights",),
+    ("/finish_weight_update",),
+    RESETS,
+    ("/update_weight_version",),
+)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_no_step_begins_before_the_one_that_it_needs_has_ended(server: Server, transport: str) -> None:
+    with faulty_proxy(server.url) as proxy:
+        engine = connect(proxy.url, transport=transport)
+        proxy.order.clear()
+        proxy.rule = lambda path: "slow" if any(path in step for step in STEPS) else None
+        push_weights(make_model(), engine, 1)
+        engine.close()
+        order = proxy.order
+    for first, then in zip(STEPS, (*STEPS[1:], ("/resume",)), strict=True):
+        ended = [i for i, path in enumerate(order) if path in {f"{name}!" for name in first}]
+        began = [i for i, path in enumerate(order) if path in then]
+        assert len(ended) >= len(first), (first, order)
+        assert max(ended) < min(began), (first, then, order)
+    # Those that do not need each other wait for each other no longer.
+    assert max(order.index(path) for path in RESETS) < min(order.index(f"{path}!") for path in RESETS)
+
+
+@pytest.mark.parametrize("path", ["/pause", "/start_weight_update", *RESETS])
+def test_a_step_that_fails_leaves_the_engine_closed_until_a_whole_push(server: Server, path: str) -> None:
+    with faulty_proxy(server.url) as proxy:
+        engine = connect(proxy.url)
+        push_weights(make_model(), engine, 1)
+        proxy.order.clear()
+        proxy.once("500", path)
+        with pytest.raises(EngineLost):
+            push_weights(make_model(), engine, 2)
+        assert engine.version is None
+        assert not {"/update_weight_version", "/resume"} & set(proxy.order)
+        push_weights(make_model(), engine, 3)
+        assert engine.version == 3
+        engine.close()
