@@ -39,6 +39,30 @@ def resident_bytes(pid: int) -> int:
     return sum(_proportional(p) for p in [pid, *_below(pid)])
 
 
+class Peak:
+    """The most memory that a process held since this was made, beyond what it held then (Linux)."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+        self._before = _status_bytes(pid, "VmRSS")
+
+    def bytes(self) -> int:
+        return _status_bytes(self._pid, "VmHWM") - self._before
+
+
+def engine_process(supervisor: int) -> int:
+    """The largest process of a server: the one that holds the model."""
+    return max(_below(supervisor), key=lambda pid: _status_bytes(pid, "VmRSS"))
+
+
+def _status_bytes(pid: int, name: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def _await_ready(supervisor: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + _START_LIMIT
     assert supervisor.stdout is not None
