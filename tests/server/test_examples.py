@@ -88,7 +88,7 @@ def test_the_script_serves_trains_and_stops_its_server(untied_dir: str, tmp_path
     shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m lockstep.cli.main "$@"\n')
     shim.chmod(shim.stat().st_mode | stat.S_IXUSR)
     port, run = free_port(), tmp_path / "run"
-    fields: dict[str, Any] = {"max_steps": 2, "save_steps": 2, "train_size": 24, "eval_size": 4, "bf16": "false"}
+    fields: dict[str, Any] = {"max_steps": 2, "save_steps": 2, "train_size": 24, "eval_size": 4}
     fields |= {"per_device_train_batch_size": 8, "num_generations": 4, "num_generations_eval": 2, "output_dir": run}
     environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
     environment |= {"PATH": f"{shim.parent}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "home")}
