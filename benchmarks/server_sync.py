@@ -109,8 +109,8 @@ def gap_of(engine: Any, model: Any, version: int) -> float:
     from lockstep.parity.tolerances import tolerance
 
     draw = torch.Generator().manual_seed(version)
-    prompts = torch.randint(100, 40_000, (8, 16), generator=draw).tolist()
-    asked = [GenerationRequest(RequestKey(f"p{i}", 0), tuple(ids), Sampling(16), i) for i, ids in enumerate(prompts)]
+    prompts = torch.randint(100, 40_000, (4, 16), generator=draw).tolist()
+    asked = [GenerationRequest(RequestKey(f"p{i}", 0), tuple(ids), Sampling(8), i) for i, ids in enumerate(prompts)]
     stats = GapStats()
     for completion in engine.generate(asked).values():
         ids = torch.tensor([completion.prompt_ids + completion.token_ids])
