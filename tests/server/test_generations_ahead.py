@@ -15,7 +15,7 @@ import torch
 from conftest import VLLM
 from methods import INTERRUPTED, StopAfter
 from servers import KEY, Server, connect, serve
-from test_in_flight import gap_by_version, long_requests, sampled_tokens
+from test_in_flight import gap_by_version, long_requests
 from tiny import make_model, perturbed
 from training import even_tokens, make_trainer, train
 from transformers import PreTrainedModel
@@ -234,12 +234,12 @@ def test_a_second_run_begins_with_nothing_under_way(untied_dir: str, tmp_path: P
 def test_a_proof_is_answered_before_what_waits_to_be_generated(server: Server) -> None:
     engine = connect(server.url)
     push_weights(make_model(), engine, 1)
-    before = sampled_tokens(server)
+    before = server.sampled_tokens()
     waiting = engine.submit(long_requests(600, 300))
     engine.score({"canary": (5, 6, 7, 8)})
-    answered = sampled_tokens(server)
+    answered = server.sampled_tokens()
     assert len(waiting.result()) == 600
-    after = sampled_tokens(server)
+    after = server.sampled_tokens()
     # In its turn it would come behind the 256 that a server is given at a time.
     assert after - answered > 0.8 * (after - before) > 1000
     engine.close()

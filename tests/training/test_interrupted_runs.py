@@ -16,8 +16,8 @@ from methods import ALONE, GROUPS, INTERRUPTED, PAIRS, PROMPTS, make, parameters
 from tiny import make_tokenizer
 
 import lockstep
-import lockstep.training.online
 import lockstep.training.policy
+import lockstep.training.preparation
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.parity.receipt import RECEIPT, check_chain, check_receipt
@@ -127,19 +127,18 @@ def test_every_sampled_token_is_proven_and_no_other_is_counted(
 def test_a_trainer_that_took_what_was_put_in_for_sampled_is_stopped(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def all_sampled(groups: Any) -> Any:
+    def all_sampled(groups: Any, version: int) -> Any:
         whole = [r.completion.logprobs for group in groups for r in group.rollouts]
-        made = zip(sequences_of(groups), whole, strict=True)
+        made = zip(sequences_of(groups, version), whole, strict=True)
         return [replace(s, sampled=None, behaviour_logps=logps) for s, logps in made]
 
-    monkeypatch.setattr(lockstep.training.online, "sequences_of", all_sampled)
+    monkeypatch.setattr(lockstep.training.preparation, "sequences_of", all_sampled)
     run = make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS))
     with pytest.raises(ProofError, match="tokens were compared at version 0"):
         run.train()
     # And if the count were wrong too, the gap of what stood there with probability 1 shows.
-    monkeypatch.setattr(
-        Generation, "sampled_tokens", property(lambda self: sum(len(c.token_ids) for c in self.completions))
-    )
+    for count in ("sampled_tokens", "fresh_tokens"):
+        monkeypatch.setattr(Generation, count, property(lambda self: sum(len(c.token_ids) for c in self.completions)))
     run = make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS))
     with pytest.raises(ProofError, match="mean_abs_gap"):
         run.train()
@@ -176,7 +175,7 @@ def test_where_no_thinking_is_interrupted_nothing_is_logged_and_where_none_needs
         return replace(rollout, completion=replace(rollout.completion, sampled=None))
 
     groups = [replace(g, rollouts=tuple(map(patient, g.rollouts))) for g in run._generation.groups]
-    assert run.source.metrics(groups)["completions/interrupted"] == 0.0
+    assert run.source.metrics(groups, 0)["completions/interrupted"] == 0.0
 
 
 def test_rewards_while_others_are_sampled_are_of_whole_completions_and_change_nothing(
