@@ -61,10 +61,17 @@ class Server:
 
     def sampled_tokens(self) -> float:
         """Tokens that the server has sampled since it was started, by its own count."""
+        return self._count("vllm:generation_tokens_total")
+
+    def waiting_requests(self) -> float:
+        """Requests that the server has taken and not begun, by its own count."""
+        return self._count("vllm:num_requests_waiting{")
+
+    def _count(self, name: str) -> float:
         shown = {"Authorization": f"Bearer {KEY}"}
         found = httpx.get(self.url + "/metrics", headers=shown, timeout=10, trust_env=False)
         assert found.status_code == 200
-        lines = [line for line in found.text.splitlines() if line.startswith("vllm:generation_tokens_total")]
+        lines = [line for line in found.text.splitlines() if line.startswith(name)]
         return sum(float(line.split()[-1]) for line in lines)
 
     def await_health(self, limit: float = _START_LIMIT) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import VLLM
+from example_scripts import EXAMPLES, example
 from servers import KEY, Server, free_port, is_free
 from transformers import AutoModelForCausalLM
 
@@ -22,17 +22,6 @@ from lockstep.parity.receipt import check_receipt
 from lockstep.server.keys import KEY_VARIABLE
 
 pytestmark = VLLM
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def example(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_trainer_of_ones_own_samples_learns_updates_and_proves(

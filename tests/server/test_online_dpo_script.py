@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import runpy
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import VLLM
+from example_scripts import example
 from servers import KEY, Server, is_free, serve
 from tiny import make_model, make_tokenizer, save
 from transformers import AutoModelForCausalLM
@@ -185,21 +185,11 @@ def test_trls_script_runs_as_it_stands_once_its_import_is_changed(
         assert moved_names == before.keys()
 
 
-def example() -> Any:
-    path = Path(__file__).parents[2] / "examples" / "online_dpo.py"
-    spec = importlib.util.spec_from_file_location("online_dpo_example", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_example_prefers_the_longer_answer_and_neither_where_both_are_equal(
     server: Server, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
 ) -> None:
     monkeypatch.setattr("lockstep.training.config.has_fast_bf16", lambda: False)
-    module, steps, batch, cap = example(), 3, 4, 14
+    module, steps, batch, cap = example("online_dpo"), 3, 4, 14
     length = module.longer
     # Capped, so that many are equal.
     monkeypatch.setattr(module, "longer", lambda completions, **_: [min(n, cap) for n in length(completions)])

@@ -58,7 +58,8 @@ def collect(
             "push the weights before collecting rollouts",
         )
     requests = requests_for(prompts, sampling, num_generations=num_generations, run_seed=run_seed, version=version)
-    check_requests(requests, engine.version, engine.settings().max_model_len)
+    if interruption is not None:
+        check_whole(requests, engine)
     found = answers_to(requests, engine.generate, tokenizer, interruption, on_answer)
     # The engine has checked its own answers; this end checks that they are to what it asked.
     answers = check_answers(requests, found.values(), [version])
@@ -80,6 +81,11 @@ def requests_for(
     ]
 
 
+def check_whole(requests: Sequence[GenerationRequest], engine: Engine) -> None:
+    """`check_requests` of requests that an engine will be asked in two halves, each of which it checks by itself."""
+    check_requests(requests, engine.version, engine.settings().max_model_len)
+
+
 def answers_to(
     requests: Sequence[GenerationRequest],
     generate: Generate,
@@ -90,7 +96,7 @@ def answers_to(
     """Answers by key, of an engine that is asked once, or twice where thinking may be interrupted.
 
     Args:
-        generate: the engine's. It sees each half of what is asked: that the whole fits is to be checked before.
+        generate: the engine's. With an interruption it sees each half of what is asked: see `check_whole`.
     """
     if interruption is None:
         return generate(requests, on_answer)

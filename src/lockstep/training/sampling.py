@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.answers import check_requests
 from lockstep.engines.protocol import Engine, OnAnswer
 from lockstep.engines.vllm_server import VLLMServer
 from lockstep.errors import InputError
@@ -22,7 +21,7 @@ from lockstep.parity.gap import GapStats
 from lockstep.parity.staleness import check_staleness
 from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.ahead import GenerationsAhead
-from lockstep.rollouts.collect import answers_to, collect, groups_from, requests_for
+from lockstep.rollouts.collect import answers_to, check_whole, collect, groups_from, requests_for
 from lockstep.rollouts.early_scores import EarlyScores
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
@@ -154,8 +153,7 @@ class RolloutSource:
             self._ahead.forget_unfinished()
 
     def start(self, folder: Path, step: int) -> None:
-        """Open the receipt, and prove the engine before the first rollout is paid for; nothing is under way any more."""
-        self.rest()
+        """Open the receipt, and prove the engine before the first rollout is paid for."""
         self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step)))
 
     def sync(self, version: int) -> None:
@@ -288,7 +286,8 @@ class RolloutSource:
             # Of the generation itself, since several may be begun at one version.
             version=number * self._config.steps_a_generation,
         )
-        check_requests(requests, ahead.engine.version, ahead.engine.settings().max_model_len)
+        if self._interruption is not None:
+            check_whole(requests, ahead.engine)
         ahead.begin(number, lambda generate: answers_to(requests, generate, self._tokenizer, self._interruption))
 
     def _push_and_ask(self, version: int) -> GenerationsAhead:
