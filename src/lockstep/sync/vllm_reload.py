@@ -1,18 +1,16 @@
 """vLLM's layer-wise reload, with less work: what a whole update begins and ends with in an engine.
 
 vLLM loads a layer into new memory, packs it, and copies the result to where the layer was. An unquantised embedding or head ends
-as what arrived, so that it can be written where it lies; those that share a weight need one packed copy of it, not one each; and
-what is loaded of a plain linear layer need not be counted by a load without memory. Used by `sync/vllm_backend.py`.
+as what arrived, so that it can be written where it lies, and those that share a weight need one packed copy of it, not one each.
+Used by `sync/vllm_backend.py`.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -21,7 +19,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
-    _layerwise_process,
     _place_kernel_tensors,
     get_layerwise_info,
 )
@@ -42,9 +39,6 @@ def begin_reload(model: torch.nn.Module) -> None:
             for tensor in get_layer_tensors(layer).values():
                 tensor.weight_loader = _get_original_loader(tensor)
             info.reset()
-    for layer in model.modules():
-        if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod and layer.tp_size == 1:
-            _count_by_size(layer)
 
 
 def repack_heads(model: torch.nn.Module) -> None:
@@ -101,35 +95,6 @@ def half_loaded(model: torch.nn.Module) -> tuple[str, ...]:
         ):
             half.append(f"{name} ({info.load_numel} of {info.load_numel_total} elements)")
     return tuple(half)
-
-
-def _count_by_size(layer: LinearBase) -> None:
-    """Take the size of a tensor for what is loaded of it, where the layer's own loaders load all of it.
-
-    vLLM counts the elements that a loader copies, for which it loads every tensor twice, the first time without memory.
-    """
-    info = get_layerwise_info(layer)
-    for name, tensor in get_layer_tensors(layer).items():
-        original: Any = _get_original_loader(tensor)
-        if getattr(original, "__self__", None) is layer and original.__module__ == LinearBase.__module__:
-            tensor.weight_loader = _counting_loader(layer, info, name, original)
-
-
-def _counting_loader(layer: LinearBase, info: LayerReloadingInfo, name: str, original: Any) -> Callable[..., None]:
-    signature = inspect.signature(original)
-
-    # By this name vLLM knows loaders to be taken off again.
-    def online_process_loader(*args: Any, **kwargs: Any) -> None:
-        if info.can_load():
-            call = signature.bind(*args, **kwargs)
-            call.apply_defaults()
-            info.loaded_weights.append((name, call))
-            info.load_numel += call.arguments["loaded_weight"].numel()
-            if info.load_numel >= info.load_numel_total:
-                _layerwise_process(layer, info)
-
-    online_process_loader.__wrapped__ = original  # type: ignore[attr-defined]
-    return online_process_loader
 
 
 def _vocabularies(model: torch.nn.Module) -> Iterator[Any]:
