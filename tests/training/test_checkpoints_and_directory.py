@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import InputError, LockstepError
-from lockstep.training.checkpoints import checkpoint_step, cut_back, guarded_save, last_checkpoint
+from lockstep.training.checkpoints import checkpoint_step, cut_back, guarded_save, last_checkpoint, whole_or_absent
 from lockstep.training.run_directory import RunPlace
 from lockstep.training.run_directory import open_run as locked_run
 
@@ -53,7 +53,7 @@ def test_a_failed_save_leaves_nothing_of_itself_and_names_the_last_good_one(tmp_
     checkpoint(tmp_path, 5)
 
     def fails_half_way() -> None:
-        with guarded_save(tmp_path, 10):
+        with whole_or_absent(tmp_path / "checkpoint-10"), guarded_save(tmp_path, 10):
             checkpoint(tmp_path, 10, whole=False)
             raise OSError(28, "No space left on device")
 

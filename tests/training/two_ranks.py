@@ -232,17 +232,33 @@ def fails_to_learn(rank: int, model: str, folder: Path) -> Any:
 
 
 def breaks(rank: int, model: str, folder: Path) -> Any:
-    """A checkpoint that rank 1 cannot write."""
+    """A checkpoint that rank 1 cannot write, and has long failed to when rank 0 writes into the same folder."""
+    import torch
     from accounts import make
 
     run = make("rloo", model, folder / "breaks", ranks=2, size=2, max_steps=2, save_strategy="steps", save_steps=2)
+    failed, save = folder / "breaks-failed", torch.save
 
     def full(output_dir: str) -> None:
+        failed.touch()
         raise OSError("no space left")
+
+    def late(state: Any, path: str) -> None:
+        until = time.monotonic() + 60
+        while not failed.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        # Long enough for rank 1 to remove the folder, if it did not wait for the others.
+        time.sleep(0.5)
+        save(state, path)
 
     if rank == 1:
         run._save_rng_state = full  # type: ignore[method-assign]
-    run.train()
+    else:
+        torch.save = late
+    try:
+        run.train()
+    finally:
+        torch.save = save
     return {}
 
 

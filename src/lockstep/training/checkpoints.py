@@ -35,19 +35,31 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 
 @contextmanager
+def whole_or_absent(checkpoint: Path) -> Iterator[None]:
+    """Run the save of a checkpoint by all ranks; if it fails, remove what it left.
+
+    Only once the ranks have heard of each other's failures may one of them remove anything: until then another may
+    still be writing into the same folder.
+    """
+    try:
+        yield
+    except LockstepError:
+        if not _is_complete(checkpoint):
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        raise
+
+
+@contextmanager
 def guarded_save(output_dir: str | Path, step: int) -> Iterator[None]:
-    """Run a save; if it fails, remove what it left and say which checkpoint is good.
+    """Run one rank's share of a save; if it fails, say which checkpoint is good.
 
     Raises:
         LockstepError: the save failed (a full disk, most often).
     """
-    target = Path(output_dir) / f"checkpoint-{step}"
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
         # A full disk shows as any of the three: Python's files, safetensors' and torch's writers differ.
-        if not _is_complete(target):
-            shutil.rmtree(target, ignore_errors=True)
         good = last_checkpoint(output_dir)
         keeps = f"the last good one is {good}" if good else "there is no earlier one"
         free = shutil.disk_usage(output_dir).free / 2**30

@@ -25,7 +25,7 @@ from lockstep.parity.gap import check_count
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
 from lockstep.rollouts.reward_functions import Given, ProcessingClasses, entries_of
-from lockstep.training.checkpoints import guarded_save
+from lockstep.training.checkpoints import guarded_save, whole_or_absent
 from lockstep.training.completion_log import show_generation
 from lockstep.training.config import OnlineConfig
 from lockstep.training.distributed import check_same_weights, leave_unwrapped, read_alike
@@ -411,9 +411,10 @@ class OnlineTrainer(Trainer):
                 save()
 
         # The owner writes last, since the trainer's state makes a checkpoint whole.
-        if self.ranks.count > 1:
-            self.ranks.share("checkpoint", lambda: guarded(lambda: self._save_rng_state(str(folder))))
-        self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
+        with whole_or_absent(folder):
+            if self.ranks.count > 1:
+                self.ranks.share("checkpoint", lambda: guarded(lambda: self._save_rng_state(str(folder))))
+            self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
 
     def _save_whole(self, model: Any, trial: Any, folder: Path) -> None:
         # Ours first: the base class completes a checkpoint, and may send it away at once.
