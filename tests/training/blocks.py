@@ -1,4 +1,4 @@
-"""Attention by trees for packs as small as the tests'."""
+"""Trees of tokens drawn at random, and attention by trees for packs as small as the tests'."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
+from hypothesis import strategies as st
 
 from lockstep.training import tree_attention
 
@@ -18,3 +20,16 @@ def small_blocks() -> Iterator[None]:
         patch.setattr(tree_attention, "_GAP", 2)
         patch.setattr(tree_attention, "_WORTH", 2.0)
         yield
+
+
+@st.composite
+def tree_masks(draw: st.DrawFn) -> torch.Tensor:
+    """(T, T) bool masks of trees of 13 to 60 nodes, parents before children."""
+    size = draw(st.integers(13, 60))
+    mask = torch.eye(size, dtype=torch.bool)
+    for node in range(1, size):
+        # Mostly chains, as completions are; sometimes a new branch, sometimes a new root.
+        parent = draw(st.sampled_from([node - 1, node - 1, node - 1, draw(st.integers(-1, node - 1))]))
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask

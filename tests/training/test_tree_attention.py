@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from blocks import small_blocks
+from blocks import small_blocks, tree_masks
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny import make_model
 
 from lockstep.training.packing import TrainingSequence, pack_sequences
@@ -16,18 +15,6 @@ from lockstep.training.tree_attention import (
     plan_attention,
     tree_attention_forward,
 )
-
-
-def masks(draw: st.DrawFn) -> torch.Tensor:
-    """Of a tree of 13 to 60 nodes, parents before children."""
-    size = draw(st.integers(13, 60))
-    mask = torch.eye(size, dtype=torch.bool)
-    for node in range(1, size):
-        # Mostly chains, as completions are; sometimes a new branch, sometimes a new root.
-        parent = draw(st.sampled_from([node - 1, node - 1, node - 1, draw(st.integers(-1, node - 1))]))
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    return mask
 
 
 def plan_of(mask: torch.Tensor) -> TreePlan:
@@ -46,7 +33,7 @@ class Layer(torch.nn.Module):
 
 
 @settings(max_examples=60, deadline=None)
-@given(mask=st.composite(masks)())
+@given(mask=tree_masks())
 def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) -> None:
     plan = plan_of(mask)
     size = len(mask)
@@ -82,7 +69,7 @@ def test_under_autocast_a_cpu_attends_in_float32() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(mask=st.composite(masks)())
+@given(mask=tree_masks())
 def test_every_pair_that_sees_each_other_is_computed_once(mask: torch.Tensor) -> None:
     plan = plan_of(mask)
     starts = [sum(plan.sizes[:i]) for i in range(len(plan.sizes))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
@@ -19,6 +20,7 @@ from lockstep.models.resolve import resolve_model
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.config import OnlineConfig
+from lockstep.training.flex_attention import ASKED, adopt_flex_attention
 from lockstep.training.interruption_fields import check_end_of_thinking
 from lockstep.training.tree_attention import adopt_tree_attention
 
@@ -49,7 +51,9 @@ def open_policy(
 
     Raises:
         InputError: the model or its tokenizer cannot be loaded, do not fit each other, or carry an adapter that no engine could
-            be given; or thinking cannot be interrupted in the tokenizer's ids as `args` has it.
+            be given; thinking cannot be interrupted in the tokenizer's ids as `args` has it; or FlexAttention is asked for
+            and does not run here.
+        ProofError: FlexAttention is asked for and computes something else than SDPA does.
     """
     path = resolve_model(model if isinstance(model, str) else model.config.name_or_path)
     guarded = guard_tokenizer(tokenizer) if tokenizer is not None else load_tokenizer(path)
@@ -68,10 +72,17 @@ def open_policy(
     if args.use_liger_kernel:
         check_kernels(causal_model(policy), args.liger_kernel_config or {})  # type: ignore[arg-type]
     switch_off_dropout(policy)
-    adopt_tree_attention(causal_model(policy))
+    _adopt_attention(causal_model(policy), args)
     # Here, so that an adapter which no engine could be given is refused before one is started.
     weights_of(policy)
     return OpenedPolicy(policy, guarded, path)
+
+
+def _adopt_attention(model: PreTrainedModel, args: OnlineConfig) -> None:
+    if model.config._attn_implementation == ASKED:
+        adopt_flex_attention(model, args.device, torch.bfloat16 if args.bf16 else model.dtype)
+    else:
+        adopt_tree_attention(model)
 
 
 def _init_kwargs(args: OnlineConfig, quantization_config: Any, peft_config: Any) -> dict[str, Any]:

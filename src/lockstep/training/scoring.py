@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model
 from lockstep.models.policy import fp32_head_product
+from lockstep.training.flex_attention import FLEX, block_mask
 from lockstep.training.packing import Pack
 from lockstep.training.recomputation import products_kept
 from lockstep.training.token_logps import token_logps
@@ -40,13 +41,13 @@ def check_scorable(model: PreTrainedModel) -> None:
     """Refuse models whose log-probs this module would get wrong.
 
     Raises:
-        InputError: the model transforms its logits after the head, or attends otherwise than by SDPA.
+        InputError: the model transforms its logits after the head, or attends in a way that takes no tree.
     """
     config = model.config.get_text_config()
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, name, None) not in (None, 1.0):
             raise InputError(f"the model's config has {name}={getattr(config, name)}, which is not supported yet")
-    if not _keeps_state(model) and config._attn_implementation not in ("sdpa", TREE):
+    if not _keeps_state(model) and config._attn_implementation not in ("sdpa", TREE, FLEX):
         # The others add a boolean mask to the scores, or cannot take one.
         raise InputError(f"attn_implementation is {config._attn_implementation!r}; packed batches need 'sdpa'")
 
@@ -99,6 +100,8 @@ def score_pack(
     if config._attn_implementation == TREE and pack.tree is not None:
         on_cpu = pack.input_ids.device.type == "cpu"
         branching["tree"] = pack.tree.added(torch.promote_types(inner.dtype, torch.float32)) if on_cpu else pack.tree
+    elif config._attn_implementation == FLEX and branching:
+        branching["tree"] = block_mask(pack.attention_mask)
     with products_kept(inner):
         hidden = inner.base_model(
             input_ids=pack.input_ids, attention_mask=pack.attention_mask, use_cache=False, **branching

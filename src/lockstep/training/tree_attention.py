@@ -129,7 +129,7 @@ def tree_attention_forward(
     Returns:
         (1, T, heads, width), and no weights.
     """
-    if tree is None or not _is_plain(attention_mask, kwargs):
+    if tree is None or not has_no_mask_of_its_own(attention_mask, kwargs):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     scale = kwargs.get("scaling")
     if query.device.type != "cpu":
@@ -165,7 +165,7 @@ def _attend_blocks(
     return torch.cat(rows, 2).transpose(1, 2).contiguous()
 
 
-def _is_plain(attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
+def has_no_mask_of_its_own(attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
     """Whether a layer attends by the pack's own mask, with nothing of its own that only a dense mask could carry."""
     own = kwargs.get("position_bias") is not None or kwargs.get("dropout")
     return not own and (attention_mask is None or attention_mask.dtype == torch.bool)

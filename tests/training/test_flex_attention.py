@@ -1,0 +1,206 @@
+"""FlexAttention by trees is dense attention with the mask, is proven before it is used, and is refused where it is not.
+
+PyTorch's own FlexAttention in all of these. Without a GPU it is not compiled: plain products, and the backward that PyTorch keeps
+from users of a CPU, since it has no kernel for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blocks import tree_masks
+from hypothesis import given, settings
+from tiny import make_model
+from torch.nn.attention import flex_attention as of_torch
+
+from lockstep import GRPOConfig
+from lockstep.errors import InputError, ProofError
+from lockstep.training import flex_attention, scoring
+from lockstep.training.flex_attention import FLEX, adopt_flex_attention, block_mask, flex_attention_forward
+from lockstep.training.packing import TrainingSequence, pack_sequences
+from lockstep.training.policy import open_policy
+from lockstep.training.scoring import check_scorable, score_pack
+from lockstep.training.tree_attention import adopt_tree_attention, tree_attention_forward
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def backward_on_a_cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_torch, "_validate_device", lambda *parts: None)
+        yield
+
+
+class Layer(torch.nn.Module):
+    num_key_value_groups = 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(mask=tree_masks())
+def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) -> None:
+    size = len(mask)
+    draw = torch.Generator().manual_seed(size)
+    parts = [torch.randn(1, heads, size, 16, dtype=torch.float64, generator=draw) for heads in (6, 2, 2)]
+    of = torch.randn(1, size, 6, 16, dtype=torch.float64, generator=draw)
+    results = []
+    for tree, attend in ((None, tree_attention_forward), (block_mask(mask[None, None]), flex_attention_forward)):
+        own = [part.clone().requires_grad_() for part in parts]
+        out, _ = attend(Layer(), *own, mask[None, None], tree=tree, scaling=0.3)
+        out.backward(of)
+        results.append([out.detach(), *(part.grad for part in own)])
+    for dense, flex in zip(*results, strict=True):
+        torch.testing.assert_close(flex, dense, rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(mask=tree_masks())
+def test_no_block_that_anybody_sees_is_left_out(mask: torch.Tensor) -> None:
+    wide = torch.block_diag(*[mask] * 7)
+    assert torch.equal(block_mask(wide[None, None]).to_dense()[0, 0].bool(), blocks_seen(wide))
+
+
+def blocks_seen(mask: torch.Tensor, size: int = 128) -> torch.Tensor:
+    count = -(-len(mask) // size)
+    padded = torch.zeros(count * size, count * size, dtype=torch.bool)
+    padded[: len(mask), : len(mask)] = mask
+    return padded.view(count, size, count, size).any(3).any(1)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_a_model_scores_and_learns_the_same_as_by_trees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = [
+        TrainingSequence(f"a#{i}", tuple(range(4, 24)), (30 + i, 31, 32 + i, 33), (0.0,) * 4) for i in range(5)
+    ]
+    (pack,) = pack_sequences(sequences, 100)
+    used = counted(monkeypatch)
+    # A CPU's way to save memory, which FlexAttention never meets.
+    monkeypatch.setattr(scoring, "products_kept", lambda model: nullcontext())
+    results = []
+    for flex in (False, True):
+        model = make_model(kind).double()
+        if flex:
+            model.set_attn_implementation(FLEX)
+            check_scorable(model)
+        else:
+            adopt_tree_attention(model)
+        scores = score_pack(model, pack, 0.7, 64)
+        scores.logps.sum().backward()
+        results.append([scores.logps.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert used[0] == model.config.num_hidden_layers
+    for by_trees, by_flex in zip(*results, strict=True):
+        torch.testing.assert_close(by_flex, by_trees, rtol=1e-10, atol=1e-12)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    used, real = [0], flex_attention._attend
+
+    def attend(*args: Any) -> torch.Tensor:
+        used[0] += 1
+        return real(*args)
+
+    monkeypatch.setattr(flex_attention, "_attend", attend)
+    return used
+
+
+def test_a_layer_with_a_mask_of_its_own_keeps_it() -> None:
+    mask = torch.ones(40, 40, dtype=torch.bool).tril()
+    parts = [torch.randn(1, heads, 40, 16) for heads in (6, 2, 2)]
+    own = torch.where(mask, torch.randn(40, 40), -torch.inf)[None, None]
+    found, _ = flex_attention_forward(Layer(), *parts, own, tree=block_mask(mask[None, None]), scaling=0.3)
+    expected, _ = tree_attention_forward(Layer(), *parts, own, scaling=0.3)
+    assert torch.equal(found, expected)
+
+
+def test_under_autocast_it_attends_in_autocasts_dtype() -> None:
+    mask = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
+    query, key = torch.randn(1, 6, 40, 16), torch.randn(1, 2, 40, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = flex_attention_forward(Layer(), query, key, key.bfloat16(), mask, tree=block_mask(mask))
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_right_kernel_is_far_within_the_proofs_limit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(flex_attention._LIMITS, dtype, flex_attention._LIMITS[dtype] / 2)
+    flex_attention.prove_flex_attention((6, 2), 64, CPU, dtype)
+
+
+def sees_one_more(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """The last row sees what it should not."""
+    out = of_torch.flex_attention(query, key, value, **kwargs)
+    other = of_torch.flex_attention(query, key, value, scale=kwargs["scale"], enable_gqa=kwargs["enable_gqa"])
+    return torch.cat([out[:, :, :-8], other[:, :, -8:]], 2)
+
+
+class _Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor) -> torch.Tensor:
+        return part.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient[:, :, :4] = 0
+        return gradient
+
+
+def loses_a_gradient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Right values; the first keys get no gradient."""
+    return of_torch.flex_attention(query, _Wrong.apply(key), value, **kwargs)
+
+
+def gives_nan(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return of_torch.flex_attention(query, key, value, **kwargs) * torch.nan
+
+
+@pytest.mark.parametrize("kernel", [sees_one_more, loses_a_gradient, gives_nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_that_is_wrong_in_a_few_rows_is_refused(
+    kernel: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex_attention, "_kernel", lambda kind: kernel)
+    with pytest.raises(ProofError, match=r"FlexAttention is .* from SDPA over a tree of 333 tokens"):
+        flex_attention.prove_flex_attention((6, 2), 64, CPU, dtype)
+
+
+def test_a_kernel_that_does_not_run_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("no valid triton configs")
+
+    monkeypatch.setattr(flex_attention, "_kernel", lambda kind: fails)
+    with pytest.raises(InputError, match=r"does not run on cpu .*no valid triton configs; leave it out"):
+        flex_attention.prove_flex_attention((6, 2), 64, CPU, torch.float32)
+
+
+def test_on_a_cpu_it_is_refused_at_start(untied_dir: str, tmp_path: Path) -> None:
+    config = GRPOConfig(
+        output_dir=str(tmp_path / "run"), use_cpu=True, model_init_kwargs={"attn_implementation": "flex_attention"}
+    )
+    with pytest.raises(
+        InputError, match=r"attn_implementation is 'flex_attention', which PyTorch cannot train with on a CPU"
+    ):
+        open_policy(untied_dir, None, None, config)
+
+
+@GPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_it_is_proven_and_a_model_learns_by_it_as_by_trees(dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    sequences = [
+        TrainingSequence(f"a#{i}", tuple(range(4, 304)), tuple(range(i, i + 40)), (0.0,) * 40) for i in range(4, 20)
+    ]
+    (pack,) = pack_sequences(sequences, 2000)
+    gradients = []
+    for adopt in (adopt_tree_attention, lambda model: adopt_flex_attention(model, device, dtype)):
+        model = make_model("qwen2", head_dim=64, max_position_embeddings=1024).to(device, dtype)
+        adopt(model)
+        score_pack(model, pack.to(device), 1.0, 256).logps.sum().backward()
+        gradients.append(torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]))
+    assert float((gradients[1] - gradients[0]).norm() / gradients[0].norm()) < {torch.float32: 3e-3}.get(dtype, 5e-2)
