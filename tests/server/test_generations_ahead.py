@@ -280,7 +280,17 @@ def raise_(error: Exception) -> Any:
 
 def test_an_evaluation_between_steps_is_of_the_policy_as_it_is(untied_dir: str, tmp_path: Path, server: Server) -> None:
     trainer = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=4, eval_strategy="steps", eval_steps=2)
+    requests, limits = trainer.source.engine._requests, set()
+    ask = requests.generate
+
+    def noted(asked: Any, on_answer: Any, limit: float) -> Any:
+        limits.add(limit)
+        return ask(asked, on_answer, limit)
+
+    requests.generate = noted
     train(trainer)
+    # It waits behind two generations, so that it has their time too.
+    assert limits == {3 * trainer.config.vllm_server_timeout}
     versions = {v for g in trainer.last_eval_groups for r in g.rollouts for v in r.completion.weight_versions}
     assert versions == {4}
     assert [log["step"] for log in trainer.state.log_history if "eval_reward" in log] == [2, 4]

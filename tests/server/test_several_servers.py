@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tiny import make_model, perturbed
 from training import equal, make_trainer, train
 
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.engines.server_requests import ServerRequests
 from lockstep.engines.vllm_server import VLLMServer
 from lockstep.errors import EngineLost, ProofError
 from lockstep.parity.module_probe import ModuleProbe, check_probe
@@ -78,6 +80,32 @@ def test_the_samples_of_a_prompt_stay_together(pair: Pair) -> None:
         places.setdefault(request.prompt_ids, set()).add(server)
     assert all(len(where) == 1 for where in places.values())
     assert {place for where in places.values() for place in where} == {0, 1}
+
+
+def test_what_is_asked_in_two_calls_is_shared_out_like_what_is_asked_in_one(pair: Pair) -> None:
+    push_weights(make_model(), pair.engine, 1)
+    (request,) = asked(1, 1)
+    several = [replace(request, key=RequestKey(f"p{i}", 0), sampling=Sampling(100)) for i in range(4)]
+    calls = [pair.engine.submit([one]) for one in several]
+    requests = pair.engine._requests
+    # In the calls' thread, after all four have begun.
+    assert pair.engine._loop.run(still_open(requests)) == [200, 200]
+    assert len([call.result() for call in calls]) == 4
+    assert requests._open == [0, 0]
+
+
+async def still_open(requests: ServerRequests) -> list[int]:
+    return list(requests._open)
+
+
+def test_requests_that_were_given_up_are_not_counted_for_ever(pair: Pair) -> None:
+    push_weights(make_model(), pair.engine, 1)
+    for call in [pair.engine.submit(asked(4, 2)) for _ in range(3)]:
+        call.cancel()
+    deadline = time.monotonic() + 60
+    while any(pair.engine._requests._open) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert pair.engine._requests._open == [0, 0]
 
 
 def test_the_probe_names_the_server_whose_weights_are_old(pair: Pair) -> None:

@@ -97,6 +97,10 @@ class Pending(Generic[T, R]):
             raise
         return self._check(found)
 
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
     def cancel(self) -> None:
         """Give the call up; its requests end in the server too."""
         self._future.cancel()
@@ -126,7 +130,7 @@ class ServerCalls:
         self.world_size = 1
         self.takes_priorities = False
         # An update that is being begun: no weights are sent before.
-        self.beginning: concurrent.futures.Future[None] | None = None
+        self.beginning: concurrent.futures.Future[Any] | None = None
         self._loop = loop
         self._recover = recover
         self._key = {"Authorization": f"Bearer {key}"} if key else {}
@@ -172,6 +176,10 @@ class ServerCalls:
     def call(self, method: str, path: str, body: Any = None, *, limit: float | None = None, **query: Any) -> Any:
         """`ask`, waited for."""
         return self._loop.run(self.ask(method, path, body, limit=limit, **query))
+
+    def begin(self, method: str, path: str, **query: Any) -> Pending[Any, Any]:
+        """`ask`, to be waited for later."""
+        return self._loop.start(self.ask(method, path, **query), lambda found: found)
 
     def together(self, *calls: Callable[[], Coroutine[Any, Any, Any]]) -> list[Any]:
         """Calls that do not need one another, made at once; every one has ended before the first error is raised."""

@@ -39,15 +39,15 @@ class ServerRequests:
 
     def __init__(self, servers: Sequence[ServerCalls], stamps: Mapping[str, int], recover: Callable[[], None]) -> None:
         self._servers, self._stamps, self._recover = servers, stamps, recover
-        # Tokens that each server may still have to sample.
+        # Tokens that each server may still have to sample. Changed in the calls' thread alone.
         self._open = [0] * len(servers)
         self._gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
         # What is scored does not wait for what is generated.
         self._scoring_gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
 
-    def generate(
+    async def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None, limit: float
-    ) -> Coroutine[Any, Any, list[Completion]]:
+    ) -> list[Completion]:
         """Completions of requests, each from the server that it is routed to now.
 
         Args:
@@ -57,7 +57,25 @@ class ServerRequests:
             EngineLost: a server did not answer, or not in time.
         """
         routed = self.routed(requests)
-        return self._all([self._sample(request, server, on_answer, limit) for request, server in routed], limit)
+        # All of it at once: what is asked next must not be routed as if nothing had been.
+        for request, server in routed:
+            self._open[server] += request.sampling.max_tokens
+        unanswered = dict(enumerate(routed))
+
+        async def sample(number: int) -> Completion:
+            try:
+                return await self._sample(*routed[number], on_answer, limit)
+            finally:
+                self._close(*unanswered.pop(number))
+
+        try:
+            return await self._all([sample(number) for number in range(len(routed))], limit)
+        finally:
+            for request, server in unanswered.values():
+                self._close(request, server)
+
+    def _close(self, request: GenerationRequest, server: int) -> None:
+        self._open[server] -= request.sampling.max_tokens
 
     def score(
         self, sequences: Sequence[tuple[int, ...]], stamp: str, limit: float
@@ -109,8 +127,7 @@ class ServerRequests:
         self, request: GenerationRequest, server: int, on_answer: OnAnswer | None, limit: float
     ) -> Completion:
         name = _name(str(request.key))
-        work, gate = request.sampling.max_tokens, self._gates[server]
-        answer = await self._post(server, generation_body(request, name), work, gate, limit)
+        answer = await self._post(server, generation_body(request, name), self._gates[server], limit)
         completion = completion_from(answer, request, name, self._stamps)
         if on_answer is not None:
             on_answer(completion)
@@ -119,16 +136,12 @@ class ServerRequests:
     async def _score(self, ids: tuple[int, ...], server: int, stamp: str, limit: float) -> tuple[float, ...]:
         name = _name("score")
         body = scoring_body(ids, name, first=self._servers[server].takes_priorities)
-        answer = await self._post(server, body, 1, self._scoring_gates[server], limit)
+        answer = await self._post(server, body, self._scoring_gates[server], limit)
         return scores_from(answer, ids, name, {stamp: self._stamps[stamp]})
 
-    async def _post(self, server: int, body: dict[str, Any], work: int, gate: asyncio.Semaphore, limit: float) -> Any:
-        self._open[server] += work
-        try:
-            async with gate:
-                answer = await self._servers[server].ask("POST", _GENERATE, body, limit=limit)
-        finally:
-            self._open[server] -= work
+    async def _post(self, server: int, body: dict[str, Any], gate: asyncio.Semaphore, limit: float) -> Any:
+        async with gate:
+            answer = await self._servers[server].ask("POST", _GENERATE, body, limit=limit)
         url = self._servers[server].url
         if answer is None:
             raise EngineLost(f"the server at {url} sent an empty answer", self._recover)

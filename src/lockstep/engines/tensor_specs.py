@@ -10,7 +10,7 @@ copied, converted or changed in between is read again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,8 +26,7 @@ _POOL = ThreadPoolExecutor(2, thread_name_prefix="lockstep-digest")
 # Enough for both threads; tensors that were made for the push are alive together up to here.
 _TOGETHER = 16 << 20
 
-_Identity = tuple[object, ...]
-_read_in_this_push: ContextVar[dict[_Identity, str] | None] = ContextVar("read_in_this_push", default=None)
+_read_in_this_push: ContextVar[dict[object, str] | None] = ContextVar("read_in_this_push", default=None)
 
 
 @contextmanager
@@ -45,43 +44,52 @@ def one_push() -> Iterator[None]:
 
 def tensor_specs(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[TensorSpec, ...]:
     """Name, dtype, shape and byte digest of each tensor."""
+    return begin_specs(named)()
+
+
+def begin_specs(named: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], tuple[TensorSpec, ...]]:
+    """Begin `tensor_specs` beside whatever else is done with the tensors, and give what waits for them.
+
+    Until that has returned the tensors must not change.
+    """
     known = _read_in_this_push.get()
-    if known is None:
-        digests = list(_POOL.map(tensor_digest, [tensor for _, tensor in named]))
-    else:
-        identities = [_identity(tensor) for _, tensor in named]
-        unread = {i: tensor for i, (_, tensor) in zip(identities, named, strict=True) if i not in known}
-        known.update(zip(unread, _POOL.map(tensor_digest, unread.values()), strict=True))
-        digests = [known[identity] for identity in identities]
-    return tuple(
-        TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), digest)
-        for (name, tensor), digest in zip(named, digests, strict=True)
-    )
+    digests: dict[object, str] = {} if known is None else known
+    identities = [place if known is None else _identity(tensor) for place, (_, tensor) in enumerate(named)]
+    unread = {i: tensor for i, (_, tensor) in zip(identities, named, strict=True) if i not in digests}
+    reading = {i: _POOL.submit(tensor_digest, tensor) for i, tensor in unread.items()}
+    # Not the tensors themselves, which may be done with before they have been read.
+    outlines = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
+
+    def finish() -> tuple[TensorSpec, ...]:
+        digests.update((i, digest.result()) for i, digest in reading.items())
+        return tuple(TensorSpec(*outline, digests[i]) for outline, i in zip(outlines, identities, strict=True))
+
+    return finish
 
 
 def described(
     tensors: Iterable[tuple[str, torch.Tensor]], specs: list[TensorSpec], together: int = _TOGETHER
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same stream, each tensor's description added to `specs` before it comes.
+    """The same stream; the descriptions of all of it are in `specs` when it ends.
 
     Args:
-        together: bytes that are read ahead, so that a stream of tensors made on the way never lies whole in memory.
+        together: bytes that are read while they are used, so that a stream of tensors made on the way never lies whole in memory.
     """
     held: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors:
         held.append((name, tensor))
         if sum(t.nbytes for _, t in held) >= together:
-            specs += tensor_specs(held)
-            yield from _emptied(held)
-    specs += tensor_specs(held)
-    yield from _emptied(held)
+            yield from _described(held, specs)
+    yield from _described(held, specs)
 
 
-def _emptied(held: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a list holds, which it then no longer does."""
+def _described(held: list[tuple[str, torch.Tensor]], specs: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a list holds, which it then no longer does, read while it is used."""
+    finish = begin_specs(held)
     held.reverse()
     while held:
         yield held.pop()
+    specs += finish()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -95,7 +103,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(flat.numpy().data)
 
 
-def _identity(tensor: torch.Tensor) -> _Identity:
+def _identity(tensor: torch.Tensor) -> object:
     """Equal only for views of one memory that nothing has written to in between (as autograd counts writes)."""
     writes = object() if tensor.is_inference() else tensor._version
     return (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), writes)

@@ -65,7 +65,7 @@ class VLLMServer:
             ServerCalls(url, key, timeout, self._loop, self.recover) for url, key in zip(urls, keys, strict=True)
         ]
         self._pool = ThreadPoolExecutor(max(len(self._servers), 1), thread_name_prefix="lockstep-servers")
-        self._beginning: list[Future[None]] = []
+        self._beginning: list[Future[Pending]] = []
         self._closed = threading.Event()
         self._version: int | None = None
         # Tells this trainer's weights from any other's, also from those of an earlier run at the same step.
@@ -186,7 +186,8 @@ class VLLMServer:
                 # gloo has no kind of error of its own for a peer that is late or gone.
                 raise EngineLost(f"the weights did not reach the servers: {str(error)[:300]}", self.recover) from error
             raise
-        finish_all(self._beginning)
+        for pause in finish_all(self._beginning):
+            pause.result()
         self._each(lambda server: server.call("POST", "/finish_weight_update", {}))
         loaded = [
             (self._prefix(number), _loaded(found))
@@ -357,14 +358,26 @@ def _changes(before: EngineSettings, now: EngineSettings) -> str:
     return "; ".join(said)
 
 
-def _begin(server: ServerCalls) -> None:
-    _, workers = server.together(
-        lambda: server.ask("POST", "/pause", mode="keep"), lambda: server.ask_workers("lockstep_update")
+def _begin(server: ServerCalls) -> Pending[Any, Any]:
+    """Freeze a server and open an update.
+
+    Returns:
+        The pause, whose answer vLLM holds back for 20 ms after it has frozen.
+    """
+    pause = server.begin("POST", "/pause", mode="keep")
+    workers, frozen = server.together(
+        lambda: server.ask_workers("lockstep_update"), lambda: server.ask("GET", "/is_paused")
     )
+    while frozen != {"is_paused": True} and not pause.done():
+        frozen = server.call("GET", "/is_paused")
+    # Workers in processes of their own may still be at a step that was begun before.
+    if server.world_size > 1 or pause.done():
+        pause.result()
     if any(worker["open"] for worker in workers):
         # An update that its trainer left: vLLM would refuse another for ever.
         server.call("POST", "/finish_weight_update", {})
     server.call("POST", "/start_weight_update")
+    return pause
 
 
 def _agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -84,6 +84,10 @@ class GenerationsAhead:
         if not running.started.wait(self._limit):
             raise LockstepError(f"generation {number} could not be begun within {self._limit:.0f} s")
 
+    def at_once(self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None) -> Answers:
+        """Answers to requests of now, of an evaluation for one, which wait in the engine behind what was begun before."""
+        return self.engine.submit(requests, on_answer, limit=self._limit).result()
+
     def take(self, number: int) -> Mapping[RequestKey, Completion]:
         """The answers of a generation, waited for; it is under way no longer once they are there.
 

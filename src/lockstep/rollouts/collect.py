@@ -35,6 +35,7 @@ def collect(
     version: int,
     on_answer: OnAnswer | None = None,
     interruption: Interruption | None = None,
+    generate: Generate | None = None,
 ) -> list[RolloutGroup]:
     """Sample `num_generations` completions of every prompt.
 
@@ -42,6 +43,7 @@ def collect(
         version: the version the trainer last pushed; the engine must hold it.
         on_answer: given each completion when it is finished.
         interruption: ends thinking that is too long; None: none is.
+        generate: asks the engine, where that is not by its own `generate`, with the time limit that has.
 
     Returns:
         One unscored group a prompt, in the order of `prompts`.
@@ -60,7 +62,7 @@ def collect(
     requests = requests_for(prompts, sampling, num_generations=num_generations, run_seed=run_seed, version=version)
     if interruption is not None:
         check_whole(requests, engine)
-    found = answers_to(requests, engine.generate, tokenizer, interruption, on_answer)
+    found = answers_to(requests, generate or engine.generate, tokenizer, interruption, on_answer)
     # The engine has checked its own answers; this end checks that they are to what it asked.
     answers = check_answers(requests, found.values(), [version])
     return groups_from(prompts, answers, num_generations, tokenizer)

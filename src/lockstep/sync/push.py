@@ -18,7 +18,7 @@ from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
 from lockstep.engines.tensor_specs import one_push
 from lockstep.errors import ProofError
 from lockstep.sync.adapters import weights_of
-from lockstep.sync.source import Manifest
+from lockstep.sync.source import DescribedSource, Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,11 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
     """
     start = time.perf_counter()
     source = weights_of(model)
-    with one_push() if source.own_memory else nullcontext():
-        # A server freezes meanwhile.
+    sent = DescribedSource(source)
+    with one_push() if source.own_memory else nullcontext(), torch.no_grad():
         engine.begin_update()
-        manifest = source.manifest(version)
-        with torch.no_grad():
-            loaded = engine.load(source)
+        loaded = engine.load(sent)
+        manifest = sent.manifest(version)
     check_loaded(manifest, loaded)
     if not engine.reset_caches():
         raise ProofError(

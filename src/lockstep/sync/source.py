@@ -94,6 +94,34 @@ class PlainSource:
         return (name for name, first in self._first.items() if name == first)
 
 
+class DescribedSource:
+    """A source that a push reads once: its tensors are described while the engine is given them."""
+
+    def __init__(self, source: PlainSource) -> None:
+        self._source = source
+        self._specs: tuple[TensorSpec, ...] | None = None
+
+    @property
+    def own_memory(self) -> bool:
+        """As the source has it."""
+        return self._source.own_memory
+
+    def outline(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As the source gives it."""
+        return self._source.outline()
+
+    def manifest(self, version: int) -> Manifest:
+        """What was sent; of a source that was not read to its end, what should have been."""
+        if self._specs is None:
+            return self._source.manifest(version)
+        return Manifest(version, self._specs)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        specs: list[TensorSpec] = []
+        yield from described(self._source, specs)
+        self._specs = tuple(specs)
+
+
 def outline(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
     """Names, dtypes and shapes of a stream that will be read later: of a source without making its tensors."""
-    return tensors.outline() if isinstance(tensors, PlainSource) else tensors
+    return tensors.outline() if isinstance(tensors, PlainSource | DescribedSource) else tensors

@@ -18,12 +18,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
 from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.engines.tensor_specs import begin_specs
 from lockstep.sync import gloo, shared_memory
 from lockstep.sync.chunks import Named, chunks, views
-from lockstep.sync.source import PlainSource
+from lockstep.sync.source import DescribedSource, PlainSource
 from lockstep.sync.vllm_reload import begin_reload, half_loaded, keep_pending, repack_heads
 
 # What is made for a push lies in memory up to here, twice, beside what vLLM still waits to use.
@@ -73,6 +74,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self.acknowledgement = LoadedWeights((), ())
         self._parameters: tuple[str, ...] = ()
         self._written: set[str] = set()
+        self._layers: tuple[LayerReloadingInfo, ...] = ()
         self._open = False
 
     def start_weight_update(self) -> None:
@@ -83,7 +85,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self.acknowledgement = LoadedWeights((), ())
         self._written = set()
         self._parameters = tuple(name for name, _ in self.model.named_parameters())
-        begin_reload(self.model)
+        self._layers = begin_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # Not the base class's, which ends with an accelerator synchronise that fails on CPU.
@@ -92,9 +94,13 @@ class _LayerwiseTransfer(WeightTransferEngine):
             torch.accelerator.synchronize()
 
     def load(self, arrived: Sequence[Named]) -> None:
-        """Load some tensors and describe them."""
-        self._written |= set(self.model.load_weights(iter(arrived)) or ())
-        specs = tensor_specs(arrived)
+        """Load some tensors and describe them, both at once."""
+        described = begin_specs(arrived)
+        try:
+            self._written |= set(self.model.load_weights(iter(arrived)) or ())
+        finally:
+            # Nothing reads them any more when this returns.
+            specs = described()
         self.acknowledgement = LoadedWeights(self.acknowledgement.tensors + specs, ())
 
     def finish_weight_update(self) -> None:
@@ -120,7 +126,7 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
 
     def receive_weights(self, update_info: InProcessUpdate) -> None:
         tensors = update_info.tensors
-        if isinstance(tensors, PlainSource) and tensors.own_memory:
+        if isinstance(tensors, PlainSource | DescribedSource) and tensors.own_memory:
             # One load: vLLM looks through the whole model for tied weights at the start of each.
             self.load(list(tensors))
         else:
@@ -159,7 +165,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
     def _load_passing(self, arrived: Sequence[Named]) -> None:
         """Load tensors whose memory is used anew as soon as this returns."""
         self.load(arrived)
-        keep_pending(self.model, [tensor for _, tensor in arrived])
+        keep_pending(self._layers, [tensor for _, tensor in arrived])
 
     def shutdown(self) -> None:
         self._segment = None

@@ -7,7 +7,7 @@ Used by `sync/vllm_backend.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,12 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 _PACKED = "cpu_linear"
 
 
-def begin_reload(model: torch.nn.Module) -> None:
-    """Make every layer ready for new weights; unquantised embeddings and heads to be written in place."""
+def begin_reload(model: torch.nn.Module) -> tuple[LayerReloadingInfo, ...]:
+    """Make every layer ready for new weights; unquantised embeddings and heads to be written in place.
+
+    Returns:
+        What vLLM notes of each layer while weights come.
+    """
     initialize_layerwise_reload(model)
     for layer in _vocabularies(model):
         info = get_layerwise_info(layer)
@@ -39,6 +43,7 @@ def begin_reload(model: torch.nn.Module) -> None:
             for tensor in get_layer_tensors(layer).values():
                 tensor.weight_loader = _get_original_loader(tensor)
             info.reset()
+    return tuple(get_layerwise_info(layer) for layer in model.modules())
 
 
 def repack_heads(model: torch.nn.Module) -> None:
@@ -64,15 +69,17 @@ def repack_heads(model: torch.nn.Module) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def keep_pending(model: torch.nn.Module, passing: Sequence[torch.Tensor]) -> None:
+def keep_pending(layers: Iterable[LayerReloadingInfo], passing: Sequence[torch.Tensor]) -> None:
     """Copy what vLLM still waits to use.
 
     A layer is written when all of it has arrived; until then vLLM keeps references to its parts, which the next chunk would
     overwrite.
+
+    Args:
+        layers: what `begin_reload` gave.
     """
     memory = {tensor.untyped_storage().data_ptr() for tensor in passing}
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
+    for info in layers:
         for _, call in info.loaded_weights:
             for name, value in call.arguments.items():
                 if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in memory:

@@ -256,6 +256,7 @@ class RolloutSource:
                 version=version,
                 on_answer=on_answer,
                 interruption=self._interruption,
+                generate=self._ahead.at_once if self._ahead is not None else None,
             )
         self.proofs.check_groups(groups)
         return groups
