@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from servers import KEY, Server, serve
 from training import equal, make_trainer, train
 
 import lockstep.sync.shared_memory as shared_memory
-from lockstep.engines.server_calls import ServerCalls
 from lockstep.errors import EngineLost
 from lockstep.parity.receipt import check_receipt
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.chunks import chunks
 from lockstep.sync.gloo import GlooTransport
+from lockstep.sync.slots import FilledSlots
 from lockstep.sync.source import PlainSource
 from lockstep.training.grpo import GRPOTrainer
 
@@ -115,18 +115,18 @@ class Killer:
 
     @contextmanager
     def pushing(self, trainer: GRPOTrainer, role: str) -> Iterator[None]:
-        real, armed = ServerCalls.update_weights, [True, True]
+        real, armed = FilledSlots.free, [True]
 
-        def update(calls: ServerCalls, info: dict[str, Any]) -> None:
-            real(calls, info)
-            # After the second chunk of several: some layers are new, some are old.
-            if armed:
+        def free(slots: FilledSlots, number: int, check: Callable[[], None]) -> Any:
+            found = real(slots, number, check)
+            # Of several chunks the second has been loaded: some layers are new, some are old.
+            if number == 3 and armed:
                 armed.pop()
-                if not armed:
-                    self.kill("pushing", role)
+                self.kill("pushing", role)
+            return found
 
         small = lambda tensors: chunks(tensors, limit=40_000)  # noqa: E731
-        with patch.object(ServerCalls, "update_weights", update), patch.object(shared_memory, "chunks", small):
+        with patch.object(FilledSlots, "free", free), patch.object(shared_memory, "chunks", small):
             trainer.engine._transport.forget()  # type: ignore[union-attr]
             with self.loading(trainer, "pushing", role):
                 yield

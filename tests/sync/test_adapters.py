@@ -16,6 +16,7 @@ from test_push import Recorder
 from tiny import make_model
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
+from lockstep.engines import tensor_specs
 from lockstep.engines.protocol import Engine, LoadedWeights
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError, ProofError
@@ -137,7 +138,9 @@ def merged_exactly(model: Any) -> PreTrainedModel:
     return plain
 
 
-def test_a_push_never_holds_a_second_copy() -> None:
+@pytest.mark.parametrize("together", [1, 100_000])
+def test_a_push_never_holds_a_second_copy(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_specs, "_TOGETHER", together)
     alive: list[int] = []
 
     class Watcher(Recorder):
@@ -145,13 +148,13 @@ def test_a_push_never_holds_a_second_copy() -> None:
             refs: list[Any] = []
             for _, tensor in tensors:
                 refs = [*(r for r in refs if r() is not None), weakref.ref(tensor)]
-                alive.append(len(refs))
+                alive.append(sum(r().nbytes for r in refs))
             return LoadedWeights((), ())
 
     with pytest.raises(ProofError, match="0 arrived"):
         push_weights(adapted(), Watcher(), 1)
-    # The one in use and the one before it.
-    assert max(alive) <= 2
+    # What is read together, and the last tensor of what was before it.
+    assert max(alive) <= together + 2 * max(p.nbytes for p in make_model().parameters())
 
 
 @pytest.mark.parametrize(("dtype", "pushes"), [(torch.float32, 100), (torch.bfloat16, 1000)], ids=["fp32", "bf16"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 from lockstep.errors import EngineLost
 from lockstep.sync import chunks as chunks_module
 from lockstep.sync import gloo, shared_memory
-from lockstep.sync.chunks import Named, chunks, views
+from lockstep.sync.chunks import Named, chunks
 from lockstep.sync.gloo import GlooTransport, Receiver
-from lockstep.sync.shared_memory import SharedMemoryTransport, open_segment
+from lockstep.sync.shared_memory import Segment, SharedMemoryTransport
+from lockstep.sync.slots import taken_chunks
 
 CHUNK = 4096
 # One tensor that is larger than a chunk, one of more than half of one, and many that share theirs.
@@ -30,24 +32,30 @@ class Worker:
     def __init__(self, fails_at: int | None = None) -> None:
         self.found: dict[str, torch.Tensor] = {}
         self.receiver = Receiver()
-        self.segment: torch.Tensor | None = None
-        self.loading = self.most_loading = self.calls = 0
+        self.segment: Segment | None = None
+        self.calls = 0
         self._fails_at = fails_at
 
     def init_transfer(self, info: dict[str, Any]) -> None:
-        self.segment = open_segment(info["segment"], info["bytes"])
+        self.segment = Segment(info["segment"], info["bytes"])
 
     def update_weights(self, info: dict[str, Any]) -> None:
         if info["transport"] == gloo.NAME:
             coming = self.receiver.receive(info, info["chunks"])
-            try:
-                for arrived in coming:
-                    self._load(arrived)
-            finally:
-                coming.close()
         else:
             assert self.segment is not None
-            self._load(views(self.segment, info["tensors"]))
+            coming = taken_chunks(
+                self.segment.memory,
+                self.segment.handle,
+                info["chunks"],
+                push=info["push"],
+                worker=info["rank"],
+                workers=info["size"],
+                timeout=info["timeout"],
+            )
+        with closing(coming):
+            for arrived in coming:
+                self._load(arrived)
 
     def workers(self, method: str, *args: str) -> list[Any]:
         raise NotImplementedError
@@ -84,7 +92,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TRANSPORTS: dict[str, Callable[[], Any]] = {
-    "shared_memory": SharedMemoryTransport,
+    "shared_memory": lambda: SharedMemoryTransport(20.0),
     "gloo": lambda: GlooTransport("127.0.0.1", 0, 20.0),
 }
 
@@ -114,11 +122,12 @@ def test_a_push_after_one_that_failed_arrives_whole(name: str, fails_at: int) ->
 
 
 def test_shared_memory_is_two_chunks_and_a_worker_of_it_has_no_memory_of_its_own() -> None:
-    transport, worker = SharedMemoryTransport(), Worker()
+    transport, worker = SharedMemoryTransport(20.0), Worker()
     largest_tensor = 4 * max(SIZES)
     transport.send(weights(0), [worker])
     assert worker.segment is not None
-    assert worker.segment.numel() <= 2 * chunks_module.aligned(max(CHUNK, largest_tensor))
+    counters = chunks_module.ALIGNMENT
+    assert worker.segment.memory.numel() <= counters + 2 * chunks_module.aligned(max(CHUNK, largest_tensor))
     assert worker.receiver.held_bytes == 0
 
 

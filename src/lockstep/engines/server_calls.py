@@ -101,6 +101,10 @@ class Pending(Generic[T, R]):
         """Whether it has ended, well or not."""
         return self._future.done()
 
+    def wait(self) -> None:
+        """Wait until it has ended, well or not."""
+        concurrent.futures.wait([self._future])
+
     def cancel(self) -> None:
         """Give the call up; its requests end in the server too."""
         self._future.cancel()

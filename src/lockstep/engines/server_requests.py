@@ -66,16 +66,19 @@ class ServerRequests:
             try:
                 return await self._sample(*routed[number], on_answer, limit)
             finally:
-                self._close(*unanswered.pop(number))
+                self._strike_off(unanswered, number)
 
         try:
             return await self._all([sample(number) for number in range(len(routed))], limit)
         finally:
-            for request, server in unanswered.values():
-                self._close(request, server)
+            for number in list(unanswered):
+                self._strike_off(unanswered, number)
 
-    def _close(self, request: GenerationRequest, server: int) -> None:
-        self._open[server] -= request.sampling.max_tokens
+    def _strike_off(self, unanswered: dict[int, tuple[GenerationRequest, int]], number: int) -> None:
+        """Count a request no more among what its server has to do: once, however it ended."""
+        if number in unanswered:
+            request, server = unanswered.pop(number)
+            self._open[server] -= request.sampling.max_tokens
 
     def score(
         self, sequences: Sequence[tuple[int, ...]], stamp: str, limit: float

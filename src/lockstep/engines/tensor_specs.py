@@ -11,7 +11,7 @@ copied, converted or changed in between is read again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -23,10 +23,11 @@ from lockstep.engines.protocol import TensorSpec
 # xxhash releases the interpreter's lock while it reads.
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="lockstep-digest")
 
-# Enough for both threads; tensors that were made for the push are alive together up to here.
+# Bytes that are read while they are used. Enough for both threads; tensors that were made for the push are alive together up to
+# here.
 _TOGETHER = 16 << 20
 
-_read_in_this_push: ContextVar[dict[object, str] | None] = ContextVar("read_in_this_push", default=None)
+_read_in_this_push: ContextVar[dict[object, Future[str]] | None] = ContextVar("read_in_this_push", default=None)
 
 
 @contextmanager
@@ -53,32 +54,28 @@ def begin_specs(named: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], tuple
     Until that has returned the tensors must not change.
     """
     known = _read_in_this_push.get()
-    digests: dict[object, str] = {} if known is None else known
-    identities = [place if known is None else _identity(tensor) for place, (_, tensor) in enumerate(named)]
-    unread = {i: tensor for i, (_, tensor) in zip(identities, named, strict=True) if i not in digests}
-    reading = {i: _POOL.submit(tensor_digest, tensor) for i, tensor in unread.items()}
+    reading: list[Future[str]] = []
+    for _, tensor in named:
+        identity = _identity(tensor) if known is not None else None
+        digest = known.get(identity) if known is not None else None
+        if digest is None:
+            digest = _POOL.submit(tensor_digest, tensor)
+            if known is not None:
+                known[identity] = digest
+        reading.append(digest)
     # Not the tensors themselves, which may be done with before they have been read.
     outlines = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
-
-    def finish() -> tuple[TensorSpec, ...]:
-        digests.update((i, digest.result()) for i, digest in reading.items())
-        return tuple(TensorSpec(*outline, digests[i]) for outline, i in zip(outlines, identities, strict=True))
-
-    return finish
+    return lambda: tuple(TensorSpec(*o, digest.result()) for o, digest in zip(outlines, reading, strict=True))
 
 
 def described(
-    tensors: Iterable[tuple[str, torch.Tensor]], specs: list[TensorSpec], together: int = _TOGETHER
+    tensors: Iterable[tuple[str, torch.Tensor]], specs: list[TensorSpec]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same stream; the descriptions of all of it are in `specs` when it ends.
-
-    Args:
-        together: bytes that are read while they are used, so that a stream of tensors made on the way never lies whole in memory.
-    """
+    """The same stream, some of it read ahead; the descriptions of all of it are in `specs` when it ends."""
     held: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors:
         held.append((name, tensor))
-        if sum(t.nbytes for _, t in held) >= together:
+        if sum(t.nbytes for _, t in held) >= _TOGETHER:
             yield from _described(held, specs)
     yield from _described(held, specs)
 

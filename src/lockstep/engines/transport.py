@@ -35,7 +35,7 @@ class WeightReceiverCalls(Protocol):
         """Agree with the server's workers on how bytes will come."""
 
     def update_weights(self, info: dict[str, Any]) -> None:
-        """Have the workers take one chunk; returns when it has been loaded."""
+        """Have the workers take the chunks of a push; returns when they have been loaded."""
 
     def workers(self, method: str, *args: str) -> list[Any]:
         """Call a method of the workers that run the model; their JSON answers."""

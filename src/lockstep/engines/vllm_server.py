@@ -37,7 +37,7 @@ from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 T = TypeVar("T")
 TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
 
-_HEALTH_LIMIT, _HEALTH_EVERY = 5.0, 0.5
+_HEALTH_LIMIT, _HEALTH_EVERY, _PAUSED_EVERY = 5.0, 0.5, 0.001
 
 
 class VLLMServer:
@@ -171,10 +171,17 @@ class VLLMServer:
         The calls are on their way when this returns; `load` waits for their answers.
         """
         self._version = None
-        wait(self._beginning)
+        self._await_pauses()
         self._beginning = [self._pool.submit(_begin, server) for server in self._servers]
         for server, beginning in zip(self._servers, self._beginning, strict=True):
             server.beginning = beginning
+
+    def _await_pauses(self) -> None:
+        """Wait until nothing that began an update is under way, however it ends: a pause that came late would stay."""
+        wait(self._beginning)
+        for beginning in self._beginning:
+            if beginning.exception() is None:
+                beginning.result().wait()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
         assert self._transport is not None
@@ -182,6 +189,7 @@ class VLLMServer:
             self._transport.send(tensors, self._servers)
         except BaseException as error:
             self._transport.forget()
+            self._await_pauses()
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
                 # gloo has no kind of error of its own for a peer that is late or gone.
                 raise EngineLost(f"the weights did not reach the servers: {str(error)[:300]}", self.recover) from error
@@ -365,18 +373,23 @@ def _begin(server: ServerCalls) -> Pending[Any, Any]:
         The pause, whose answer vLLM holds back for 20 ms after it has frozen.
     """
     pause = server.begin("POST", "/pause", mode="keep")
-    workers, frozen = server.together(
-        lambda: server.ask_workers("lockstep_update"), lambda: server.ask("GET", "/is_paused")
-    )
-    while frozen != {"is_paused": True} and not pause.done():
-        frozen = server.call("GET", "/is_paused")
-    # Workers in processes of their own may still be at a step that was begun before.
-    if server.world_size > 1 or pause.done():
-        pause.result()
-    if any(worker["open"] for worker in workers):
-        # An update that its trainer left: vLLM would refuse another for ever.
-        server.call("POST", "/finish_weight_update", {})
-    server.call("POST", "/start_weight_update")
+    try:
+        workers, frozen = server.together(
+            lambda: server.ask_workers("lockstep_update"), lambda: server.ask("GET", "/is_paused")
+        )
+        while frozen != {"is_paused": True} and not pause.done():
+            time.sleep(_PAUSED_EVERY)
+            frozen = server.call("GET", "/is_paused")
+        # Workers in processes of their own may still be at a step that was begun before.
+        if server.world_size > 1 or pause.done():
+            pause.result()
+        if any(worker["open"] for worker in workers):
+            # An update that its trainer left: vLLM would refuse another for ever.
+            server.call("POST", "/finish_weight_update", {})
+        server.call("POST", "/start_weight_update")
+    except BaseException:
+        pause.wait()
+        raise
     return pause
 
 

@@ -85,7 +85,7 @@ class GenerationsAhead:
             raise LockstepError(f"generation {number} could not be begun within {self._limit:.0f} s")
 
     def at_once(self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None) -> Answers:
-        """Answers to requests of now, of an evaluation for one, which wait in the engine behind what was begun before."""
+        """Answer requests that nothing was begun for, those of an evaluation: they wait in the engine behind what was begun."""
         return self.engine.submit(requests, on_answer, limit=self._limit).result()
 
     def take(self, number: int) -> Mapping[RequestKey, Completion]:

@@ -43,7 +43,7 @@ def collect(
         version: the version the trainer last pushed; the engine must hold it.
         on_answer: given each completion when it is finished.
         interruption: ends thinking that is too long; None: none is.
-        generate: asks the engine, where that is not by its own `generate`, with the time limit that has.
+        generate: asks the engine in place of its own `generate`, with another time limit, say.
 
     Returns:
         One unscored group a prompt, in the order of `prompts`.

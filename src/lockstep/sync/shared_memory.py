@@ -1,92 +1,139 @@
 """Weights to servers on this machine through shared memory: one copy by the trainer, none by the wire.
 
-Two slots of one segment: while the servers load from one, the trainer fills the other and says so, so that they go on without a
-pause; a slot is filled again when every server has loaded what was in it. The segment is a file in `/dev/shm` that
-only this user can open, and has no name any more once every server has opened it.
+While the servers load from one slot of a segment, the trainer fills the other (`sync/slots.py`). The segment is a file in
+`/dev/shm` that only this user can open, and has no name any more once every server has opened it.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
 
 from lockstep.engines.transport import WeightReceiverCalls, finish_all
 from lockstep.errors import InputError
-from lockstep.sync.chunks import Named, chunks, layout, views
+from lockstep.sync.chunks import Named, Placed, chunks, layout, views
+from lockstep.sync.slots import FilledSlots, lock, segment_bytes
 from lockstep.sync.source import outline
 
 NAME = "shared_memory"
 _FOLDER = Path("/dev/shm")
 _PREFIX = "lockstep-"
-_SLOTS = 2
 
 
 class SharedMemoryTransport:
-    """The trainer's end. Holds two chunks of memory, each at most `chunks.CHUNK_BYTES` or one tensor."""
+    """The trainer's end. Holds two chunks of memory, each at most `chunks.CHUNK_BYTES` or one tensor.
 
-    def __init__(self) -> None:
-        self._segment: torch.Tensor | None = None
-        self._slot = 0
-        self._pool = ThreadPoolExecutor(16, thread_name_prefix="lockstep-push")
+    Args:
+        timeout: seconds that a push may take.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._slots: FilledSlots | None = None
+        self._handle: int | None = None
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
         laid_out = [layout(chunk) for chunk in chunks(outline(tensors))]
-        largest = max((size for _, size in laid_out), default=0)
-        if self._segment is None or largest > self._slot:
-            self._open(largest, servers)
-        segment = self._segment
-        assert segment is not None
-        # What each slot is being loaded from, the slot that was filled last at the end.
-        loading: deque[list[Future[None]]] = deque([[] for _ in range(_SLOTS)])
+        # All servers take part at the same time, or none comes to an end.
+        with ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push") as pool:
+            try:
+                largest = max((size for _, size in laid_out), default=0)
+                if self._slots is None or largest > self._slots.slot:
+                    self._slots = self._opened(largest, servers, pool)
+                self._send(tensors, [places for places, _ in laid_out], self._slots, servers, pool)
+            except BaseException:
+                # Whoever still holds the segment, to load from or to count in, is not met again.
+                self.forget()
+                raise
+
+    def _send(
+        self,
+        tensors: Iterable[Named],
+        layouts: Sequence[Sequence[Placed]],
+        slots: FilledSlots,
+        servers: Sequence[WeightReceiverCalls],
+        pool: Executor,
+    ) -> None:
+        placed = [[[*p[:3], p.offset + slots.offset(number)] for p in places] for number, places in enumerate(layouts)]
+        info = {"transport": NAME, "chunks": placed, "push": slots.begin(), "size": slots.workers}
+        pending = [
+            pool.submit(server.update_weights, {**info, "rank": rank, "timeout": self._timeout})
+            for server, rank in zip(servers, _first_ranks(servers), strict=True)
+        ]
         try:
-            for number, (chunk, (placed, size)) in enumerate(zip(chunks(tensors), laid_out, strict=True)):
-                finish_all(loading.popleft())
-                base = (number % _SLOTS) * self._slot
-                for (_, target), (_, source) in zip(views(segment[base : base + size], placed), chunk, strict=True):
+            for number, (chunk, places) in enumerate(zip(chunks(tensors), layouts, strict=True)):
+                slot = slots.free(number, lambda: _first_error(pending))
+                for (_, target), (_, source) in zip(views(slot, places), chunk, strict=True):
                     _copy(target, source)
-                info = {"transport": NAME, "tensors": [[*p[:3], p.offset + base] for p in placed]}
-                loading.append([self._pool.submit(server.update_weights, info) for server in servers])
-        finally:
-            # Whatever went wrong: no server reads on when this returns.
-            wait([future for slot in loading for future in slot])
-        for slot in loading:
-            finish_all(slot)
+                slots.filled(number)
+        except BaseException as error:
+            slots.give_up()
+            # No server reads on when this returns, and one that failed says more about it than the trainer saw.
+            wait(pending)
+            if type(error) is RuntimeError:
+                finish_all(pending)
+            raise
+        finish_all(pending)
+        slots.end(len(layouts))
 
     def forget(self) -> None:
-        self._segment = None
+        self._slots = None
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
     def close(self) -> None:
         self.forget()
-        self._pool.shutdown(wait=False)
 
-    def _open(self, largest: int, servers: Sequence[WeightReceiverCalls]) -> None:
-        self._slot = largest
+    def _opened(self, largest: int, servers: Sequence[WeightReceiverCalls], pool: Executor) -> FilledSlots:
+        self.forget()
+        workers = sum(server.world_size for server in servers)
+        size = segment_bytes(largest, workers)
         path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
         try:
-            segment = _made(path, _SLOTS * largest)
-            info = {"transport": NAME, "segment": path.name, "bytes": _SLOTS * largest}
-            finish_all([self._pool.submit(server.init_transfer, info) for server in servers])
+            self._handle = _made(path, size)
+            lock(self._handle)
+            memory = _mapped(path, size)
+            info = {"transport": NAME, "segment": path.name, "bytes": size}
+            finish_all([pool.submit(server.init_transfer, info) for server in servers])
         finally:
             path.unlink(missing_ok=True)
-        self._segment = segment
+        return FilledSlots(memory, largest, workers, self._timeout)
 
 
-def open_segment(name: str, size: int) -> torch.Tensor:
-    """The worker's end: a uint8 view of the trainer's segment.
+def _first_ranks(servers: Sequence[WeightReceiverCalls]) -> list[int]:
+    """The place of each server's first worker among the workers of all."""
+    return [sum(server.world_size for server in servers[:number]) for number in range(len(servers))]
+
+
+def _first_error(pending: Sequence[Future[None]]) -> None:
+    for future in pending:
+        if future.done() and (error := future.exception()) is not None:
+            raise error
+
+
+class Segment:
+    """The worker's end: the trainer's segment, mapped, and its open file.
 
     Raises:
         ValueError: the name is not that of a segment, or its owner is another user.
     """
-    path = _own_file(name)
-    if path.stat().st_size != size:
-        raise ValueError(f"{name} is not the trainer's segment of {size} bytes")
-    return _mapped(path, size)
+
+    def __init__(self, name: str, size: int) -> None:
+        path = _own_file(name)
+        if path.stat().st_size != size:
+            raise ValueError(f"{name} is not the trainer's segment of {size} bytes")
+        self.memory = _mapped(path, size)
+        self.handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+
+    def close(self) -> None:
+        """Let go of the file; the memory goes with the last view of it."""
+        os.close(self.handle)
 
 
 def sees_this_memory(server: WeightReceiverCalls) -> bool:
@@ -133,19 +180,19 @@ def _own_file(name: str) -> Path:
     return path
 
 
-def _made(path: Path, size: int) -> torch.Tensor:
+def _made(path: Path, size: int) -> int:
+    """An open file of this user's alone, with room for so many bytes."""
     handle = _private(path)
     try:
         # Not `ftruncate`, which promises memory that is not there: the first write would kill this process.
         os.posix_fallocate(handle, 0, size)
     except OSError as error:
+        os.close(handle)
         raise InputError(
             f"shared memory has no room for {size >> 20} MiB ({error.strerror}): give it more (docker run --shm-size), or "
             "set vllm_weight_transport to gloo"
         ) from error
-    finally:
-        os.close(handle)
-    return _mapped(path, size)
+    return handle
 
 
 def _mapped(path: Path, size: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from lockstep.engines.protocol import TensorSpec
 from lockstep.engines.tensor_specs import described
+from lockstep.errors import LockstepError
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,11 @@ class PlainSource:
 
 
 class DescribedSource:
-    """A source that a push reads once: its tensors are described while the engine is given them."""
+    """A source that a push reads once: its tensors are described while the engine is given them.
+
+    Raises:
+        LockstepError: as it is read; a tensor could not be made.
+    """
 
     def __init__(self, source: PlainSource) -> None:
         self._source = source
@@ -118,7 +123,11 @@ class DescribedSource:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         specs: list[TensorSpec] = []
-        yield from described(self._source, specs)
+        try:
+            yield from described(self._source, specs)
+        except RuntimeError as error:
+            # Running out of memory, say: the trainer's own, where the engine would be thought lost.
+            raise LockstepError(f"the weights could not be made ready to be sent: {error}") from error
         self._specs = tuple(specs)
 
 

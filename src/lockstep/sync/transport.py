@@ -35,7 +35,7 @@ def choose_transport(
     if name not in TRANSPORTS:
         raise InputError(f"vllm_weight_transport={name!r}; it must be one of {', '.join(TRANSPORTS)}")
     if name != "gloo" and all(sees_this_memory(server) for server in servers):
-        return SharedMemoryTransport()
+        return SharedMemoryTransport(timeout)
     if name != "shared_memory":
         away = [server.url for server in servers if not is_local(urlsplit(server.url).hostname or "")]
         if away and is_local(host):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import begin_specs
 from lockstep.sync import gloo, shared_memory
-from lockstep.sync.chunks import Named, chunks, views
+from lockstep.sync.chunks import Named, chunks
+from lockstep.sync.slots import taken_chunks
 from lockstep.sync.source import DescribedSource, PlainSource
 from lockstep.sync.vllm_reload import begin_reload, half_loaded, keep_pending, repack_heads
 
@@ -54,16 +55,23 @@ class WireInit(WeightTransferInitInfo):
 
 @dataclass
 class WireUpdate(WeightTransferUpdateInfo):
-    """What comes: one chunk that lies in the segment, or all chunks of a push over gloo."""
+    """What comes: all chunks of a push, in the segment or over gloo.
+
+    Attributes:
+        chunks: what each holds (`chunks.Placed`).
+        rank: of this server's first worker among those that take part, `size` in all (over gloo the trainer is one of them).
+        push: which push this is, in the segment.
+        timeout: seconds that a chunk may take to come.
+    """
 
     transport: str
-    tensors: list[list[Any]] = field(default_factory=list)
-    chunks: list[list[list[Any]]] = field(default_factory=list)
+    chunks: list[list[list[Any]]]
+    rank: int
+    size: int
+    timeout: float
+    push: int = 0
     host: str = ""
     port: int = 0
-    rank: int = 0
-    size: int = 0
-    timeout: float = 0.0
 
 
 class _LayerwiseTransfer(WeightTransferEngine):
@@ -95,12 +103,12 @@ class _LayerwiseTransfer(WeightTransferEngine):
 
     def load(self, arrived: Sequence[Named]) -> None:
         """Load some tensors and describe them, both at once."""
-        described = begin_specs(arrived)
+        finish_specs = begin_specs(arrived)
         try:
             self._written |= set(self.model.load_weights(iter(arrived)) or ())
         finally:
             # Nothing reads them any more when this returns.
-            specs = described()
+            specs = finish_specs()
         self.acknowledgement = LoadedWeights(self.acknowledgement.tensors + specs, ())
 
     def finish_weight_update(self) -> None:
@@ -142,30 +150,41 @@ class ServerWeightTransfer(_LayerwiseTransfer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._segment: torch.Tensor | None = None
+        self._segment: shared_memory.Segment | None = None
         self._gloo = gloo.Receiver()
 
     def init_transfer_engine(self, init_info: WireInit) -> None:
-        self._segment = shared_memory.open_segment(init_info.segment, init_info.bytes)
+        self._let_go()
+        self._segment = shared_memory.Segment(init_info.segment, init_info.bytes)
 
     def receive_weights(self, update_info: WireUpdate) -> None:
+        # The server's first worker has the rank that the trainer named, the others those after it.
+        own = update_info.rank + self.parallel_config.rank
         if update_info.transport == gloo.NAME:
-            # The server's first worker has the rank that the trainer named, the others those after it.
-            own = update_info.rank + self.parallel_config.rank
             coming = self._gloo.receive({**vars(update_info), "rank": own}, update_info.chunks)
-            # Closed at once also where a load fails: what is on its way then ends before the next push can begin.
-            with contextlib.closing(coming):
-                for arrived in coming:
-                    self._load_passing(arrived)
         elif update_info.transport == shared_memory.NAME and self._segment is not None:
-            self._load_passing(views(self._segment, update_info.tensors))
+            coming = taken_chunks(
+                self._segment.memory,
+                self._segment.handle,
+                update_info.chunks,
+                push=update_info.push,
+                worker=own,
+                workers=update_info.size,
+                timeout=update_info.timeout,
+            )
         else:
             raise ValueError(f"transport {update_info.transport!r} was not agreed on")
-
-    def _load_passing(self, arrived: Sequence[Named]) -> None:
-        """Load tensors whose memory is used anew as soon as this returns."""
-        self.load(arrived)
-        keep_pending(self._layers, [tensor for _, tensor in arrived])
+        # Closed at once also where a load fails: what is on its way then ends before the next push can begin.
+        with contextlib.closing(coming):
+            for arrived in coming:
+                self.load(arrived)
+                # Their memory is used anew once the next are asked for.
+                keep_pending(self._layers, [tensor for _, tensor in arrived])
 
     def shutdown(self) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
         self._segment = None

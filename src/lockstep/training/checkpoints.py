@@ -36,10 +36,9 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 @contextmanager
 def whole_or_absent(checkpoint: Path) -> Iterator[None]:
-    """Run the save of a checkpoint by all ranks; if it fails, remove what it left.
+    """Run the save of a checkpoint by all ranks, on the one that makes it whole; if it fails, remove what it left.
 
-    Only once the ranks have heard of each other's failures may one of them remove anything: until then another may
-    still be writing into the same folder.
+    No other rank may: this one may still be writing into the same folder, whose end alone makes it count.
     """
     try:
         yield

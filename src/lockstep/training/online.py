@@ -11,6 +11,7 @@ On several ranks one holds the engine; all read the same prompts, get the same g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -411,7 +412,7 @@ class OnlineTrainer(Trainer):
                 save()
 
         # The owner writes last, since the trainer's state makes a checkpoint whole.
-        with whole_or_absent(folder):
+        with whole_or_absent(folder) if self.ranks.owner else nullcontext():
             if self.ranks.count > 1:
                 self.ranks.share("checkpoint", lambda: guarded(lambda: self._save_rng_state(str(folder))))
             self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))

@@ -1,0 +1,177 @@
+"""Trainer and worker take turns at a segment: nothing is read before it is there, and no wait outlives the other end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.sync import shared_memory
+from lockstep.sync.chunks import Named
+from lockstep.sync.slots import FilledSlots, lock, segment_bytes, taken_chunks
+
+SLOT, WORKERS = 256, 2
+
+
+class Pair:
+    """A segment, its trainer, and workers of it as other processes would be."""
+
+    def __init__(self, folder: Path, timeout: float = 20.0) -> None:
+        self.path, size = folder / "segment", segment_bytes(SLOT, WORKERS)
+        self.handle = shared_memory._made(self.path, size)
+        lock(self.handle)
+        self.slots = FilledSlots(shared_memory._mapped(self.path, size), SLOT, WORKERS, timeout)
+        self.memory = shared_memory._mapped(self.path, size)
+        self.other = os.open(self.path, os.O_RDONLY)
+        self.timeout = timeout
+
+    def worker(self, number: int, push: int, chunks: int) -> Generator[list[Named], None, None]:
+        placed = [[["t", "uint8", [SLOT], self.slots.offset(i)]] for i in range(chunks)]
+        return taken_chunks(
+            self.memory, self.other, placed, push=push, worker=number, workers=WORKERS, timeout=self.timeout
+        )
+
+    def fill(self, number: int) -> None:
+        self.slots.free(number, nothing).fill_(number)
+        self.slots.filled(number)
+
+
+def nothing() -> None:
+    """No worker has failed."""
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    return Pair(tmp_path)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start
+
+
+def test_every_worker_reads_every_chunk_whole_however_slow_it_is(pair: Pair) -> None:
+    push, count = pair.slots.begin(), 40
+    found: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+
+    def read(number: int) -> None:
+        for ((_, tensor),) in pair.worker(number, push, count):
+            time.sleep(0.002 * number)
+            found[number].append(tensor.clone())
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in found]
+    for thread in threads:
+        thread.start()
+    for number in range(count):
+        pair.fill(number)
+    for thread in threads:
+        thread.join()
+    assert [[int(t.min()) for t in own] for own in found.values()] == [list(range(count))] * 2
+    assert [[int(t.max()) for t in own] for own in found.values()] == [list(range(count))] * 2
+
+
+def test_a_slot_is_not_filled_again_before_the_last_worker_has_left_it(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, timeout=0.3)
+    push = pair.slots.begin()
+    fast, slow = pair.worker(0, push, 3), pair.worker(1, push, 3)
+    pair.fill(0)
+    pair.fill(1)
+    for worker in (fast, fast, slow):
+        next(worker)
+    with pytest.raises(RuntimeError, match="a server did not load a chunk within"):
+        pair.slots.free(2, nothing)
+    next(slow)
+    pair.slots.free(2, nothing)
+
+
+@pytest.mark.parametrize(
+    ("end", "within"),
+    [
+        (lambda pair: pair.slots.give_up(), 1.0),
+        (lambda pair: pair.slots.begin(), 1.0),
+        (lambda pair: os.close(pair.handle), 1.5),
+        (lambda pair: None, 4.0),
+    ],
+    ids=["gives up", "begins another", "dies", "fills nothing"],
+)
+def test_a_worker_waits_no_longer_than_its_trainer_goes_on(
+    tmp_path: Path, end: Callable[[Pair], None], within: float
+) -> None:
+    pair = Pair(tmp_path, timeout=3.0)
+    worker = pair.worker(0, pair.slots.begin(), 3)
+    pair.fill(0)
+    next(worker)
+    end(pair)
+    # Without an error: vLLM would not hear the other workers of a server out.
+    assert seconds(lambda: list(worker)) < within
+
+
+def test_a_trainer_does_not_wait_for_a_worker_that_has_left(pair: Pair) -> None:
+    push = pair.slots.begin()
+    leaving, staying = pair.worker(0, push, 4), pair.worker(1, push, 4)
+    pair.fill(0)
+    pair.fill(1)
+    for worker in (leaving, staying):
+        next(worker)
+    leaving.close()
+    with pytest.raises(RuntimeError, match="left the push before its end"):
+        pair.fill(2)
+    with pytest.raises(RuntimeError, match="left the push before its end"):
+        pair.slots.end(4)
+
+
+def test_a_push_has_ended_when_every_worker_has_taken_all_of_it(pair: Pair) -> None:
+    push = pair.slots.begin()
+    pair.fill(0)
+    assert len(list(pair.worker(0, push, 1))) == 1
+    with pytest.raises(RuntimeError, match="left the push"):
+        pair.slots.end(1)
+    assert len(list(pair.worker(1, push, 1))) == 1
+    pair.slots.end(1)
+
+
+def test_a_call_of_an_earlier_push_that_comes_late_takes_nothing_of_this_one(pair: Pair) -> None:
+    late, later = (pair.worker(0, pair.slots.begin(), 1) for _ in range(2))
+    push = pair.slots.begin()
+    pair.fill(0)
+    assert list(late) == []
+    assert pair.slots._least_taken() == 0
+    assert len(list(pair.worker(0, push, 1))) == 1
+    assert list(later) == []
+    assert len(list(pair.worker(1, push, 1))) == 1
+    pair.slots.end(1)
+
+
+def test_a_worker_that_wakes_up_in_another_push_is_not_counted_in_it(pair: Pair) -> None:
+    worker = pair.worker(0, pair.slots.begin(), 2)
+    pair.fill(0)
+    next(worker)
+    pair.slots.begin()
+    pair.fill(0)
+    assert list(worker) == []
+    assert pair.slots._counters[2:].tolist()[:WORKERS] == [0, 0]
+
+
+def test_a_chunk_that_was_given_up_is_not_read(pair: Pair) -> None:
+    worker = pair.worker(0, pair.slots.begin(), 1)
+    pair.fill(0)
+    pair.slots.give_up()
+    assert list(worker) == []
+
+
+def test_a_trainer_hears_of_a_worker_that_failed(pair: Pair) -> None:
+    pair.slots.begin()
+    pair.fill(0)
+    pair.fill(1)
+
+    def failed() -> None:
+        raise ConnectionError("by design")
+
+    with pytest.raises(ConnectionError, match="by design"):
+        pair.slots.free(2, failed)
