@@ -3,8 +3,8 @@
     make proof-overhead   (recipes/arithmetic.yaml, without its evaluations; about five minutes on two cores)
 
 The recipe runs as it is, on real vLLM, in this process; nothing is switched off to make a baseline. Seconds are those of the run
-itself; the transport digest, which is inside a push, is timed at both of its ends. Seconds are medians over the steps after the
-first two, shares are of their sums.
+itself; those of the transport digest, which two threads make inside a push beside its own work, are added up. Seconds are medians
+over the steps after the first two, shares are of their sums.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def measure(steps: int, folder: str) -> list[dict[str, float]]:
     """Seconds by part of every step of a run."""
     from transformers import PrinterCallback
 
-    import lockstep.sync.source as sending
-    import lockstep.sync.vllm_backend as receiving
+    import lockstep.engines.tensor_specs as reading
+    import lockstep.training.proofs as proofs
     from lockstep.cli.arguments import RunArguments, parse
     from lockstep.cli.data import data_of
     from lockstep.cli.quiet import quiet_libraries
@@ -61,16 +61,24 @@ def measure(steps: int, folder: str) -> list[dict[str, float]]:
     data = data_of(arguments)
     trainer = GRPOTrainer(arguments.model_name_or_path, list(data.rewards), config, data.train)
     trainer.remove_callback(PrinterCallback)
-    digests, probes = [], []
+    digests, pushes, probes = [], [], []
+    push = proofs.push_weights
+
+    def counted(*args: Any) -> Any:
+        digests.clear()
+        record = push(*args)
+        pushes.append(sum(digests))
+        return record
+
     with contextlib.ExitStack() as stack:
         stack.callback(trainer.close)
-        for module in (sending, receiving):
-            stack.enter_context(timed(module, "tensor_specs", digests))
+        # In threads of their own, beside what is done with the tensors.
+        stack.enter_context(timed(reading, "tensor_digest", digests))
+        stack.enter_context(patch.object(proofs, "push_weights", counted))
         stack.enter_context(timed(ModuleProbe, "measure", probes))
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    # The first push is the start of training; each has a digest at both ends.
-    by_push = [one + other for one, other in zip(digests[2::2], digests[3::2], strict=True)]
+    # The first push is the start of training.
     return [
         {
             **{name.removeprefix("time/"): value for name, value in entry.items() if name.startswith("time/")},
@@ -78,7 +86,7 @@ def measure(steps: int, folder: str) -> list[dict[str, float]]:
             "probe": probe,
             "groups_without_gradient": entry["frac_reward_zero_std"],
         }
-        for entry, digest, probe in zip(logs, by_push, probes[1:], strict=True)
+        for entry, digest, probe in zip(logs, pushes[1:], probes[1:], strict=True)
     ]
 
 

@@ -169,6 +169,15 @@ class TestCommand:
         assert int(environment(KEY, options(untied_dir), {})[name]) <= 128
         assert environment(KEY, options(untied_dir), {name: "1024"})[name] == "1024"
 
+    def test_threads_that_wait_leave_a_cpu_to_the_trainer_unless_the_user_says_how_to_wait(
+        self, untied_dir: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        name = "GOMP_SPINCOUNT"
+        assert 0 < int(environment(KEY, options(untied_dir), {})[name]) <= 10_000
+        assert environment(KEY, options(untied_dir), {name: "7"})[name] == "7"
+        assert name not in environment(KEY, options(untied_dir), {"OMP_WAIT_POLICY": "ACTIVE"})
+
 
 def test_what_a_server_started_by_hand_needs_is_the_same_on_the_page_and_in_errors() -> None:
     page = " ".join((Path(__file__).parents[2] / "docs" / "server.md").read_text().split())

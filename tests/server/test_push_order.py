@@ -30,7 +30,7 @@ def test_no_step_begins_before_the_one_that_it_needs_has_ended(server: Server, t
     with faulty_proxy(server.url) as proxy:
         engine = connect(proxy.url, transport=transport)
         proxy.order.clear()
-        proxy.rule = lambda path: "slow" if any(path in step for step in STEPS) else None
+        proxy.rule = lambda path: "slow" if path == "/pause" or any(path in step for step in STEPS) else None
         push_weights(make_model(), engine, 1)
         engine.close()
         order = proxy.order
@@ -39,8 +39,8 @@ def test_no_step_begins_before_the_one_that_it_needs_has_ended(server: Server, t
         began = [i for i, path in enumerate(order) if path in then]
         assert len(ended) >= len(first), (first, order)
         assert max(ended) < min(began), (first, then, order)
-    # vLLM holds the answer back when it has long frozen; it is heard all the same.
-    assert order.index("/pause") < order.index("/start_weight_update") < order.index("/pause!")
+    # The answer comes late, and is heard all the same.
+    assert order.index("/pause") < order.index("/start_weight_update")
     assert order.index("/pause!") < order.index("/finish_weight_update")
     # Those that do not need each other wait for each other no longer.
     assert max(order.index(path) for path in RESETS) < min(order.index(f"{path}!") for path in RESETS)

@@ -42,8 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] not in _COMMANDS:
         print(f"lockstep: no command {words[0]!r}; there is: {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
-    # What a server's memory does with huge pages over hours has not been measured.
-    if argv is None and words[0] != "serve":
+    if argv is None:
         start_anew_with_huge_pages()
     command = importlib.import_module(f"lockstep.cli.{words[0].replace('-', '_')}")
     return _guarded(lambda: command.run(words[1:]))

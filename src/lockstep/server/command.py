@@ -104,6 +104,9 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
         defaults |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if not torch.cuda.is_available():
         defaults |= _cpu_settings(len(os.sched_getaffinity(0)))
+        if "OMP_WAIT_POLICY" in ours:
+            # The user's own word on what the next setting is about, which it would override.
+            del defaults["GOMP_SPINCOUNT"]
         if options.tensor_parallel_size == 1 and not _SEVERAL_WORKERS & names:
             # The model in the scheduler's own process: in one of its own, the scheduler spins while it waits for it.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -123,6 +126,8 @@ def _cpu_settings(cores: int) -> dict[str, str]:
         # vLLM would keep one core for its scheduler and bind its threads to the others.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(cores),
+        # A thread that waits for its next share of work would look for it some milliseconds long, on a core that the trainer needs.
+        "GOMP_SPINCOUNT": "3000",
         # oneDNN would keep its last 1024 matmuls, of which every number of tokens in a step makes five: the server grew by a
         # fifth before that was full. vLLM keeps 32 of each shape of weights itself; the 128 are for torch's own calls.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
