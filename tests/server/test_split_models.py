@@ -12,8 +12,11 @@ from test_in_flight import gap_by_version
 from tiny import make_model, perturbed
 
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.errors import LockstepError
 from lockstep.parity.module_probe import ModuleProbe, check_probe
+from lockstep.sync.chunks import chunks
 from lockstep.sync.push import push_weights
+from lockstep.sync.source import PlainSource
 
 pytestmark = [*VLLM, pytest.mark.long]
 
@@ -51,4 +54,34 @@ def test_a_split_model_gets_every_weight_and_is_probed_whole(split: tuple[str, S
     assert ModuleProbe(first, engine, torch.float32).measure(9, every=True).failed == [
         "model.layers.1.self_attn.k_proj.weight"
     ]
+    engine.close()
+
+
+class Ends(PlainSource):
+    """Weights whose reading fails half-way, as where the trainer runs out of memory."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, named in enumerate(super().__iter__()):
+            if number == len(self.names) // 2:
+                raise RuntimeError("out of memory, by design")
+            yield named
+
+
+def test_after_a_push_that_the_trainer_gave_up_both_workers_take_the_next(
+    split: tuple[str, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, server = split
+    model = make_model("llama", tied=True) if kind == "tied" else make_model()
+    engine = connect(server.url, transport="shared_memory")
+    push_weights(model, engine, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("lockstep.sync.shared_memory.chunks", lambda tensors: chunks(tensors, 40_000))
+        patch.setattr("lockstep.sync.push.weights_of", Ends)
+        with pytest.raises(LockstepError, match="could not be made ready to be sent: out of memory, by design"):
+            push_weights(model, engine, 1)
+    assert engine.version is None
+    moved = perturbed(model, scale=0.5)
+    push_weights(moved, engine, 2)
+    check_probe(ModuleProbe(moved, engine, torch.float32).measure(2, every=True), 2)
+    assert gap_by_version({2: moved}, list(engine.generate(REQUESTS).values())) < 1e-3
     engine.close()
