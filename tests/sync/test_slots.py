@@ -136,6 +136,23 @@ def test_a_push_has_ended_when_every_worker_has_taken_all_of_it(pair: Pair) -> N
     pair.slots.end(1)
 
 
+def test_a_push_begins_with_nothing_filled_and_nothing_taken(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, timeout=0.3)
+    push = pair.slots.begin()
+    for number in range(2):
+        pair.fill(number)
+    for number in range(WORKERS):
+        list(pair.worker(number, push, 2))
+    push = pair.slots.begin()
+    # Within its time limit nothing comes.
+    assert list(pair.worker(0, push, 1)) == []
+    push = pair.slots.begin()
+    pair.fill(0)
+    pair.fill(1)
+    with pytest.raises(RuntimeError, match="did not load a chunk"):
+        pair.slots.free(2, nothing)
+
+
 def test_a_call_of_an_earlier_push_that_comes_late_takes_nothing_of_this_one(pair: Pair) -> None:
     late, later = (pair.worker(0, pair.slots.begin(), 1) for _ in range(2))
     push = pair.slots.begin()
