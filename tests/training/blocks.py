@@ -22,6 +22,12 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
+class Layer(torch.nn.Module):
+    """What an attention function reads of its layer: three heads of queries to one of keys."""
+
+    num_key_value_groups = 3
+
+
 @st.composite
 def tree_masks(draw: st.DrawFn) -> torch.Tensor:
     """(T, T) bool masks of trees of 13 to 60 nodes, parents before children."""

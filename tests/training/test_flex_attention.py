@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import tree_masks
+from blocks import Layer, tree_masks
 from hypothesis import given, settings
 from tiny import make_model
 from torch.nn.attention import flex_attention as of_torch
@@ -36,10 +36,6 @@ def backward_on_a_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(of_torch, "_validate_device", lambda *parts: None)
         yield
-
-
-class Layer(torch.nn.Module):
-    num_key_value_groups = 3
 
 
 @settings(max_examples=40, deadline=None)

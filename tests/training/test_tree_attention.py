@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from blocks import small_blocks, tree_masks
+from blocks import Layer, small_blocks, tree_masks
 from hypothesis import given, settings
 from tiny import make_model
 
@@ -26,10 +26,6 @@ def plan_of(mask: torch.Tensor) -> TreePlan:
 
 def computed(plan: TreePlan) -> int:
     return sum(block.mask.numel() for block in plan.blocks)
-
-
-class Layer(torch.nn.Module):
-    num_key_value_groups = 3
 
 
 @settings(max_examples=60, deadline=None)

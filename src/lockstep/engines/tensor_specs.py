@@ -54,15 +54,13 @@ def begin_specs(named: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], tuple
     Until that has returned the tensors must not change.
     """
     known = _read_in_this_push.get()
+    known = {} if known is None else known
     reading: list[Future[str]] = []
     for _, tensor in named:
-        identity = _identity(tensor) if known is not None else None
-        digest = known.get(identity) if known is not None else None
-        if digest is None:
-            digest = _POOL.submit(tensor_digest, tensor)
-            if known is not None:
-                known[identity] = digest
-        reading.append(digest)
+        identity = _identity(tensor)
+        if identity not in known:
+            known[identity] = _POOL.submit(tensor_digest, tensor)
+        reading.append(known[identity])
     # Not the tensors themselves, which may be done with before they have been read.
     outlines = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
     return lambda: tuple(TensorSpec(*o, digest.result()) for o, digest in zip(outlines, reading, strict=True))

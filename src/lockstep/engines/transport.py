@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,6 +19,18 @@ def finish_all(pending: Sequence[Future[T]]) -> list[T]:
     """
     wait(pending)
     return [future.result() for future in pending]
+
+
+def check_pending(pending: Sequence[Future[None]]) -> None:
+    """Raise the error of one that has failed, while the others still run."""
+    for future in pending:
+        if future.done() and (error := future.exception()) is not None:
+            raise error
+
+
+def worker_ranks(servers: Sequence[WeightReceiverCalls], first: int) -> list[int]:
+    """The rank of each server's first worker, the workers of all counted from `first`; at the end the rank behind the last."""
+    return list(accumulate((server.world_size for server in servers), initial=first))
 
 
 class WeightReceiverCalls(Protocol):
@@ -45,7 +58,7 @@ class WeightTransport(Protocol):
     """Moves the bytes of a push to every server at once."""
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], servers: Sequence[WeightReceiverCalls]) -> None:
-        """Send all tensors; returns when every server has loaded every one.
+        """Send all tensors; returns when every server has loaded every one. After a failure nothing agreed stands.
 
         Raises:
             EngineLost: a server did not take part to the end.

@@ -188,7 +188,6 @@ class VLLMServer:
         try:
             self._transport.send(tensors, self._servers)
         except BaseException as error:
-            self._transport.forget()
             self._await_pauses()
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
                 # gloo has no kind of error of its own for a peer that is late or gone.

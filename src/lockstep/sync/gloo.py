@@ -15,13 +15,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.transport import WeightReceiverCalls, finish_all
+from lockstep.engines.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import InputError
 from lockstep.sync.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, chunks, end_of, layout, views
 from lockstep.sync.source import outline
@@ -50,14 +49,14 @@ class GlooTransport:
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
         pool = ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push")
         listener = _listen(self._host, self._port)
-        ends = list(accumulate((server.world_size for server in servers), initial=1))
-        port, size = listener.getsockname()[1], ends[-1]
+        ranks = worker_ranks(servers, 1)
+        port, size = listener.getsockname()[1], ranks[-1]
         try:
             placed = [layout(part)[0] for part in chunks(outline(tensors), CHUNK_BYTES // 2)]
             meeting = {"transport": NAME, "host": self._host, "port": port, "size": size, "timeout": self._timeout}
             pending = [
                 pool.submit(server.update_weights, {**meeting, "rank": rank, "chunks": placed})
-                for rank, server in zip(ends, servers, strict=False)
+                for rank, server in zip(ranks, servers, strict=False)
             ]
             try:
                 self._broadcast(listener, size, tensors, pending)
@@ -83,13 +82,13 @@ class GlooTransport:
         self._await(store, size, pending)
         group = _group(store, _SENDER, size, self._host, self._timeout)
         raw = (tensor.detach().contiguous().cpu().flatten().view(torch.uint8) for _, tensor in tensors)
-        _everyone(group, raw, lambda: _refused(pending))
+        _everyone(group, raw, lambda: check_pending(pending))
 
     def _await(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
         """Wait until every worker is there, or one of their servers says that it will not come."""
         deadline = time.monotonic() + self._timeout
         while not store.check([_here(rank) for rank in range(1, size)]):
-            _refused(pending)
+            check_pending(pending)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not every server came to {self._host} within {self._timeout:.0f} s")
             time.sleep(_LOOK_EVERY)
@@ -230,9 +229,3 @@ def _own_address(host: str, port: int, timeout: float) -> str:
 
 def _here(rank: int) -> str:
     return f"here/{rank}"
-
-
-def _refused(pending: Sequence[Future[None]]) -> None:
-    for future in pending:
-        if future.done() and (error := future.exception()) is not None:
-            raise RuntimeError(str(error))

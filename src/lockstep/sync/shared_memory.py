@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
 
-from lockstep.engines.transport import WeightReceiverCalls, finish_all
+from lockstep.engines.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import InputError
 from lockstep.sync.chunks import Named, Placed, chunks, layout, views
 from lockstep.sync.slots import FilledSlots, lock, segment_bytes
@@ -63,11 +63,11 @@ class SharedMemoryTransport:
         info = {"transport": NAME, "chunks": placed, "push": slots.begin(), "size": slots.workers}
         pending = [
             pool.submit(server.update_weights, {**info, "rank": rank, "timeout": self._timeout})
-            for server, rank in zip(servers, _first_ranks(servers), strict=True)
+            for server, rank in zip(servers, worker_ranks(servers, 0), strict=False)
         ]
         try:
             for number, (chunk, places) in enumerate(zip(chunks(tensors), layouts, strict=True)):
-                slot = slots.free(number, lambda: _first_error(pending))
+                slot = slots.free(number, lambda: check_pending(pending))
                 for (_, target), (_, source) in zip(views(slot, places), chunk, strict=True):
                     _copy(target, source)
                 slots.filled(number)
@@ -92,7 +92,7 @@ class SharedMemoryTransport:
 
     def _opened(self, largest: int, servers: Sequence[WeightReceiverCalls], pool: Executor) -> FilledSlots:
         self.forget()
-        workers = sum(server.world_size for server in servers)
+        workers = worker_ranks(servers, 0)[-1]
         size = segment_bytes(largest, workers)
         path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
         try:
@@ -104,17 +104,6 @@ class SharedMemoryTransport:
         finally:
             path.unlink(missing_ok=True)
         return FilledSlots(memory, largest, workers, self._timeout)
-
-
-def _first_ranks(servers: Sequence[WeightReceiverCalls]) -> list[int]:
-    """The place of each server's first worker among the workers of all."""
-    return [sum(server.world_size for server in servers[:number]) for number in range(len(servers))]
-
-
-def _first_error(pending: Sequence[Future[None]]) -> None:
-    for future in pending:
-        if future.done() and (error := future.exception()) is not None:
-            raise error
 
 
 class Segment:

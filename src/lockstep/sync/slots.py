@@ -36,6 +36,10 @@ def _header(workers: int) -> int:
     return aligned(8 * (_TAKEN + workers))
 
 
+def _counters(memory: torch.Tensor, workers: int) -> Any:
+    return memory[: _header(workers)].view(torch.int64).numpy()
+
+
 class FilledSlots:
     """The trainer's end.
 
@@ -48,9 +52,7 @@ class FilledSlots:
 
     def __init__(self, memory: torch.Tensor, slot: int, workers: int, timeout: float) -> None:
         self.slot, self.workers, self._timeout = slot, workers, timeout
-        header = _header(workers)
-        self._counters, self._slots = memory[:header].view(torch.int64).numpy(), memory[header:]
-        self._offset = header
+        self._memory, self._counters = memory, _counters(memory, workers)
 
     def begin(self) -> int:
         """Begin a push, of a number that no call to a worker has named before."""
@@ -61,7 +63,7 @@ class FilledSlots:
 
     def offset(self, number: int) -> int:
         """Where in the segment a chunk begins."""
-        return self._offset + number % SLOTS * self.slot
+        return _header(self.workers) + number % SLOTS * self.slot
 
     def free(self, number: int, check: Callable[[], None]) -> torch.Tensor:
         """The slot of a chunk, once every worker has loaded what was in it before.
@@ -73,14 +75,15 @@ class FilledSlots:
             RuntimeError: a worker did not take what was in it within the time limit, or left the push.
         """
 
-        def look() -> None:
+        def is_left() -> bool:
             check()
-            if self._least_taken() == _GIVEN_UP:
-                raise RuntimeError(_LEFT)
+            return self._least_taken() == _GIVEN_UP
 
-        _await(lambda: self._least_taken() > number - SLOTS, look, 0.0, self._timeout, "a server did not load a chunk")
-        start = number % SLOTS * self.slot
-        return self._slots[start : start + self.slot]
+        if not _comes(lambda: self._least_taken() > number - SLOTS, is_left, 0.0, self._timeout):
+            late = f"a server did not load a chunk within {self._timeout:.0f} s"
+            raise RuntimeError(_LEFT if self._least_taken() == _GIVEN_UP else late)
+        start = self.offset(number)
+        return self._memory[start : start + self.slot]
 
     def filled(self, number: int) -> None:
         """Say that a chunk lies in its slot."""
@@ -127,21 +130,13 @@ def taken_chunks(
         push: its number.
         worker: which of `workers` this is, from 0.
     """
-    counters = memory[: _header(workers)].view(torch.int64).numpy()
+    counters = _counters(memory, workers)
+    is_gone = partial(_is_gone, counters, push, handle)
     taken = 0
     try:
         for number, placed in enumerate(chunks):
-            try:
-                _await(
-                    partial(_is_filled, counters, number),
-                    partial(_look_for_trainer, counters, push, handle),
-                    _LOOK_FOR_PEER_EVERY,
-                    timeout,
-                    "the trainer did not fill a chunk",
-                )
-            except RuntimeError:
-                return
-            if not _is_at(counters, push):
+            is_filled = partial(_is_filled, counters, number)
+            if not _comes(is_filled, is_gone, _LOOK_FOR_PEER_EVERY, timeout) or not _is_at(counters, push):
                 return
             _fence()
             yield views(memory, placed)
@@ -160,9 +155,8 @@ def _is_at(counters: Any, push: int) -> bool:
     return int(counters[_FILLED]) != _GIVEN_UP and int(counters[_PUSH]) == push
 
 
-def _look_for_trainer(counters: Any, push: int, handle: int) -> None:
-    if not _is_at(counters, push) or _is_unlocked(handle):
-        raise RuntimeError("the trainer went on or away")
+def _is_gone(counters: Any, push: int, handle: int) -> bool:
+    return not _is_at(counters, push) or _is_unlocked(handle)
 
 
 def _tell(counters: Any, push: int, worker: int, taken: int) -> None:
@@ -188,17 +182,23 @@ def _is_unlocked(handle: int) -> bool:
     return True
 
 
-def _await(ready: Callable[[], bool], check: Callable[[], None], every: float, limit: float, what: str) -> None:
-    start = time.monotonic()
-    checked = start
+def _comes(ready: Callable[[], bool], is_gone: Callable[[], bool], every: float, limit: float) -> bool:
+    """Wait for something: whether it came within so many seconds, and before whoever it comes from was gone.
+
+    Args:
+        every: seconds between looks at the other end.
+    """
+    start = looked = time.monotonic()
     while not ready():
         now = time.monotonic()
-        if now - checked >= every:
-            check()
-            checked = now
+        if now - looked >= every:
+            if is_gone():
+                return False
+            looked = now
         if now - start > limit:
-            raise RuntimeError(f"{what} within {limit:.0f} s")
+            return False
         time.sleep(_LOOK_EVERY)
+    return True
 
 
 def _fence() -> None:
