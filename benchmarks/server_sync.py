@@ -32,6 +32,9 @@ NEW, OLD = "copy, new memory", "copy, old memory"
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--rounds", type=int, default=ROUNDS)
+    words.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="the server's; the trainer has fp32"
+    )
     words.add_argument("--json", type=Path, default=Path("runs/bench/server_sync.json"))
     asked = words.parse_args()
     from servers import engine_process, serving
@@ -39,8 +42,8 @@ def main() -> None:
     from lockstep.cli.quiet import quiet_libraries
 
     quiet_libraries()
-    with serving("--dtype", "float32", "--max_model_len", "512") as (url, supervisor):
-        rows = measure(url, engine_process(supervisor), asked.rounds)
+    with serving("--dtype", asked.dtype, "--max_model_len", "512") as (url, supervisor):
+        rows = measure(url, engine_process(supervisor), asked.dtype, asked.rounds)
     medians = {name: statistics.median(row[name] for row in rows[WARM_UP:]) for name in rows[0]}
     report(medians)
     asked.json.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +66,7 @@ def report(medians: dict[str, float]) -> None:
         print(f"{name}: asked at most {limit:.0f} × a copy, reached {found:.2f} ×: {'yes' if found <= limit else 'NO'}")
 
 
-def measure(url: str, server: int, rounds: int) -> list[dict[str, float]]:
+def measure(url: str, server: int, dtype: str, rounds: int) -> list[dict[str, float]]:
     """Seconds of each part, by round, and the memory and the gap that belong to it."""
     import torch
     from servers import MODEL, Peak
@@ -78,7 +81,8 @@ def measure(url: str, server: int, rounds: int) -> list[dict[str, float]]:
     tensors = [p.detach() for p in model.parameters()]
     there = [torch.empty_like(t).fill_(0) for t in tensors]
     engines = {name: connect(url, transport=name).engine for name in ASKED}
-    probes = {name: ModuleProbe(model, engine, torch.float32) for name, engine in engines.items()}
+    held = getattr(torch, dtype)
+    probes = {name: ModuleProbe(model, engine, held) for name, engine in engines.items()}
     rows = []
     for version in range(rounds):
         row = {NEW: timed(lambda: [t.clone() for t in tensors])}
@@ -93,14 +97,14 @@ def measure(url: str, server: int, rounds: int) -> list[dict[str, float]]:
             record = probes[name].measure(version, every=True)
             check_probe(record, version)
             row[f"probe of every module, {name}"] = record.seconds
-            row[f"gap (mean, nats), {name}"] = gap_of(engine, model, version)
+            row[f"gap (mean, nats), {name}"] = gap_of(engine, model, held, version)
         rows.append(row)
     for engine in engines.values():
         engine.close()
     return rows
 
 
-def gap_of(engine: Any, model: Any, version: int) -> float:
+def gap_of(engine: Any, model: Any, held: Any, version: int) -> float:
     """The parity gap on a few completions that the server samples now."""
     import torch
 
@@ -118,7 +122,7 @@ def gap_of(engine: Any, model: Any, version: int) -> float:
             scores = model(ids).logits[0, len(completion.prompt_ids) - 1 : -1].float().log_softmax(-1)
         policy = scores.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         stats += measure_gap(torch.tensor(completion.logprobs), policy, [str(completion.key)] * len(policy))
-    over = over_limits(stats, tolerance(torch.float32, torch.float32))
+    over = over_limits(stats, tolerance(held, torch.float32))
     if over:
         sys.exit(f"after push {version} the gap is outside its limits: {', '.join(over)}")
     return stats.mean_abs

@@ -12,11 +12,13 @@ from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_digest, tensor_specs
 from lockstep.errors import ProofError
 from lockstep.sync.push import check_loaded, push_weights
-from lockstep.sync.source import PlainSource
+from lockstep.sync.source import DescribedSource, PlainSource
 
 
 class Recorder:
     """A receiver that does what it is told, and writes down the order of events."""
+
+    wire_dtype: torch.dtype | None = None
 
     def __init__(self, loses: str | None = None, resets: bool = True, damages: str | None = None) -> None:
         self.events: list[str] = []
@@ -88,6 +90,29 @@ def test_a_digest_does_not_depend_on_how_a_tensor_lies_in_memory(dtype: torch.dt
     assert tensor_digest(tensor.T.contiguous().T) == tensor_digest(tensor)
     assert tensor_digest(tensor[2:3]) == tensor_digest(tensor[2].clone())
     assert tensor_digest(torch.empty(0)) == tensor_digest(torch.empty(0, 4))
+
+
+class Narrow(Recorder):
+    """A receiver that loads everything in bf16, and keeps what arrived."""
+
+    wire_dtype = torch.bfloat16
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+        self.arrived = dict(tensors)
+        return LoadedWeights(tensor_specs(list(self.arrived.items())), ())
+
+
+def test_wider_tensors_are_cast_for_an_engine_that_would_cast_them_and_no_others() -> None:
+    model, receiver = make_model(), Narrow()
+    model.model.norm.to(torch.float16)
+    record = push_weights(model, receiver, 1)
+    for name, parameter in model.named_parameters():
+        expected = parameter if parameter.dtype == torch.float16 else parameter.to(torch.bfloat16)
+        assert receiver.arrived[name].dtype == expected.dtype
+        assert torch.equal(receiver.arrived[name], expected)
+    assert record.bytes == 2 * sum(p.numel() for p in model.parameters())
+    assert record.digest == DescribedSource(PlainSource(model), torch.bfloat16).manifest(1).digest
+    assert record.digest != PlainSource(model).manifest(1).digest
 
 
 def test_a_cache_reset_that_is_not_confirmed_stops_the_push() -> None:

@@ -153,6 +153,10 @@ OnAnswer = Callable[[Completion], None]
 class WeightReceiver(Protocol):
     """The half of an engine that weights are pushed into; driven by `sync/push.py` only."""
 
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """What wider floating-point tensors are cast to before they are sent; None: they come as they are."""
+
     def begin_update(self) -> None:
         """Stop serving: from here to `commit_version` the engine refuses to generate."""
 

@@ -70,6 +70,7 @@ class TransformersEngine:
     """
 
     supports_sleep = False
+    wire_dtype = None
 
     def __init__(
         self,

@@ -104,6 +104,10 @@ class VLLMInProcess:
         return self._version
 
     @property
+    def wire_dtype(self) -> None:
+        """Tensors pass by reference; vLLM casts as it copies."""
+
+    @property
     def llm(self) -> LLM:
         """The engine itself, for proofs that look inside it."""
         return self._llm

@@ -31,7 +31,7 @@ from lockstep.engines.server_calls import HOW_TO_START, CallLoop, Pending, Serve
 from lockstep.engines.server_requests import ServerRequests
 from lockstep.engines.transport import WeightTransport, finish_all
 from lockstep.engines.vllm_arguments import SERVER_BACKEND
-from lockstep.engines.vllm_settings import settings_from
+from lockstep.engines.vllm_settings import changed_settings, differing_settings, only_dtype, settings_from
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 
 T = TypeVar("T")
@@ -68,6 +68,7 @@ class VLLMServer:
         self._beginning: list[Future[Pending]] = []
         self._closed = threading.Event()
         self._version: int | None = None
+        self._wire_dtype: torch.dtype | None = None
         # Tells this trainer's weights from any other's, also from those of an earlier run at the same step.
         self._session = secrets.token_hex(6)
         self._stamps: dict[str, int] = {}
@@ -91,6 +92,11 @@ class VLLMServer:
 
     def settings(self) -> EngineSettings:
         return self._settings
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """The dtype that every parameter of the servers' model is loaded in, so that nothing wider has to travel."""
+        return self._wire_dtype
 
     @property
     def scores_first(self) -> bool:
@@ -268,7 +274,7 @@ class VLLMServer:
         if self._settings != before:
             raise ProofError(
                 "handshake",
-                f"a server came back with other settings than it had: {_changes(before, self._settings)}",
+                f"a server came back with other settings than it had: {changed_settings(before, self._settings)}",
                 "it was started again with another command line or model",
                 "start it as it was, and go on from the last checkpoint",
             )
@@ -294,9 +300,10 @@ class VLLMServer:
         if len({state["instance"] for state in states}) < len(states):
             raise InputError("two of the servers' URLs lead to the same server; give each server once")
         found = [settings_from(state["settings"]) for state in states]
+        self._wire_dtype = only_dtype([name for state in states for name in state["loads_in"]])
         for server, settings in zip(self._servers, found, strict=True):
             if settings != found[0]:
-                names = _differing(settings, found[0])
+                names = differing_settings(settings, found[0])
                 raise ProofError(
                     "handshake",
                     f"the servers at {self._servers[0].url} and {server.url} differ in {', '.join(names)}",
@@ -316,7 +323,8 @@ class VLLMServer:
                 )
 
     def _introduced(self, server: ServerCalls) -> dict[str, Any]:
-        state = server.workers("lockstep_state")[0]
+        workers = server.workers("lockstep_state")
+        state = {**workers[0], "loads_in": [name for worker in workers for name in worker["loads_in"]]}
         if state["backend"] != SERVER_BACKEND:
             raise InputError(
                 f"the server at {server.url} takes weights by {state['backend']!r}, not by {SERVER_BACKEND!r}. {HOW_TO_START}"
@@ -345,24 +353,6 @@ class VLLMServer:
     def _each_number(self, call: Callable[[int], T]) -> list[T]:
         """Do something with all servers at once; every one is waited for before an error is raised."""
         return finish_all([self._pool.submit(call, number) for number in range(len(self._servers))])
-
-
-def _differing(one: EngineSettings, other: EngineSettings) -> list[str]:
-    """Names of the settings that two engines do not share."""
-    return [name for name in EngineSettings.__slots__ if getattr(one, name) != getattr(other, name)]
-
-
-def _changes(before: EngineSettings, now: EngineSettings) -> str:
-    """What became of the settings that have changed."""
-    said = []
-    for name in _differing(before, now):
-        old, new = getattr(before, name), getattr(now, name)
-        if isinstance(old, Mapping):
-            keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-            said += [f"{key} of {name} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys]
-        else:
-            said.append(f"{name} was {old!r} and is {new!r}")
-    return "; ".join(said)
 
 
 def _begin(server: ServerCalls) -> Pending[Any, Any]:

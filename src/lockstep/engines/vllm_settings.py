@@ -5,7 +5,7 @@ Read from `vllm_config` in the engine's own process. Goes to: `parity/handshake.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,3 +46,27 @@ def settings_from(found: Mapping[str, Any]) -> EngineSettings:
     """`EngineSettings` from what `effective_settings` said, perhaps in another process."""
     dtypes = {name: getattr(torch, found[name]) for name in ("dtype", "head_dtype")}
     return EngineSettings(**{**found, **dtypes})
+
+
+def only_dtype(names: Sequence[str]) -> torch.dtype | None:
+    """The floating-point dtype that all of these are; None where they differ."""
+    dtypes = {getattr(torch, name) for name in names}
+    return next(iter(dtypes)) if len(dtypes) == 1 and all(d.is_floating_point for d in dtypes) else None
+
+
+def differing_settings(one: EngineSettings, other: EngineSettings) -> list[str]:
+    """Names of the settings that two engines do not share."""
+    return [name for name in EngineSettings.__slots__ if getattr(one, name) != getattr(other, name)]
+
+
+def changed_settings(before: EngineSettings, now: EngineSettings) -> str:
+    """What became of the settings that have changed."""
+    said = []
+    for name in differing_settings(before, now):
+        old, new = getattr(before, name), getattr(now, name)
+        if isinstance(old, Mapping):
+            keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+            said += [f"{key} of {name} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys]
+        else:
+            said.append(f"{name} was {old!r} and is {new!r}")
+    return "; ".join(said)

@@ -44,9 +44,8 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
             its caches.
     """
     start = time.perf_counter()
-    source = weights_of(model)
-    sent = DescribedSource(source)
-    with one_push() if source.own_memory else nullcontext(), torch.no_grad():
+    sent = DescribedSource(weights_of(model), engine.wire_dtype)
+    with one_push() if sent.own_memory else nullcontext(), torch.no_grad():
         engine.begin_update()
         loaded = engine.load(sent)
         manifest = sent.manifest(version)
@@ -59,7 +58,7 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
             "finish or abort every request before pushing weights",
         )
     engine.commit_version(version)
-    return SyncRecord(version, manifest.digest, len(manifest.tensors), source.bytes, time.perf_counter() - start)
+    return SyncRecord(version, manifest.digest, len(manifest.tensors), sent.bytes, time.perf_counter() - start)
 
 
 def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:

@@ -79,10 +79,7 @@ class PlainSource:
 
     def manifest(self, version: int) -> Manifest:
         """What the source holds now, read to the last byte."""
-        specs: list[TensorSpec] = []
-        for _ in described(self, specs):
-            pass
-        return Manifest(version, tuple(specs))
+        return Manifest(version, _read(self))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self._sent():
@@ -98,37 +95,57 @@ class PlainSource:
 class DescribedSource:
     """A source that a push reads once: its tensors are described while the engine is given them.
 
+    Args:
+        dtype: what wider floating-point tensors are cast to, one by one, as they are read; None: nothing is cast.
+
     Raises:
         LockstepError: as it is read; a tensor could not be made.
     """
 
-    def __init__(self, source: PlainSource) -> None:
-        self._source = source
+    def __init__(self, source: PlainSource, dtype: torch.dtype | None = None) -> None:
+        self._source, self._dtype = source, dtype
         self._specs: tuple[TensorSpec, ...] | None = None
 
     @property
     def own_memory(self) -> bool:
-        """As the source has it."""
-        return self._source.own_memory
+        """As the source has it, where nothing is cast."""
+        return self._source.own_memory and self._dtype is None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one push, as it is sent."""
+        return sum(tensor.nbytes for _, tensor in self.outline())
 
     def outline(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As the source gives it."""
-        return self._source.outline()
+        """As the source gives it, cast."""
+        return _cast(self._source.outline(), self._dtype)
 
     def manifest(self, version: int) -> Manifest:
         """What was sent; of a source that was not read to its end, what should have been."""
-        if self._specs is None:
-            return self._source.manifest(version)
-        return Manifest(version, self._specs)
+        return Manifest(version, _read(_cast(self._source, self._dtype)) if self._specs is None else self._specs)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         specs: list[TensorSpec] = []
         try:
-            yield from described(self._source, specs)
+            yield from described(_cast(self._source, self._dtype), specs)
         except RuntimeError as error:
             # Running out of memory, say: the trainer's own, where the engine would be thought lost.
             raise LockstepError(f"the weights could not be made ready to be sent: {error}") from error
         self._specs = tuple(specs)
+
+
+def _cast(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors:
+        is_wider = dtype is not None and tensor.is_floating_point() and tensor.itemsize > dtype.itemsize
+        yield name, tensor.to(dtype) if is_wider else tensor
+
+
+def _read(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorSpec, ...]:
+    """Descriptions of a stream, which is read to its end."""
+    specs: list[TensorSpec] = []
+    for _ in described(tensors, specs):
+        pass
+    return tuple(specs)
 
 
 def outline(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:

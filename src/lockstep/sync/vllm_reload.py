@@ -25,6 +25,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
+from lockstep.engines.tensor_specs import dtype_name
+
 # Where vLLM keeps a module's packed weight on a CPU: a function that multiplies by it.
 _PACKED = "cpu_linear"
 
@@ -44,6 +46,12 @@ def begin_reload(model: torch.nn.Module) -> tuple[LayerReloadingInfo, ...]:
                 tensor.weight_loader = _get_original_loader(tensor)
             info.reset()
     return tuple(get_layerwise_info(layer) for layer in model.modules())
+
+
+def loaded_dtypes(model: torch.nn.Module) -> list[str]:
+    """Names of the dtypes that parameters have while they are loaded, whatever a layer makes of them after."""
+    recorded = (get_layerwise_info(layer).restore_metadata[0] for layer in model.modules())
+    return sorted({dtype_name(tensor.dtype) for tensors in recorded for tensor in tensors.values()})
 
 
 def repack_heads(model: torch.nn.Module) -> None:

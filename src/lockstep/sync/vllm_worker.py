@@ -29,6 +29,8 @@ class LockstepWorker:
 
     def lockstep_state(self) -> dict[str, Any]:
         """Which engine this is, and what it runs with."""
+        from lockstep.sync.vllm_reload import loaded_dtypes
+
         return {
             "instance": _INSTANCE,
             "settings": effective_settings(self.vllm_config),
@@ -37,6 +39,7 @@ class LockstepWorker:
             "copies": self.vllm_config.parallel_config.data_parallel_size,
             "takes_priorities": self.vllm_config.scheduler_config.policy == "priority",
             "splits_prompts": splits_prompts(self.vllm_config),
+            "loads_in": loaded_dtypes(self.model_runner.model),
         }
 
     def lockstep_update(self) -> dict[str, bool]:
