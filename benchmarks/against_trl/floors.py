@@ -6,7 +6,9 @@ scores and everything else are left out, so that a floor is never above what mus
 
 from __future__ import annotations
 
+import os
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +27,8 @@ _WEIGHTS = _TRUNK + _HEAD + 35_136
 def measure_machine() -> dict[str, Any]:
     """Operations a second of a large matrix product and bytes a second to and from memory, the best of several."""
     return {
-        "name": _cpu(),
+        "name": cpu_name(),
+        "cores": os.cpu_count(),
         # Where bf16 is emulated a large product would take minutes.
         "flops": {
             "float32": _flops(torch.float32, 2048),
@@ -67,26 +70,32 @@ def _best(work: Callable[[], object]) -> float:
     return min(seconds)
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """What Linux calls the processor, or Python."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def floors(work: Any, dtype: str, machine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds below which each phase of a Lockstep step cannot be.
+    """Seconds below which each phase of a Lockstep step cannot be, for the median of what the steps had to do.
 
     Generation multiplies every sampled token with all matrices once, and reads them once a decoding step (all sequences decode
     together); its prompts are left out. Learning multiplies every position of the shared-prefix rows three times (forward,
     gradient of the input, gradient of the weights), and verifying multiplies those that nothing is learned from once; what else is
-    verified (a probe of the engine, comparisons) is left out. The optimizer reads four and writes three fp32 numbers a weight. A
-    push reads every fp32 weight and writes it in the engine's dtype.
+    verified (a probe of the engine, comparisons) is left out. A reference, where a step has one, multiplies all of them once. The
+    optimizer reads four and writes three fp32 numbers a weight. A push reads every fp32 weight and writes it in the engine's dtype.
     """
     sampled = work.sequences * work.tokens
-    positions, still, unmoved = (steps[0][name] for name in ("positions", "still_positions", "still_tokens"))
+    positions, still, unmoved, whole = (
+        statistics.median(step[name] for step in steps)
+        for name in ("positions", "still_positions", "still_tokens", "all_positions")
+    )
     flops = machine["flops"][dtype]
     kept, served = 4 * _WEIGHTS, {"float32": 4, "bfloat16": 2}[dtype] * _WEIGHTS
+    has_reference = any(step["phases"]["reference"] for step in steps)
     return {
         "generate": max(2 * sampled * (_TRUNK + _HEAD) / flops, work.tokens * served / machine["bytes"]),
+        "reference": 2 * (whole * _TRUNK + sampled * _HEAD) / flops if has_reference else 0.0,
         "forward_backward": 6 * (positions * _TRUNK + (sampled - unmoved) * _HEAD) / flops,
         "verify": 2 * (still * _TRUNK + unmoved * _HEAD) / flops,
         "optimizer": 7 * kept / machine["bytes"],

@@ -53,10 +53,11 @@ def drawing(growth: dict[str, list[dict[str, Any]]]) -> str:
 def _parts(steps: list[dict[str, Any]]) -> dict[str, float]:
     """Milliseconds a sampled token, by phase."""
     parts: dict[str, float] = {}
+    tokens = statistics.median(step["sampled_tokens"] for step in steps)
     for phase in _COLOURS:
         if phase == "other":
             spent = [step["step"] - sum(step["phases"].values()) for step in steps]
         else:
             spent = [step["phases"][phase] for step in steps]
-        parts[phase] = 1000 * max(statistics.median(spent), 0.0) / steps[0]["sampled_tokens"]
+        parts[phase] = 1000 * max(statistics.median(spent), 0.0) / tokens
     return parts

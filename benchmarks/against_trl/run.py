@@ -5,7 +5,10 @@
 
 Each program lives in a process of its own and waits while the other one works. Figures are medians of the steps after the first.
 With fast bf16 everything is run in both dtypes: fp32 alone, and bf16 autocast over fp32 weights.
-Writes `runs/bench/step.json` (after every part) and `runs/bench/growth-DTYPE.svg`, prints the tables of docs/speed.md.
+Each program lives in a process of its own and waits while the other one works. Figures are medians of the steps after the first.
+With fast bf16 everything is run in both dtypes: fp32 alone, and bf16 autocast over fp32 weights.
+Prints the tables of docs/speed.md. Writes `runs/bench/step.json` after every part (machine, every step, and the figures that are
+printed), and `runs/bench/growth-DTYPE.svg`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,9 +25,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from figures import Steps, growth, learning_halves, measured, whole_steps
 from floors import floors, measure_machine
 from plot import drawing
-from workloads import Workload, make_model, workload
+from workloads import make_model, workload
 
 from lockstep.cli.huge_pages import kernel_setting, with_huge_pages
 from lockstep.training.precision import has_fast_bf16
@@ -39,7 +42,6 @@ DTYPES = ("float32", "bfloat16")
 RIVALS = ("trl", "trl-continuous", "trl-bf16-weights", "trl-huge-pages")
 # `lockstep` starts its commands so; a script of TRL's does not.
 HUGE_PAGES = ("lockstep", "trl-huge-pages")
-Steps = list[dict[str, Any]]
 
 
 def main() -> None:
@@ -54,30 +56,38 @@ def main() -> None:
     asked = words.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
     dtypes = asked.dtypes or DTYPES[: 2 if has_fast_bf16() else 1]
-    found: dict[str, Any] = {"machine": measure_machine(), "steps": {}, "growth": {}}
+    found: dict[str, Any] = {"machine": measure_machine(), "figures": {}, "steps": {}}
     show_machine(found["machine"])
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
         for part, dtype in product(asked.parts, dtypes):
             title = f"{part} in {dtype}"
+            steps = found["steps"][title] = steps_of(part, model, dtype, asked, Path(folder))
+            figures = found["figures"][title] = figures_of(part, dtype, steps, found["machine"])
+            show(title, part, figures, found["machine"])
             if part == "growth":
-                steps = {
-                    name: side_by_side(["lockstep"], name, model, dtype, asked.steps)["lockstep"] for name in GROWTH
-                }
-                found["growth"][dtype] = steps
-                show_growth(title, steps)
                 (asked.folder / f"growth-{dtype}.svg").write_text(drawing(steps))
-            elif part.startswith("learning-"):
-                name = part.removeprefix("learning-")
-                rollouts = recorded(name, model, dtype, Path(folder) / f"{name}-{dtype}.json")
-                found["steps"][title] = side_by_side(
-                    ["lockstep", "trl"], name, model, dtype, asked.steps, "--rollouts", str(rollouts)
-                )
-                show_learning(title, found["steps"][title], found["machine"])
-            else:
-                found["steps"][title] = side_by_side(["lockstep", *asked.rivals], part, model, dtype, asked.steps)
-                show_steps(title, workload(part), dtype, found["steps"][title], found["machine"])
             (asked.folder / "step.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def steps_of(part: str, model: str, dtype: str, asked: argparse.Namespace, folder: Path) -> dict[str, Steps]:
+    """Steps of a part, by program; those of growth by size."""
+    if part == "growth":
+        return {name: side_by_side(["lockstep"], name, model, dtype, asked.steps)["lockstep"] for name in GROWTH}
+    if part.startswith("learning-"):
+        name = part.removeprefix("learning-")
+        rollouts = recorded(name, model, dtype, folder / f"{name}-{dtype}.json")
+        return side_by_side(["lockstep", "trl"], name, model, dtype, asked.steps, "--rollouts", str(rollouts))
+    return side_by_side(["lockstep", *asked.rivals], part, model, dtype, asked.steps)
+
+
+def figures_of(part: str, dtype: str, steps: dict[str, Steps], machine: dict[str, Any]) -> dict[str, Any]:
+    """All that is printed of a part."""
+    if part == "growth":
+        return growth(steps)
+    if part.startswith("learning-"):
+        return learning_halves(steps)
+    return whole_steps(steps, floors(workload(part), dtype, machine, steps["lockstep"]))
 
 
 # ---- processes --------------------------------------------------------------------------------------------------------
@@ -143,12 +153,12 @@ def side_by_side(
     """Steps of all programs, taken in turn; the first of each is left out."""
     with ExitStack() as stack:
         players = {program: stack.enter_context(playing(program, name, model, dtype, *more)) for program in programs}
-        rounds = []
+        rounds: list[dict[str, Any]] = []
         for number in range(steps + 1):
             rounds.append({program: player.step() for program, player in players.items()})
             taken = ", ".join(f"{program} {step['step']:.2f} s" for program, step in rounds[-1].items())
             print(f"  {name}, {dtype}, step {number}{'' if number else ' (left out)'}: {taken}", flush=True)
-    return {program: [taken[program] for taken in rounds[1:]] for program in programs}
+    return measured(rounds)
 
 
 def recorded(name: str, model: str, dtype: str, path: Path) -> Path:
@@ -158,62 +168,64 @@ def recorded(name: str, model: str, dtype: str, path: Path) -> Path:
     return path
 
 
-# ---- figures ----------------------------------------------------------------------------------------------------------
-
-
-def median(steps: Steps, key: str) -> float:
-    return statistics.median(step[key] for step in steps)
-
-
-def learning(steps: Steps) -> float:
-    """Seconds of everything that is not sampling, rewards or a push."""
-    return statistics.median(step["step"] - step["rollout"] for step in steps)
+# ---- tables -----------------------------------------------------------------------------------------------------------
 
 
 def show_machine(machine: dict[str, Any]) -> None:
     print(
-        f"{machine['name']}, {os.cpu_count()} cores: {machine['flops']['float32'] / 1e9:.0f} GFLOP/s in fp32, "
+        f"{machine['name']}, {machine['cores']} cores: {machine['flops']['float32'] / 1e9:.0f} GFLOP/s in fp32, "
         f"{machine['flops']['bfloat16'] / 1e9:.0f} in bf16, {machine['bytes'] / 1e9:.1f} GB/s read",
         flush=True,
     )
 
 
-def show_steps(title: str, work: Workload, dtype: str, steps: dict[str, Steps], machine: dict[str, Any]) -> None:
-    rival = min((p for p in steps if p != "lockstep"), key=lambda p: median(steps[p], "step"))
-    ratio = median(steps[rival], "step") / median(steps["lockstep"], "step")
+def show(title: str, part: str, figures: dict[str, Any], machine: dict[str, Any]) -> None:
+    if part == "growth":
+        show_growth(title, figures)
+    elif part.startswith("learning-"):
+        show_learning(title, figures, machine["state_bytes"])
+    else:
+        show_steps(title, part, figures)
+
+
+def show_steps(title: str, part: str, figures: dict[str, Any]) -> None:
+    work = workload(part)
     print(f"\n{title}: {work.prompts} prompts × {work.completions} completions × {work.tokens} tokens, a whole step")
-    for program, taken in steps.items():
-        own = sorted(step["step"] for step in taken)
+    for program, own in figures["programs"].items():
         print(
-            f"  {program:16} {median(taken, 'step'):8.2f} s  ({own[0]:.2f} to {own[-1]:.2f})  "
-            f"sampling {median(taken, 'rollout'):.2f} s, the rest {learning(taken):.2f} s"
+            f"  {program:16} {own['step_s']:8.2f} s  ({own['smallest_step_s']:.2f} to {own['largest_step_s']:.2f})  "
+            f"sampling {own['rollout_s']:.2f} s, the rest {own['rest_s']:.2f} s; {own['tokens_per_s']:.1f} tokens/s"
         )
-    print(f"  {rival} / lockstep: {ratio:.2f}")
-    bounds = floors(work, dtype, machine, steps["lockstep"])
-    for phase, floor in bounds.items():
-        taken = statistics.median(step["phases"][phase] for step in steps["lockstep"])
-        times = f": {taken / floor:.1f} times" if floor else ""
-        print(f"  {phase:16} {taken:8.2f} s, floor {floor:.2f} s{times}")
+    if "rival" in figures:
+        print(f"  {figures['rival']} / lockstep: {figures['ratio']:.2f}")
+    for phase, found in figures["phases"].items():
+        if found["seconds"] or found["floor_s"]:
+            times = f": {found['times']:.1f} times" if found["times"] else ""
+            print(f"  {phase:16} {found['seconds']:8.2f} s, floor {found['floor_s']:.2f} s{times}")
 
 
-def show_learning(title: str, steps: dict[str, Steps], machine: dict[str, Any]) -> None:
-    own, other = steps["lockstep"], steps["trl"]
-    peaks = [max(step["peak_bytes"] for step in taken) / 2**30 for taken in (own, other)]
+def show_learning(title: str, figures: dict[str, Any], state_bytes: int) -> None:
+    own, other = (figures["programs"][program] for program in ("lockstep", "trl"))
+    print(f"\n{title}, same rollouts: trl / lockstep {figures['ratio']:.2f}")
+    for program, found in figures["programs"].items():
+        print(
+            f"  {program:16} {found['rest_s']:8.2f} s  ({found['smallest_rest_s']:.2f} to {found['largest_rest_s']:.2f})"
+        )
     print(
-        f"\n{title}, same rollouts: lockstep {learning(own):.2f} s, trl {learning(other):.2f} s: "
-        f"{learning(other) / learning(own):.2f}\n"
-        f"  peak memory of the process: lockstep {peaks[0]:.2f} GiB, trl {peaks[1]:.2f} GiB: {peaks[0] / peaks[1]:.2f} of it"
-        f" (weights, gradients and AdamW's state of both are {machine['state_bytes'] / 2**30:.2f} GiB)"
+        f"  peak memory of the process: lockstep {own['peak_bytes'] / 2**30:.2f} GiB, trl {other['peak_bytes'] / 2**30:.2f} "
+        f"GiB: {figures['peak_bytes_ratio']:.2f} of it"
+        f" (weights, gradients and AdamW's state of both are {state_bytes / 2**30:.2f} GiB)"
     )
 
 
-def show_growth(title: str, growth: dict[str, Steps]) -> None:
+def show_growth(title: str, figures: dict[str, Any]) -> None:
     print(f"\n{title}: milliseconds a sampled token, and the share of each phase")
-    for name, steps in growth.items():
-        tokens, seconds = median(steps, "sampled_tokens"), median(steps, "step")
-        shares = {p: statistics.median(s["phases"][p] / s["step"] for s in steps) for p in steps[0]["phases"]}
-        listed = ", ".join(f"{phase} {share:.0%}" for phase, share in shares.items() if share >= 0.005)
-        print(f"  {name:16} {seconds:8.2f} s  {1000 * seconds / tokens:7.2f} ms  {listed}")
+    for name, found in figures.items():
+        listed = ", ".join(f"{phase} {share:.0%}" for phase, share in found["shares"].items() if share >= 0.005)
+        print(
+            f"  {name:16} {found['step_s']:8.2f} s  {found['ms_per_token']:7.2f} ms  "
+            f"{found['tokens_per_s']:6.1f} tokens/s  {listed}"
+        )
 
 
 if __name__ == "__main__":
