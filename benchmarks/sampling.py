@@ -1,0 +1,249 @@
+"""Tokens a second of vLLM in this process under the settings that a run can choose: what Lockstep's defaults rest on.
+
+    make sampling                                    (two cores: about twelve minutes; quiet machine)
+    make sampling ARGS="--parts prefix --rounds 2"   (a look)
+
+Each setting has an engine of Lockstep's in a process of its own (`sampling_engine.py`), started one after the other; then those of
+a part sample the same requests in turn, each waiting while another works. SmolLM2-135M with an end that it never samples, in the
+dtype that training chooses here, on a CPU. Every round begins with an empty prefix cache, as every step does after its push.
+Figures are medians of the rounds after the first. Prints a table a part and writes `runs/bench/sampling.json`. (docs/speed.md)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from against_trl.floors import cpu_name
+from against_trl.workloads import make_model
+
+from lockstep.cli.huge_pages import kernel_setting, with_huge_pages
+from lockstep.training.precision import engine_dtype
+
+HERE = Path(__file__).parent
+Round = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How an engine is started and asked.
+
+    Attributes:
+        vllm: further arguments of `vllm.LLM`, as `vllm_engine_kwargs` takes them.
+        waves: requests enter as Lockstep sends them; else all at once.
+    """
+
+    max_num_seqs: int = 64
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+    waves: bool = True
+
+
+@dataclass(frozen=True)
+class Part:
+    """Settings that are compared, by name, and the workloads (of `against_trl/workloads.py`) that each one samples."""
+
+    settings: Mapping[str, Setting]
+    workloads: Sequence[str]
+
+
+PARTS = {
+    # A second start finds what the first one compiled.
+    "compile": Part(
+        {
+            "eager": Setting(),
+            "compiled": Setting(vllm={"enforce_eager": False}),
+            "compiled, started again": Setting(vllm={"enforce_eager": False}),
+        },
+        ("short", "completions-64"),
+    ),
+    "batch": Part({f"{n} together": Setting(max_num_seqs=n) for n in (16, 64, 128, 256)}, ("completions-128",)),
+    "prefix": Part(
+        {
+            "waves": Setting(),
+            "all at once": Setting(waves=False),
+            "no prefix cache": Setting(waves=False, vllm={"enable_prefix_caching": False}),
+        },
+        ("short", "long"),
+    ),
+    "block": Part(
+        {f"blocks of {n}": Setting(vllm={"block_size": n}) for n in (16, 32, 64, 128)}, ("short", "completions-64")
+    ),
+}
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    words.add_argument("--rounds", type=int, default=5, help="measured rounds; one more goes before them")
+    words.add_argument("--json", type=Path, default=Path("runs/bench/sampling.json"))
+    asked = words.parse_args()
+    found: dict[str, Any] = {"machine": machine(), "parts": {}}
+    print(", ".join(f"{name} {value}" for name, value in found["machine"].items()), flush=True)
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model")
+        for name in asked.parts:
+            found["parts"][name] = measure(PARTS[name], model, asked.rounds, Path(folder) / name)
+            show(name, found["parts"][name])
+            asked.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures are of."""
+    dtype = str(engine_dtype("auto")).removeprefix("torch.")
+    return {"name": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "dtype": dtype}
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(part: Part, model: str, rounds: int, folder: Path) -> dict[str, Any]:
+    """Figures and rounds of every setting of a part, by workload."""
+    folder.mkdir()
+    with ExitStack() as stack:
+        engines = {}
+        for name, setting in part.settings.items():
+            engines[name] = stack.enter_context(running(setting, model, folder, name))
+            print(f"  {name}: {engines[name].said}", flush=True)
+        taken = {workload: in_turn(engines, workload, rounds) for workload in part.workloads}
+    return {
+        name: {
+            "setting": asdict(part.settings[name]),
+            **engine.said,
+            "workloads": {
+                workload: {"figures": figures(by_name[name]), "rounds": by_name[name]}
+                for workload, by_name in taken.items()
+                if name in by_name
+            },
+        }
+        for name, engine in engines.items()
+    }
+
+
+def in_turn(engines: Mapping[str, Engine], workload: str, rounds: int) -> dict[str, list[Round]]:
+    """Rounds of every engine that runs, after one of each that is left out; every round another engine goes first."""
+    names = [name for name, engine in engines.items() if engine.runs]
+    found: dict[str, list[Round]] = {name: [] for name in names}
+    for number in range(rounds + 1):
+        first = number % max(len(names), 1)
+        for name in names[first:] + names[:first]:
+            found[name].append(engines[name].sample(workload, number))
+        rates = ", ".join(f"{name} {rate(taken[-1]):.0f}" for name, taken in found.items())
+        print(f"  {workload}, round {number}{'' if number else ' (left out)'}: {rates} tokens/s", flush=True)
+    return {name: taken[1:] for name, taken in found.items()}
+
+
+class Engine:
+    """An engine in a process of its own (`sampling_engine.py`).
+
+    Attributes:
+        said: seconds that it took to start, or why vLLM refused to.
+    """
+
+    def __init__(self, setting: Setting, model: str, folder: Path, name: str) -> None:
+        self._log = folder / f"{name}.log"
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "sampling_engine.py"), model, json.dumps(asdict(setting))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log.open("w"),
+            text=True,
+            env=environment(folder),
+        )
+        self.said = self._answer()
+
+    @property
+    def runs(self) -> bool:
+        return "refused" not in self.said
+
+    def sample(self, workload: str, number: int) -> Round:
+        """One round of a workload; another number gives other seeds."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([workload, number]) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        finally:
+            self._process.kill()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{' '.join(map(str, self._process.args))} ended:\n{self._log.read_text()[-3000:]}")
+        return json.loads(line)
+
+
+@contextmanager
+def running(setting: Setting, model: str, folder: Path, name: str) -> Iterator[Engine]:
+    engine = Engine(setting, model, folder, name)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What an engine is started with: as by a `lockstep` command, and with nothing compiled but by the engines before it."""
+    caches = {"VLLM_CACHE_ROOT": str(folder / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    given = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **caches}
+    return with_huge_pages(given, kernel_setting()) or given
+
+
+# ---- figures ----------------------------------------------------------------------------------------------------------
+
+
+def rate(taken: Round) -> float:
+    """Tokens sampled a second."""
+    return taken["sampled"] / taken["seconds"]
+
+
+def figures(rounds: Sequence[Round]) -> dict[str, float]:
+    """What is printed and kept of a setting's rounds: medians, and the slowest and fastest."""
+    rates = [rate(taken) for taken in rounds]
+    return {
+        "tokens_per_s": statistics.median(rates),
+        "slowest": min(rates),
+        "fastest": max(rates),
+        "seconds": statistics.median(taken["seconds"] for taken in rounds),
+        "cpu_seconds": statistics.median(taken["cpu_seconds"] for taken in rounds),
+        "prompt_tokens": statistics.median(taken["prompt"] for taken in rounds),
+        "computed_prompt_tokens": statistics.median(taken["prompt"] - taken["cached"] for taken in rounds),
+    }
+
+
+def show(part: str, found: Mapping[str, Any]) -> None:
+    print(f"\n{part}")
+    for name, setting in found.items():
+        if "refused" in setting:
+            print(f"  {name:24} refused: {setting['refused'][:160]}")
+            continue
+        print(f"  {name:24} starts in {setting['start_s']:.1f} s")
+        for workload, taken in setting["workloads"].items():
+            own = taken["figures"]
+            print(
+                f"    {workload:22} {own['tokens_per_s']:7.1f} tokens/s  ({own['slowest']:.1f} to {own['fastest']:.1f})  "
+                f"{own['seconds']:.2f} s, of processors {own['cpu_seconds']:.2f} s; "
+                f"{own['computed_prompt_tokens']:.0f} of {own['prompt_tokens']:.0f} prompt tokens computed"
+            )
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

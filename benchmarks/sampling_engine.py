@@ -1,0 +1,122 @@
+"""One engine in a process of its own, which samples a workload whenever it is told to, and says what that took.
+
+Started by `sampling.py`, which writes a line for each round wanted ([workload, number]) and reads one JSON line back. The engine
+is `VLLMInProcess` as a run starts it; what vLLM found in its prefix cache is what its outputs say.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from unittest.mock import patch
+
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+# The longest prompt and completion of the workloads, in whole blocks of any size that is tried.
+_CONTEXT = 640
+
+
+def main() -> None:
+    model, setting = sys.argv[1], json.loads(sys.argv[2])
+    # What the libraries print must not stand between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    from lockstep.errors import InputError
+
+    try:
+        engine, seconds = started(model, setting)
+    except InputError as error:
+        say({"refused": str(error)})
+        return
+    say({"start_s": seconds})
+    for line in sys.stdin:
+        workload, number = json.loads(line)
+        say(one_round(engine, requests(model, workload, number), waves=setting["waves"]))
+    engine.close()
+
+
+def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
+    """An engine that holds the model's weights, as after a trainer's first push; and the seconds it took without them."""
+    from lockstep.engines.vllm_inprocess import VLLMInProcess
+    from lockstep.models.policy import load_policy
+    from lockstep.sync.push import push_weights
+    from lockstep.training.precision import engine_dtype
+
+    policy = load_policy(model)
+    start = time.perf_counter()
+    engine = VLLMInProcess(
+        model,
+        dtype=engine_dtype("auto"),
+        max_model_len=_CONTEXT,
+        max_num_seqs=setting["max_num_seqs"],
+        engine_kwargs=setting["vllm"],
+    )
+    seconds = time.perf_counter() - start
+    push_weights(policy, engine, 0)
+    return engine, seconds
+
+
+def requests(model: str, name: str, number: int) -> list[Any]:
+    """A step's requests: all completions of a prompt side by side, each with a seed of its own."""
+    from against_trl.workloads import prompts, workload
+
+    from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling, request_seed
+    from lockstep.tokens.tokenizer import load_tokenizer
+
+    work, tokenizer = workload(name), load_tokenizer(model)
+    asked = []
+    for row, text in enumerate(prompts(work, model)):
+        ids = tuple(tokenizer(text)["input_ids"])
+        for key in (RequestKey(str(row), sample) for sample in range(work.completions)):
+            asked.append(GenerationRequest(key, ids, Sampling(work.tokens), request_seed(number, 0, key)))
+    return asked
+
+
+def one_round(engine: Any, asked: Sequence[Any], *, waves: bool) -> dict[str, float]:
+    """Answer requests from an empty prefix cache.
+
+    Returns:
+        Seconds, also of processor time; tokens sampled; prompt tokens, and how many of them vLLM found in its cache.
+    """
+    import lockstep.engines.vllm_inprocess as inside
+
+    cached = 0
+    completion, in_waves = inside.completion, inside.prefix_waves
+
+    def counted(key: Any, output: Any) -> Any:
+        nonlocal cached
+        cached += output.num_cached_tokens
+        return completion(key, output)
+
+    # Left from the round before; no step finds any.
+    assert engine.reset_caches(), "vLLM did not empty its prefix cache"
+    with (
+        patch.object(inside, "completion", counted),
+        patch.object(inside, "prefix_waves", in_waves if waves else lambda by_id: [by_id]),
+    ):
+        start, used = time.perf_counter(), time.process_time()
+        answers = engine.generate(asked)
+        seconds, used = time.perf_counter() - start, time.process_time() - used
+    return {
+        "seconds": seconds,
+        "cpu_seconds": used,
+        "sampled": sum(len(answer.token_ids) for answer in answers.values()),
+        "prompt": sum(len(request.prompt_ids) for request in asked),
+        "cached": cached,
+    }
+
+
+if __name__ == "__main__":
+    with suppress(BrokenPipeError):
+        main()
