@@ -13,7 +13,7 @@ import torch
 
 from lockstep.sync import shared_memory
 from lockstep.sync.chunks import Named
-from lockstep.sync.slots import FilledSlots, lock, segment_bytes, taken_chunks
+from lockstep.sync.slots import FilledSlots, TrainerLock, _is_unlocked, segment_bytes, taken_chunks
 
 SLOT, WORKERS = 256, 2
 
@@ -23,8 +23,7 @@ class Pair:
 
     def __init__(self, folder: Path, timeout: float = 20.0) -> None:
         self.path, size = folder / "segment", segment_bytes(SLOT, WORKERS)
-        self.handle = shared_memory._made(self.path, size)
-        lock(self.handle)
+        self.lock = TrainerLock(shared_memory._made(self.path, size))
         self.slots = FilledSlots(shared_memory._mapped(self.path, size), SLOT, WORKERS, timeout)
         self.memory = shared_memory._mapped(self.path, size)
         self.other = os.open(self.path, os.O_RDONLY)
@@ -95,7 +94,7 @@ def test_a_slot_is_not_filled_again_before_the_last_worker_has_left_it(tmp_path:
     [
         (lambda pair: pair.slots.give_up(), 1.0),
         (lambda pair: pair.slots.begin(), 1.0),
-        (lambda pair: os.close(pair.handle), 1.5),
+        (lambda pair: pair.lock.close(), 1.5),
         (lambda pair: None, 4.0),
     ],
     ids=["gives up", "begins another", "dies", "fills nothing"],
@@ -110,6 +109,26 @@ def test_a_worker_waits_no_longer_than_its_trainer_goes_on(
     end(pair)
     # Without an error: vLLM would not hear the other workers of a server out.
     assert seconds(lambda: list(worker)) < within
+
+
+def test_a_child_of_a_trainer_does_not_stand_in_for_it_when_it_dies(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, timeout=20.0)
+    worker = pair.worker(0, pair.slots.begin(), 2)
+    pair.fill(0)
+    next(worker)
+    until, done = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(done)
+        os.read(until, 1)
+        os._exit(0)
+    try:
+        assert not _is_unlocked(pair.other), "the child took the trainer's lock away"
+        pair.lock.close()
+        assert seconds(lambda: list(worker)) < 2.0
+    finally:
+        os.close(done)
+        os.waitpid(child, 0)
 
 
 def test_a_trainer_does_not_wait_for_a_worker_that_has_left(pair: Pair) -> None:

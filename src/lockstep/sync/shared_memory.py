@@ -17,7 +17,7 @@ import torch
 from lockstep.engines.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import InputError
 from lockstep.sync.chunks import Named, Placed, chunks, layout, views
-from lockstep.sync.slots import FilledSlots, lock, segment_bytes
+from lockstep.sync.slots import FilledSlots, TrainerLock, segment_bytes
 from lockstep.sync.source import outline
 
 NAME = "shared_memory"
@@ -35,7 +35,7 @@ class SharedMemoryTransport:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._slots: FilledSlots | None = None
-        self._handle: int | None = None
+        self._lock: TrainerLock | None = None
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
         laid_out = [layout(chunk) for chunk in chunks(outline(tensors))]
@@ -83,9 +83,9 @@ class SharedMemoryTransport:
 
     def forget(self) -> None:
         self._slots = None
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def close(self) -> None:
         self.forget()
@@ -96,8 +96,7 @@ class SharedMemoryTransport:
         size = segment_bytes(largest, workers)
         path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
         try:
-            self._handle = _made(path, size)
-            lock(self._handle)
+            self._lock = TrainerLock(_made(path, size))
             memory = _mapped(path, size)
             info = {"transport": NAME, "segment": path.name, "bytes": size}
             finish_all([pool.submit(server.init_transfer, info) for server in servers])

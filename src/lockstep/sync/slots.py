@@ -7,9 +7,11 @@ Every wait is bounded, and ends early where the other end is gone or has given u
 from __future__ import annotations
 
 import fcntl
+import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
@@ -166,12 +168,36 @@ def _tell(counters: Any, push: int, worker: int, taken: int) -> None:
         counters[_TAKEN + worker] = taken
 
 
-def lock(handle: int) -> None:
-    """Mark a segment as one whose trainer lives: until its file is closed, which the kernel does when the trainer dies.
+class TrainerLock:
+    """Marks a segment as one whose trainer lives: until it is closed, which the kernel does when the trainer dies.
 
-    A child that the trainer forked keeps the file open too; then only the time limit ends a worker's wait.
+    Children that the trainer forks (data loaders, say) let go of it at once, so that none keeps it for a trainer that is dead.
+
+    Args:
+        handle: an open file of the segment, closed with this.
     """
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def __init__(self, handle: int) -> None:
+        self._handle: int | None = handle
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _HELD.add(self)
+
+    def close(self) -> None:
+        """Say that the trainer has done with the segment; may be called twice."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+_HELD: weakref.WeakSet[TrainerLock] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    for held in list(_HELD):
+        held.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _is_unlocked(handle: int) -> bool:
