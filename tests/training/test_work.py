@@ -3,113 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from methods import ALONE, FIELDS, GROUPS, lora, make
+from methods import ALONE, FIELDS, GROUPS, lora, make, reference_of
+from work import TWO_GROUPS, agreeing, worked
 
 from lockstep.engines.protocol import Engine
-from lockstep.training.online import OnlineTrainer
-from lockstep.training.packing import Pack
-from lockstep.training.scoring import TokenScores
-from lockstep.training.update import Policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Two groups a step: the first prompt of `PROMPTS` agrees, the second one does not.
-TWO_GROUPS = {**GROUPS, "max_steps": 1, "shuffle_dataset": False}
 
+@pytest.mark.parametrize("of", ["the policy", "its trunk", "the reference"])
+def test_a_pass_that_scores_no_pack_is_counted_too(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    run = make("GRPO", untied_dir, tmp_path, hf_engine, {**TWO_GROUPS, "beta": 0.1})
+    models = {"the policy": run._causal(), "its trunk": run._causal().base_model, "the reference": reference_of(run)}
+    real = run.source.prove
 
-def agreeing(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The same for all completions of an even prompt, another for each one of an odd prompt."""
-    return [float(i) if int(prompt.split()[-1]) % 2 else 1.0 for i, prompt in enumerate(prompts)]
+    def prove(*args: Any, **kwargs: Any) -> None:
+        models[of](input_ids=torch.tensor([[5, 6]]))
+        real(*args, **kwargs)
 
-
-@dataclass
-class Work:
-    """What went through a model in a run.
-
-    Attributes:
-        learning: sequences scored with gradient, one entry a forward.
-        looking: the same without gradient.
-        adapters: whether an adapter was on, by forward, where there is one.
-        forwards: of the trunk of the policy, wherever they come from, while a pack was scored.
-        backwards: calls of the trainer's.
-    """
-
-    learning: list[tuple[Any, list[str]]] = field(default_factory=list)
-    looking: list[tuple[Any, list[str]]] = field(default_factory=list)
-    adapters: list[bool] = field(default_factory=list)
-    forwards: int = 0
-    backwards: int = 0
-
-    def learned(self) -> Counter[str]:
-        """How often each sequence was scored with gradient."""
-        return Counter(name for _, names in self.learning for name in names)
-
-    def looked(self, model: Any = None) -> Counter[str]:
-        """How often each was scored without, by this model or by any."""
-        return Counter(name for by, names in self.looking if model in (None, by) for name in names)
-
-
-@contextmanager
-def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
-    """The work of a run."""
-    work = Work()
-    real_score, real_backward = Policy.score, run.accelerator.backward
-
-    def score(policy: Policy, pack: Pack, *args: Any, **kwargs: Any) -> TokenScores:
-        seen = work.learning if torch.is_grad_enabled() else work.looking
-        seen.append((policy.model, [s.name for s in pack.sequences]))
-        work.adapters += [
-            not module.disable_adapters
-            for module in policy.model.modules()
-            if isinstance(module, peft.tuners.lora.LoraLayer)
-        ][:1]
-
-        def forward(*_: Any) -> None:
-            work.forwards += 1
-
-        with policy.model.base_model.register_forward_pre_hook(forward):
-            return real_score(policy, pack, *args, **kwargs)
-
-    def backward(loss: torch.Tensor, **kwargs: Any) -> None:
-        work.backwards += 1
-        real_backward(loss, **kwargs)
-
-    monkeypatch.setattr(Policy, "score", score)
-    monkeypatch.setattr(run.accelerator, "backward", backward)
-    yield work
-    assert work.forwards == len(work.learning) + len(work.looking)
-    assert work.backwards == len(work.learning)
-
-
-def logged(run: OnlineTrainer, name: str) -> float:
-    return sum(log.get(name, 0.0) for log in run.state.log_history)
-
-
-def worked(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Work:
-    """The work of a whole run, each sampled token of which is proven."""
-    sampled: list[int] = []
-    real = run.source.rollout
-
-    def rollout(*args: Any, **kwargs: Any) -> Any:
-        groups = real(*args, **kwargs)
-        sampled.extend(len(r.completion.token_ids) for group in groups for r in group.rollouts)
-        return groups
-
-    monkeypatch.setattr(run.source, "rollout", rollout)
-    with counted(run, monkeypatch) as work:
-        run.train()
-    steps = run.config.passes
-    assert logged(run, "parity/checked_tokens") == steps * sum(sampled) > 0
-    return work
+    monkeypatch.setattr(run.source, "prove", prove)
+    with pytest.raises(AssertionError, match="forwards"):
+        worked(run, monkeypatch)
 
 
 def test_a_group_that_agrees_has_no_backward_and_its_tokens_are_proven_all_the_same(

@@ -1,0 +1,119 @@
+"""Forwards and backwards of real runs, counted, and rewards that leave some of them nothing to do.
+
+Used by: `test_work.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import peft
+import pytest
+import torch
+from methods import GROUPS, reference_of
+
+from lockstep.training.online import OnlineTrainer
+from lockstep.training.packing import Pack
+from lockstep.training.scoring import TokenScores
+from lockstep.training.update import Policy
+
+# Two groups a step: the first prompt of `PROMPTS` agrees, the second one does not.
+TWO_GROUPS = {**GROUPS, "max_steps": 1, "shuffle_dataset": False}
+
+
+def agreeing(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The same for all completions of an even prompt, another for each one of an odd prompt."""
+    return [float(i) if int(prompt.split()[-1]) % 2 else 1.0 for i, prompt in enumerate(prompts)]
+
+
+@dataclass
+class Work:
+    """What went through a model in a run.
+
+    Attributes:
+        learning: sequences scored with gradient, one entry a forward.
+        looking: the same without gradient.
+        adapters: whether an adapter was on, by forward, where there is one.
+        forwards: through the trunk of policy or reference, wherever they come from, once the start of the run is proven.
+        backwards: calls of the trainer's.
+    """
+
+    learning: list[tuple[Any, list[str]]] = field(default_factory=list)
+    looking: list[tuple[Any, list[str]]] = field(default_factory=list)
+    adapters: list[bool] = field(default_factory=list)
+    forwards: int = 0
+    backwards: int = 0
+
+    def learned(self) -> Counter[str]:
+        """How often each sequence was scored with gradient."""
+        return Counter(name for _, names in self.learning for name in names)
+
+    def looked(self, model: Any = None) -> Counter[str]:
+        """How often each was scored without, by this model or by any."""
+        return Counter(name for by, names in self.looking if model in (None, by) for name in names)
+
+
+@contextmanager
+def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    """The work of a run: passes that score a pack, and by a hook of the models themselves that there are no others."""
+    work = Work()
+    real_score, real_backward, real_start = Policy.score, run.accelerator.backward, run.source.start
+
+    def start(*args: Any) -> None:
+        real_start(*args)
+        # What the canary took.
+        work.forwards = 0
+
+    def forward(*_: Any) -> None:
+        work.forwards += 1
+
+    def score(policy: Policy, pack: Pack, *args: Any, **kwargs: Any) -> TokenScores:
+        seen = work.learning if torch.is_grad_enabled() else work.looking
+        seen.append((policy.model, [s.name for s in pack.sequences]))
+        work.adapters += [
+            not module.disable_adapters
+            for module in policy.model.modules()
+            if isinstance(module, peft.tuners.lora.LoraLayer)
+        ][:1]
+        return real_score(policy, pack, *args, **kwargs)
+
+    def backward(loss: torch.Tensor, **kwargs: Any) -> None:
+        work.backwards += 1
+        real_backward(loss, **kwargs)
+
+    monkeypatch.setattr(Policy, "score", score)
+    monkeypatch.setattr(run.accelerator, "backward", backward)
+    monkeypatch.setattr(run.source, "start", start)
+    reference = reference_of(run)
+    with ExitStack() as hooks:
+        for model in (run._causal(), *([reference] if reference is not None else [])):
+            hooks.enter_context(model.base_model.register_forward_pre_hook(forward))
+        yield work
+    assert work.forwards == len(work.learning) + len(work.looking), f"{work.forwards} forwards"
+    assert work.backwards == len(work.learning)
+
+
+def logged(run: OnlineTrainer, name: str) -> float:
+    return sum(log.get(name, 0.0) for log in run.state.log_history)
+
+
+def worked(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Work:
+    """The work of a whole run, each sampled token of which is proven."""
+    sampled: list[int] = []
+    real = run.source.rollout
+
+    def rollout(*args: Any, **kwargs: Any) -> Any:
+        groups = real(*args, **kwargs)
+        sampled.extend(len(r.completion.token_ids) for group in groups for r in group.rollouts)
+        return groups
+
+    monkeypatch.setattr(run.source, "rollout", rollout)
+    with counted(run, monkeypatch) as work:
+        run.train()
+    steps = run.config.passes
+    assert logged(run, "parity/checked_tokens") == steps * sum(sampled) > 0
+    return work
