@@ -225,7 +225,10 @@ def test_masked_completions_teach_nothing_in_both_and_only_trl_leaves_them_out_o
 def test_completions_without_an_advantage_are_in_trls_clip_ratios_and_not_in_ours(
     talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
-    """They cannot be clipped, and ours go through no backward pass; gradients and all other figures are the same."""
+    """They cannot be clipped, and ours go through no backward pass; gradients and all other figures of a step are the same.
+
+    Nor do ours go through a forward again in the second step: their part of its entropy is the first one's.
+    """
 
     def same_in_one_group(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         first = min(prompts)
@@ -235,7 +238,10 @@ def test_completions_without_an_advantage_are_in_trls_clip_ratios_and_not_in_our
     mine, other = grpo(talkative_dir, tmp_path, engine, fields, reward_funcs=same_in_one_group)
     assert mine.logs[0]["frac_reward_zero_std"] == 0.5
     assert_same_gradients(mine, other)
-    assert_same_figures(mine, other, but=frozenset({"clip_ratio/"}), at_least={"loss", "entropy", "reward"})
+    assert_same_figures(mine, other, but=frozenset({"clip_ratio/", "entropy"}), at_least={"loss", "reward"})
+    found, expected = ([log["entropy"] for log in played.logs] for played in (mine, other))
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert 1e-5 < abs(found[1] / expected[1] - 1) < 0.01
     assert mine.logs[1]["clip_ratio/region_mean"] > 1.1 * other.logs[1]["clip_ratio/region_mean"] > 0
 
 

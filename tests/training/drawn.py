@@ -143,6 +143,8 @@ def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4, 8)) -> dict[str, Any
         "cut": draw(st.lists(st.booleans(), min_size=count, max_size=count)),
         "prompts": draw(st.lists(st.integers(1, 12), min_size=groups, max_size=groups)),
         "moved": draw(st.booleans()),
+        # A pass before the first step has found the log-probs, so that what cannot move the policy takes no other.
+        "scored": draw(st.booleans()),
         "budget": draw(st.integers(1, 200)),
         "chunk": draw(st.integers(1, 40)),
         "seed": draw(st.integers(0, 10**6)),
@@ -188,6 +190,7 @@ def drawn_of(subject: Subject, shape: dict[str, Any], temperature: float) -> Dra
                 behaviour_logps=single(old + noise(count, 0.4)),
                 ref_logps=single(row[:count] + noise(count, 0.5)),
                 values=single(noise(count, 1.0)),
+                entropies=single(noise(count, 1.0)) if shape["scored"] else None,
             )
         )
     return Drawn(known, shape["rewards"], shape["cut"], shape["moved"])
@@ -260,12 +263,14 @@ def check(
     gradients(*subject.parts, *subject.exact_parts)
     drawn = drawn or drawn_of(subject, shape, run.temperature)
     groups = groups or groups_of(drawn)
-    sampled_alone = [replace(s, old_logps=None, ref_logps=None, values=None) for s in drawn.sequences]
-    assert sequences_of(groups, 0) == sampled_alone
+    scores = dict.fromkeys(("old_logps", "ref_logps", "values", "entropies"))
+    assert sequences_of(groups, 0) == [replace(s, **scores) for s in drawn.sequences]
     generation = prepare_generation(groups, objective, 0, drawn.sequences)
     assert generation.sampled_tokens == sum(shape["lengths"])
     if not drawn.moved:
-        generation = generation.without_old_logps()
+        generation = generation.changed(
+            lambda s: s if shape["scored"] and not objective.moves(s) else replace(s, old_logps=None)
+        )
     policy = Policy(causal_model(subject.model), contextlib.nullcontext, lambda loss: loss.backward(), subject.critic)
     logged, size = [], run.completions_per_step
     for step in range(len(drawn.sequences) // size):

@@ -45,7 +45,15 @@ def test_loss_and_gradients_equal_the_padded_reference(name: str, data: st.DataO
 
 def test_gdpo_leaves_a_group_whose_scores_agree_without_an_advantage_of_the_last_bit() -> None:
     shape = {"size": 2, "steps": 2, "micro": 1, "rewards": [[0.0, 0.0], [0.0, 1.0]], "lengths": [1, 1, 1, 1]}
-    shape |= {"cut": [False] * 4, "prompts": [1, 1], "moved": False, "budget": 1, "chunk": 1, "seed": 0}
+    shape |= {
+        "cut": [False] * 4,
+        "prompts": [1, 1],
+        "moved": False,
+        "scored": False,
+        "budget": 1,
+        "chunk": 1,
+        "seed": 0,
+    }
     shape |= {"holes": [[]] * 4}
     variant = VARIANTS["GRPO: GDPO"]
     run = config(GRPOConfig, shape, **variant.fields)

@@ -37,6 +37,7 @@ def shape_of(size: int) -> dict[str, Any]:
         "cut": [i % 3 == 0 for i in range(count)],
         "prompts": [3, 30, 11, 20],
         "moved": True,
+        "scored": False,
         "budget": 160,
         "chunk": 50,
         "seed": 3,

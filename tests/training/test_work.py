@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from methods import ALONE, FIELDS, GROUPS, lora, make, reference_of
-from work import TWO_GROUPS, agreeing, worked
+from methods import ALONE, FIELDS, GROUPS, logs, lora, make, reference_of
+from work import TWO_GROUPS, agreeing, names_of, scored_in_part, worked
 
 from lockstep.engines.protocol import Engine
+from lockstep.errors import ProofError
+from lockstep.training.optimizer_step import OptimizerStep
+from lockstep.training.packing import Pack, TrainingSequence, column
+from lockstep.training.scoring import TokenScores
+from lockstep.training.update import Policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,6 +83,87 @@ def test_a_step_that_follows_its_generation_takes_no_pass_for_old_log_probs(
     work = worked(make(method, untied_dir, tmp_path, hf_engine, fields), monkeypatch)
     # Every completion through the model once, with gradient or without.
     assert set((work.learned() + work.looked()).values()) == {1}
+
+
+@pytest.mark.parametrize("more", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=str)
+def test_what_was_scored_before_the_first_step_and_moves_nothing_takes_no_other_pass(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch, more: dict[str, int]
+) -> None:
+    run = make("GRPO", untied_dir, tmp_path, hf_engine, {**TWO_GROUPS, **more, "max_steps": 2}, reward_funcs=agreeing)
+    work = worked(run, monkeypatch)
+    every, apart = names_of(run)
+    assert work.looked() == Counter(every)
+    assert work.learned() == Counter(apart * run.config.passes)
+
+
+@pytest.mark.parametrize("method", ["RLOO", "PPO"])
+def test_what_was_scored_for_the_advantages_and_moves_nothing_takes_no_other_pass(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    run = make(method, untied_dir, tmp_path, hf_engine, TWO_GROUPS, reward_funcs=scored_in_part)
+    work = worked(run, monkeypatch)
+    every, apart = names_of(run)
+    assert work.looked(run._causal()) == Counter(every)
+    assert work.learned() == Counter(apart)
+    # Proven, and written down, over all of them.
+    receipt = [json.loads(line) for line in (tmp_path / "receipt.jsonl").read_text().splitlines()]
+    assert receipt[-1]["checked_tokens"] == receipt[-1]["sampled_tokens"] == run._generation.sampled_tokens
+
+
+@pytest.mark.parametrize(("method", "more"), [("GRPO", {"num_iterations": 2, "max_steps": 2}), ("RLOO", {})])
+def test_a_step_that_loses_such_a_sequence_is_not_taken(
+    untied_dir: str,
+    tmp_path: Path,
+    hf_engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    more: dict[str, int],
+) -> None:
+    run = make(method, untied_dir, tmp_path, hf_engine, {**TWO_GROUPS, **more}, reward_funcs=scored_in_part)
+    real = OptimizerStep.learn
+
+    def learn(step: OptimizerStep, policy: Policy, sequences: Sequence[TrainingSequence]) -> float:
+        return real(step, policy, [s for s in sequences if run.objective.moves(s)])
+
+    monkeypatch.setattr(OptimizerStep, "learn", learn)
+    with pytest.raises(ProofError, match="were compared"):
+        run.train()
+    assert run.state.global_step == 0
+
+
+def test_figures_of_what_takes_no_pass_in_a_step_are_those_of_the_pass_before_the_first(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**TWO_GROUPS, "num_iterations": 2, "max_steps": 2}
+    run = make("GRPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=agreeing)
+    real, later = Policy.score, []
+
+    def score(policy: Policy, pack: Pack, *args: Any, **kwargs: Any) -> TokenScores:
+        scores = real(policy, pack, *args, **kwargs)
+        if torch.is_grad_enabled():
+            later.append((pack, scores.logps.detach(), scores.entropies.detach()))
+        return scores
+
+    monkeypatch.setattr(Policy, "score", score)
+    run.train()
+    (batch,) = run._generation.micro_batches
+    before = column(batch, "entropies")
+    first, second = logs(run)
+    assert first["entropy"] == pytest.approx(float(before.mean()), rel=1e-5)
+    # Of the group that agrees as it was, of the other one as it is after a step.
+    pack, logps, entropies = later[-1]
+    agreed = column([s for s in batch if not run.objective.moves(s)], "entropies")
+    assert second["entropy"] == pytest.approx(float(torch.cat([agreed, entropies]).mean()), rel=1e-5)
+    assert second["entropy"] != pytest.approx(first["entropy"], rel=1e-4)
+    # What the policy has moved is measured where it is known.
+    moved = float((logps - pack.column("old_logps")).abs().mean())
+    assert second["parity/gap_staleness"] == pytest.approx(moved, rel=1e-5)
+    for name in (
+        "sampling/tokens",
+        "sampling/sampling_logp_difference/mean",
+        "sampling/importance_sampling_ratio/mean",
+    ):
+        assert second[name] == pytest.approx(first[name], rel=1e-6)
 
 
 def test_several_steps_a_generation_take_one_pass_before_the_first(

@@ -30,6 +30,11 @@ def agreeing(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> l
     return [float(i) if int(prompt.split()[-1]) % 2 else 1.0 for i, prompt in enumerate(prompts)]
 
 
+def scored_in_part(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """None for an even prompt, another for each completion of an odd one."""
+    return [float(i) if int(prompt.split()[-1]) % 2 else None for i, prompt in enumerate(prompts)]
+
+
 @dataclass
 class Work:
     """What went through a model in a run.
@@ -99,6 +104,14 @@ def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
 
 def logged(run: OnlineTrainer, name: str) -> float:
     return sum(log.get(name, 0.0) for log in run.state.log_history)
+
+
+def names_of(run: Any) -> tuple[list[str], list[str]]:
+    """Requests of the last generation: all of them, and those of odd prompts."""
+    groups = [
+        (int(g.prompt.source.split()[-1]), [str(r.completion.key) for r in g.rollouts]) for g in run._generation.groups
+    ]
+    return [name for _, names in groups for name in names], [name for n, names in groups if n % 2 for name in names]
 
 
 def worked(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Work:

@@ -5,7 +5,7 @@ Comes from: `rollouts/`. Goes to: `training/update.py`, one micro-batch after th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,9 +65,9 @@ class Generation:
         )
         return replace(self, micro_batches=batches)
 
-    def without_old_logps(self) -> Generation:
-        """The same generation, to be learned from before the policy moves: its log-probs are the learning forward's own."""
-        batches = tuple(tuple(replace(s, old_logps=None) for s in batch) for batch in self.micro_batches)
+    def changed(self, change: Callable[[TrainingSequence], TrainingSequence]) -> Generation:
+        """The same generation, each sequence replaced by what `change` makes of it."""
+        batches = tuple(tuple(change(s) for s in batch) for batch in self.micro_batches)
         return replace(self, micro_batches=batches)
 
 

@@ -34,7 +34,8 @@ class TrainingSequence:
         behaviour_logps: the engine's log-prob of each sampled id.
         advantages: of each sampled token; a method that has one for the whole completion repeats it.
         weight: weight of each of its tokens in the step's loss.
-        old_logps: the policy's log-probs at sampling time, where the policy has moved since; None where it has not.
+        old_logps: the policy's log-probs before the generation's first step; None: the learning forward's own are those.
+        entropies: its entropies then, where a pass before the first step has scored the sequence: its tokens are proven.
         fresh: whether each token was sampled by the weights that learn from it; None: all were.
         ref_logps: the reference model's, where a method uses one.
         kept: whether each token is learned from, where a method leaves some out; None: all are.
@@ -50,6 +51,7 @@ class TrainingSequence:
     advantages: tuple[float, ...] = ()
     weight: float = 0.0
     old_logps: tuple[float, ...] | None = None
+    entropies: tuple[float, ...] | None = None
     fresh: tuple[bool, ...] | None = None
     ref_logps: tuple[float, ...] | None = None
     kept: tuple[bool, ...] | None = None
@@ -114,18 +116,9 @@ class Pack:
         """(N,) float32: what each sequence has under `name` for each of its tokens.
 
         Raises:
-            ValueError: a sequence has nothing there, or not one value a token.
+            ValueError: as `column`.
         """
-        columns = [getattr(s, name) for s in self.sequences]
-        for sequence, values in zip(self.sequences, columns, strict=True):
-            if values is None or len(values) != sequence.length:
-                raise ValueError(f"sequence {sequence.name} has no {name} for each of its tokens")
-        flat = [value for values in columns for value in values]
-        return torch.tensor(flat, dtype=torch.float32, device=self.targets.device)
-
-    def names(self) -> list[str]:
-        """N names: the request that each scored token belongs to."""
-        return [s.name for s in self.sequences for _ in range(s.length)]
+        return column(self.sequences, name).to(self.targets.device)
 
     def to(self, device: torch.device) -> Pack:
         """The same pack on another device."""
@@ -133,6 +126,24 @@ class Pack:
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
         tree = self.tree.to(device) if self.tree is not None else None
         return replace(self, **moved, tree=tree)
+
+
+def column(sequences: Sequence[TrainingSequence], name: str) -> torch.Tensor:
+    """(N,) float32: what sequences have under `name` for each of their tokens, one sequence after the other.
+
+    Raises:
+        ValueError: a sequence has nothing there, or not one value a token.
+    """
+    columns = [getattr(s, name) for s in sequences]
+    for sequence, values in zip(sequences, columns, strict=True):
+        if values is None or len(values) != sequence.length:
+            raise ValueError(f"sequence {sequence.name} has no {name} for each of its tokens")
+    return torch.tensor([value for values in columns for value in values], dtype=torch.float32)
+
+
+def token_names(sequences: Sequence[TrainingSequence]) -> list[str]:
+    """N names: the request that each token belongs to."""
+    return [s.name for s in sequences for _ in range(s.length)]
 
 
 class _Tree:

@@ -49,15 +49,19 @@ class Preparation:
         sequences, found = sequences_of(groups, version), None
         if self._objective.scores_first or not self._config.single_update:
             found = self.score(policy, sequences)
-            sequences = [replace(s, old_logps=found.logps[s.name], values=found.values.get(s.name)) for s in sequences]
+            sequences = [found.beside(s) for s in sequences]
         if self._reference is not None:
             with self._clock.phase("reference"), self._reference.model() as model:
                 logps = self._score(replace(policy, model=model, critic=None), sequences, measure=False).logps
             sequences = [replace(s, ref_logps=logps[s.name]) for s in sequences]
         generation = prepare_generation(groups, self._objective, version, sequences)
-        # Where the policy stays as it is until the step, its log-probs are the step's own.
-        whole = generation.without_old_logps() if self._config.single_update else generation
-        return whole, found.gap if found is not None else None
+        if self._config.single_update:
+            generation = generation.changed(self._to_be_scored)
+        return generation, found.gap if found is not None else None
+
+    def _to_be_scored(self, sequence: TrainingSequence) -> TrainingSequence:
+        """A sequence of a policy that stays as it is until the step: the step's own forward, where it has one, is what counts."""
+        return replace(sequence, old_logps=None) if self._objective.moves(sequence) else sequence
 
     def score(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
         """What the policy says of sequences as it is now; called on every rank."""

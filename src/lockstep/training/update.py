@@ -1,14 +1,15 @@
 """Forward, proof and backward of one micro-batch.
 
 Comes from: `training/generation.py`. Leaves: gradients on the policy, and sums that the trainer checks and logs. Sequences that
-cannot move the policy (advantage or weight zero) are scored without gradient: every sampled token is still verified.
+cannot move the policy (advantage or weight zero) are scored without gradient, since every sampled token is verified; where a pass
+before the first step has scored them they are not scored again, and what it found of them is what is counted and logged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.tolerances import Tolerance
 from lockstep.training.config import OnlineConfig
 from lockstep.training.objective import Objective, Scores, TokenBatch
-from lockstep.training.packing import Pack, TrainingSequence, pack_rows, pack_sequences
+from lockstep.training.packing import Pack, TrainingSequence, column, pack_rows, pack_sequences, token_names
 from lockstep.training.phases import PhaseClock
 from lockstep.training.scoring import TokenScores, score_pack
 from lockstep.training.tally import Tally
@@ -35,7 +36,8 @@ class UpdateSums:
         loss: the step's loss so far.
         gap: parity gap against the policy that the engine held, over the tokens that were sampled by those very weights.
         difference: the same over all tokens: with the gap, what older weights make of it.
-        tally: what is logged. `_drift` is |log-prob now − at sampling time| of the policy, 0 unless it has moved since.
+        tally: what is logged. `_drift` is |log-prob now − at sampling time| of the policy, 0 unless it has moved since; of the
+            tokens that went through the model in this step.
     """
 
     loss: float = 0.0
@@ -67,10 +69,10 @@ class UpdateSums:
         """TRL's names for what the update measured, and the parity gap's own with its parts."""
         figures = self.tally.figures()
         weights, squares = self.tally.total(_RATIO), self.tally.total(_SQUARES)
-        every = max(self.difference.tokens, 1)
-        stale = self.difference.sum_abs - self.gap.sum_abs + self.tally.total("_drift")
+        older = (self.difference.sum_abs - self.gap.sum_abs) / max(self.difference.tokens, 1)
+        drift = self.tally.total("_drift") / max(self.tally.count("_drift"), 1)
         # Undiluted: a defect of the few tokens that are new is one.
-        parts = split_gap(self.gap.mean_abs, stale / every, limit)
+        parts = split_gap(self.gap.mean_abs, older + drift, limit)
         return {
             **figures,
             "sampling/effective_sample_size": effective_sample_size(weights, squares, int(self.tally.count(_RATIO))),
@@ -144,8 +146,9 @@ def learn(
             policy.backward(loss)
             _measure(batch, sums)
     with clock.phase("verify"), torch.no_grad():
-        for pack in policy.packs(still, config):
+        for pack in policy.packs([s for s in still if s.entropies is None], config):
             _measure(TokenBatch.of(pack, policy.score(pack, config)), sums)
+        _measure_scored([s for s in still if s.entropies is not None], sums)
     return sums.loss - before
 
 
@@ -157,6 +160,13 @@ class AllScores:
     entropies: Scores
     values: Scores
     gap: GapStats
+
+    def beside(self, sequence: TrainingSequence) -> TrainingSequence:
+        """A sequence with its scores, as those of the policy before the generation's first step."""
+        name = sequence.name
+        return replace(
+            sequence, old_logps=self.logps[name], entropies=self.entropies[name], values=self.values.get(name)
+        )
 
     def data(self) -> dict[str, Any]:
         """Everything, in JSON types."""
@@ -192,7 +202,7 @@ def score_all(
     for pack in policy.packs(sequences, config):
         scores = policy.score(pack, config)
         if measure:
-            gap = gap + _measured(pack, scores.logps)[0]
+            gap = gap + _measured(pack.sequences, pack.column("behaviour_logps"), scores.logps)[0]
         elif not bool(torch.isfinite(scores.logps).all()):
             raise InputError(
                 "the reference model gives a sampled token no finite log-prob; look at its weights and dtype"
@@ -208,34 +218,57 @@ def score_all(
     return AllScores(logps, entropies, critic_values, gap)
 
 
-def _measured(pack: Pack, policy: torch.Tensor) -> tuple[GapStats, GapStats]:
+def _measured(
+    sequences: Sequence[TrainingSequence], behaviour: torch.Tensor, policy: torch.Tensor
+) -> tuple[GapStats, GapStats]:
     """The parity gap, over tokens that these weights have sampled, and the difference over all tokens.
 
     Args:
+        behaviour: (N,) the engine's log-probs.
         policy: (N,) log-probs of the weights that the engine held when it was last asked.
 
     Raises:
         ProofError: a log-prob is not finite.
     """
-    behaviour, names = pack.column("behaviour_logps"), pack.names()
+    names = token_names(sequences)
     every = measure_gap(behaviour, policy, names)
-    if pack.sequences[0].fresh is None:
+    if sequences[0].fresh is None:
         return every, every
-    fresh = pack.column("fresh").bool()
+    fresh = column(sequences, "fresh").bool()
     chosen = [name for name, own in zip(names, fresh.tolist(), strict=True) if own]
+    fresh = fresh.to(policy.device)
     return measure_gap(behaviour[fresh], policy[fresh], chosen), every
 
 
 @torch.no_grad()
 def _measure(batch: TokenBatch, sums: UpdateSums) -> None:
-    """What every method logs of every token, learned from or not."""
+    """What every method logs of every token that went through the model, learned from or not."""
+    sums.tally.mean("_drift", (batch.logps - batch.old_logps).abs())
+    _note(batch.sequences, batch.behaviour_logps, batch.old_logps, batch.entropies, sums)
+
+
+def _measure_scored(sequences: Sequence[TrainingSequence], sums: UpdateSums) -> None:
+    """The same of sequences that were scored before the first step and need not go through it again."""
+    if sequences:
+        behaviour, old_logps, entropies = (
+            column(sequences, name) for name in ("behaviour_logps", "old_logps", "entropies")
+        )
+        _note(sequences, behaviour, old_logps, entropies, sums)
+
+
+def _note(
+    sequences: Sequence[TrainingSequence],
+    behaviour: torch.Tensor,
+    old_logps: torch.Tensor,
+    entropies: torch.Tensor,
+    sums: UpdateSums,
+) -> None:
     tally = sums.tally
-    gap, difference = _measured(batch.pack, batch.old_logps)
+    gap, difference = _measured(sequences, behaviour, old_logps)
     sums.gap, sums.difference = sums.gap + gap, sums.difference + difference
-    ratios = torch.exp(batch.old_logps - batch.behaviour_logps)
+    ratios = torch.exp(old_logps - behaviour)
     tally.mean(_RATIO, ratios)
     tally.mean(_SQUARES, ratios.square())
     tally.low("sampling/importance_sampling_ratio/min", ratios)
     tally.high("sampling/importance_sampling_ratio/max", ratios)
-    tally.mean("_drift", (batch.logps - batch.old_logps).abs())
-    tally.mean("entropy", batch.entropies)
+    tally.mean("entropy", entropies)
