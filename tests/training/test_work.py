@@ -13,8 +13,10 @@ import torch
 from methods import ALONE, FIELDS, GROUPS, logs, lora, make, reference_of
 from work import TWO_GROUPS, agreeing, names_of, scored_in_part, worked
 
+from lockstep.algorithms.masks import high_entropy_mask
 from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
+from lockstep.training.objective import Entropies
 from lockstep.training.optimizer_step import OptimizerStep
 from lockstep.training.packing import Pack, TrainingSequence, column
 from lockstep.training.scoring import TokenScores
@@ -174,6 +176,31 @@ def test_several_steps_a_generation_take_one_pass_before_the_first(
     assert len(work.learned()) == 4
     assert set(work.learned().values()) == {2}
     assert set(work.looked().values()) == {1}
+
+
+@pytest.mark.parametrize(("passes", "looked"), [(1, 1), (2, 2)])
+def test_the_threshold_of_entropies_takes_a_pass_only_where_the_policy_has_moved_since_the_last(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch, passes: int, looked: int
+) -> None:
+    fields = {**TWO_GROUPS, "top_entropy_quantile": 0.5, "num_iterations": passes, "max_steps": passes}
+    run = make("GRPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=agreeing)
+    masks: list[tuple[float, ...]] = []
+    real = run.objective.prepare_step
+
+    def prepare_step(sequences: list[TrainingSequence], entropies: Entropies) -> list[TrainingSequence]:
+        found = real(sequences, entropies)
+        masks.append(tuple(column(found, "kept").tolist()))
+        return found
+
+    monkeypatch.setattr(run.objective, "prepare_step", prepare_step)
+    work = worked(run, monkeypatch)
+    every, apart = names_of(run)
+    assert work.looked() == Counter(every * looked)
+    assert work.learned() == Counter(apart * passes)
+    (batch,) = run._generation.micro_batches
+    assert masks[0] == tuple(high_entropy_mask(column(batch, "entropies"), 0.5).float().tolist())
+    # At this learning rate the entropies of the next step are others.
+    assert len(set(masks)) == passes
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])

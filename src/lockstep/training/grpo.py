@@ -42,6 +42,8 @@ class GRPOObjective(Objective[GRPOConfig]):
         super().__init__(config)
         self._bonus = EntropyBonus(config)
         self.entropy_gradient = self._bonus.used
+        # The threshold is one of the whole step's entropies.
+        self.scores_first = config.top_entropy_quantile < 1.0
 
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
         config = self.config

@@ -89,7 +89,7 @@ class Objective(ABC, Generic[Config]):
     """A method, as functions of rollouts and tokens.
 
     Attributes:
-        scores_first: advantages need the policy's own log-probs, so that rollouts are scored before they are cut up.
+        scores_first: what is learned depends on the policy's own scores, so that rollouts are scored before they are cut up.
         entropy_gradient: the loss moves entropies.
         config: the run's.
         epoch: passes over the training data that are complete.
@@ -146,7 +146,11 @@ class Objective(ABC, Generic[Config]):
         return False
 
     def prepare_step(self, sequences: Sequence[TrainingSequence], entropies: Entropies) -> list[TrainingSequence]:
-        """Sequences of one optimizer step, over all ranks, just before its first forward."""
+        """Sequences of one optimizer step, over all ranks, just before its first forward.
+
+        Args:
+            entropies: asked by objectives that score first.
+        """
         return list(sequences)
 
     def finish_step(self, tally: Tally) -> dict[str, float]:

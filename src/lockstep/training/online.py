@@ -262,7 +262,7 @@ class OnlineTrainer(Trainer):
             raise InputError("training was resumed inside a generation; resume from a checkpoint that Lockstep wrote")
         step, place = divmod(inputs.part % self.config.parts_per_generation, self.config.gradient_accumulation_steps)
         if place == 0:
-            generation = self._begin_step(generation, step)
+            generation = self._begin_step(generation, step, moved=inputs.part > 0)
         own = self._step_size * step + self.config.gradient_accumulation_steps * self.ranks.rank + place
         loss = self._step.learn(self._policy(), generation.micro_batches[own])
         if place + 1 == self.config.gradient_accumulation_steps:
@@ -296,12 +296,10 @@ class OnlineTrainer(Trainer):
             self.ranks.on_owner("gap", lambda: self.source.prove(gap, generation, version + 1, record=record))
         return generation
 
-    def _begin_step(self, generation: Generation, step: int) -> Generation:
+    def _begin_step(self, generation: Generation, step: int, *, moved: bool) -> Generation:
         self._step = OptimizerStep(self.objective, self.clock, self.ranks)
-        prepared = self.objective.prepare_step(
-            generation.step(step, self._step_size),
-            lambda sequences: self._preparation.score(self._policy(), sequences).entropies,
-        )
+        sequences = generation.step(step, self._step_size)
+        prepared = self._preparation.step(self._policy(), sequences, moved=moved)
         self._generation = generation.with_step(step, self._step_size, prepared)
         return self._generation
 

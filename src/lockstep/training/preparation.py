@@ -13,7 +13,7 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.ranks import Ranks
 from lockstep.training.distributed import share_of
 from lockstep.training.generation import Generation, prepare_generation, sequences_of
-from lockstep.training.objective import Objective
+from lockstep.training.objective import Objective, Scores
 from lockstep.training.packing import TrainingSequence
 from lockstep.training.phases import PhaseClock
 from lockstep.training.reference import Reference
@@ -62,6 +62,20 @@ class Preparation:
     def _to_be_scored(self, sequence: TrainingSequence) -> TrainingSequence:
         """A sequence of a policy that stays as it is until the step: the step's own forward, where it has one, is what counts."""
         return replace(sequence, old_logps=None) if self._objective.moves(sequence) else sequence
+
+    def step(self, policy: Policy, sequences: Sequence[TrainingSequence], *, moved: bool) -> list[TrainingSequence]:
+        """Sequences of one optimizer step, over all ranks, just before its first forward; called on every rank.
+
+        Args:
+            moved: the policy is not the one that the generation was prepared with any more.
+        """
+
+        def entropies(asked: Sequence[TrainingSequence]) -> Scores:
+            if moved:
+                return self.score(policy, asked).entropies
+            return {s.name: s.entropies for s in asked if s.entropies is not None}
+
+        return self._objective.prepare_step(sequences, entropies)
 
     def score(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
         """What the policy says of sequences as it is now; called on every rank."""
