@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from methods import ALONE, FIELDS, GROUPS, logs, lora, make, reference_of
+from methods import ALONE, FIELDS, GROUPS, PAIRS, logs, lora, make, reference_of
 from work import TWO_GROUPS, agreeing, names_of, scored_in_part, worked
 
 from lockstep.algorithms.masks import high_entropy_mask
@@ -216,6 +216,28 @@ def test_there_is_a_reference_and_a_pass_of_it_only_where_the_loss_has_a_diverge
         return
     with run.reference.model() as model:
         assert work.looked(model) == work.looked() == work.learned()
+
+
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        ("GRPO", {**TWO_GROUPS, "beta": 0.1, "filter_zero_variance": True}),
+        ("OnlineDPO", {**PAIRS, "max_steps": 1, "shuffle_dataset": False}),
+    ],
+)
+def test_the_reference_scores_what_the_loss_compares_with_it_and_nothing_else(
+    untied_dir: str,
+    tmp_path: Path,
+    hf_engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    fields: dict[str, Any],
+) -> None:
+    run = make(method, untied_dir, tmp_path, hf_engine, fields, reward_funcs=agreeing)
+    work = worked(run, monkeypatch)
+    every, apart = names_of(run)
+    assert len(apart) == len(every) / 2
+    assert work.looked(reference_of(run)) == work.learned() == Counter(apart)
 
 
 @pytest.mark.parametrize("method", ["GRPO", "PPO"])

@@ -42,8 +42,11 @@ class GRPOObjective(Objective[GRPOConfig]):
         super().__init__(config)
         self._bonus = EntropyBonus(config)
         self.entropy_gradient = self._bonus.used
+
+    @property
+    def scores_first(self) -> bool:
         # The threshold is one of the whole step's entropies.
-        self.scores_first = config.top_entropy_quantile < 1.0
+        return self.config.top_entropy_quantile < 1.0
 
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
         config = self.config

@@ -89,14 +89,12 @@ class Objective(ABC, Generic[Config]):
     """A method, as functions of rollouts and tokens.
 
     Attributes:
-        scores_first: what is learned depends on the policy's own scores, so that rollouts are scored before they are cut up.
         entropy_gradient: the loss moves entropies.
         config: the run's.
         epoch: passes over the training data that are complete.
     """
 
     epoch = 0
-    scores_first = False
     entropy_gradient = False
 
     def __init__(self, config: Config) -> None:
@@ -106,6 +104,16 @@ class Objective(ABC, Generic[Config]):
     def uses_reference(self) -> bool:
         """Whether the reference model's log-probs are needed."""
         return self.config.beta != 0.0
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether advantages need the log-probs of policy and reference."""
+        return False
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether what is learned depends on the policy's own scores, so that rollouts are scored before they are cut up."""
+        return self.kl_in_reward
 
     @abstractmethod
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:

@@ -60,7 +60,14 @@ class PPOConfig(GroupConfig):
 class PPOObjective(Objective[PPOConfig]):
     """Generalised advantages, a clipped policy loss and a clipped value loss."""
 
-    scores_first = True
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.uses_reference
+
+    @property
+    def scores_first(self) -> bool:
+        # Advantages need values.
+        return True
 
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
         config = self.config

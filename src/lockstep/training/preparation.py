@@ -48,20 +48,17 @@ class Preparation:
         """
         sequences, found = sequences_of(groups, version), None
         if self._objective.scores_first or not self._config.single_update:
-            found = self.score(policy, sequences)
+            found = self._policy_scores(policy, sequences)
             sequences = [found.beside(s) for s in sequences]
-        if self._reference is not None:
-            with self._clock.phase("reference"), self._reference.model() as model:
-                logps = self._score(replace(policy, model=model, critic=None), sequences, measure=False).logps
+        if self._objective.kl_in_reward:
+            logps = self._reference_logps(policy, sequences)
             sequences = [replace(s, ref_logps=logps[s.name]) for s in sequences]
         generation = prepare_generation(groups, self._objective, version, sequences)
+        if self._objective.uses_reference and not self._objective.kl_in_reward:
+            generation = self._with_reference(policy, generation)
         if self._config.single_update:
             generation = generation.changed(self._to_be_scored)
         return generation, found.gap if found is not None else None
-
-    def _to_be_scored(self, sequence: TrainingSequence) -> TrainingSequence:
-        """A sequence of a policy that stays as it is until the step: the step's own forward, where it has one, is what counts."""
-        return replace(sequence, old_logps=None) if self._objective.moves(sequence) else sequence
 
     def step(self, policy: Policy, sequences: Sequence[TrainingSequence], *, moved: bool) -> list[TrainingSequence]:
         """Sequences of one optimizer step, over all ranks, just before its first forward; called on every rank.
@@ -72,13 +69,28 @@ class Preparation:
 
         def entropies(asked: Sequence[TrainingSequence]) -> Scores:
             if moved:
-                return self.score(policy, asked).entropies
+                return self._policy_scores(policy, asked).entropies
             return {s.name: s.entropies for s in asked if s.entropies is not None}
 
         return self._objective.prepare_step(sequences, entropies)
 
-    def score(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
-        """What the policy says of sequences as it is now; called on every rank."""
+    def _with_reference(self, policy: Policy, generation: Generation) -> Generation:
+        """The generation with the reference's log-probs where the loss has a use for them."""
+        learned = [s for batch in generation.micro_batches for s in batch if self._objective.moves(s)]
+        logps = self._reference_logps(policy, learned)
+        return generation.changed(lambda s: replace(s, ref_logps=logps.get(s.name)))
+
+    def _reference_logps(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> Scores:
+        assert self._reference is not None
+        with self._clock.phase("reference"), self._reference.model() as model:
+            return self._score(replace(policy, model=model, critic=None), sequences, measure=False).logps
+
+    def _to_be_scored(self, sequence: TrainingSequence) -> TrainingSequence:
+        """A sequence of a policy that stays as it is until the step: the step's own forward, where it has one, is what counts."""
+        return replace(sequence, old_logps=None) if self._objective.moves(sequence) else sequence
+
+    def _policy_scores(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
+        """What the policy says of sequences as it is now."""
         with self._clock.phase("verify"):
             return self._score(policy, sequences, measure=True)
 

@@ -56,7 +56,7 @@ class ReinforcePPObjective(Objective[ReinforcePPConfig]):
     """Advantages over a whole generation, and a clipped loss of its tokens."""
 
     @property
-    def scores_first(self) -> bool:  # type: ignore[override]
+    def kl_in_reward(self) -> bool:
         return self.uses_reference and self.config.baseline == "none"
 
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
@@ -70,7 +70,7 @@ class ReinforcePPObjective(Objective[ReinforcePPConfig]):
         learned &= ~torch.tensor([self.left_out(rollout) for group in groups for rollout in group.rollouts])
         segments = Segments(torch.tensor([s.length for s in sequences]))
         divergence = torch.zeros(int(segments.lengths.sum()), dtype=torch.float64)
-        if self.scores_first:
+        if self.kl_in_reward:
             divergence = k1(flat(sequences, "old_logps"), flat(sequences, "ref_logps"))
         flat_rewards = torch.cat(rewards).nan_to_num(0.0)
         to_go = rewards_to_go(flat_rewards, divergence, config.beta, segments, config.gamma)

@@ -48,7 +48,7 @@ class RLOOObjective(Objective[RLOOConfig]):
     """Leave-one-out advantages of penalised rewards, and the clipped loss of whole completions."""
 
     @property
-    def scores_first(self) -> bool:  # type: ignore[override]
+    def kl_in_reward(self) -> bool:
         return self.uses_reference
 
     def advise(self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
