@@ -30,6 +30,11 @@ def agreeing(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> l
     return [float(i) if int(prompt.split()[-1]) % 2 else 1.0 for i, prompt in enumerate(prompts)]
 
 
+def all_apart(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Another for each completion, so that all of them move the policy."""
+    return [float(i) for i in range(len(completion_ids))]
+
+
 def scored_in_part(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     """None for an even prompt, another for each completion of an odd one."""
     return [float(i) if int(prompt.split()[-1]) % 2 else None for i, prompt in enumerate(prompts)]
