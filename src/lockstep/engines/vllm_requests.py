@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def prefix_waves(by_id: dict[str, GenerationRequest]) -> list[dict[str, GenerationRequest]]:
     """Requests in the order that lets each find its prompt's prefix in the cache.
 
-    One request alone, then one a prompt, then the others, a step apart: each wave finds the prefix of the one before
-    in the cache, where requests of one step would all compute it.
+    One request alone, then one a prompt, then the others, a step apart: each wave finds the prefix of the one before in the
+    cache. vLLM 0.32.0 finds it within a step too (`tests/engines/test_vllm_requests.py`); `make sampling` measures both.
     """
     waves: tuple[dict[str, GenerationRequest], ...] = ({}, {}, {})
     prompts: set[tuple[int, ...]] = set()
