@@ -67,7 +67,7 @@ PARTS = {
         },
         ("short", "completions-64"),
     ),
-    "batch": Part({f"{n} together": Setting(max_num_seqs=n) for n in (16, 64, 128, 256)}, ("completions-128",)),
+    "batch": Part({f"{n} together": Setting(max_num_seqs=n) for n in (16, 64, 128, 256)}, ("many",)),
     "prefix": Part(
         {
             "waves": Setting(),
@@ -77,7 +77,7 @@ PARTS = {
         ("short", "long"),
     ),
     "block": Part(
-        {f"blocks of {n}": Setting(vllm={"block_size": n}) for n in (16, 32, 64, 128)}, ("short", "completions-64")
+        {f"blocks of {n}": Setting(vllm={"block_size": n}) for n in (16, 32, 128)}, ("short", "completions-64")
     ),
 }
 

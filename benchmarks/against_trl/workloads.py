@@ -43,6 +43,8 @@ class Workload:
 WORKLOADS = {
     "short": Workload(2, 8, 32, None, 16, 16),
     "long": Workload(4, 16, 64, 512, 4, 8),
+    # More sequences than an engine may decode together (`benchmarks/sampling.py`).
+    "many": Workload(16, 8, 16, None, 8, 8),
 }
 
 

@@ -49,6 +49,7 @@ def step(seconds: float, **changes: Any) -> dict[str, Any]:
     [
         ("short", (2, 8, 32, None)),
         ("long", (4, 16, 64, 512)),
+        ("many", (16, 8, 16, None)),
         ("completions-128", (16, 8, 32, None)),
         ("length-1024", (1, 8, 1024, None)),
     ],
