@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from servers import Server
 from tiny import CONTEXT, make_model, perturbed
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling
+from lockstep.engines.vllm_inprocess import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.rollouts.collect import collect
 from lockstep.rollouts.group import Prompt
@@ -315,14 +319,37 @@ def test_every_completion_is_handed_over_once_as_it_will_be_answered(engine: Eng
     assert {completion.key: completion for completion in seen} == answers
 
 
-def test_short_completions_are_handed_over_while_a_long_one_is_sampled(engine: Engine, untied_dir: str) -> None:
-    """What early rewards rest on; transformers hands over a whole batch."""
+def longest(engine: Engine) -> GenerationRequest:
+    """A request that the model answers at length."""
+    asked = requests(6, Sampling(max_tokens=400), seed=9)
+    answers = engine.generate(asked)
+    return max(asked, key=lambda request: len(answers[request.key].token_ids))
+
+
+def share_sampled(engine: Engine, request: pytest.FixtureRequest, tokens: int) -> Callable[[], float]:
+    """What tells, of the next `tokens` that the engine samples, what share it has: of one in process, whether all."""
+    if isinstance(engine, VLLMInProcess):
+        return lambda: 0.0 if engine.llm.llm_engine.has_unfinished_requests() else 1.0
+    server: Server = request.getfixturevalue("server")
+    before = server.sampled_tokens()
+    return lambda: (server.sampled_tokens() - before) / tokens
+
+
+def test_short_completions_are_handed_over_while_a_long_one_is_sampled(
+    engine: Engine, request: pytest.FixtureRequest
+) -> None:
+    """What early rewards rest on: an engine that kept what is ready and handed it over at the end would have sampled all."""
     if engine.settings().engine == "transformers":
-        pytest.skip("one batch, one end")
-    short = requests(3, Sampling(max_tokens=2))
-    (long,) = requests(1, Sampling(max_tokens=200), seed=9)
-    order: list[RequestKey] = []
-    long = GenerationRequest(RequestKey("long", 0), long.prompt_ids, long.sampling, 3)
-    answers = engine.generate([long, *short], lambda completion: order.append(completion.key))
-    assert len(answers[long.key].token_ids) > 2
-    assert order[-1] == long.key
+        pytest.skip("samples a batch together and hands it over at its end, early rewards gain nothing there")
+    long = longest(engine)
+    asked = [long, *(replace(r, key=RequestKey(f"short {r.key}", 0)) for r in requests(3, Sampling(max_tokens=2)))]
+    expected = engine.generate(asked)
+    tokens = sum(len(completion.token_ids) for completion in expected.values())
+    assert len(expected[long.key].token_ids) >= 100
+    shares: dict[RequestKey, float] = {}
+    sampled = share_sampled(engine, request, tokens)
+    engine.generate(asked, lambda completion: shares.update({completion.key: sampled()}))
+    assert shares.keys() == expected.keys()
+    assert list(shares)[-1] == long.key
+    assert all(share < 0.9 for key, share in shares.items() if key != long.key), shares
+    assert sampled() > 0.9
