@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -70,3 +70,22 @@ def test_an_update_that_ended_between_embedding_and_layers_leaves_nothing_behind
     tied_vllm.llm.update_weights({"update_info": {"tensors": list(moved.named_parameters())[:3]}})
     assert tied_vllm.version is None
     proven(perturbed(moved), tied_vllm, 5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_vllm_loads_from_the_trainers_own_memory(
+    tied: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = request.getfixturevalue("tied_vllm" if tied else "untied_vllm")
+    (kind,) = engine.llm.collective_rpc(lambda worker: type(worker.model_runner.model))
+    load, places = kind.load_weights, {}
+
+    def watched(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        given = list(weights)
+        places.update((name, tensor.data_ptr()) for name, tensor in given)
+        return load(self, iter(given))
+
+    monkeypatch.setattr(kind, "load_weights", watched)
+    moved = perturbed(base(tied), seed=4)
+    proven(moved, engine, 7)
+    assert places == {name: parameter.data_ptr() for name, parameter in moved.named_parameters()}
