@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -73,6 +74,13 @@ def make_model(
             if name.endswith("bias"):
                 parameter.normal_(std=scale)
     return model
+
+
+def make_stateful(width: int = 32, *, scale: float = 0.3) -> PreTrainedModel:
+    """Two layers that keep a state from token to token, without attention."""
+    config = MambaConfig(vocab_size=384, hidden_size=width, state_size=4, num_hidden_layers=2, initializer_range=scale)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def save_model(folder: Path, **kwargs: object) -> Path:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from accounts import difference, gradients, make, shifted_engine
 from blocks import small_blocks
-from test_plain_rows import stateful
-from tiny import make_model
+from tiny import make_model, make_stateful
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
@@ -24,6 +25,7 @@ from lockstep.training.scoring import score_pack
 from lockstep.training.tree_attention import adopt_tree_attention
 
 ATEN = torch.ops.aten
+ATTENTION = ATEN._scaled_dot_product_flash_attention_for_cpu.default
 Build = Callable[[], PreTrainedModel]
 
 
@@ -59,7 +61,7 @@ MODELS: dict[str, Build] = {
     "qwen2": lambda: make_model("qwen2"),
     "mistral": lambda: make_model("mistral"),
     "experts": experts,
-    "without attention": stateful,
+    "without attention": make_stateful,
     "adapted": adapted,
     "changes a product": changing,
 }
@@ -152,7 +154,7 @@ def test_no_product_and_no_attention_is_computed_twice(monkeypatch: pytest.Monke
             forward(model, pack).backward()
         counts.append(counting.calls)
     lean_calls, plain_calls = counts
-    for product in (ATEN.mm.default, ATEN._scaled_dot_product_flash_attention_for_cpu.default):
+    for product in (ATEN.mm.default, ATTENTION):
         assert lean_calls[product] == plain_calls[product] > 0
     assert lean_calls[ATEN.silu.default] == 2 * plain_calls[ATEN.silu.default] > 0
 
@@ -189,3 +191,43 @@ def test_without_gradients_nothing_changes() -> None:
     model = make_model("llama").train()
     with torch.no_grad(), products_kept(model):
         assert not model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "adapted"])
+def test_a_users_own_checkpointing_of_the_full_model_gives_the_same_gradients_to_the_bit(
+    kind: str, reentrant: bool
+) -> None:
+    model, pack = prepared(MODELS[kind])
+    assert (pack.tree is None) == (kind == "without attention")
+    results, products = [], []
+    for own in (False, True):
+        if own:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        with Counting() as counting:
+            loss = forward(model, pack)
+            loss.backward()
+        results.append({"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()})
+        products.append(sum(counting.calls[product] for product in (ATEN.mm.default, ATTENTION)))
+    # It was used: what is kept elsewhere is computed once more.
+    assert products[1] > products[0]
+    for name, value in results[0].items():
+        assert value.any(), name
+        assert torch.equal(results[1][name], value), name
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("case", ["grpo-full", "dpo-sigmoid", "ppo"])
+def test_a_run_that_checkpoints_its_full_model_has_the_same_gradients_at_every_step(
+    untied_dir: str, tmp_path: Path, case: str, reentrant: bool
+) -> None:
+    fields = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    plain = make(case, untied_dir, tmp_path / "plain", engine=shifted_engine(untied_dir))
+    saving = make(case, untied_dir, tmp_path / "saving", engine=shifted_engine(untied_dir), **fields)
+    with small_blocks():
+        expected, found = gradients(plain), gradients(saving)
+    assert saving.model.is_gradient_checkpointing
+    assert not plain.model.is_gradient_checkpointing
+    assert len(found) == len(expected) == 2
+    assert all(difference(*steps) <= 1e-6 for steps in zip(expected, found, strict=True))
