@@ -25,7 +25,7 @@ def padded_logps(
     for i, row in enumerate(rows):
         ids[i, : len(row)] = row
         attention[i, : len(row)] = 1
-    logps = (model(input_ids=ids, attention_mask=attention).logits.float() / temperature).log_softmax(-1)
+    logps = (model(input_ids=ids, attention_mask=attention).logits / temperature).log_softmax(-1)
     longest = max(len(sampled_places(s)) for s in sequences)
     scored, mask = torch.zeros(len(rows), longest), torch.zeros(len(rows), longest)
     parts = []

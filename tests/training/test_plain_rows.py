@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import VLLM
 from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import reference_loss, sampled_places
-from test_packing import assert_same_gradients, config, gradients, steps, weighted
-from tiny import make_model, make_tokenizer
-from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedModel
+from reference import sampled_places
+from test_packing import assert_same_gradients, config, gradients_beside_reference, steps, units_of, weighted
+from tiny import make_model, make_stateful, make_tokenizer
+from transformers import PreTrainedModel
 
 from lockstep import GRPOConfig, GRPOTrainer, InputError
-from lockstep.training.grpo import GRPOObjective
 from lockstep.training.packing import TrainingSequence, pack_rows
-from lockstep.training.phases import PhaseClock
 from lockstep.training.scoring import why_plain_rows
 from lockstep.training.setup import needs_plain_rows
-from lockstep.training.update import Policy, UpdateSums, learn
 
 WINDOW = 6
 
@@ -33,14 +28,7 @@ def sliding(window: int = WINDOW) -> PreTrainedModel:
     return make_model("mistral", sliding_window=window)
 
 
-def stateful() -> PreTrainedModel:
-    """A model without attention."""
-    torch.manual_seed(0)
-    config_ = MambaConfig(vocab_size=384, hidden_size=32, state_size=4, num_hidden_layers=2, initializer_range=0.3)
-    return AutoModelForCausalLM.from_config(config_, dtype=torch.float32)
-
-
-EXACT = {"sliding": sliding().double(), "stateful": stateful().double()}
+EXACT = {"sliding": sliding().double(), "stateful": make_stateful().double()}
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -50,14 +38,8 @@ def test_loss_and_gradients_equal_the_padded_reference(
 ) -> None:
     model, run = EXACT[kind], config(token_budget=budget, logits_chunk_size=chunk)
     sequences = weighted(sequences, run)
-    expected_loss = reference_loss(model, sequences, run)
-    expected_loss.backward()
-    expected = gradients(model)
-    sums = UpdateSums()
-    policy = Policy(model, contextlib.nullcontext, lambda loss: loss.backward(), plain_rows=True)
-    learn(policy, sequences, GRPOObjective(run), PhaseClock(), sums)
-    assert sums.loss == pytest.approx(expected_loss.item(), rel=1e-5, abs=1e-6)
-    assert_same_gradients(gradients(model), expected, 1e-5)
+    found, expected = gradients_beside_reference(model, model, sequences, run, plain_rows=True)
+    assert_same_gradients(found, expected, 1e-5)
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,6 +57,21 @@ def test_rows_hold_every_token_once_and_keep_to_the_budget(sequences: list[Train
         ]
 
 
+@settings(max_examples=100, deadline=None)
+@given(steps(), st.integers(1, 120), st.lists(st.integers(1, 3), min_size=20, max_size=20))
+def test_rows_of_a_unit_stay_together(sequences: list[TrainingSequence], budget: int, sizes: list[int]) -> None:
+    units = units_of(sequences, sizes)
+    packs = list(pack_rows([s for unit in units for s in unit], budget))
+    held = {tuple(unit[0].name for unit in units if unit[0] in pack.sequences): pack for pack in packs}
+    assert sorted(name for names in held for name in names) == sorted(unit[0].name for unit in units)
+    by_first = {unit[0].name: unit for unit in units}
+    for names, pack in held.items():
+        own = sorted((by_first[name] for name in names), key=lambda unit: pack.sequences.index(unit[0]))
+        assert [s for unit in own for s in unit] == list(pack.sequences)
+        # Only a unit that is too large alone goes over the budget.
+        assert len(own) == 1 or pack.input_ids.numel() <= budget
+
+
 def test_a_window_that_no_sequence_leaves_is_attended_within_a_tree(capsys: pytest.CaptureFixture[str]) -> None:
     assert why_plain_rows(sliding(50), 50) is None
     assert why_plain_rows(make_model("llama"), 10**6) is None
@@ -85,7 +82,7 @@ def test_a_window_that_no_sequence_leaves_is_attended_within_a_tree(capsys: pyte
 def test_what_cannot_be_is_said_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert needs_plain_rows([make_model("llama"), sliding()], 7)
     assert "it attends within 6 tokens, and sequences may have 7" in capsys.readouterr().out
-    assert needs_plain_rows([stateful()], 7)
+    assert needs_plain_rows([make_stateful()], 7)
     assert "it keeps a state from token to token" in capsys.readouterr().out
     mixed = make_model("qwen2")
     mixed.config.layer_types = ["linear_attention", "full_attention"]
@@ -136,10 +133,10 @@ def test_a_model_with_a_short_window_trains_with_every_token_proven(
 def test_a_model_without_attention_trains_with_every_token_proven(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert_trains(stateful(), tmp_path, use_vllm=False, vllm_max_model_length=100)
+    assert_trains(make_stateful(), tmp_path, use_vllm=False, vllm_max_model_length=100)
     assert "it keeps a state from token to token" in capsys.readouterr().out
 
 
 def test_a_model_that_names_no_longest_sequence_is_to_be_given_one(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="set vllm_max_model_length"):
-        assert_trains(stateful(), tmp_path, use_vllm=False)
+        assert_trains(make_stateful(), tmp_path, use_vllm=False)
