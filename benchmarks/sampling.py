@@ -41,12 +41,10 @@ class Setting:
 
     Attributes:
         vllm: further arguments of `vllm.LLM`, as `vllm_engine_kwargs` takes them.
-        waves: requests enter as Lockstep sends them; else all at once.
     """
 
     max_num_seqs: int = 64
     vllm: Mapping[str, Any] = field(default_factory=dict)
-    waves: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,8 @@ PARTS = {
     "batch": Part({f"{n} together": Setting(max_num_seqs=n) for n in (16, 64, 128, 256)}, ("many",)),
     "prefix": Part(
         {
-            "waves": Setting(),
-            "all at once": Setting(waves=False),
-            "no prefix cache": Setting(waves=False, vllm={"enable_prefix_caching": False}),
+            "prefix cache": Setting(),
+            "no prefix cache": Setting(vllm={"enable_prefix_caching": False}),
         },
         ("short", "long"),
     ),

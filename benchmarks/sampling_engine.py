@@ -42,7 +42,7 @@ def main() -> None:
     say({"start_s": seconds})
     for line in sys.stdin:
         workload, number = json.loads(line)
-        say(one_round(engine, requests(model, workload, number), waves=setting["waves"]))
+        say(one_round(engine, requests(model, workload, number)))
     engine.close()
 
 
@@ -83,7 +83,7 @@ def requests(model: str, name: str, number: int) -> list[Any]:
     return asked
 
 
-def one_round(engine: Any, asked: Sequence[Any], *, waves: bool) -> dict[str, float]:
+def one_round(engine: Any, asked: Sequence[Any]) -> dict[str, float]:
     """Answer requests from an empty prefix cache.
 
     Returns:
@@ -92,7 +92,7 @@ def one_round(engine: Any, asked: Sequence[Any], *, waves: bool) -> dict[str, fl
     import lockstep.engines.vllm_inprocess as inside
 
     cached = 0
-    completion, in_waves = inside.completion, inside.prefix_waves
+    completion = inside.completion
 
     def counted(key: Any, output: Any) -> Any:
         nonlocal cached
@@ -101,10 +101,7 @@ def one_round(engine: Any, asked: Sequence[Any], *, waves: bool) -> dict[str, fl
 
     # Left from the round before; no step finds any.
     assert engine.reset_caches(), "vLLM did not empty its prefix cache"
-    with (
-        patch.object(inside, "completion", counted),
-        patch.object(inside, "prefix_waves", in_waves if waves else lambda by_id: [by_id]),
-    ):
+    with patch.object(inside, "completion", counted):
         start, used = time.perf_counter(), time.process_time()
         answers = engine.generate(asked)
         seconds, used = time.perf_counter() - start, time.process_time() - used

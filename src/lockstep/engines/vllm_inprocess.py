@@ -25,7 +25,7 @@ from lockstep.engines.protocol import (
     RequestKey,
 )
 from lockstep.engines.vllm_arguments import IN_PROCESS_BACKEND, check_free, cpu_cache_bytes, engine_arguments
-from lockstep.engines.vllm_requests import completion, prefix_waves, prompt_logprobs, sampling_params, scoring_params
+from lockstep.engines.vllm_requests import completion, prompt_logprobs, sampling_params, scoring_params
 from lockstep.engines.vllm_settings import effective_settings, settings_from
 from lockstep.errors import InputError, LockstepError, ProofError
 
@@ -84,7 +84,7 @@ class VLLMInProcess:
                 }
             )
             # Kernels that lack a shape say so only when they first run.
-            self._run([{"trial": ((0, 0), scoring_params())}])
+            self._run({"trial": ((0, 0), scoring_params())})
         except (ValueError, RuntimeError, OSError, TypeError, ImportError, KeyError, AssertionError) as error:
             # pydantic's and vLLM's own errors derive from these; the engine holds nothing worth keeping then.
             if hasattr(self, "_llm"):
@@ -128,27 +128,20 @@ class VLLMInProcess:
             if on_answer is not None:
                 on_answer(answers[-1])
 
-        self._run(
-            [
-                {name: (request.prompt_ids, sampling_params(request)) for name, request in wave.items()}
-                for wave in prefix_waves(by_id)
-            ],
-            answered,
-        )
+        self._run({name: (request.prompt_ids, sampling_params(request)) for name, request in by_id.items()}, answered)
         return check_answers(requests, answers, [self._version])
 
     def _run(
         self,
-        waves: list[dict[str, tuple[tuple[int, ...], Any]]],
+        requests: Mapping[str, tuple[tuple[int, ...], Any]],
         answered: Callable[[RequestOutput], None] = lambda output: None,
     ) -> list[RequestOutput]:
-        """Drive vLLM's loop until every request is answered; waves start a step apart.
+        """Drive vLLM's loop until every request is answered; those of one prompt find its prefix in the cache, also within a step.
 
         Args:
             answered: given each finished output at once.
         """
         engine = self._llm.llm_engine
-        names = {name for wave in waves for name in wave}
         deadline = time.monotonic() + self._timeout
         finished: list[RequestOutput] = []
 
@@ -159,16 +152,14 @@ class VLLMInProcess:
                     answered(output)
 
         try:
-            for wave in waves:
-                for name, (prompt_ids, params) in wave.items():
-                    engine.add_request(name, {"prompt_token_ids": list(prompt_ids)}, params)
-                step()
+            for name, (prompt_ids, params) in requests.items():
+                engine.add_request(name, {"prompt_token_ids": list(prompt_ids)}, params)
             while engine.has_unfinished_requests():
                 step()
-                self._check_deadline(deadline, names - {output.request_id for output in finished})
+                self._check_deadline(deadline, requests.keys() - {output.request_id for output in finished})
         except BaseException as error:
             # Nothing of a broken call may be answered to the next one.
-            engine.abort_request(list(names))
+            engine.abort_request(list(requests))
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
                 raise LockstepError(f"vLLM failed while it answered: {str(error).strip()[:600]}") from error
             raise
@@ -196,7 +187,7 @@ class VLLMInProcess:
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         check_scoring(sequences, self._version, self._max_model_len)
         params = scoring_params()
-        outputs = self._run([{f"score/{name}": (ids, params) for name, ids in sequences.items()}])
+        outputs = self._run({f"score/{name}": (ids, params) for name, ids in sequences.items()})
         scores = {output.request_id.removeprefix("score/"): prompt_logprobs(output) for output in outputs}
         check_scores(sequences, scores)
         return scores

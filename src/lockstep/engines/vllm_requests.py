@@ -15,20 +15,6 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 
-def prefix_waves(by_id: dict[str, GenerationRequest]) -> list[dict[str, GenerationRequest]]:
-    """Requests in the order that lets each find its prompt's prefix in the cache.
-
-    One request alone, then one a prompt, then the others, a step apart: each wave finds the prefix of the one before in the
-    cache. vLLM 0.32.0 finds it within a step too (`tests/engines/test_vllm_requests.py`); `make sampling` measures both.
-    """
-    waves: tuple[dict[str, GenerationRequest], ...] = ({}, {}, {})
-    prompts: set[tuple[int, ...]] = set()
-    for name, request in by_id.items():
-        waves[0 if not prompts else 2 if request.prompt_ids in prompts else 1][name] = request
-        prompts.add(request.prompt_ids)
-    return [wave for wave in waves if wave]
-
-
 def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
     """What `vllm.SamplingParams` is made of, here or by a server: JSON types."""
     sampling: Sampling = request.sampling
