@@ -1,25 +1,25 @@
 """Generations drawn at random, and the comparison of what is learned from them with `reference_methods.py`.
 
-Used by: `test_methods.py` (double precision, many shapes) and `test_methods_in_fp32.py` (what a run computes in).
+Used by: `test_methods.py` (double precision, many shapes), `test_methods_in_fp32.py` (what a run computes in) and
+`test_methods_in_rows.py` (models that get a row a completion).
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import peft
 import reference_methods as plain
 import torch
 from blocks import small_blocks
+from hypothesis import assume
 from hypothesis import strategies as st
 from reference import sampled_places
 from reference_methods import Drawn
-from tiny import make_model
+from subjects import Subject
 
 from lockstep import OnlineDPOConfig
 from lockstep.engines.protocol import Completion, RequestKey
@@ -29,86 +29,13 @@ from lockstep.training.generation import prepare_generation, sequences_of
 from lockstep.training.objective import Objective
 from lockstep.training.packing import TrainingSequence
 from lockstep.training.phases import PhaseClock
-from lockstep.training.tree_attention import adopt_tree_attention
+from lockstep.training.scoring import why_plain_rows
 from lockstep.training.update import Policy, UpdateSums, learn, score_all
 
 # Scalar loss of one optimizer step, by the reference.
-ReferenceLoss = Callable[["Subject", Drawn, slice], torch.Tensor]
-
-
-@dataclass
-class Subject:
-    """Who learns.
-
-    Attributes:
-        model, critic: what the fast path goes through; the critic is used by PPO alone.
-        exact_model, exact_critic: the same weights in double precision, which the reference goes through.
-        relative: by how much a loss, or a parameter's gradient in norm, may differ.
-        floor: the same of a gradient, as a part of the step's largest; of a loss, as it is.
-    """
-
-    model: Any
-    critic: torch.nn.Linear
-    exact_model: Any
-    exact_critic: torch.nn.Linear
-    relative: float
-    floor: float
-
-    @property
-    def parts(self) -> tuple[torch.nn.Module, torch.nn.Module]:
-        return self.model, self.critic
-
-    @property
-    def exact_parts(self) -> tuple[torch.nn.Module, torch.nn.Module]:
-        return self.exact_model, self.exact_critic
-
-
-def make_critic() -> torch.nn.Linear:
-    generator = torch.Generator().manual_seed(7)
-    critic = torch.nn.Linear(64, 1)
-    with torch.no_grad():
-        for parameter in critic.parameters():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return critic
-
-
-def adapted(scale: float) -> Any:
-    """A model of which an adapter alone is trained; one that has moved, so that the model without it would be another."""
-    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    model = peft.get_peft_model(make_model("qwen2", scale=scale), config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter *= scale
-    return model
-
-
-# Models by the spread of their weights.
-ARCHITECTURES: dict[str, Callable[[float], Any]] = {
-    "qwen2": lambda scale: make_model("qwen2", scale=scale),
-    "llama, tied": lambda scale: make_model("llama", tied=True, scale=scale),
-    "adapted": adapted,
-}
-
-
-def in_double(kind: str) -> Subject:
-    """In double precision a difference is a mistake; what is left is the float32 of advantages, values and columns."""
-    model, critic = ARCHITECTURES[kind](0.3).double(), make_critic().double()
-    adopt_tree_attention(causal_model(model))
-    return Subject(model, critic, model, critic, relative=1e-5, floor=1e-7)
-
-
-def in_single(kind: str) -> Subject:
-    """As a run computes, beside a reference that does not round.
-
-    Below the floor: gradients that would be zero but for rounding. A key's bias adds the same to all scores of a query, up to the
-    rotary embedding, and softmax takes that off again; parts of a loss may cancel likewise. Weights of a more usual spread: those
-    of the other tests give logits whose rounding alone moves a log-prob by 3e-5 nats, and the ratio of a whole completion by more.
-    """
-    model, critic = ARCHITECTURES[kind](0.1), make_critic()
-    exact = copy.deepcopy(model).double()
-    adopt_tree_attention(causal_model(model))
-    return Subject(model, critic, exact, copy.deepcopy(critic).double(), relative=1e-5, floor=1e-6)
+ReferenceLoss = Callable[[Subject, Drawn, slice], torch.Tensor]
+# No bound of a ratio, nor of a mean of up to nine, lies on a multiple of it: at a bound rounding would decide.
+GRID = 0.0613
 
 
 @contextlib.contextmanager
@@ -157,7 +84,11 @@ def single(values: torch.Tensor) -> tuple[float, ...]:
 
 
 def drawn_of(subject: Subject, shape: dict[str, Any], temperature: float) -> Drawn:
-    """A generation of a shape, sampled by nobody: its tokens are random."""
+    """A generation of a shape, sampled by nobody: its tokens are random.
+
+    Args:
+        shape: of `shapes`; may have a `spread` too, below 1 where policies are to differ less, and `anew` (`Drawn`).
+    """
     generator = torch.Generator().manual_seed(shape["seed"])
 
     def ids(count: int, high: int) -> tuple[int, ...]:
@@ -177,7 +108,8 @@ def drawn_of(subject: Subject, shape: dict[str, Any], temperature: float) -> Dra
         rows = plain.padded(subject.exact_model, sequences, temperature).logps
 
     def noise(count: int, scale: float) -> torch.Tensor:
-        return scale * torch.randn(count, generator=generator, dtype=torch.float64)
+        steps = shape.get("spread", 1.0) * scale / GRID
+        return GRID * (steps * torch.randn(count, generator=generator, dtype=torch.float64)).round()
 
     known = []
     for s, row in zip(sequences, rows, strict=True):
@@ -193,7 +125,7 @@ def drawn_of(subject: Subject, shape: dict[str, Any], temperature: float) -> Dra
                 entropies=single(noise(count, 1.0)) if shape["scored"] else None,
             )
         )
-    return Drawn(known, shape["rewards"], shape["cut"], shape["moved"])
+    return Drawn(known, shape["rewards"], shape["cut"], shape["moved"], shape.get("anew", False))
 
 
 def groups_of(drawn: Drawn) -> list[RolloutGroup]:
@@ -241,11 +173,13 @@ def gradients(*parts: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], subject: Subject) -> None:
-    largest = max(float(gradient.norm()) for gradient in expected.values())
-    for name, gradient in expected.items():
-        difference = float((found[name] - gradient).norm())
-        allowed = subject.relative * float(gradient.norm()) + subject.floor * largest + 1e-9
-        assert difference <= allowed, (name, difference, float(gradient.norm()), largest)
+    norms = {name: float(gradient.norm()) for name, gradient in expected.items()}
+    differences = {name: float((found[name] - gradient).norm()) for name, gradient in expected.items()}
+    largest, whole, difference = max(norms.values()), math.hypot(*norms.values()), math.hypot(*differences.values())
+    assert difference <= subject.relative * whole + 1e-9, (difference, whole)
+    for name, norm in norms.items():
+        allowed = subject.relative * norm + subject.floor * largest + 1e-9
+        assert differences[name] <= allowed, (name, differences[name], norm, largest)
 
 
 def check(
@@ -271,12 +205,17 @@ def check(
         generation = generation.changed(
             lambda s: s if shape["scored"] and not objective.moves(s) else replace(s, old_logps=None)
         )
-    policy = Policy(causal_model(subject.model), contextlib.nullcontext, lambda loss: loss.backward(), subject.critic)
+    model = causal_model(subject.model)
+    rows = why_plain_rows(model, max(len(s.prompt_ids) + len(s.completion_ids) for s in drawn.sequences)) is not None
+    policy = Policy(model, contextlib.nullcontext, lambda loss: loss.backward(), subject.critic, rows)
     logged, size = [], run.completions_per_step
     for step in range(len(drawn.sequences) // size):
         expected_loss = reference(subject, drawn, slice(step * size, (step + 1) * size))
         expected_loss.backward()
         expected = gradients(*subject.exact_parts)
+        # Parts that cancel leave their rounding, which is no share of nothing.
+        largest = max(float(gradient.norm()) for gradient in expected.values())
+        assume(not drawn.anew or not 0.0 < largest < 1e-3)
         sequences = objective.prepare_step(
             generation.step(step, shape["micro"]), lambda those: score_all(policy, those, run).entropies
         )
@@ -287,6 +226,6 @@ def check(
         logged.append(sums.tally.figures() | objective.finish_step(sums.tally))
         assert sums.gap.tokens == sum(len(s.behaviour_logps) for s in sequences)
         loss, wanted = sums.loss, expected_loss.item()
-        assert abs(loss - wanted) <= subject.relative * abs(wanted) + max(subject.floor, 1e-6), (loss, wanted)
+        assert abs(loss - wanted) <= subject.relative * abs(wanted) + subject.loss_floor, (loss, wanted)
         assert_same(gradients(*subject.parts), expected, subject)
     return logged

@@ -7,8 +7,9 @@ from typing import Any
 
 import reference_methods as plain
 import torch
-from drawn import ReferenceLoss, Subject
+from drawn import ReferenceLoss
 from reference_methods import Drawn
+from subjects import Subject
 
 from lockstep import GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
 from lockstep.training.grpo import GRPOObjective
@@ -103,6 +104,40 @@ GRPO: dict[str, dict[str, Any]] = {
         "vllm_importance_sampling_clip_max": 1.2,
     },
     "off-policy mask": {"off_policy_mask_threshold": 0.05},
+    "uncorrected": {"vllm_importance_sampling_correction": False, "epsilon": 0.1, "epsilon_high": 0.3},
+    "GSPO, KL, uncorrected": {
+        "importance_sampling_level": "sequence",
+        "loss_type": "grpo",
+        "beta": 0.2,
+        "vllm_importance_sampling_correction": False,
+    },
+    "VESPO, uncorrected": {"loss_type": "vespo", "vllm_importance_sampling_correction": False},
+    "VESPO of another shape, sequences truncated": {
+        "loss_type": "vespo",
+        "vespo_k_pos": 1.0,
+        "vespo_lambda_pos": 2.0,
+        "vespo_k_neg": 2.0,
+        "vespo_lambda_neg": 1.5,
+        "vllm_importance_sampling_mode": "sequence_truncate",
+    },
+    "sequences truncated below alone": {
+        "vllm_importance_sampling_mode": "sequence_truncate",
+        "vllm_importance_sampling_clip_min": 0.7,
+        "vllm_importance_sampling_clip_max": None,
+    },
+    "sequences masked below alone": {
+        "vllm_importance_sampling_mode": "sequence_mask",
+        "vllm_importance_sampling_clip_min": 0.6,
+        "vllm_importance_sampling_clip_max": None,
+    },
+    "SAPO at other temperatures, geometric mask below alone": {
+        "loss_type": "sapo",
+        "sapo_temperature_pos": 3.0,
+        "sapo_temperature_neg": 0.5,
+        "vllm_importance_sampling_mode": "sequence_geometric_mask",
+        "vllm_importance_sampling_clip_min": 0.9,
+        "vllm_importance_sampling_clip_max": None,
+    },
     "ScaleRL": {
         "loss_type": "cispo",
         "epsilon_high": 5.0,
@@ -126,6 +161,7 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
         {"normalize_advantages": True, "mask_truncated_completions": True},
         {"beta": 0.0, "reward_clip_range": (0.5, 2.0)},
         {"reward_clip_range": (0.5, 2.0), "vllm_importance_sampling_mode": "sequence_mask"},
+        {"vllm_importance_sampling_correction": False, "epsilon": 0.1, "epsilon_high": 0.3},
     ],
     "OnlineDPO": [{}, {"loss_type": "ipo"}, {"missing_eos_penalty": 1.5}, {"beta": [0.5, 0.2]}],
     "ReinforcePP": [
@@ -133,8 +169,14 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
         {"beta": 0.0, "mask_truncated_completions": True},
         {"beta": 0.2, "gamma": 0.9},
         {"beta": 0.2, "baseline": "group", "mask_truncated_completions": True},
+        {"beta": 0.1, "vllm_importance_sampling_correction": False},
     ],
-    "PPO": [{}, {"gamma": 0.9, "vf_coef": 2.0}, {"lam": 0.5, "mask_truncated_completions": True}],
+    "PPO": [
+        {},
+        {"gamma": 0.9, "vf_coef": 2.0},
+        {"lam": 0.5, "mask_truncated_completions": True},
+        {"beta": 0.0, "cliprange_value": 0.5, "vllm_importance_sampling_correction": False},
+    ],
 }
 VARIANTS: dict[str, Variant] = {f"GRPO: {name}": Variant("GRPO", fields) for name, fields in GRPO.items()} | {
     f"{method}: {fields}": Variant(method, fields) for method, choices in OTHERS.items() for fields in choices

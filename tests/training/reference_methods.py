@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from hypothesis import assume
 from reference import sampled_places
 from transformers import PreTrainedModel
 
@@ -28,12 +29,14 @@ class Drawn:
         rewards: of each group; None where a completion has none.
         cut: whether each completion ended at the length limit.
         moved: the policy is no longer the one that sampled.
+        anew: what fp32's last bit would decide is drawn anew.
     """
 
     sequences: list[TrainingSequence]
     rewards: list[list[float | None]]
     cut: list[bool]
     moved: bool
+    anew: bool = False
 
     @property
     def flat_rewards(self) -> list[float | None]:
@@ -57,7 +60,10 @@ def padded(model: PreTrainedModel, sequences: Sequence[TrainingSequence], temper
     ids = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
     attention = torch.stack([(torch.arange(width) < len(row)).long() for row in rows])
     found = model(input_ids=ids, attention_mask=attention, output_hidden_states=True)
-    distribution = (found.logits / temperature).log_softmax(-1)
+    hidden = found.hidden_states[-1]
+    # Mamba rounds its logits to float32.
+    logits = found.logits if found.logits.dtype == hidden.dtype else model.get_output_embeddings()(hidden)
+    distribution = (logits / temperature).log_softmax(-1)
     parts: list[list[torch.Tensor]] = [[], [], [], []]
     for i, s in enumerate(sequences):
         places = torch.tensor(sampled_places(s))
@@ -69,7 +75,7 @@ def padded(model: PreTrainedModel, sequences: Sequence[TrainingSequence], temper
         parts[0].append(torch.nn.functional.pad(logps, (0, empty)))
         parts[1].append(torch.nn.functional.pad(entropies, (0, empty)))
         parts[2].append((torch.arange(longest) < count).to(logps))
-        parts[3].append(torch.nn.functional.pad(found.hidden_states[-1][i, before], (0, 0, 0, empty)))
+        parts[3].append(torch.nn.functional.pad(hidden[i, before], (0, 0, 0, empty)))
     return Padded(*(torch.stack(part) for part in parts))
 
 
@@ -95,8 +101,11 @@ def learned(drawn: Drawn, step: slice, mask: torch.Tensor, config: Any) -> torch
 
 
 def correction(old: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tensor, config: Any) -> torch.Tensor:
+    if not config.vllm_importance_sampling_correction:
+        return torch.ones_like(mask)
     low = config.vllm_importance_sampling_clip_min or 0.0
-    high = config.vllm_importance_sampling_clip_max
+    given = config.vllm_importance_sampling_clip_max
+    high = math.inf if given is None else given
     level, _, bound = config.vllm_importance_sampling_mode.partition("_")
     difference = (old - behaviour).detach() * mask
     if level == "sequence":
@@ -273,8 +282,11 @@ def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coeffic
     ratio, weight = log_ratio.exp(), correction(old, behaviour, now.mask, config)
 
     if config.loss_type == "vespo":
-        log_weight = ((now.logps.detach() - old + weight.log()) * now.mask).sum(1, keepdim=True)
-        w = log_weight.clamp(math.log(1e-8), 20.0).exp()
+        drift = ((now.logps.detach() - old) * now.mask).sum(1, keepdim=True)
+        # What all tokens of a completion have in common counts once.
+        whole = config.vllm_importance_sampling_mode.startswith("sequence")
+        corrected = weight.log()[:, :1] if whole else (weight.log() * now.mask).sum(1, keepdim=True)
+        w = (drift + corrected).clamp(math.log(1e-8), 20.0).exp()
         k = torch.where(advantages >= 0, config.vespo_k_pos, config.vespo_k_neg)
         rate = torch.where(advantages >= 0, config.vespo_lambda_pos, config.vespo_lambda_neg)
         loss = -(w**k * (rate * (1 - w)).exp()) * advantages * now.logps
@@ -293,6 +305,7 @@ def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coeffic
     if config.top_entropy_quantile < 1.0 and mask.any():
         entropies = now.entropies.detach()
         threshold = torch.quantile(entropies[mask > 0], 1 - config.top_entropy_quantile)
+        assume(not drawn.anew or not bool(((entropies[mask > 0] - threshold).abs() < 2e-6).any()))
         # Equal entropies must stay on one side, whatever the last bit.
         chosen = mask * (entropies >= threshold - 1e-6)
         loss = loss * chosen

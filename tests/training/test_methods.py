@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import reference_methods as plain
 import torch
-from drawn import ARCHITECTURES, attending_by_trees, check, config, drawn_of, groups_of, in_double, shapes
+from drawn import attending_by_trees, check, config, drawn_of, groups_of, shapes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from method_variants import SIZES, VARIANTS, fit
+from subjects import ARCHITECTURES, in_double
 
 from lockstep import GRPOConfig, OnlineDPOConfig
 from lockstep.rollouts.judges import judge_pairs, judged
