@@ -1,0 +1,67 @@
+"""Every method where a model gets a row a completion: loss and gradients equal the padded reference, and runs are proven. Old
+log-probs, reference, pairs, critic and adapter go through plain rows as they do through trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from drawn import check, config, shapes
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from method_variants import SIZES, VARIANTS, fit
+from methods import FIELDS, logs, lora, make, parameters
+from subjects import ROWS, in_double
+from tiny import make_model, make_stateful, save
+
+from lockstep.models.adapters import causal_model
+from lockstep.training.scoring import why_plain_rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SUBJECTS = {kind: in_double(kind) for kind in ROWS}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), kind=st.sampled_from(sorted(SUBJECTS)))
+def test_loss_and_gradients_equal_the_padded_reference(name: str, data: st.DataObject, kind: str) -> None:
+    # The shortest of these sequences has 4 ids.
+    assert why_plain_rows(causal_model(SUBJECTS[kind].model), 4) is not None
+    variant = VARIANTS[name]
+    shape = fit(variant, data.draw(shapes(SIZES.get(variant.method, (2, 4, 8)))))
+    run = config(variant.config, shape, **variant.fields)
+    check(SUBJECTS[kind], variant.objective(run), shape, variant.reference(run))
+
+
+BUILDS = {"sliding": lambda: make_model("mistral", sliding_window=6), "stateful": make_stateful}
+RUNS = [("sliding", method, False) for method in FIELDS]
+RUNS += [
+    ("sliding", "GRPO", True),
+    ("sliding", "OnlineDPO", True),
+    ("stateful", "OnlineDPO", False),
+    ("stateful", "PPO", False),
+]
+
+
+@pytest.mark.parametrize(("kind", "method", "adapter"), RUNS)
+def test_a_run_is_proven_and_diverges_from_its_reference_by_nothing_at_first(
+    tmp_path: Path, kind: str, method: str, adapter: bool
+) -> None:
+    fields = FIELDS[method] | ({} if method == "OnlineDPO" else {"beta": 0.1})
+    fields |= {"max_steps": 3, "use_vllm": False, "vllm_max_model_length": 100}
+    path = str(save(BUILDS[kind](), tmp_path / "model"))
+    run = make(method, path, tmp_path / "run", None, fields, peft_config=lora() if adapter else None)
+    before = parameters(run.model)
+    try:
+        run.train()
+    finally:
+        run.close()
+    assert run._plain_rows
+    assert any(not torch.equal(value, before[name]) for name, value in parameters(run.model).items())
+    assert all(log["parity/checked_tokens"] > 0 and log["parity/max_abs_gap"] < 1e-3 for log in logs(run))
+    name = "objective/kl" if method == "OnlineDPO" else "kl"
+    first, *later = [log[name] for log in logs(run) if name in log]
+    assert abs(first) < 1e-4
+    assert any(abs(value) > 1e-4 for value in later)
