@@ -324,7 +324,7 @@ class VLLMServer:
 
     def _introduced(self, server: ServerCalls) -> dict[str, Any]:
         workers = server.workers("lockstep_state")
-        state = {**workers[0], "loads_in": [name for worker in workers for name in worker["loads_in"]]}
+        state = workers[0]
         if state["backend"] != SERVER_BACKEND:
             raise InputError(
                 f"the server at {server.url} takes weights by {state['backend']!r}, not by {SERVER_BACKEND!r}. {HOW_TO_START}"
@@ -341,7 +341,8 @@ class VLLMServer:
             )
         server.world_size = state["world_size"]
         server.takes_priorities = state["takes_priorities"]
-        return state
+        # Stages of a pipeline have different parameters.
+        return {**state, "loads_in": [name for worker in workers for name in worker["loads_in"]]}
 
     def _workers(self, method: str, *args: str) -> list[list[Any]]:
         """Every server's answers, by worker."""
