@@ -236,20 +236,22 @@ def test_a_second_run_begins_with_nothing_under_way(untied_dir: str, tmp_path: P
 def test_a_proof_is_answered_before_what_waits_to_be_generated(server: Server) -> None:
     engine = connect(server.url)
     push_weights(make_model(), engine, 1)
-    answered: list[Completion] = []
-    waiting, deadline = engine.submit(long_requests(1500, 300), answered.append), time.monotonic() + 60
     shares: list[float] = []
-    # Several times: this process may be late to ask, on a machine that has other work.
-    while len(shares) < 4 and min(shares, default=1.0) >= 0.5:
-        # The server holds the 256 that it is given at a time.
-        while (in_front := server.waiting_requests()) < 100:
+    # Several times: on a machine that has other work this process may be late to ask, and to hear of the answer.
+    for _ in range(8):
+        answered: list[Completion] = []
+        # As many as a server is given at a time, so that nothing but the proof is sent meanwhile.
+        waiting, deadline = engine.submit(long_requests(256, 300), answered.append), time.monotonic() + 60
+        while (in_front := server.waiting_requests()) < 100 and len(answered) < 256:
             assert time.monotonic() < deadline
         before = len(answered)
         engine.score({"canary": (5, 6, 7, 8)})
-        shares.append((len(answered) - before) / in_front)
+        shares += [(len(answered) - before) / in_front] if in_front >= 100 else []
+        assert len(waiting.result()) == 256
+        if shares and min(shares) < 0.5:
+            break
     # In its turn it would be answered when all that were in front of it had been begun, and so as many others answered.
-    assert min(shares) < 0.5
-    assert len(waiting.result()) == 1500
+    assert min(shares, default=1.0) < 0.5
     engine.close()
 
 
