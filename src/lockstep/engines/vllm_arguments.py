@@ -69,7 +69,7 @@ def engine_arguments(
         # The model's own generation_config keeps its stop tokens but loses its sampling defaults.
         "override_generation_config": dict(NEUTRAL_SAMPLING),
         "enable_prefix_caching": True,
-        # On a CPU compiling takes a minute and a half at start, and gains 11 to 20 % with 16 sequences (docs/speed.md).
+        # On a CPU compiling makes the start 40 s longer and sampling a fifth faster (docs/speed.md, `make sampling`).
         "enforce_eager": not torch.cuda.is_available(),
     }
     if not torch.cuda.is_available():
