@@ -15,16 +15,15 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from against_trl.answering import AnsweringProcess
 from against_trl.floors import cpu_name
 from against_trl.workloads import make_model
 
@@ -111,7 +110,7 @@ def measure(part: Part, model: str, rounds: int, folder: Path) -> dict[str, Any]
     with ExitStack() as stack:
         engines = {}
         for name, setting in part.settings.items():
-            engines[name] = stack.enter_context(running(setting, model, folder, name))
+            engines[name] = stack.enter_context(closing(Engine(setting, model, folder, name)))
             print(f"  {name}: {engines[name].said}", flush=True)
         taken = {workload: in_turn(engines, workload, rounds) for workload in part.workloads}
     return {
@@ -141,24 +140,12 @@ def in_turn(engines: Mapping[str, Engine], workload: str, rounds: int) -> dict[s
     return {name: taken[1:] for name, taken in found.items()}
 
 
-class Engine:
-    """An engine in a process of its own (`sampling_engine.py`).
-
-    Attributes:
-        said: seconds that it took to start, or why vLLM refused to.
-    """
+class Engine(AnsweringProcess):
+    """An engine (`sampling_engine.py`); it says first the seconds that it took to start, or why vLLM refused to."""
 
     def __init__(self, setting: Setting, model: str, folder: Path, name: str) -> None:
-        self._log = folder / f"{name}.log"
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "sampling_engine.py"), model, json.dumps(asdict(setting))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log.open("w"),
-            text=True,
-            env=environment(folder),
-        )
-        self.said = self._answer()
+        command = [str(HERE / "sampling_engine.py"), model, json.dumps(asdict(setting))]
+        super().__init__(command, folder / f"{name}.log", environment(folder))
 
     @property
     def runs(self) -> bool:
@@ -166,34 +153,7 @@ class Engine:
 
     def sample(self, workload: str, number: int) -> Round:
         """One round of a workload; another number gives other seeds."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([workload, number]) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        finally:
-            self._process.kill()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{' '.join(map(str, self._process.args))} ended:\n{self._log.read_text()[-3000:]}")
-        return json.loads(line)
-
-
-@contextmanager
-def running(setting: Setting, model: str, folder: Path, name: str) -> Iterator[Engine]:
-    engine = Engine(setting, model, folder, name)
-    try:
-        yield engine
-    finally:
-        engine.close()
+        return self.ask(json.dumps([workload, number]))
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from answering import AnsweringProcess
 from figures import Steps, growth, learning_halves, measured, whole_steps
 from floors import floors, measure_machine
 from plot import drawing
@@ -91,40 +90,15 @@ def figures_of(part: str, dtype: str, steps: dict[str, Steps], machine: dict[str
 # ---- processes --------------------------------------------------------------------------------------------------------
 
 
-class Player:
+class Player(AnsweringProcess):
     """A program of `play.py`."""
 
     def __init__(self, command: Sequence[str], folder: str, log: Path) -> None:
-        self._log = log
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "play.py"), *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log.open("w"),
-            text=True,
-            cwd=folder,
-            env=environment(command[0]),
-        )
-        self._answer()
+        super().__init__([str(HERE / "play.py"), *command], log, environment(command[0]), folder)
 
     def step(self) -> dict[str, Any]:
         """Take one step."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("step\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{' '.join(map(str, self._process.args))} ended:\n{self._log.read_text()[-3000:]}")
-        return json.loads(line)
+        return self.ask("step")
 
 
 def environment(program: str) -> dict[str, str]:

@@ -153,32 +153,28 @@ def assert_same_gradients(
         assert differences[name] <= limit * norm + floor * largest + 1e-9, name
 
 
+def runs() -> st.SearchStrategy[GRPOConfig]:
+    """Losses, and ways to cut a step up."""
+    return st.builds(
+        config,
+        loss_type=st.sampled_from(["grpo", "dr_grpo", "dapo", "bnpo"]),
+        token_budget=st.integers(1, 300),
+        logits_chunk_size=st.integers(1, 40),
+        temperature=st.sampled_from([1.0, 0.7]),
+    )
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
-    sequences=steps(),
-    kind=st.sampled_from(sorted(MODELS)),
-    loss_type=st.sampled_from(["grpo", "dr_grpo", "dapo", "bnpo"]),
-    budget=st.integers(1, 300),
-    chunk=st.integers(1, 40),
-    temperature=st.sampled_from([1.0, 0.7]),
-    parts=st.integers(1, 3),
-    moved=st.booleans(),
+    sequences=steps(), kind=st.sampled_from(sorted(MODELS)), run=runs(), parts=st.integers(1, 3), moved=st.booleans()
 )
 def test_loss_and_gradients_equal_the_padded_reference(
-    sequences: list[TrainingSequence],
-    kind: str,
-    loss_type: str,
-    budget: int,
-    chunk: int,
-    temperature: float,
-    parts: int,
-    moved: bool,
+    sequences: list[TrainingSequence], kind: str, run: GRPOConfig, parts: int, moved: bool
 ) -> None:
     model = EXACT[kind]
-    run = config(loss_type=loss_type, token_budget=budget, logits_chunk_size=chunk, temperature=temperature)
     sequences = weighted(sequences, run)
     if moved:
-        sequences = moved_by(model, sequences, temperature)
+        sequences = moved_by(model, sequences, run.temperature)
     found, expected = gradients_beside_reference(model, model, sequences, run, parts)
     assert_same_gradients(found, expected, 1e-5)
 
@@ -189,30 +185,13 @@ UNROUNDED = {kind: copy.deepcopy(model).double() for kind, model in USUAL.items(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    sequences=steps(),
-    kind=st.sampled_from(sorted(USUAL)),
-    loss_type=st.sampled_from(["grpo", "dr_grpo", "dapo", "bnpo"]),
-    budget=st.integers(1, 300),
-    chunk=st.integers(1, 40),
-    temperature=st.sampled_from([1.0, 0.7]),
-    parts=st.integers(1, 3),
-    moved=st.booleans(),
-)
+@given(sequences=steps(), kind=st.sampled_from(sorted(USUAL)), run=runs(), parts=st.integers(1, 3), moved=st.booleans())
 def test_in_fp32_loss_and_gradients_of_what_is_drawn_are_within_1e_5(
-    sequences: list[TrainingSequence],
-    kind: str,
-    loss_type: str,
-    budget: int,
-    chunk: int,
-    temperature: float,
-    parts: int,
-    moved: bool,
+    sequences: list[TrainingSequence], kind: str, run: GRPOConfig, parts: int, moved: bool
 ) -> None:
-    run = config(loss_type=loss_type, token_budget=budget, logits_chunk_size=chunk, temperature=temperature)
-    sequences = sampled_near(UNROUNDED[kind], weighted(sequences, run), temperature)
+    sequences = sampled_near(UNROUNDED[kind], weighted(sequences, run), run.temperature)
     if moved:
-        sequences = moved_by(UNROUNDED[kind], sequences, temperature)
+        sequences = moved_by(UNROUNDED[kind], sequences, run.temperature)
     found, expected = gradients_beside_reference(USUAL[kind], UNROUNDED[kind], sequences, run, parts)
     # Parts that cancel leave their rounding, which is no share of nothing.
     assume(not 0.0 < max(float(gradient.norm()) for gradient in expected.values()) < 0.1)

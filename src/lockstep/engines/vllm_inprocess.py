@@ -144,18 +144,14 @@ class VLLMInProcess:
         engine = self._llm.llm_engine
         deadline = time.monotonic() + self._timeout
         finished: list[RequestOutput] = []
-
-        def step() -> None:
-            for output in engine.step():
-                if output.finished:
-                    finished.append(output)
-                    answered(output)
-
         try:
             for name, (prompt_ids, params) in requests.items():
                 engine.add_request(name, {"prompt_token_ids": list(prompt_ids)}, params)
             while engine.has_unfinished_requests():
-                step()
+                for output in engine.step():
+                    if output.finished:
+                        finished.append(output)
+                        answered(output)
                 self._check_deadline(deadline, requests.keys() - {output.request_id for output in finished})
         except BaseException as error:
             # Nothing of a broken call may be answered to the next one.

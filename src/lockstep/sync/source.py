@@ -72,11 +72,6 @@ class PlainSource:
         for name in self._sent():
             yield name, self._outline(name)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of one push."""
-        return sum(tensor.nbytes for _, tensor in self.outline())
-
     def manifest(self, version: int) -> Manifest:
         """What the source holds now, read to the last byte."""
         return Manifest(version, _read(self))

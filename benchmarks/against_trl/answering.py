@@ -1,0 +1,61 @@
+"""A program in a process of its own that answers each line it is sent with a line of JSON: how benchmarks keep programs apart."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class AnsweringProcess:
+    """A Python program, started.
+
+    Args:
+        command: the script and its arguments.
+        log: where its errors go.
+
+    Attributes:
+        said: what it answered when it had started.
+
+    Raises:
+        SystemExit: it ended instead of answering; with the end of its log.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str], cwd: str | None = None) -> None:
+        self._log = log
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+            cwd=cwd,
+            env=dict(env),
+        )
+        self.said = self._answer()
+
+    def ask(self, line: str) -> dict[str, Any]:
+        """Send a line and wait for the answer to it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """Let it end, and see that it has."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        finally:
+            self._process.kill()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{' '.join(map(str, self._process.args))} ended:\n{self._log.read_text()[-3000:]}")
+        return json.loads(line)
