@@ -48,7 +48,7 @@ def main() -> None:
 def clean_syncs(model: str, count: int, dtype: str) -> dict[str, float]:
     """Pushes of moved weights, each probed at every module and heard by the canary."""
     from lockstep.errors import ProofError
-    from lockstep.parity.canary import sing
+    from lockstep.parity.canary import score_canary
     from lockstep.parity.gap import over_limits
     from lockstep.parity.tolerances import probe_limit
     from lockstep.verify.stage import open_stage, stage_config
@@ -68,7 +68,7 @@ def clean_syncs(model: str, count: int, dtype: str) -> dict[str, float]:
                 alarms += 1
                 print(error, flush=True)
                 continue
-            gap = sing(stage.model, stage.engine, context, stage.precision)
+            gap = score_canary(stage.model, stage.engine, context, stage.precision)
             figures = (probed.worst[1], gap.mean_abs, gap.max_abs, gap.k3)
             alarms += bool(over_limits(gap, proofs.limit))
             worst = {name: max(old, new) for (name, old), new in zip(worst.items(), figures, strict=True)}
@@ -95,7 +95,7 @@ def clean_steps(count: int, dtype: str) -> dict[str, float]:
     from tiny import save_model
     from transformers import PrinterCallback
 
-    from lockstep.training.grpo import GRPOTrainer
+    from lockstep.training.trainers.grpo import GRPOTrainer
     from lockstep.verify.stage import stage_config
 
     with tempfile.TemporaryDirectory() as folder:

@@ -47,13 +47,13 @@ def measure(steps: int, folder: str) -> list[dict[str, float]]:
     from transformers import PrinterCallback
 
     import lockstep.engines.tensor_specs as reading
-    import lockstep.training.proofs as proofs
+    import lockstep.training.generate.proofs as proofs
     from lockstep.cli.arguments import RunArguments, parse
     from lockstep.cli.data import data_of
     from lockstep.cli.quiet import quiet_libraries
     from lockstep.parity.module_probe import ModuleProbe
-    from lockstep.training.grpo import GRPOTrainer
-    from lockstep.training.grpo_config import GRPOConfig
+    from lockstep.training.methods.grpo_config import GRPOConfig
+    from lockstep.training.trainers.grpo import GRPOTrainer
 
     quiet_libraries()
     line = ["--config", str(RECIPE), "--max_steps", str(steps), "--save_strategy", "no", "--output_dir", folder]

@@ -28,7 +28,7 @@ from against_trl.floors import cpu_name
 from against_trl.workloads import make_model
 
 from lockstep.cli.huge_pages import kernel_setting, with_huge_pages
-from lockstep.training.precision import engine_dtype
+from lockstep.training.config.precision import engine_dtype
 
 HERE = Path(__file__).parent
 Round = dict[str, Any]

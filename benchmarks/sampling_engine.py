@@ -51,7 +51,7 @@ def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
     from lockstep.engines.vllm_inprocess import VLLMInProcess
     from lockstep.models.policy import load_policy
     from lockstep.sync.push import push_weights
-    from lockstep.training.precision import engine_dtype
+    from lockstep.training.config.precision import engine_dtype
 
     policy = load_policy(model)
     start = time.perf_counter()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.training.precision import has_fast_bf16
+from lockstep.training.config.precision import has_fast_bf16
 
 # The 135M model: rows that multiply every token, and those that only a predicting token meets.
 _TRUNK, _HEAD = 106_168_320, 28_311_552

@@ -175,13 +175,13 @@ class Lockstep:
 
     def _positions(self) -> dict[str, int]:
         """Positions of the last step, a shared beginning once: learned from, only verified, all; and tokens only verified."""
-        from lockstep.training.packing import pack_sequences
+        from lockstep.training.batch.pack import pack_sequences
 
         generation, objective = self.trainer._generation, self.trainer.objective
         found = {"positions": 0, "still_positions": 0, "all_positions": 0, "still_tokens": 0}
         for batch in generation.micro_batches if generation is not None else ():
-            still = [s for s in batch if not objective.moves(s)]
-            moving = [s for s in batch if objective.moves(s)]
+            still = [s for s in batch if not objective.has_gradient(s)]
+            moving = [s for s in batch if objective.has_gradient(s)]
             for name, sequences in (("positions", moving), ("still_positions", still), ("all_positions", batch)):
                 packs = pack_sequences(sequences, self.trainer.config.token_budget)
                 found[name] += sum(pack.input_ids.numel() for pack in packs)

@@ -28,7 +28,7 @@ from plot import drawing
 from workloads import make_model, workload
 
 from lockstep.cli.huge_pages import kernel_setting, with_huge_pages
-from lockstep.training.precision import has_fast_bf16
+from lockstep.training.config.precision import has_fast_bf16
 
 HERE = Path(__file__).parent
 GROWTH = [f"completions-{n}" for n in (8, 16, 32, 64, 128, 256)] + [

@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import InputError, LockstepError, ProofError
 
 if TYPE_CHECKING:
-    from lockstep.training.grpo import GRPOTrainer
-    from lockstep.training.grpo_config import GRPOConfig
-    from lockstep.training.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-    from lockstep.training.ppo import PPOConfig, PPOTrainer
-    from lockstep.training.reinforce_pp import ReinforcePPConfig, ReinforcePPTrainer
-    from lockstep.training.rloo import RLOOConfig, RLOOTrainer
+    from lockstep.training.methods.grpo_config import GRPOConfig
+    from lockstep.training.methods.online_dpo import OnlineDPOConfig
+    from lockstep.training.methods.ppo import PPOConfig
+    from lockstep.training.methods.reinforce_pp import ReinforcePPConfig
+    from lockstep.training.methods.rloo import RLOOConfig
+    from lockstep.training.trainers.grpo import GRPOTrainer
+    from lockstep.training.trainers.online_dpo import OnlineDPOTrainer
+    from lockstep.training.trainers.ppo import PPOTrainer
+    from lockstep.training.trainers.reinforce_pp import ReinforcePPTrainer
+    from lockstep.training.trainers.rloo import RLOOTrainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,16 +34,16 @@ __all__ = [
     "ReinforcePPTrainer",
 ]
 _WHERE = {
-    "GRPOConfig": "grpo_config",
-    "GRPOTrainer": "grpo",
-    "OnlineDPOConfig": "online_dpo",
-    "OnlineDPOTrainer": "online_dpo",
-    "PPOConfig": "ppo",
-    "PPOTrainer": "ppo",
-    "RLOOConfig": "rloo",
-    "RLOOTrainer": "rloo",
-    "ReinforcePPConfig": "reinforce_pp",
-    "ReinforcePPTrainer": "reinforce_pp",
+    "GRPOConfig": "methods.grpo_config",
+    "GRPOTrainer": "trainers.grpo",
+    "OnlineDPOConfig": "methods.online_dpo",
+    "OnlineDPOTrainer": "trainers.online_dpo",
+    "PPOConfig": "methods.ppo",
+    "PPOTrainer": "trainers.ppo",
+    "ReinforcePPConfig": "methods.reinforce_pp",
+    "ReinforcePPTrainer": "trainers.reinforce_pp",
+    "RLOOConfig": "methods.rloo",
+    "RLOOTrainer": "trainers.rloo",
 }
 
 

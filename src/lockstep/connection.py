@@ -15,7 +15,7 @@ from lockstep.engines.server_calls import ServerCalls
 from lockstep.engines.transport import WeightTransport
 from lockstep.engines.vllm_server import VLLMServer
 from lockstep.errors import ProofError
-from lockstep.parity.canary import check_canary, sing
+from lockstep.parity.canary import check_canary, score_canary
 from lockstep.parity.gap import GapStats
 from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
@@ -105,7 +105,7 @@ class Connection:
             )
         probed = self._probed(self.version)
         precision = Precision(None)
-        gap = sing(self._model, self.engine, self.settings().max_model_len, precision)
+        gap = score_canary(self._model, self.engine, self.settings().max_model_len, precision)
         check_canary(gap, tolerance(self.settings().dtype, self._model.dtype), self.version)
         return probed, gap
 

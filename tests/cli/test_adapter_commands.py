@@ -16,7 +16,7 @@ from lockstep.cli.arguments import RunArguments, parse
 from lockstep.cli.main import main
 from lockstep.errors import InputError
 from lockstep.models import quantised
-from lockstep.training.grpo_config import GRPOConfig
+from lockstep.training.methods.grpo_config import GRPOConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 __all__ = ["home"]
@@ -40,7 +40,8 @@ def test_an_adapter_is_trained_and_gone_on_with(
     asked = []
     check = quantised.check_quantization
     monkeypatch.setattr(
-        "lockstep.training.policy.check_quantization", lambda wanted, lora: (asked.append(wanted), check(wanted, lora))
+        "lockstep.training.forward.policy.check_quantization",
+        lambda wanted, lora: (asked.append(wanted), check(wanted, lora)),
     )
     path = config(home, untied_dir, **{**fields, **LORA, "load_in_4bit": four_bits})
     assert main([command, "--config", path, "--output_dir", str(home / "whole")]) == 0, capsys.readouterr().err

@@ -9,7 +9,7 @@ import yaml
 
 from lockstep.cli.arguments import RunArguments, parse
 from lockstep.cli.main import main
-from lockstep.training.grpo_config import GRPOConfig
+from lockstep.training.methods.grpo_config import GRPOConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

@@ -19,7 +19,7 @@ from tiny import make_model, make_tokenizer
 from lockstep.cli.main import main
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.tasks.builtin_rewards import accuracy
-from lockstep.training.online import OnlineTrainer
+from lockstep.training.trainers.online import OnlineTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

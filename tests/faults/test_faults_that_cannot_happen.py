@@ -22,9 +22,10 @@ from lockstep.rollouts.collect import collect
 from lockstep.rollouts.group import Prompt
 from lockstep.sync.push import push_weights
 from lockstep.tokens.tokenizer import fit_vocabulary
-from lockstep.training.generation import prepare_generation
-from lockstep.training.grpo import GRPOObjective, GRPOTrainer
-from lockstep.training.grpo_config import GRPOConfig
+from lockstep.training.methods.grpo import GRPOObjective
+from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.training.step.generation import prepare_generation
+from lockstep.training.trainers.grpo import GRPOTrainer
 from lockstep.verify.stage import Stage
 
 KNOWN = [f"{letter}{i}" for letter, count in zip("TLWPA", (6, 5, 8, 6, 6), strict=True) for i in range(1, count + 1)]

@@ -55,8 +55,8 @@ CAUGHT_BY = {
 def test_the_fault_is_caught_by_its_proof(stage: Stage, fault: Fault) -> None:
     control, verdict = run_self_test(stage, lambda name: None, (fault,))
     assert control.caught_by == "", control.message
-    if verdict.left_out:
-        pytest.skip(verdict.left_out)
+    if verdict.skipped:
+        pytest.skip(verdict.skipped)
     assert verdict.caught_by in CAUGHT_BY[fault.id], f"{verdict.caught_by}: {verdict.message}"
 
 
@@ -66,8 +66,8 @@ def test_in_bf16_every_fault_that_its_rounding_leaves_is_caught(tied_dir: str, t
     with stage_on(tied_dir, tmp_path, use_vllm=True, bf16=True) as stage:
         control, *verdicts = run_self_test(stage, lambda name: None)
     assert control.caught_by == "", control.message
-    assert {v.id for v in verdicts if v.left_out} == {"W5", "small-1", "P5"}
-    assert [v.id for v in verdicts if not v.left_out and not v.caught_by] == []
+    assert {v.id for v in verdicts if v.skipped} == {"W5", "small-1", "P5"}
+    assert [v.id for v in verdicts if not v.skipped and not v.caught_by] == []
 
 
 def test_the_table_is_that_of_the_faults() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import ProofError
-from lockstep.parity.canary import canary_sequences, sing
+from lockstep.parity.canary import canary_sequences, score_canary
 from lockstep.parity.gap import over_limits
 from lockstep.parity.samples import check_samples
 from lockstep.parity.tolerances import tolerance
@@ -29,9 +29,9 @@ def test_the_sequences_are_fixed_and_fit() -> None:
 def test_both_sides_agree_until_the_policy_moves_without_a_push(stage: Stage) -> None:
     context = stage.engine.settings().max_model_len
     stage.push()
-    assert over_limits(sing(stage.model, stage.engine, context, stage.precision), SINGLE) == []
+    assert over_limits(score_canary(stage.model, stage.engine, context, stage.precision), SINGLE) == []
     with stage.moved(0.01):
-        found = sing(stage.model, stage.engine, context, stage.precision)
+        found = score_canary(stage.model, stage.engine, context, stage.precision)
     assert len(over_limits(found, SINGLE)) >= 2
 
 

@@ -21,8 +21,8 @@ from training import equal, make_trainer, train, weights
 from lockstep.errors import ProofError
 from lockstep.parity.receipt import check_receipt
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.training.checkpoints import last_checkpoint
-from lockstep.training.grpo import GRPOTrainer
+from lockstep.training.run_files.checkpoints import last_checkpoint
+from lockstep.training.trainers.grpo import GRPOTrainer
 
 pytestmark = VLLM
 

@@ -21,21 +21,24 @@ from tiny import make_model, perturbed
 from training import even_tokens, make_trainer, train
 from transformers import PreTrainedModel
 
-import lockstep.training.proofs as proofs
+import lockstep.training.generate.proofs as proofs
 from lockstep.engines.protocol import Completion
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.parity.receipt import check_receipt
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
-from lockstep.training.generation import Generation
-from lockstep.training.grpo import GRPOTrainer
-from lockstep.training.online import OnlineTrainer
-from lockstep.training.online_dpo import OnlineDPOTrainer
-from lockstep.training.online_dpo_config import OnlineDPOConfig
-from lockstep.training.ppo import PPOConfig, PPOTrainer
-from lockstep.training.reinforce_pp import ReinforcePPConfig, ReinforcePPTrainer
-from lockstep.training.rloo import RLOOConfig, RLOOTrainer
+from lockstep.training.methods.online_dpo import OnlineDPOConfig
+from lockstep.training.methods.ppo import PPOConfig
+from lockstep.training.methods.reinforce_pp import ReinforcePPConfig
+from lockstep.training.methods.rloo import RLOOConfig
+from lockstep.training.step.generation import Generation
+from lockstep.training.trainers.grpo import GRPOTrainer
+from lockstep.training.trainers.online import OnlineTrainer
+from lockstep.training.trainers.online_dpo import OnlineDPOTrainer
+from lockstep.training.trainers.ppo import PPOTrainer
+from lockstep.training.trainers.reinforce_pp import ReinforcePPTrainer
+from lockstep.training.trainers.rloo import RLOOTrainer
 from lockstep.verify.explain import explain_run
 
 pytestmark = VLLM

@@ -27,7 +27,7 @@ from lockstep.sync.chunks import chunks
 from lockstep.sync.gloo import GlooTransport
 from lockstep.sync.slots import FilledSlots
 from lockstep.sync.source import PlainSource
-from lockstep.training.grpo import GRPOTrainer
+from lockstep.training.trainers.grpo import GRPOTrainer
 
 pytestmark = VLLM
 

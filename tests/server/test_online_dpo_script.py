@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 
 import lockstep
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.training.online_dpo import OnlineDPOObjective, OnlineDPOTrainer
-from lockstep.training.packing import TrainingSequence
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.methods.online_dpo import OnlineDPOObjective
+from lockstep.training.trainers.online_dpo import OnlineDPOTrainer
 
 pytestmark = VLLM
 SCRIPT = Path(__file__).parent / "trl_6228.py"
@@ -48,7 +49,7 @@ class Recording:
 def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
     """Of what a script does that imports the trainer from lockstep."""
     found = Recording()
-    advise, loss = OnlineDPOObjective.advise, OnlineDPOObjective.loss
+    with_advantages, loss = OnlineDPOObjective.with_advantages, OnlineDPOObjective.loss
 
     class Watched(OnlineDPOTrainer):
         def __init__(self, *, reward_funcs: Callable[..., list[float]], **arguments: Any) -> None:
@@ -62,8 +63,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
             assert not found.scored
             found.trainers.append(self)
 
-    def advised(objective: Any, groups: Any, sequences: Any) -> Any:
-        found.paired.append(advise(objective, groups, sequences))
+    def watched(objective: Any, groups: Any, sequences: Any) -> Any:
+        found.paired.append(with_advantages(objective, groups, sequences))
         found.learned.append(set())
         return found.paired[-1]
 
@@ -72,7 +73,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
         return loss(objective, batch, tally)
 
     monkeypatch.setattr(lockstep, "OnlineDPOTrainer", Watched)
-    monkeypatch.setattr(OnlineDPOObjective, "advise", advised)
+    monkeypatch.setattr(OnlineDPOObjective, "with_advantages", watched)
     monkeypatch.setattr(OnlineDPOObjective, "loss", learned)
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     yield found
@@ -188,7 +189,7 @@ def test_trls_script_runs_as_it_stands_once_its_import_is_changed(
 def test_the_example_prefers_the_longer_answer_and_neither_where_both_are_equal(
     server: Server, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
 ) -> None:
-    monkeypatch.setattr("lockstep.training.config.has_fast_bf16", lambda: False)
+    monkeypatch.setattr("lockstep.training.config.online_config.has_fast_bf16", lambda: False)
     module, steps, batch, cap = example("online_dpo"), 3, 4, 14
     length = module.longer
     # Capped, so that many are equal.

@@ -22,8 +22,8 @@ from training import equal, make_trainer, train
 from lockstep.engines import connect
 from lockstep.errors import ProofError
 from lockstep.server.keys import KEY_VARIABLE, read_key
-from lockstep.training.checkpoints import last_checkpoint
-from lockstep.training.grpo import GRPOTrainer
+from lockstep.training.run_files.checkpoints import last_checkpoint
+from lockstep.training.trainers.grpo import GRPOTrainer
 
 pytestmark = [*VLLM, pytest.mark.long]
 

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 import lockstep
 from lockstep.engines.protocol import Completion, Engine
-from lockstep.training.online import OnlineTrainer
+from lockstep.training.trainers.online import OnlineTrainer
 
 # What one optimizer step learns from: completions; with Online DPO, prompts.
 STEP = 8

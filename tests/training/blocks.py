@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from lockstep.training import tree_attention
+from lockstep.training.forward import tree_attention
 
 
 @contextmanager

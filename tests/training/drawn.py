@@ -24,13 +24,13 @@ from subjects import Subject
 from lockstep import OnlineDPOConfig
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.models.adapters import causal_model
+from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.training.generation import prepare_generation, sequences_of
-from lockstep.training.objective import Objective
-from lockstep.training.packing import TrainingSequence
-from lockstep.training.phases import PhaseClock
-from lockstep.training.scoring import why_plain_rows
-from lockstep.training.update import Policy, UpdateSums, learn, score_all
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.scoring import why_plain_rows
+from lockstep.training.methods.objective import Objective
+from lockstep.training.step.generation import prepare_generation, sequences_of
+from lockstep.training.step.update import Policy, UpdateSums, learn, score_all
 
 # Scalar loss of one optimizer step, by the reference.
 ReferenceLoss = Callable[[Subject, Drawn, slice], torch.Tensor]
@@ -203,7 +203,7 @@ def check(
     assert generation.sampled_tokens == sum(shape["lengths"])
     if not drawn.moved:
         generation = generation.changed(
-            lambda s: s if shape["scored"] and not objective.moves(s) else replace(s, old_logps=None)
+            lambda s: s if shape["scored"] and not objective.has_gradient(s) else replace(s, old_logps=None)
         )
     model = causal_model(subject.model)
     rows = why_plain_rows(model, max(len(s.prompt_ids) + len(s.completion_ids) for s in drawn.sequences)) is not None

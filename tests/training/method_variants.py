@@ -12,12 +12,12 @@ from reference_methods import Drawn
 from subjects import Subject
 
 from lockstep import GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
-from lockstep.training.grpo import GRPOObjective
-from lockstep.training.objective import Objective
-from lockstep.training.online_dpo import OnlineDPOObjective
-from lockstep.training.ppo import PPOObjective
-from lockstep.training.reinforce_pp import ReinforcePPObjective
-from lockstep.training.rloo import RLOOObjective
+from lockstep.training.methods.grpo import GRPOObjective
+from lockstep.training.methods.objective import Objective
+from lockstep.training.methods.online_dpo import OnlineDPOObjective
+from lockstep.training.methods.ppo import PPOObjective
+from lockstep.training.methods.reinforce_pp import ReinforcePPObjective
+from lockstep.training.methods.rloo import RLOOObjective
 
 CLASSES: dict[str, tuple[type, type[Objective]]] = {
     "GRPO": (GRPOConfig, GRPOObjective),

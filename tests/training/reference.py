@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.training.grpo_config import GRPOConfig
-from lockstep.training.packing import TrainingSequence
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.methods.grpo_config import GRPOConfig
 
 
 def sampled_places(sequence: TrainingSequence) -> list[int]:

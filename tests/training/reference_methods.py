@@ -17,7 +17,7 @@ from hypothesis import assume
 from reference import sampled_places
 from transformers import PreTrainedModel
 
-from lockstep.training.packing import TrainingSequence
+from lockstep.training.batch.sequence import TrainingSequence
 
 
 @dataclass
@@ -167,7 +167,7 @@ def leave_one_out(drawn: Drawn, config: Any) -> list[float]:
     """RLOO's: the KL of the whole completion is part of its reward."""
     penalties = iter(
         sum(s.old_logps or ()) - sum(s.ref_logps or ()) if config.beta and not out else 0.0
-        for s, out in zip(drawn.sequences, left_out(drawn, config), strict=True)
+        for s, out in zip(drawn.sequences, is_masked(drawn, config), strict=True)
     )
     found: list[float | None] = []
     low, high = config.reward_clip_range or (-math.inf, math.inf)
@@ -184,7 +184,7 @@ def leave_one_out(drawn: Drawn, config: Any) -> list[float]:
     return [a or 0.0 for a in found]
 
 
-def left_out(drawn: Drawn, config: Any) -> list[bool]:
+def is_masked(drawn: Drawn, config: Any) -> list[bool]:
     """Completions that were cut at the limit, where such ones are masked."""
     return [cut and config.mask_truncated_completions for cut in drawn.cut]
 
@@ -192,7 +192,7 @@ def left_out(drawn: Drawn, config: Any) -> list[bool]:
 def counted(drawn: Drawn, config: Any, least: int = 1) -> list[bool]:
     """Completions that are scored in a group of at least so many scored ones, and not left out."""
     known = [sum(r is not None for r in group) >= least for group in drawn.rewards for _ in group]
-    columns = zip(drawn.flat_rewards, known, left_out(drawn, config), strict=True)
+    columns = zip(drawn.flat_rewards, known, is_masked(drawn, config), strict=True)
     return [r is not None and enough and not out for r, enough, out in columns]
 
 

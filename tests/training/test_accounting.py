@@ -16,7 +16,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from lockstep.engines.protocol import Engine
 from lockstep.models.quantised import is_quantised
-from lockstep.training.online import OnlineTrainer
+from lockstep.training.trainers.online import OnlineTrainer
 
 CUTS: list[tuple[int, dict[str, Any]]] = [(4, {}), (2, {"token_budget": 48, "logits_chunk_size": 5}), (1, {})]
 OPTIONS = [(case, option) for case, made in CASES.items() for option in made.without]

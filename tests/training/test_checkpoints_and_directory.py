@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import InputError, LockstepError
-from lockstep.training.checkpoints import checkpoint_step, cut_back, guarded_save, last_checkpoint, whole_or_absent
-from lockstep.training.run_directory import RunPlace
-from lockstep.training.run_directory import open_run as locked_run
+from lockstep.training.run_files.checkpoints import (
+    checkpoint_step,
+    cut_back,
+    guarded_save,
+    last_checkpoint,
+    whole_or_absent,
+)
+from lockstep.training.run_files.run_directory import RunPlace
+from lockstep.training.run_files.run_directory import open_run as locked_run
 
 
 def open_run(folder: Path, settings: dict[str, object]) -> RunPlace:

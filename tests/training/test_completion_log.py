@@ -15,7 +15,7 @@ from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
 from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.completion_log import rows_of
+from lockstep.training.run_files.completion_log import rows_of
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(4)]})
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-import lockstep.training.config
+import lockstep.training.config.online_config
 from lockstep.errors import InputError
-from lockstep.training.grpo_config import GRPOConfig
+from lockstep.training.methods.grpo_config import GRPOConfig
 
 
 def config(**fields: Any) -> GRPOConfig:
@@ -103,7 +103,7 @@ def test_precision_follows_the_machine_and_the_engine_follows_the_trainer() -> N
 def test_where_nothing_is_said_both_sides_take_bf16_exactly_where_it_is_fast(
     fast: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lockstep.training.config, "has_fast_bf16", lambda: fast)
+    monkeypatch.setattr(lockstep.training.config.online_config, "has_fast_bf16", lambda: fast)
     made = config()
     assert made.bf16 is fast
     assert made.engine_torch_dtype == made.trainer_dtype == dtype

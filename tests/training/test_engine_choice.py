@@ -15,7 +15,7 @@ from lockstep import GRPOConfig
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
 from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.engine import start_engine
+from lockstep.training.generate.engine import start_engine
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,8 +16,9 @@ from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import ProofError
 from lockstep.models.policy import fp32_head_product
 from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.packing import TrainingSequence, pack_sequences
-from lockstep.training.scoring import score_pack
+from lockstep.training.batch.pack import pack_sequences
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.scoring import score_pack
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 

@@ -16,16 +16,16 @@ from methods import ALONE, GROUPS, INTERRUPTED, PAIRS, PROMPTS, make, parameters
 from tiny import make_tokenizer
 
 import lockstep
-import lockstep.training.policy
-import lockstep.training.preparation
+import lockstep.training.forward.policy
+import lockstep.training.step.preparation
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.parity.receipt import RECEIPT, check_chain, check_receipt
 from lockstep.rollouts.group import Rollout
 from lockstep.rollouts.interruptions import Interruption
-from lockstep.training.generation import Generation, sequences_of
-from lockstep.training.interruption_fields import interruption_of
+from lockstep.training.config.interruption import interruption_of
 from lockstep.training.run import curve_settings
+from lockstep.training.step.generation import Generation, sequences_of
 
 LIMIT = 20
 AFTER = INTERRUPTED["max_thinking_length"]
@@ -132,7 +132,7 @@ def test_a_trainer_that_took_what_was_put_in_for_sampled_is_stopped(
         made = zip(sequences_of(groups, version), whole, strict=True)
         return [replace(s, sampled=None, behaviour_logps=logps) for s, logps in made]
 
-    monkeypatch.setattr(lockstep.training.preparation, "sequences_of", all_sampled)
+    monkeypatch.setattr(lockstep.training.step.preparation, "sequences_of", all_sampled)
     run = make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS))
     with pytest.raises(ProofError, match="tokens were compared at version 0"):
         run.train()
@@ -255,7 +255,7 @@ def test_fields_that_contradict_each_other_are_named(method: str, fields: dict[s
 def test_what_only_the_tokenizer_can_tell_is_named_before_a_model_is_loaded(
     fields: dict[str, Any], message: str, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lockstep.training.policy, "load_policy", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(lockstep.training.forward.policy, "load_policy", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(InputError, match=message):
         make("GRPO", untied_dir, tmp_path, None, {**limited("GRPO", GROUPS), "stop_strings": None, **fields})  # type: ignore[arg-type]
 

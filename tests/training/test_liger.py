@@ -15,7 +15,7 @@ from tiny import make_model
 
 from lockstep.errors import InputError
 from lockstep.models import liger
-from lockstep.training.grpo_config import GRPOConfig
+from lockstep.training.methods.grpo_config import GRPOConfig
 
 pytest.importorskip("liger_kernel", reason="Liger is not installed here")
 

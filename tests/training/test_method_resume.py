@@ -17,7 +17,7 @@ from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
 from lockstep.parity.receipt import RECEIPT, read_receipt
-from lockstep.training.online import OnlineTrainer
+from lockstep.training.trainers.online import OnlineTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,8 +17,8 @@ from subjects import ARCHITECTURES, in_double
 
 from lockstep import GRPOConfig, OnlineDPOConfig
 from lockstep.rollouts.judges import judge_pairs, judged
-from lockstep.training.grpo import GRPOObjective
-from lockstep.training.online_dpo import OnlineDPOObjective
+from lockstep.training.methods.grpo import GRPOObjective
+from lockstep.training.methods.online_dpo import OnlineDPOObjective
 
 pytestmark = pytest.mark.usefixtures("one_thread", "trees")
 

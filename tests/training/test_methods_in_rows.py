@@ -16,7 +16,7 @@ from subjects import ROWS, in_double
 from tiny import make_model, make_stateful, save
 
 from lockstep.models.adapters import causal_model
-from lockstep.training.scoring import why_plain_rows
+from lockstep.training.forward.scoring import why_plain_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

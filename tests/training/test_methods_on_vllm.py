@@ -14,13 +14,13 @@ from tiny import CONTEXT, make_model
 from transformers import PreTrainedModel, TrainerCallback
 
 from lockstep.engines.vllm_inprocess import VLLMInProcess
-from lockstep.parity.canary import sing
+from lockstep.parity.canary import score_canary
 from lockstep.parity.module_probe import ModuleProbe
 from lockstep.parity.rescoring import Precision
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.sync.adapters import weights_of
-from lockstep.training.online_dpo import OnlineDPOObjective
-from lockstep.training.packing import TrainingSequence
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.methods.online_dpo import OnlineDPOObjective
 
 pytestmark = VLLM
 LIMIT = 1e-3
@@ -59,7 +59,7 @@ def changed(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> set
 def differing(engine: VLLMInProcess, model: PreTrainedModel) -> tuple[set[str], float]:
     """Modules that compute with other weights in the engine, and the largest gap when both score a few sequences anew."""
     probed = ModuleProbe(model, engine, torch.float32).measure(1, every=True)
-    return set(probed.failed), sing(model, engine, CONTEXT, Precision()).max_abs
+    return set(probed.failed), score_canary(model, engine, CONTEXT, Precision()).max_abs
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
@@ -108,14 +108,14 @@ def test_online_dpos_pairs_are_those_of_a_prompt_with_vllm_too(
     untied_dir: str, tmp_path: Path, vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learned: list[tuple[list[RolloutGroup], list[TrainingSequence]]] = []
-    advise = OnlineDPOObjective.advise
+    with_advantages = OnlineDPOObjective.with_advantages
 
     def watched(objective: Any, groups: Any, sequences: Any) -> Any:
-        found = advise(objective, groups, sequences)
+        found = with_advantages(objective, groups, sequences)
         learned.append((list(groups), found))
         return found
 
-    monkeypatch.setattr(OnlineDPOObjective, "advise", watched)
+    monkeypatch.setattr(OnlineDPOObjective, "with_advantages", watched)
     make("OnlineDPO", untied_dir, tmp_path, vllm, {**PAIRS, "per_device_train_batch_size": 4, "max_steps": 2}).train()
     assert len(learned) == 2
     signs = []

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.training.pack_plan import cut_rows, cut_tree
+from lockstep.training.batch.pack_plan import cut_rows, cut_tree
 
 Paths = list[tuple[int, ...]]
 # The size of a pack of some units, and what of it another cut would have spared.

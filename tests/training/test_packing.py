@@ -20,13 +20,14 @@ from tiny import make_model
 from transformers import PreTrainedModel
 
 from lockstep.algorithms.policy_loss import token_weights
-from lockstep.training.grpo import GRPOObjective
-from lockstep.training.grpo_config import GRPOConfig
-from lockstep.training.packing import TrainingSequence, pack_rows, pack_sequences, token_names
-from lockstep.training.phases import PhaseClock
-from lockstep.training.scoring import score_pack
-from lockstep.training.tree_attention import adopt_tree_attention
-from lockstep.training.update import Policy, UpdateSums, learn, score_all
+from lockstep.report.phases import PhaseClock
+from lockstep.training.batch.pack import pack_rows, pack_sequences
+from lockstep.training.batch.sequence import TrainingSequence, token_names
+from lockstep.training.forward.scoring import score_pack
+from lockstep.training.forward.tree_attention import adopt_tree_attention
+from lockstep.training.methods.grpo import GRPOObjective
+from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.training.step.update import Policy, UpdateSums, learn, score_all
 
 MODELS = {kind: make_model(kind, tied=kind == "llama") for kind in ("qwen2", "llama")}
 # In double precision a difference is a mistake and not rounding, however degenerate the drawn step is.

@@ -16,9 +16,10 @@ from tiny import make_model, make_stateful, make_tokenizer
 from transformers import PreTrainedModel
 
 from lockstep import GRPOConfig, GRPOTrainer, InputError
-from lockstep.training.packing import TrainingSequence, pack_rows
-from lockstep.training.scoring import why_plain_rows
-from lockstep.training.setup import needs_plain_rows
+from lockstep.training.batch.pack import pack_rows
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.scoring import why_plain_rows
+from lockstep.training.trainers.setup import needs_plain_rows
 
 WINDOW = 6
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.training.precision import engine_dtype, has_fast_bf16
+from lockstep.training.config.precision import engine_dtype, has_fast_bf16
 
 # What PyTorch reports of processors, as far as it matters here.
 EPYC_7003 = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx512_bf16": False, "amx_bf16": False}

@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.training.grpo_config import GRPOConfig
-from lockstep.training.prompt_order import GenerationBatches, PromptOrder
+from lockstep.training.data.prompt_order import GenerationBatches, PromptOrder
+from lockstep.training.methods.grpo_config import GRPOConfig
 
 
 def order_of(

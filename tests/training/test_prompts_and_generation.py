@@ -9,11 +9,11 @@ from tiny import make_tokenizer
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.training.generation import prepare_generation
-from lockstep.training.grpo import GRPOObjective
-from lockstep.training.grpo_config import GRPOConfig
-from lockstep.training.prompts import check_dataset, load_prompts
-from lockstep.training.rollout_metrics import mean_with_interval, rollout_metrics
+from lockstep.training.data.prompts import check_dataset, load_prompts
+from lockstep.training.generate.metrics import mean_with_interval, rollout_metrics
+from lockstep.training.methods.grpo import GRPOObjective
+from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.training.step.generation import prepare_generation
 
 
 @pytest.mark.parametrize(

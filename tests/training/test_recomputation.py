@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 from lockstep.models.adapters import causal_model
-from lockstep.training import recomputation, scoring
-from lockstep.training.packing import Pack, TrainingSequence, pack_rows, pack_sequences
-from lockstep.training.recomputation import products_kept
-from lockstep.training.scoring import score_pack
-from lockstep.training.tree_attention import adopt_tree_attention
+from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward import recomputation, scoring
+from lockstep.training.forward.recomputation import products_kept
+from lockstep.training.forward.scoring import score_pack
+from lockstep.training.forward.tree_attention import adopt_tree_attention
 
 ATEN = torch.ops.aten
 ATTENTION = ATEN._scaled_dot_product_flash_attention_for_cpu.default

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
-from lockstep.training.reference import Reference
+from lockstep.training.forward.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

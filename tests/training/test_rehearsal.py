@@ -14,8 +14,8 @@ from transformers import TrainerState
 
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
-from lockstep.training.grpo_config import GRPOConfig
-from lockstep.training.rehearsal import rehearse_functions
+from lockstep.training.data.rehearsal import rehearse_functions
+from lockstep.training.methods.grpo_config import GRPOConfig
 
 NOWHERE = "/no/such/model"
 ENGINE: Any = None

@@ -16,9 +16,10 @@ from test_packing import assert_same_gradients, config, gradients_beside_referen
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from lockstep.training.packing import TrainingSequence, pack_sequences
-from lockstep.training.scoring import score_pack, why_plain_rows
-from lockstep.training.tree_attention import adopt_tree_attention
+from lockstep.training.batch.pack import pack_sequences
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.scoring import score_pack, why_plain_rows
+from lockstep.training.forward.tree_attention import adopt_tree_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from lockstep.training.token_logps import token_logps
+from lockstep.training.forward.token_logps import token_logps
 
 WIDTH, VOCABULARY = 6, 19
 # So many that what is as wide as the vocabulary outweighs all else.

@@ -13,8 +13,8 @@ from datasets import Dataset
 from tiny import CONTEXT, make_model, make_tokenizer, save_model
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
-import lockstep.training.optimizer_step
-import lockstep.training.proofs
+import lockstep.training.generate.proofs
+import lockstep.training.step.optimizer_step
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
@@ -92,7 +92,7 @@ def test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(untied_dir, tmp_path, engine=hf_engine, max_steps=3)
-    real = lockstep.training.proofs.push_weights
+    real = lockstep.training.generate.proofs.push_weights
     moved: dict[str, torch.Tensor] = {}
 
     def skip_the_second(model: Any, engine: Engine, version: int) -> SyncRecord:
@@ -102,7 +102,7 @@ def test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves(
         engine.commit_version(version)
         return SyncRecord(version, "", 0, 0, 0.0)
 
-    monkeypatch.setattr(lockstep.training.proofs, "push_weights", skip_the_second)
+    monkeypatch.setattr(lockstep.training.generate.proofs, "push_weights", skip_the_second)
     with pytest.raises(ProofError, match=r"(?s)at version 1 .* the load was acknowledged without effect") as failed:
         run.train()
     assert failed.value.check == "module_probe"
@@ -170,7 +170,7 @@ def test_what_a_broken_call_of_train_left_does_not_reach_the_next(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(untied_dir, tmp_path, engine=hf_engine, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    real, calls = lockstep.training.optimizer_step.learn, []
+    real, calls = lockstep.training.step.optimizer_step.learn, []
 
     def breaks_at_the_second(*args: Any) -> float:
         calls.append(1)
@@ -178,7 +178,7 @@ def test_what_a_broken_call_of_train_left_does_not_reach_the_next(
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(lockstep.training.optimizer_step, "learn", breaks_at_the_second)
+    monkeypatch.setattr(lockstep.training.step.optimizer_step, "learn", breaks_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         run.train()
     run.train()

@@ -7,8 +7,9 @@ from blocks import Layer, small_blocks, tree_masks
 from hypothesis import given, settings
 from tiny import make_model
 
-from lockstep.training.packing import TrainingSequence, pack_sequences
-from lockstep.training.tree_attention import (
+from lockstep.training.batch.pack import pack_sequences
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.tree_attention import (
     TREE,
     TreePlan,
     adopt_tree_attention,

@@ -26,7 +26,7 @@ from two_ranks import ALONE, CLIPPED, WORK
 
 from lockstep.parity.receipt import check_chain
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.training.checkpoints import last_checkpoint
+from lockstep.training.run_files.checkpoints import last_checkpoint
 
 SCRIPT = Path(__file__).parent / "two_ranks.py"
 LIMIT = 400

@@ -16,11 +16,12 @@ from work import TWO_GROUPS, agreeing, all_apart, names_of, scored_in_part, work
 from lockstep.algorithms.masks import high_entropy_mask
 from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
-from lockstep.training.objective import Entropies
-from lockstep.training.optimizer_step import OptimizerStep
-from lockstep.training.packing import Pack, TrainingSequence, column
-from lockstep.training.scoring import TokenScores
-from lockstep.training.update import Policy
+from lockstep.training.batch.pack import Pack
+from lockstep.training.batch.sequence import TrainingSequence, column
+from lockstep.training.forward.scoring import TokenScores
+from lockstep.training.methods.objective import Entropies
+from lockstep.training.step.optimizer_step import OptimizerStep
+from lockstep.training.step.update import Policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -158,7 +159,7 @@ def test_a_step_that_loses_such_a_sequence_is_not_taken(
     real = OptimizerStep.learn
 
     def learn(step: OptimizerStep, policy: Policy, sequences: Sequence[TrainingSequence]) -> float:
-        return real(step, policy, [s for s in sequences if run.objective.moves(s)])
+        return real(step, policy, [s for s in sequences if run.objective.has_gradient(s)])
 
     monkeypatch.setattr(OptimizerStep, "learn", learn)
     with pytest.raises(ProofError, match="were compared"):
@@ -187,7 +188,7 @@ def test_figures_of_what_takes_no_pass_in_a_step_are_those_of_the_pass_before_th
     assert first["entropy"] == pytest.approx(float(before.mean()), rel=1e-5)
     # Of the group that agrees as it was, of the other one as it is after a step.
     pack, logps, entropies = later[-1]
-    agreed = column([s for s in batch if not run.objective.moves(s)], "entropies")
+    agreed = column([s for s in batch if not run.objective.has_gradient(s)], "entropies")
     assert second["entropy"] == pytest.approx(float(torch.cat([agreed, entropies]).mean()), rel=1e-5)
     assert second["entropy"] != pytest.approx(first["entropy"], rel=1e-4)
     # What the policy has moved is measured where it is known.

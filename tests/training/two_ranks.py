@@ -92,7 +92,7 @@ def resumed(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
     from accounts import make
 
-    from lockstep.training.checkpoints import cut_back
+    from lockstep.training.run_files.checkpoints import cut_back
 
     fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
     found = {}
@@ -213,7 +213,7 @@ def fails_to_learn(rank: int, model: str, folder: Path) -> Any:
     """A forward that one rank alone cannot do."""
     from accounts import make
 
-    import lockstep.training.optimizer_step as step
+    import lockstep.training.step.optimizer_step as step
 
     real = step.learn
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 from methods import GROUPS, reference_of
 
-from lockstep.training.online import OnlineTrainer
-from lockstep.training.packing import Pack
-from lockstep.training.scoring import TokenScores
-from lockstep.training.update import Policy
+from lockstep.training.batch.pack import Pack
+from lockstep.training.forward.scoring import TokenScores
+from lockstep.training.step.update import Policy
+from lockstep.training.trainers.online import OnlineTrainer
 
 # Two groups a step: the first prompt of `PROMPTS` agrees, the second one does not.
 TWO_GROUPS = {**GROUPS, "max_steps": 1, "shuffle_dataset": False}

@@ -12,7 +12,7 @@ from conftest import start
 from stages import config
 
 from lockstep.cli.main import main
-from lockstep.training.grpo import GRPOTrainer
+from lockstep.training.trainers.grpo import GRPOTrainer
 
 
 @pytest.fixture(scope="module")

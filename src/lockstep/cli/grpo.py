@@ -13,6 +13,6 @@ def run(words: list[str]) -> int:
 
 
 def _method() -> Any:
-    from lockstep.training.grpo import GRPOTrainer
+    from lockstep.training.trainers.grpo import GRPOTrainer
 
     return GRPOTrainer

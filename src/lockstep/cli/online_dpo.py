@@ -13,6 +13,6 @@ def run(words: list[str]) -> int:
 
 
 def _method() -> Any:
-    from lockstep.training.online_dpo import OnlineDPOTrainer
+    from lockstep.training.trainers.online_dpo import OnlineDPOTrainer
 
     return OnlineDPOTrainer

@@ -13,6 +13,6 @@ def run(words: list[str]) -> int:
 
 
 def _method() -> Any:
-    from lockstep.training.ppo import PPOTrainer
+    from lockstep.training.trainers.ppo import PPOTrainer
 
     return PPOTrainer

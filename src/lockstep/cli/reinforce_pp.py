@@ -13,6 +13,6 @@ def run(words: list[str]) -> int:
 
 
 def _method() -> Any:
-    from lockstep.training.reinforce_pp import ReinforcePPTrainer
+    from lockstep.training.trainers.reinforce_pp import ReinforcePPTrainer
 
     return ReinforcePPTrainer

@@ -13,6 +13,6 @@ def run(words: list[str]) -> int:
 
 
 def _method() -> Any:
-    from lockstep.training.rloo import RLOOTrainer
+    from lockstep.training.trainers.rloo import RLOOTrainer
 
     return RLOOTrainer

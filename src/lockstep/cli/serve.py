@@ -36,7 +36,7 @@ def run(words: list[str]) -> int:
     from lockstep.server.command import ServeOptions, command_line, environment
     from lockstep.server.keys import write_key
     from lockstep.server.supervisor import Supervisor, check_port
-    from lockstep.training.precision import engine_dtype
+    from lockstep.training.config.precision import engine_dtype
 
     if extra := [word for word in rest[:1] if not word.startswith("--")]:
         raise InputError(f"unexpected {extra[0]!r}; usage: lockstep serve MODEL [--field value …]")

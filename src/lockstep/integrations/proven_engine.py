@@ -1,7 +1,8 @@
 """An engine that a foreign trainer samples from: every push proven, every answer checked, a lost engine given its weights anew.
 
-Comes from: `integrations/trl.py`, on the rank that holds the engine. The proofs are those of `training/proofs.py`, without a config
-and without the gap of the optimizer step, which belongs to the trainer; the canary after every push stands in for it.
+Comes from: `integrations/trl.py`, on the rank that holds the engine. The proofs are those of `training/generate/proofs.py`,
+without a config and without the gap of the optimizer step, which belongs to the trainer; the canary after every push stands in
+for it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.answers import check_answers
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling, request_seed
-from lockstep.parity.canary import check_canary, sing
+from lockstep.parity.canary import check_canary, score_canary
 from lockstep.parity.gap import GapStats
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
 from lockstep.parity.rescoring import Precision
 from lockstep.parity.samples import check_samples
 from lockstep.parity.tolerances import tolerance
 from lockstep.sync.push import SyncRecord, push_weights
-from lockstep.training.recovery import Recovery
+from lockstep.training.generate.recovery import Recovery
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class ProvenEngine:
             self._probe = ModuleProbe(self._model, self._engine, self._dtype)
         probed = self._probe.measure(self._seed * 1_000_003 + self.version, every=not self._trusted)
         check_probe(probed, self.version)
-        canary = sing(self._model, self._engine, self._context, self._precision)
+        canary = score_canary(self._model, self._engine, self._context, self._precision)
         check_canary(canary, self._limit, self.version)
         self._trusted = True
         self.proof = PushProof(push, probed, canary)

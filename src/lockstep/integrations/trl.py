@@ -36,8 +36,8 @@ from lockstep.models.resolve import resolve_model
 from lockstep.parity.rescoring import Precision
 from lockstep.rollouts.ranks import Ranks
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
-from lockstep.training.engine import shake_hands, start_here
-from lockstep.training.setup import context_within
+from lockstep.training.generate.engine import shake_hands, start_here
+from lockstep.training.trainers.setup import context_within
 
 # A call loses its engine at most four times; each time it may push, generate and wait for it, one time limit each.
 _LONGEST_CALL = 12

@@ -1,9 +1,9 @@
 """Liger's Triton kernels for the trainer's model: what is accepted, before a model is loaded.
 
-Comes from: `training/config.py` and `training/policy.py`. Goes to: `transformers.Trainer`, which puts the kernels into the model as
-training begins: norms, rotary embedding, gated MLP. Head and loss stay Lockstep's. Liger's fused linear loss
-(`LigerFusedLinearGRPOLoss` of liger-kernel 0.8) has no kernel of its own: it is the head in chunks, in PyTorch, as
-`training/token_logps.py` is, and gives the same loss and gradients.
+Comes from: `training/config/online_config.py` and `training/forward/policy.py`. Goes to: `transformers.Trainer`, which puts the
+kernels into the model as training begins: norms, rotary embedding, gated MLP. Head and loss stay Lockstep's. Liger's fused linear
+loss (`LigerFusedLinearGRPOLoss` of liger-kernel 0.8) has no kernel of its own: it is the head in chunks, in PyTorch, as
+`training/forward/token_logps.py` is, and gives the same loss and gradients.
 """
 
 from __future__ import annotations

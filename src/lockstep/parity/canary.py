@@ -51,7 +51,7 @@ def canary_gap(
     return gap
 
 
-def sing(model: PreTrainedModel, engine: ProbedEngine, max_model_len: int, precision: Precision) -> GapStats:
+def score_canary(model: PreTrainedModel, engine: ProbedEngine, max_model_len: int, precision: Precision) -> GapStats:
     """Gap between engine and trainer over the canary's tokens, at temperature 1.
 
     Raises:

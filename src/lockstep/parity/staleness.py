@@ -1,7 +1,7 @@
 """How old tokens are: the current weight version less the one that each was sampled at. A pure check of completions.
 
-Comes from: completions that an engine sampled while the trainer went on (`training/sampling.py`). What is too old was lost from
-sight somewhere, and is not learned from.
+Comes from: completions that an engine sampled while the trainer went on (`training/generate/source.py`). What is too old was lost
+from sight somewhere, and is not learned from.
 """
 
 from __future__ import annotations

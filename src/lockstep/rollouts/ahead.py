@@ -1,8 +1,8 @@
 """Generations that an engine samples while the trainer still learns from earlier ones.
 
-Comes from: `training/sampling.py`, which begins each generation some steps before it is learned from and pushes weights meanwhile.
-Goes back there, generation by generation. A push lands in the middle of what is running: the tokens after it are the new weights',
-keys and values included, and every token says which weights sampled it.
+Comes from: `training/generate/source.py`, which begins each generation some steps before it is learned from and pushes weights
+meanwhile. Goes back there, generation by generation. A push lands in the middle of what is running: the tokens after it are the
+new weights', keys and values included, and every token says which weights sampled it.
 """
 
 from __future__ import annotations

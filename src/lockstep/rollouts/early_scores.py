@@ -1,6 +1,6 @@
 """Rewards while the engine is still sampling: a group is scored as soon as its last completion is there.
 
-Comes from: an engine's answers, one by one, in whatever order they arrive. Goes to: `training/sampling.py`, which takes the
+Comes from: an engine's answers, one by one, in whatever order they arrive. Goes to: `training/generate/source.py`, which takes the
 scores once the whole generation has been checked. Groups are scored one at a time, in one thread beside the engine's.
 """
 

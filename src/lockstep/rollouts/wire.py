@@ -1,6 +1,6 @@
 """Rollout groups and their scores in JSON types and back, for ranks that did not sample or score them.
 
-Comes from and goes to: `training/sampling.py`, through `rollouts/ranks.py`. Prompts do not travel: every rank has the same.
+Comes from and goes to: `training/generate/source.py`, through `rollouts/ranks.py`. Prompts do not travel: every rank has the same.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Packed batches, chunked log-probs and the trainers."""
+"""Training: from a data set to optimizer steps. `loop.py` is where to begin reading."""

@@ -24,10 +24,10 @@ from lockstep.report.live import LiveView
 from lockstep.report.summary import summarise
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.ranks import Ranks
-from lockstep.training.checkpoints import TRAINER_STATE, checkpoint_step
-from lockstep.training.config import OnlineConfig
-from lockstep.training.online import OnlineTrainer
-from lockstep.training.run_directory import SUMMARY, RunPlace, read_lines
+from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.run_files.checkpoints import TRAINER_STATE, checkpoint_step
+from lockstep.training.run_files.run_directory import SUMMARY, RunPlace, read_lines
+from lockstep.training.trainers.online import OnlineTrainer
 
 _SHOWN_ROLLOUTS = 12
 

@@ -12,11 +12,11 @@ from lockstep.engines.tensor_specs import dtype_name
 from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.parity.tolerances import outside_limit, tolerance
+from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Rollout, RolloutGroup
-from lockstep.training.generation import prepare_generation
-from lockstep.training.grpo import GRPOObjective
-from lockstep.training.phases import PhaseClock
-from lockstep.training.update import UpdateSums, learn
+from lockstep.training.methods.grpo import GRPOObjective
+from lockstep.training.step.generation import prepare_generation
+from lockstep.training.step.update import UpdateSums, learn
 from lockstep.verify.rows import Row, gap_row
 from lockstep.verify.stage import Stage
 

@@ -38,7 +38,7 @@ class Verdict:
         message: what that proof said.
         tokens: tokens that the engine had answered by then.
         steps: optimizer steps that had been let through.
-        left_out: why the fault cannot happen here, or empty.
+        skipped: why the fault cannot happen here, or empty.
     """
 
     id: str
@@ -47,7 +47,7 @@ class Verdict:
     message: str = ""
     tokens: int = 0
     steps: int = 0
-    left_out: str = ""
+    skipped: str = ""
 
 
 def run_self_test(stage: Stage, progress: Callable[[str], None], faults: tuple[Fault, ...] = FAULTS) -> list[Verdict]:
@@ -60,7 +60,7 @@ def run_self_test(stage: Stage, progress: Callable[[str], None], faults: tuple[F
         progress(f"{fault.id} {fault.what}")
         reason = fault.needs(stage)
         if reason:
-            verdicts.append(Verdict(fault.id, fault.what, left_out=reason))
+            verdicts.append(Verdict(fault.id, fault.what, skipped=reason))
             continue
         with stage.kept_weights():
             verdicts.append(_put_to_the_test(stage, fault))
@@ -85,7 +85,7 @@ def _put_to_the_test(stage: Stage, fault: Fault) -> Verdict:
         except ProofError as error:
             return Verdict(fault.id, fault.what, error.check, error.found, counted(), taken)
         except InputError as error:
-            return Verdict(fault.id, fault.what, left_out=f"it cannot be injected here: {error}")
+            return Verdict(fault.id, fault.what, skipped=f"it cannot be injected here: {error}")
         answered = counted()
     return Verdict(fault.id, fault.what, tokens=answered, steps=taken)
 
@@ -97,10 +97,10 @@ def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) 
         table.add_column(name, overflow="fold")
     control, faults = verdicts[0], verdicts[1:]
     for v in faults:
-        caught = f"[dim]left out: {escape(v.left_out)}" if v.left_out else v.caught_by or "[bold red]NOTHING"
-        table.add_row(v.id, escape(v.what), caught, "" if v.left_out else f"{v.steps} steps, {v.tokens} tokens")
+        caught = f"[dim]left out: {escape(v.skipped)}" if v.skipped else v.caught_by or "[bold red]NOTHING"
+        table.add_row(v.id, escape(v.what), caught, "" if v.skipped else f"{v.steps} steps, {v.tokens} tokens")
     console.print(table)
-    injected = [v for v in faults if not v.left_out]
+    injected = [v for v in faults if not v.skipped]
     stopped = sum(bool(v.caught_by) for v in injected)
     passed = stopped == len(injected) and not control.caught_by
     console.print(f"\n{len(injected)} injected, {stopped} caught", highlight=False)

@@ -25,9 +25,9 @@ from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.rollouts.collect import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.grpo import GRPOTrainer
-from lockstep.training.grpo_config import GRPOConfig
-from lockstep.training.prompt_order import MicroBatch
+from lockstep.training.data.prompt_order import MicroBatch
+from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.training.trainers.grpo import GRPOTrainer
 
 # What the command line adds to the user's own words: sizes that finish in a minute, and no files.
 SIZES = {

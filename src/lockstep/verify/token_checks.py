@@ -11,7 +11,7 @@ from lockstep.rollouts.group import Prompt
 from lockstep.tokens.chat import render_prompt
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import embedding_rows
-from lockstep.training.engine import shake_hands
+from lockstep.training.generate.engine import shake_hands
 from lockstep.verify.rows import Row
 from lockstep.verify.stage import Stage
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lockstep.errors import ProofError
-from lockstep.parity.canary import sing
+from lockstep.parity.canary import score_canary
 from lockstep.parity.gap import GapStats
 from lockstep.parity.tolerances import Tolerance
 from lockstep.verify.rows import Row, gap_row
@@ -16,7 +16,7 @@ _SYNC_FIX = "the engine does not compute with the weights it was sent; see which
 
 def canary(stage: Stage) -> list[Row]:
     """Fixed sequences, scored by both sides."""
-    found = sing(stage.model, stage.engine, stage.engine.settings().max_model_len, stage.precision)
+    found = score_canary(stage.model, stage.engine, stage.engine.settings().max_model_len, stage.precision)
     return [gap_row("canary", found, stage.trainer.proofs.limit, _SYNC_FIX)]
 
 

@@ -15,12 +15,12 @@ from unittest.mock import patch
 
 import torch
 
-import lockstep.training.preparation as trainer_module
+import lockstep.training.step.preparation as trainer_module
 import lockstep.verify.logprob_checks as checks
 from lockstep.engines.protocol import Completion, GenerationRequest, LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.engines.vllm_inprocess import VLLMInProcess
-from lockstep.training.generation import Generation
+from lockstep.training.step.generation import Generation
 from lockstep.verify.stage import Stage
 
 Patch = AbstractContextManager[Any]

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import torch
 
 import lockstep.rollouts.collect as collecting
-import lockstep.training.update as updating
+import lockstep.training.step.update as updating
 from lockstep.engines.protocol import Completion, GenerationRequest
-from lockstep.training.generation import Generation
-from lockstep.training.packing import TrainingSequence
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.step.generation import Generation
 from lockstep.verify.faults.seams import Fault, Patch, answers_become, at_temperature_one, generations_become
 from lockstep.verify.stage import Stage
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
-from lockstep.training.generation import Generation
-from lockstep.training.packing import TrainingSequence
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.step.generation import Generation
 from lockstep.verify.faults.seams import Fault, Patch, answers_become, generations_become, requests_become
 from lockstep.verify.stage import Stage
 

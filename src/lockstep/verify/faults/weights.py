@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 import lockstep.sync.vllm_backend as backend
-import lockstep.training.proofs as proofs_module
+import lockstep.training.generate.proofs as proofs_module
 from lockstep.engines.protocol import LoadedWeights, WeightReceiver
 from lockstep.sync.push import SyncRecord
 from lockstep.verify.faults.seams import Fault, Named, Patch, is_vllm, loads_instead, vllm_worker, weights_now

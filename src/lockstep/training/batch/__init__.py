@@ -1,0 +1,1 @@
+"""Sequences of ids become packs of tensors. Nothing here knows a model."""

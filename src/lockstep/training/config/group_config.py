@@ -1,0 +1,138 @@
+"""Methods that compare the completions of a group: how many are sampled, how they are cut up, clipping, and the reference model.
+
+Comes from: `training/config/online_config.py`. Goes to: the configs of GRPO, RLOO, REINFORCE++ and PPO.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from lockstep.errors import InputError
+from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.config.trl_fields import check_bounds, doc
+
+
+@dataclass
+class GroupConfig(OnlineConfig):
+    """What methods that sample groups have in common.
+
+    `per_device_train_batch_size` counts completions, as in TRL. One generation makes `per_device_train_batch_size ×
+    steps_per_generation` completions a process, of `… ÷ num_generations` prompts.
+
+    Raises:
+        InputError: fields contradict each other, or ask for something that is not supported yet.
+    """
+
+    num_generations: int = field(default=8, metadata=doc("Completions a prompt (the size of a group)."))
+    num_generations_eval: int | None = field(default=None, metadata=doc("The same in evaluation; default: as above."))
+    max_completion_length: int = field(default=512, metadata=doc("Most tokens of a completion."))
+    generation_batch_size: int | None = field(default=None, metadata=doc("Completions a generation, over all ranks."))
+    steps_per_generation: int | None = field(
+        default=None, metadata=doc("Micro-batches a generation; default: gradient_accumulation_steps.")
+    )
+    num_iterations: int = field(default=1, metadata=doc("Passes over each generation (μ in the GRPO paper)."))
+    epsilon: float = field(default=0.2, metadata=doc("Lower clip of the ratio: 1 − epsilon."))
+    epsilon_high: float | None = field(default=None, metadata=doc("Upper clip: 1 + epsilon_high; default: epsilon."))
+    beta: float = field(default=0.0, metadata=doc("Weight of the KL to the reference model; 0: no reference model."))
+    mask_truncated_completions: bool = field(
+        default=False,
+        metadata=doc("Leave completions cut at the length limit out of the loss (not out of the proof)."),
+    )
+    no_positive_resampling: float | None = field(
+        default=None,
+        metadata=doc(
+            "Mean reward of a group at which its prompt is in no later pass over the data; unset: none leaves."
+        ),
+    )
+    sync_ref_model: bool = field(default=False, metadata=doc("Let the reference model follow the policy (TR-DPO)."))
+    ref_model_mixup_alpha: float = field(default=0.6, metadata=doc("Share of the policy in the reference at a sync."))
+    ref_model_sync_steps: int = field(default=512, metadata=doc("Optimizer steps between two syncs."))
+
+    @property
+    def group_size(self) -> int:
+        return self.num_generations
+
+    @property
+    def group_size_eval(self) -> int:
+        return self.num_generations_eval or self.num_generations
+
+    @property
+    def least_group(self) -> int:
+        """Completions a prompt that the method needs at least."""
+        return 2
+
+    @property
+    def completion_limit(self) -> int:
+        return self.max_completion_length
+
+    @property
+    def parts_per_generation(self) -> int:
+        assert self.steps_per_generation is not None
+        return self.steps_per_generation
+
+    @property
+    def passes(self) -> int:
+        return self.num_iterations
+
+    @property
+    def clip_high(self) -> float:
+        """Upper clip of the ratio."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def size_generation(self) -> None:
+        """Fill in and check the sizes of a generation.
+
+        Raises:
+            InputError: they contradict each other.
+        """
+        if self.epsilon_high is None:
+            self.epsilon_high = self.epsilon
+        self._check_group_fields()
+        if self.num_generations < self.least_group:
+            raise InputError(
+                f"num_generations={self.num_generations}; an advantage needs at least {self.least_group} completions a prompt"
+            )
+        batch = self.per_device_train_batch_size * self.world_size
+        if self.generation_batch_size is not None:
+            if self.generation_batch_size % batch:
+                raise InputError(
+                    f"generation_batch_size={self.generation_batch_size} is no multiple of "
+                    f"per_device_train_batch_size × processes = {batch}"
+                )
+            steps = self.generation_batch_size // batch
+            if self.steps_per_generation not in (None, steps):
+                raise InputError(
+                    f"generation_batch_size={self.generation_batch_size} means steps_per_generation={steps}, but it is given "
+                    f"as {self.steps_per_generation}; give one of the two"
+                )
+            self.steps_per_generation = steps
+        elif self.steps_per_generation is None:
+            self.steps_per_generation = self.gradient_accumulation_steps
+        assert self.steps_per_generation is not None
+        self.generation_batch_size = batch * self.steps_per_generation
+        if self.generation_batch_size % self.num_generations:
+            raise InputError(
+                f"one generation makes {self.generation_batch_size} completions ({batch} × "
+                f"steps_per_generation={self.steps_per_generation}), no multiple of num_generations={self.num_generations}"
+            )
+        if self.steps_per_generation % self.gradient_accumulation_steps:
+            raise InputError(
+                f"steps_per_generation={self.steps_per_generation} is no multiple of gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}: an optimizer step would span two generations"
+            )
+
+    def _check_group_fields(self) -> None:
+        check_bounds(self, {"epsilon": (0.0, None), "epsilon_high": (0.0, None), "beta": (0.0, None)})
+        check_bounds(self, {"num_generations_eval": (1, None)})
+        for name in ("max_completion_length", "num_iterations", "steps_per_generation", "ref_model_sync_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}; it must be at least 1")
+        if self.no_positive_resampling is not None and not math.isfinite(self.no_positive_resampling):
+            raise InputError(
+                f"no_positive_resampling={self.no_positive_resampling}; it must be a mean reward, or unset"
+            )
+        if self.sync_ref_model and not self.beta:
+            raise InputError("sync_ref_model has no reference model to sync: beta is 0")
+        if not 0 < self.ref_model_mixup_alpha <= 1:
+            raise InputError(f"ref_model_mixup_alpha={self.ref_model_mixup_alpha}; it must be above 0 and at most 1")

@@ -1,0 +1,49 @@
+"""What the fields of an interruption are in a tokenizer's ids.
+
+Comes from: a config and its tokenizer. Goes to: `rollouts/interruptions.py`, through `training/generate/source.py`.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.errors import InputError
+from lockstep.rollouts.interruptions import Interruption
+from lockstep.training.config.online_config import OnlineConfig
+
+
+def interruption_of(config: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> Interruption | None:
+    """What thinking is interrupted by, in ids; None where it never is.
+
+    Raises:
+        InputError: the tokenizer makes no tokens of a field's text or an end token, or leaves no room for an answer.
+    """
+    if config.max_thinking_length is None:
+        return None
+    ids = {}
+    for name in ("interruption", "end_of_thinking"):
+        text = getattr(config, name)
+        ids[name] = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids[name] or tokenizer.eos_token_id in ids[name]:
+            why = "an end token, and a completion ends there" if ids[name] else "no tokens"
+            raise InputError(f"{name}={text!r}: the tokenizer makes {why}; give other text")
+    found = Interruption(
+        config.max_thinking_length, ids["interruption"], ids["end_of_thinking"], config.min_thinking_length
+    )
+    found.check_room(config.completion_limit)
+    return found
+
+
+def check_end_of_thinking(config: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check the fields as far as a tokenizer is needed for it, and say where an end of thinking may be missed.
+
+    Raises:
+        InputError: as `interruption_of`.
+    """
+    found = interruption_of(config, tokenizer)
+    if found is not None and len(found.end_ids) > 1:
+        print(
+            f"lockstep: end_of_thinking={config.end_of_thinking!r} is {len(found.end_ids)} tokens of this tokenizer; a completion "
+            "that spells it by others is taken for one that still thinks",
+            flush=True,
+        )

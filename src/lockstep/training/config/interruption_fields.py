@@ -1,0 +1,77 @@
+"""When a run interrupts thinking, and by what: its fields, and what they are in a tokenizer's ids.
+
+Comes from: `training/config/online_config.py`, which inherits the fields. Goes to: `rollouts/interruptions.py`, through
+`training/generate/source.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lockstep.errors import InputError
+from lockstep.training.config.trl_fields import check_bounds, doc
+
+if TYPE_CHECKING:
+    pass
+
+_INTERRUPTION = "\n\nThe time for thinking is over. I will now give my final answer.\n</think>\n\n"
+
+
+@dataclass
+class InterruptionFields:
+    """The fields of forced-length interruptions (ScaleRL, arXiv 2510.13786)."""
+
+    max_thinking_length: int | None = field(
+        default=None,
+        metadata=doc(
+            "Tokens after which a completion that still thinks is interrupted and goes on to its answer; unset: never."
+        ),
+    )
+    min_thinking_length: int | None = field(
+        default=None,
+        metadata=doc(
+            "Draw the tokens after which it is between this and max_thinking_length; unset: always the latter."
+        ),
+    )
+    interruption: str = field(
+        default=_INTERRUPTION,
+        metadata=doc("What is put behind such a completion's tokens, and not learned from; holds end_of_thinking."),
+    )
+    end_of_thinking: str = field(
+        default="</think>", metadata=doc("What a completion that has ended its thinking holds; best a single token.")
+    )
+
+    def check_interruption(self, limit: int, stop: list[str]) -> None:
+        """Check the fields.
+
+        Args:
+            limit: most tokens of a completion.
+            stop: strings that end one.
+
+        Raises:
+            InputError: a completion could not be interrupted, or could not go on from there.
+        """
+        if self.max_thinking_length is None:
+            if self.min_thinking_length is not None:
+                raise InputError(f"min_thinking_length={self.min_thinking_length} needs max_thinking_length beside it")
+            return
+        check_bounds(self, {"max_thinking_length": (1, None), "min_thinking_length": (1, self.max_thinking_length)})
+        if self.max_thinking_length >= limit:
+            raise InputError(
+                f"max_thinking_length={self.max_thinking_length} leaves nothing for an answer within the {limit} tokens of a "
+                "completion: lower it, or raise the limit"
+            )
+        if not self.end_of_thinking.strip():
+            raise InputError(f"end_of_thinking={self.end_of_thinking!r}; it must be the text that ends thinking")
+        if self.end_of_thinking not in self.interruption:
+            raise InputError(
+                f"interruption={self.interruption!r} does not hold end_of_thinking={self.end_of_thinking!r}: the completion "
+                "would go on thinking"
+            )
+        for string in stop:
+            if string in self.end_of_thinking:
+                raise InputError(
+                    f"stop_strings: {string!r} ends every completion where its thinking ends ({self.end_of_thinking!r}); leave "
+                    "it out, or leave max_thinking_length out"
+                )

@@ -1,0 +1,372 @@
+"""What every online method is configured by: `transformers.TrainingArguments` and TRL's names on top.
+
+A method's own config adds to it: `GroupConfig` where it samples groups (`training/config/group_config.py`). What TRL has and
+Lockstep does not support is refused in `__post_init__`; nothing is ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from transformers import TrainingArguments
+
+from lockstep.algorithms.corrections import CorrectionMode
+from lockstep.engines.server_calls import server_urls
+from lockstep.errors import InputError
+from lockstep.models.liger import liger_config
+from lockstep.training.config.interruption_fields import InterruptionFields
+from lockstep.training.config.precision import has_fast_bf16
+from lockstep.training.config.trl_fields import OneValueFields, doc
+
+
+@dataclass
+class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
+    """What the trainers of `lockstep.training` have in common.
+
+    Raises:
+        InputError: fields contradict each other, or ask for something that is not supported yet.
+    """
+
+    learning_rate: float = field(default=1e-6, metadata=doc("Initial learning rate of AdamW."))
+    logging_steps: float = field(default=10, metadata=doc("Optimizer steps between two logs."))
+    logging_nan_inf_filter: bool = field(default=False, metadata=doc("Hide NaN losses; off, so that they are seen."))
+    bf16: bool | None = field(
+        default=None, metadata=doc("bf16 autocast over fp32 weights. Default: where this machine computes bf16 fast.")
+    )
+    liger_kernel_config: dict[str, bool] | str | None = field(
+        default=None, metadata=doc("With use_liger_kernel: kernels by Liger's names, on or off.")
+    )
+    remove_unused_columns: bool | None = field(default=False, metadata=doc("Must stay false: rewards get all columns."))
+    dataloader_drop_last: bool = field(default=True, metadata=doc("Must stay true: a generation is always whole."))
+
+    model_init_kwargs: dict | str | None = field(
+        default=None, metadata=doc("Arguments of `from_pretrained` where the model is given by name.")
+    )
+    chat_template_kwargs: dict | str | None = field(default=None, metadata=doc("Arguments of the chat template."))
+    shuffle_dataset: bool = field(default=True, metadata=doc("Shuffle the training prompts every epoch."))
+
+    temperature: float = field(default=1.0, metadata=doc("Sampling temperature; the trainer scores the same."))
+    stop_strings: list[str] | None = field(default=None, metadata=doc("Strings that end a completion."))
+
+    reward_weights: list[float] | None = field(default=None, metadata=doc("One weight a reward function; default 1."))
+    reward_timeout: float = field(default=600.0, metadata=doc("Seconds that coroutine reward functions may take."))
+    rehearse_rewards: bool = field(
+        default=True,
+        metadata=doc(
+            "Call reward functions and judges once, on made-up completions, before a model is loaded, to name what is wrong."
+        ),
+    )
+    overlap_rewards: bool = field(
+        default=False,
+        metadata=doc("Score each group while others are sampled; reward functions are then called a group at a time."),
+    )
+    vllm_importance_sampling_correction: bool = field(
+        default=True, metadata=doc("Weight tokens by the measured trainer / engine ratio, once the gap has passed.")
+    )
+    vllm_importance_sampling_mode: CorrectionMode = field(
+        default="token_truncate",
+        metadata=doc("How such a weight is bounded; see lockstep.algorithms.corrections."),
+    )
+    vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata=doc("Upper bound of such a weight."))
+    vllm_importance_sampling_clip_min: float | None = field(default=None, metadata=doc("Lower bound of such a weight."))
+
+    use_vllm: bool | None = field(
+        default=None, metadata=doc("vLLM (true) or transformers (false) generates. Default: vLLM where installed.")
+    )
+    vllm_mode: Literal["colocate", "server"] = field(
+        default="colocate", metadata=doc("vLLM in this process, or running servers ('lockstep serve').")
+    )
+    vllm_server_base_url: str | None = field(
+        default=None, metadata=doc("URL of the server; several, separated by commas. Given, it implies server mode.")
+    )
+    vllm_server_host: str = field(default="127.0.0.1", metadata=doc("The server's host, where no URL is given."))
+    vllm_server_port: int = field(default=8000, metadata=doc("The server's port, where no URL is given."))
+    vllm_server_key_file: str | None = field(
+        default=None,
+        metadata=doc("File with the server's key. Default: LOCKSTEP_SERVER_KEY, or what a server here left."),
+    )
+    vllm_weight_transport: str = field(
+        default="auto", metadata=doc("shared_memory, gloo, or auto: the fastest that all servers can take part in.")
+    )
+    vllm_group_host: str = field(
+        default="127.0.0.1", metadata=doc("This machine's address as servers elsewhere reach it; gloo listens there.")
+    )
+    vllm_group_port: int = field(default=0, metadata=doc("Port where gloo meets the servers. Default: a free one."))
+    vllm_gpu_memory_utilization: float = field(default=0.3, metadata=doc("Share of a GPU's memory for vLLM."))
+    vllm_max_model_length: int | None = field(
+        default=None, metadata=doc("Engine context. Default: the longest prompt plus max_completion_length.")
+    )
+    vllm_max_num_seqs: int = field(default=64, metadata=doc("Most sequences that the engine decodes together."))
+    vllm_server_timeout: float = field(
+        default=600.0, metadata=doc("Seconds for one generation, one call, or the wait for a server.")
+    )
+    max_staleness: int = field(
+        default=0,
+        metadata=doc(
+            "Optimizer steps that tokens may be older than the policy that first learns from them: generations are sampled "
+            "ahead, in server mode, while the trainer learns. 0: generation and training take turns."
+        ),
+    )
+    vllm_engine_kwargs: dict | str | None = field(default=None, metadata=doc("Further arguments of vllm.LLM."))
+    engine_dtype: Literal["auto", "float32", "bfloat16"] = field(
+        default="auto", metadata=doc("Dtype of the engine. Default: bfloat16 with bf16, else float32.")
+    )
+
+    cast_lm_head_to_fp32: bool = field(
+        default=False, metadata=doc("Compute the output head in float32 on both sides, where the rest is bfloat16.")
+    )
+    token_budget: int = field(default=2048, metadata=doc("Most positions of one forward (tokens after sharing)."))
+    logits_chunk_size: int = field(default=512, metadata=doc("Rows of logits held at a time."))
+
+    log_completions: bool = field(
+        default=False,
+        metadata=doc("Print prompts, completions, rewards and advantages of the last generation at every log."),
+    )
+    num_completions_to_print: int | None = field(default=None, metadata=doc("How many of them; default: all."))
+    log_unique_prompts: bool = field(default=False, metadata=doc("One of them a prompt."))
+
+    _VALID_DICT_FIELDS = [  # noqa: RUF012 - read as a class attribute by TrainingArguments
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "chat_template_kwargs",
+        "vllm_engine_kwargs",
+    ]
+
+    def __post_init__(self) -> None:
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and has_fast_bf16()
+        if not torch.cuda.is_available():
+            self.use_cpu = True
+        super().__post_init__()
+        if self.vllm_server_base_url is not None:
+            self.vllm_mode = "server"
+        self.refuse_other_values()
+        self._refuse_unsupported()
+        self.liger_kernel_config = liger_config(self.use_liger_kernel, self.liger_kernel_config, use_cpu=self.use_cpu)
+        self._check_server()
+        self._check_corrections()
+        self._check_completion_log()
+        self.size_generation()
+        self.check_interruption(self.completion_limit, self.stop_strings or [])
+        self._check_staleness()
+        self._check_saves()
+
+    def size_generation(self) -> None:
+        """Fill in and check the sizes of a generation.
+
+        Raises:
+            InputError: they contradict each other.
+        """
+
+    @property
+    def group_size(self) -> int:
+        """Completions a prompt, in training."""
+        raise NotImplementedError
+
+    @property
+    def group_size_eval(self) -> int:
+        """Completions a prompt, in evaluation."""
+        return self.group_size
+
+    @property
+    def completion_limit(self) -> int:
+        """Most tokens of a completion."""
+        raise NotImplementedError
+
+    @property
+    def context_limit(self) -> int | None:
+        """Most tokens of prompt and completion together; None: as many as the model attends to."""
+        return self.vllm_max_model_length
+
+    @property
+    def completions_per_micro_batch(self) -> int:
+        """Completions that one process learns from between two calls of the loop."""
+        return self.per_device_train_batch_size
+
+    @property
+    def parts_per_generation(self) -> int:
+        """Micro-batches that one process cuts its share of a generation into."""
+        return self.gradient_accumulation_steps
+
+    @property
+    def passes(self) -> int:
+        """How often a generation is learned from."""
+        return 1
+
+    @property
+    def completions_per_step(self) -> int:
+        """Completions of one optimizer step, over all processes."""
+        return self.completions_per_micro_batch * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def prompts_per_generation(self) -> int:
+        """Prompts that one generation samples from, over all processes."""
+        return self.completions_per_micro_batch * self.parts_per_generation * self.world_size // self.group_size
+
+    @property
+    def micro_batches_per_generation(self) -> int:
+        """Micro-batches between two generations."""
+        return self.parts_per_generation * self.passes
+
+    @property
+    def steps_a_generation(self) -> int:
+        """Optimizer steps between two generations."""
+        return self.micro_batches_per_generation // self.gradient_accumulation_steps
+
+    @property
+    def generations_ahead(self) -> int:
+        """Generations that are begun before the one at hand is learned from."""
+        return self.max_staleness // self.steps_a_generation
+
+    @property
+    def single_update(self) -> bool:
+        """Whether each generation is used for exactly one optimizer step, so that the policy never moves under it."""
+        return self.steps_a_generation == 1
+
+    @property
+    def trainer_dtype(self) -> torch.dtype:
+        """Dtype in which the trainer computes its forward."""
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    @property
+    def engine_torch_dtype(self) -> torch.dtype:
+        """Dtype in which the engine computes."""
+        return self.trainer_dtype if self.engine_dtype == "auto" else getattr(torch, self.engine_dtype)
+
+    @property
+    def engine_head_dtype(self) -> torch.dtype:
+        """Dtype in which the engine computes its output head."""
+        return torch.float32 if self.cast_lm_head_to_fp32 else self.engine_torch_dtype
+
+    def _refuse_unsupported(self) -> None:
+        neutral: dict[str, object] = {"fp16": False, "auto_find_batch_size": False, "load_best_model_at_end": False}
+        neutral |= {"full_determinism": False, "ignore_data_skip": False}
+        neutral |= {"bf16_full_eval": False, "fp16_full_eval": False, "parallelism_config": None}
+        neutral |= {"remove_unused_columns": False, "dataloader_drop_last": True, "torch_compile": False}
+        # Fields of TrainingArguments that the step here does not go through, or that would take it apart.
+        neutral |= {"deepspeed": None, "label_smoothing_factor": 0.0, "neftune_noise_alpha": None}
+        neutral |= {"save_only_model": False, "include_num_input_tokens_seen": "no", "torch_empty_cache_steps": None}
+        neutral |= {"dataloader_num_workers": 0, "resume_from_checkpoint": None, "train_sampling_strategy": "random"}
+        for name, value in neutral.items():
+            if getattr(self, name) != value:
+                raise InputError(f"{name}={getattr(self, name)!r} is not supported yet; only {value!r} is")
+        if self.fsdp or self.n_gpu > 1:
+            raise InputError(
+                "FSDP, DeepSpeed and several GPUs in one process are not supported yet; start one process a GPU (torchrun)"
+            )
+        for name, value in {"save_on_each_node": False, "metric_for_best_model": None}.items():
+            # One rank saves, while the others wait for it.
+            if self.world_size > 1 and getattr(self, name) != value:
+                raise InputError(
+                    f"{name}={getattr(self, name)!r} is not supported with several processes; leave it out"
+                )
+        if str(self.save_strategy) in ("best", "SaveStrategy.BEST"):
+            raise InputError("save_strategy=best is not supported yet; use steps, epoch or no")
+        optimizer = str(getattr(self.optim, "value", self.optim))
+        if "layerwise" in optimizer or optimizer.startswith(("lomo", "adalomo", "schedule_free")):
+            raise InputError(f"optim={optimizer} steps inside the backward pass, before the proof; it is not supported")
+        if self.overlap_rewards and self.world_size > 1:
+            raise InputError("overlap_rewards is not supported with several processes; leave it out")
+        if self.temperature <= 0:
+            raise InputError(f"temperature={self.temperature} leaves nothing to learn from; it must be above 0")
+        for name in (
+            "token_budget",
+            "logits_chunk_size",
+            "gradient_accumulation_steps",
+            "per_device_train_batch_size",
+            "vllm_max_num_seqs",
+        ):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}; it must be at least 1")
+        for name in ("model_init_kwargs", "chat_template_kwargs", "vllm_engine_kwargs"):
+            if not isinstance(getattr(self, name), dict | None):
+                raise InputError(f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}')
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Base URL of each server, in server mode."""
+        return server_urls(self.vllm_server_base_url, self.vllm_server_host, self.vllm_server_port)
+
+    def _check_server(self) -> None:
+        if self.vllm_mode not in ("colocate", "server"):
+            raise InputError(f"vllm_mode={self.vllm_mode!r}; it must be colocate or server")
+        if self.vllm_mode == "colocate":
+            return
+        if self.use_vllm is False:
+            raise InputError("vllm_mode=server and use_vllm=false contradict each other; leave use_vllm out")
+        if self.vllm_engine_kwargs:
+            raise InputError("vllm_engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead")
+        if self.vllm_server_timeout <= 0:
+            raise InputError(f"vllm_server_timeout={self.vllm_server_timeout}; it must be above 0")
+        urls = self.server_urls
+        odd = [url for url in urls if not url.startswith(("http://", "https://"))]
+        if odd or len(set(urls)) != len(urls):
+            raise InputError(
+                f"vllm_server_base_url={self.vllm_server_base_url!r}; it must be different URLs such as http://127.0.0.1:8000, "
+                "separated by commas"
+            )
+
+    def _check_staleness(self) -> None:
+        if self.max_staleness == 0:
+            return
+        if self.max_staleness < 0 or self.max_staleness % self.steps_a_generation:
+            raise InputError(
+                f"max_staleness={self.max_staleness}; it must be 0 or a multiple of the {self.steps_a_generation} optimizer steps "
+                "of a generation"
+            )
+        if self.vllm_mode != "server":
+            raise InputError(
+                f"max_staleness={self.max_staleness} needs an engine that samples while the trainer learns: start "
+                "'lockstep serve MODEL' and set vllm_mode: server"
+            )
+        if self.overlap_rewards:
+            raise InputError(
+                "overlap_rewards and max_staleness are two ways to the same: with max_staleness rewards are given while later "
+                "generations are sampled; leave overlap_rewards out"
+            )
+        if not self.vllm_importance_sampling_correction:
+            raise InputError(
+                "max_staleness samples with older weights, and vllm_importance_sampling_correction=false leaves that "
+                "uncorrected; leave one of the two out"
+            )
+
+    def _check_corrections(self) -> None:
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        if low is not None and high is not None and low >= high:
+            raise InputError(
+                f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}"
+            )
+        if self.vllm_importance_sampling_correction and low is None and high is None:
+            raise InputError(
+                "vllm_importance_sampling_correction needs a bound: set vllm_importance_sampling_clip_max, or switch it off"
+            )
+
+    def _check_completion_log(self) -> None:
+        if self.num_completions_to_print is not None and self.num_completions_to_print < 1:
+            raise InputError(f"num_completions_to_print={self.num_completions_to_print}; it must be at least 1")
+        trackers = sorted({"wandb", "trackio"} & set(self.report_to or ()))
+        if self.log_completions and trackers:
+            raise InputError(
+                f"log_completions prints completions and does not send them to {' or '.join(trackers)} yet; leave one of "
+                "the two out"
+            )
+
+    def _check_saves(self) -> None:
+        """A run goes on exactly only from where a generation ends and a log has just been written."""
+        updates = self.steps_a_generation
+        saves = {"max_steps": self.max_steps} if self.max_steps > 0 and self.save_strategy != "no" else {}
+        if self.save_strategy == "steps":
+            saves["save_steps"] = int(self.save_steps)
+            if self.logging_strategy == "steps" and self.save_steps % self.logging_steps:
+                raise InputError(
+                    f"save_steps={self.save_steps} is no multiple of logging_steps={self.logging_steps}: a run resumed between two "
+                    "logs would not repeat its metrics"
+                )
+        for name, value in saves.items():
+            if value % updates:
+                raise InputError(
+                    f"{name}={value} is no multiple of the {updates} optimizer steps of a generation: a run resumed in "
+                    "between would not repeat itself"
+                )

@@ -1,0 +1,98 @@
+"""Rows of a dataset become prompts: checked, rendered, measured.
+
+Comes from: a `datasets.Dataset` with a `prompt` column. Goes to: `training/data/prompt_order.py`, and to evaluation as they stand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.errors import InputError
+from lockstep.rollouts.group import Prompt
+from lockstep.tokens.chat import render_prompt
+from lockstep.training.config.online_config import OnlineConfig
+
+
+def check_dataset(dataset: Any, name: str) -> None:
+    """Refuse a dataset that cannot be trained on, before a model is loaded.
+
+    Raises:
+        InputError: no `prompt` column, no rows, images, or not a map-style dataset.
+    """
+    if not isinstance(dataset, Dataset):
+        raise InputError(f"the {name} dataset must be a datasets.Dataset, got {type(dataset).__name__}")
+    if len(dataset) == 0:
+        raise InputError(f"the {name} dataset is empty")
+    if "prompt" not in dataset.column_names:
+        raise InputError(f"the {name} dataset has no 'prompt' column, only {dataset.column_names}")
+    images = {"image", "images"} & set(dataset.column_names)
+    if images:
+        # TRL would show them to the model; passed over in silence, the model would answer without having seen them.
+        raise InputError(
+            f"the {name} dataset has a column {min(images)!r}: images are not supported yet; drop the column"
+        )
+
+
+def check_datasets(train: Any, evaluation: Any | None) -> None:
+    """`check_dataset` of both, where there are two."""
+    check_dataset(train, "train")
+    if evaluation is not None:
+        check_dataset(evaluation, "eval")
+
+
+def load_prompts(
+    dataset: Dataset,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_length: int,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> list[Prompt]:
+    """Every row as a prompt, named `<name>/<row>`.
+
+    Args:
+        max_prompt_length: tokens that the model's context leaves for a prompt.
+
+    Raises:
+        InputError: a prompt cannot be rendered, or is too long; the message names the row.
+    """
+    prompts = []
+    for index, row in enumerate(dataset):
+        prompt_id = f"{name}/{index}"
+        source = row["prompt"]
+        try:
+            ids = render_prompt(source, tokenizer, chat_template_kwargs)
+        except InputError as error:
+            raise InputError(f"prompt {prompt_id}: {error}") from error
+        if len(ids) > max_prompt_length:
+            raise InputError(
+                f"prompt {prompt_id} has {len(ids)} tokens; the model's context leaves {max_prompt_length} beside "
+                "max_completion_length: shorten or drop the row"
+            )
+        prompts.append(Prompt(prompt_id, ids, source, {k: v for k, v in row.items() if k != "prompt"}))
+    return prompts
+
+
+def read_prompts(
+    train: Dataset, evaluation: Dataset | None, tokenizer: PreTrainedTokenizerBase, context: int, config: OnlineConfig
+) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts of both datasets.
+
+    Args:
+        context: tokens that the model can attend to.
+
+    Raises:
+        InputError: as `load_prompts`.
+    """
+    room, arguments = context - config.completion_limit, config.chat_template_kwargs
+    both = [("train", train), ("eval", evaluation)]
+    found = [
+        []
+        if data is None
+        else load_prompts(data, name, tokenizer, max_prompt_length=room, chat_template_kwargs=arguments)  # type: ignore[arg-type]
+        for name, data in both
+    ]
+    return found[0], found[1]

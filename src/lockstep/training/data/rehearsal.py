@@ -1,0 +1,97 @@
+"""One call of reward functions and judges before any model is loaded: what they would get wrong later is named at the start.
+
+Comes from: a trainer's constructor. The completions are made up: each is the text of the first row's prompt, which any policy may
+sample. What is answered is checked and thrown away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerState
+
+from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.errors import InputError
+from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.rollouts.judges import PairwiseJudge, judge_pairs
+from lockstep.rollouts.rewards import RewardRaised, call_functions
+from lockstep.training.config.online_config import OnlineConfig
+
+
+def rehearse_functions(entries: Sequence[Any], dataset: Dataset, config: OnlineConfig) -> None:
+    """Call the reward functions among a trainer's `reward_funcs`; reward models are left out.
+
+    A function that raises is only told of, since made-up text may be what it raises at; but for a TypeError, which is as a rule
+    about what a function takes.
+
+    Raises:
+        InputError: a function returned the wrong number of scores, or something else than numbers; or it raised a TypeError.
+    """
+    functions = [entry for entry in entries if callable(entry) and not isinstance(entry, torch.nn.Module)]
+    group = made_up_group(dataset, config)
+    if functions and group is not None:
+        with _named():
+            call_functions([group], functions, first_state(dataset, config), config.reward_timeout)
+
+
+def rehearse_judge(judge: PairwiseJudge, dataset: Dataset, config: OnlineConfig) -> None:
+    """Call a judge, if it is one.
+
+    Raises:
+        InputError: it answered something that is no verdict, or another number of them; or it raised a TypeError.
+    """
+    pair = made_up_group(dataset, config)
+    if callable(getattr(judge, "judge", None)) and pair is not None:
+        with _named():
+            judge_pairs([pair], judge)
+
+
+def made_up_group(dataset: Dataset, config: OnlineConfig) -> RolloutGroup | None:
+    """A group of the first row's prompt, of the size that the run samples; every completion is the prompt's own text.
+
+    Returns:
+        None where the row is no prompt, which is named later.
+    """
+    row = dataset[0]
+    text = _text(row["prompt"])
+    if text is None:
+        return None
+    prompt = Prompt("rehearsal", (0,), row["prompt"], {k: v for k, v in row.items() if k != "prompt"})
+    keys = [RequestKey(prompt.prompt_id, i) for i in range(config.group_size)]
+    return RolloutGroup(
+        prompt, tuple(Rollout(Completion(key, prompt.ids, (0,), (0.0,), (0,), "stop"), text) for key in keys)
+    )
+
+
+def first_state(dataset: Dataset, config: OnlineConfig) -> TrainerState:
+    """The trainer's state as a run's first call sees it."""
+    per_epoch = len(dataset) // config.prompts_per_generation * config.steps_a_generation
+    steps = config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * per_epoch)
+    epochs = math.ceil(steps / max(per_epoch, 1))
+    return TrainerState(epoch=0.0, max_steps=steps, num_train_epochs=epochs, train_batch_size=config.train_batch_size)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    where = "in a rehearsal before any model is loaded, on made-up completions"
+    try:
+        yield
+    except InputError as error:
+        if not isinstance(error, RewardRaised) or isinstance(error.__cause__, TypeError):
+            raise InputError(f"{error} ({where}; rehearse_rewards=False goes without)") from error
+        print(f"lockstep: {error} ({where}); raised in training, it ends the run", flush=True)
+
+
+def _text(source: Any) -> str | None:
+    """A prompt's text, or that of its last message; None of what is neither text nor messages."""
+    if isinstance(source, str):
+        return source
+    if not isinstance(source, list) or not source or not all(isinstance(m, dict) and "role" in m for m in source):
+        return None
+    content = source[-1].get("content")
+    return content if isinstance(content, str) else None

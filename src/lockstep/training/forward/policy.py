@@ -1,0 +1,97 @@
+"""The policy that a trainer was given or is to load, with its tokenizer, ready to be sampled from and trained.
+
+Comes from: a trainer's constructor. Goes to: `training/trainers/online.py`, and through it to everything that reads the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.errors import InputError
+from lockstep.models.adapters import causal_model, with_adapter
+from lockstep.models.liger import check_kernels
+from lockstep.models.policy import load_policy, switch_off_dropout
+from lockstep.models.quantised import check_quantization, keep_order
+from lockstep.models.resolve import resolve_model
+from lockstep.sync.adapters import weights_of
+from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
+from lockstep.training.config.interruption import check_end_of_thinking
+from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.forward.flex_attention import ASKED, adopt_flex_attention
+from lockstep.training.forward.tree_attention import adopt_tree_attention
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPolicy:
+    """A policy, its tokenizer, and the directory or hub id that an engine loads the same model from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    path: str
+
+
+def open_policy(
+    model: str | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    peft_config: Any,
+    args: OnlineConfig,
+    quantization_config: Any = None,
+) -> OpenedPolicy:
+    """Load or take a policy, give it its adapter, switch its dropout off, and let it attend by trees.
+
+    Args:
+        model: name, directory or hub id, or a loaded model whose `config.name_or_path` says where it is from.
+        tokenizer: by default the model's.
+        peft_config: trains a new adapter on the model.
+        quantization_config: loads the base weights in 4 bits (QLoRA); `args.model_init_kwargs` may hold it as well.
+
+    Raises:
+        InputError: the model or its tokenizer cannot be loaded, do not fit each other, or carry an adapter that no engine could
+            be given; thinking cannot be interrupted in the tokenizer's ids as `args` has it; or FlexAttention is asked for
+            and does not run here.
+        ProofError: FlexAttention is asked for and computes something else than SDPA does.
+    """
+    path = resolve_model(model if isinstance(model, str) else model.config.name_or_path)
+    guarded = guard_tokenizer(tokenizer) if tokenizer is not None else load_tokenizer(path)
+    check_end_of_thinking(args, guarded)
+    if isinstance(model, str):
+        policy = load_policy(path, _init_kwargs(args, quantization_config, peft_config))
+    elif quantization_config is not None:
+        raise InputError(
+            "quantization_config is for a model that is loaded here; give the model's name, or leave it out"
+        )
+    else:
+        policy = model
+    keep_order(policy)
+    fit_vocabulary(policy, guarded)
+    policy = with_adapter(policy, peft_config, seed=args.seed)
+    if args.use_liger_kernel:
+        check_kernels(causal_model(policy), args.liger_kernel_config or {})  # type: ignore[arg-type]
+    switch_off_dropout(policy)
+    _adopt_attention(causal_model(policy), args)
+    # Here, so that an adapter which no engine could be given is refused before one is started.
+    weights_of(policy)
+    return OpenedPolicy(policy, guarded, path)
+
+
+def _adopt_attention(model: PreTrainedModel, args: OnlineConfig) -> None:
+    if model.config._attn_implementation == ASKED:
+        adopt_flex_attention(model, args.device, torch.bfloat16 if args.bf16 else model.dtype)
+    else:
+        adopt_tree_attention(model)
+
+
+def _init_kwargs(args: OnlineConfig, quantization_config: Any, peft_config: Any) -> dict[str, Any]:
+    given: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
+    if quantization_config is not None:
+        if "quantization_config" in given:
+            raise InputError(
+                "quantization_config is given twice: to the trainer, and in model_init_kwargs; leave one out"
+            )
+        given["quantization_config"] = quantization_config
+    check_quantization(given.get("quantization_config"), peft_config)
+    return given

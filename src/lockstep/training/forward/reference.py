@@ -1,0 +1,107 @@
+"""The reference model: the policy as it was at the start, or following it slowly, or the base under an adapter.
+
+Comes from: the policy as the trainer was given it. Goes to: `training/trainers/online.py`, which scores every generation with it
+once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_model, save_model
+from transformers import PreTrainedModel
+
+from lockstep.errors import InputError
+from lockstep.models.adapters import REFERENCE, causal_model, is_adapted, without_adapter
+from lockstep.training.forward.tree_attention import adopt_tree_attention
+
+FILE = "reference.safetensors"
+
+
+class Reference:
+    """What the policy's divergence is measured from.
+
+    Args:
+        policy: the model to be trained; where it carries an adapter, the reference is the model without it and costs no memory.
+        given: another model to use (`training/trainers/setup.py` has checked it).
+
+    Raises:
+        InputError: the policy's adapter cannot be switched off, or the base under it is not the policy of the start.
+    """
+
+    def __init__(self, policy: PreTrainedModel, given: PreTrainedModel | None = None) -> None:
+        self._policy = policy
+        self._own: PreTrainedModel | None = given
+        if given is None and not is_adapted(policy):
+            self._own = copy.deepcopy(policy)
+        if self._own is not None:
+            self._own.requires_grad_(False).eval()
+            adopt_tree_attention(causal_model(self._own))
+        else:
+            # Refused here, and not when the first rollouts have been paid for.
+            _check_base_is_reference(policy)
+
+    @contextmanager
+    def model(self) -> Iterator[PreTrainedModel]:
+        """The reference, as a model to score with."""
+        if self._own is not None:
+            yield self._own
+            return
+        with without_adapter(self._policy):
+            yield causal_model(self._policy)
+
+    def to(self, device: torch.device) -> None:
+        """Move a model of its own to the trainer's device."""
+        if self._own is not None:
+            self._own.to(device)
+
+    @torch.no_grad()
+    def follow(self, share: float) -> None:
+        """Become `share` × policy + (1 − share) × reference (TR-DPO, arXiv 2404.09656)."""
+        assert self._own is not None
+        trained = dict(self._policy.named_parameters())
+        for name, mine in self._own.named_parameters():
+            mine.lerp_(trained[name].detach().to(mine.device, mine.dtype), share)
+
+    def save(self, folder: Path) -> None:
+        """Keep a reference that has moved beside a checkpoint."""
+        if self._own is not None:
+            save_model(self._own, str(folder / FILE))
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` has left."""
+        if self._own is not None:
+            load_model(self._own, str(folder / FILE))
+
+
+@torch.no_grad()
+def _check_base_is_reference(policy: PreTrainedModel) -> None:
+    """Check that without its adapter a model is the policy that training begins from, and will stay it.
+
+    Raises:
+        InputError: the adapter has been trained already or does not start at nothing, or base weights are trained beside it.
+    """
+    inner = causal_model(policy)
+    base = [
+        name
+        for name, p in policy.named_parameters()
+        if p.requires_grad and ".lora_" not in name and ".modules_to_save." not in name
+    ]
+    if base:
+        raise InputError(
+            f"{base[0]} is trained beside the adapter, so that the model without its adapter would not stay the reference; use "
+            "bias='none', or give ref_model"
+        )
+    probe = torch.arange(8, device=inner.device)[None] % inner.get_input_embeddings().weight.shape[0]
+    with without_adapter(policy):
+        before = inner(input_ids=probe, use_cache=False).logits
+    now = inner(input_ids=probe, use_cache=False).logits
+    if REFERENCE not in policy.peft_config and not torch.allclose(before, now, rtol=1e-3, atol=1e-3):
+        raise InputError(
+            "the adapter is not at its start (it has been trained, or init_lora_weights moves the base), so that the model without "
+            f"it is not the policy that training begins from; give ref_model, or a frozen copy of the adapter named {REFERENCE!r}"
+        )

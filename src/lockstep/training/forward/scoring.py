@@ -1,0 +1,131 @@
+"""The policy's log-probs of sampled tokens, without ever holding a (tokens × vocabulary) matrix.
+
+Comes from: `training/batch/pack.py`. Goes to: the loss, and to `parity/gap.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.errors import InputError
+from lockstep.models.adapters import causal_model
+from lockstep.models.policy import fp32_head_product
+from lockstep.training.batch.pack import Pack
+from lockstep.training.forward.flex_attention import FLEX, block_mask
+from lockstep.training.forward.recomputation import products_kept
+from lockstep.training.forward.token_logps import token_logps
+from lockstep.training.forward.tree_attention import TREE
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """Scores of a pack's N tokens.
+
+    Attributes:
+        logps: (N,) float32 natural-log probabilities under the distribution that was sampled, with gradient.
+        entropies: (N,) float32 entropy of that distribution in nats, with gradient only where it was asked for.
+        values: (N,) float32 a critic's value of the text before each token, with gradient, where there is a critic.
+    """
+
+    logps: torch.Tensor
+    entropies: torch.Tensor
+    values: torch.Tensor | None = None
+
+
+def check_scorable(model: PreTrainedModel) -> None:
+    """Refuse models whose log-probs this module would get wrong.
+
+    Raises:
+        InputError: the model transforms its logits after the head, or attends in a way that takes no tree.
+    """
+    config = model.config.get_text_config()
+    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, name, None) not in (None, 1.0):
+            raise InputError(f"the model's config has {name}={getattr(config, name)}, which is not supported yet")
+    if not _keeps_state(model) and config._attn_implementation not in ("sdpa", TREE, FLEX):
+        # The others add a boolean mask to the scores, or cannot take one.
+        raise InputError(f"attn_implementation is {config._attn_implementation!r}; packed batches need 'sdpa'")
+
+
+def why_plain_rows(model: PreTrainedModel, max_length: int) -> str | None:
+    """Why a model cannot attend within a tree of tokens, so that it gets a row a sequence; None if it can.
+
+    A layer that has a state in place of a mask, or that makes a mask of its own, would see other branches.
+    """
+    config = model.config.get_text_config()
+    if _keeps_state(model):
+        return "it keeps a state from token to token"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if odd := sorted(kinds - {"full_attention", "sliding_attention"}):
+        return f"it has layers of kind {', '.join(odd)}"
+    window = getattr(config, "sliding_window", None)
+    if (not kinds or "sliding_attention" in kinds) and window is not None and window < max_length:
+        return f"it attends within {window} tokens, and sequences may have {max_length}"
+    return None
+
+
+def _keeps_state(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def score_pack(
+    model: PreTrainedModel,
+    pack: Pack,
+    temperature: float,
+    chunk_size: int,
+    *,
+    entropy_gradient: bool = False,
+    fp32_head: bool = False,
+    critic: torch.nn.Module | None = None,
+) -> TokenScores:
+    """Log-prob and entropy of every scored token of a pack.
+
+    Args:
+        model: a causal language model, adapted or not; its trunk sees the whole pack, its head only the predicting positions.
+        temperature: divides the logits, as it did when the tokens were sampled.
+        chunk_size: rows of logits held at a time; memory grows with it, results do not change.
+        entropy_gradient: entropies are part of the loss.
+        fp32_head: the head's product is in float32, past autocast.
+        critic: maps hidden states (rows, width) to values (rows, 1).
+    """
+    inner = causal_model(model)
+    config = inner.config.get_text_config()
+    # Plain rows count their own positions.
+    branching: dict[str, Any] = {} if pack.attention_mask.ndim == 2 else {"position_ids": pack.position_ids}
+    if config._attn_implementation == TREE and pack.tree is not None:
+        on_cpu = pack.input_ids.device.type == "cpu"
+        branching["tree"] = pack.tree.added(torch.promote_types(inner.dtype, torch.float32)) if on_cpu else pack.tree
+    elif config._attn_implementation == FLEX and branching:
+        branching["tree"] = block_mask(pack.attention_mask)
+    with products_kept(inner):
+        hidden = inner.base_model(
+            input_ids=pack.input_ids, attention_mask=pack.attention_mask, use_cache=False, **branching
+        ).last_hidden_state.flatten(0, 1)
+    # Tokens of equal branches share a predictor: each is put through the head once for all of them.
+    rows, place = torch.unique(pack.predictors, return_inverse=True)
+    selected = hidden[rows]
+    head = inner.get_output_embeddings()
+    product = partial(fp32_head_product, head) if fp32_head else head
+    logps, entropies = token_logps(
+        product,
+        selected,
+        place,
+        pack.targets,
+        temperature=temperature,
+        chunk_size=chunk_size,
+        entropy_gradient=entropy_gradient,
+    )
+    values = _values(critic, selected)[place] if critic is not None else None
+    return TokenScores(logps, entropies[place], values)
+
+
+def _values(critic: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """One value a row; the critic keeps its own dtype, whatever the model was loaded in, and past autocast."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        values = critic(hidden.to(next(critic.parameters()).dtype))[:, 0]
+    return values.to(torch.promote_types(values.dtype, torch.float32))

@@ -1,0 +1,146 @@
+"""From hidden states to the log-probs of sampled tokens and the entropies, a chunk of rows at a time.
+
+Comes from and goes to: `training/forward/scoring.py`. The (rows × vocabulary) matrix exists for one chunk only. Softmax, choice
+of the tokens and entropy are one operation with a backward of its own, which needs the chunk's probabilities and nothing else.
+The last chunk, whose backward comes first, keeps them; the others compute them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+# Rows of a product that stay in a core's cache.
+_ROWS = 8
+
+
+def token_logps(
+    head: Head,
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float,
+    chunk_size: int,
+    entropy_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies under the distribution that was sampled.
+
+    Args:
+        head: maps (n, width) hidden states to (n, V) logits.
+        hidden: (R, width).
+        rows: (N,) row whose distribution each token was drawn from; several tokens may share one.
+        targets: (N,) ids of the tokens.
+        temperature: divides the logits.
+        chunk_size: rows of logits held at a time; memory grows with it, results do not change.
+        entropy_gradient: entropies are part of the loss; without it they have no gradient.
+
+    Returns:
+        (N,) float32 natural-log probabilities, and (R,) float32 entropies in nats (float64 from float64 logits).
+    """
+    found, entropies, places = [], [], []
+    for start in range(0, len(hidden), chunk_size):
+        inside = ((rows >= start) & (rows < start + chunk_size)).nonzero()[:, 0]
+        score = partial(_score_chunk, head, temperature=temperature, entropy_gradient=entropy_gradient)
+        chunk = hidden[start : start + chunk_size], rows[inside] - start, targets[inside]
+        if torch.is_grad_enabled() and start + chunk_size < len(hidden):
+            logps, entropy = checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False)
+        else:
+            logps, entropy = score(*chunk)
+        found.append(logps)
+        entropies.append(entropy)
+        places.append(inside)
+    return torch.cat(found)[torch.cat(places).argsort()], torch.cat(entropies)
+
+
+def _score_chunk(
+    head: Head,
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float,
+    entropy_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    with _own_cast(hidden.device.type):
+        logits = head(hidden)
+    logps, entropy = _ChosenLogps.apply(logits, rows, targets, temperature)
+    return logps, entropy if entropy_gradient else entropy.detach()
+
+
+def _own_cast(device: str) -> AbstractContextManager:
+    """Under autocast: a half-precision copy of the head's weights for each product that has a backward.
+
+    Autocast would keep one copy for all chunks, whose gradients would then be added up in its dtype, and not in the weights'.
+    """
+    if not torch.is_autocast_enabled(device) or not torch.is_grad_enabled():
+        return nullcontext()
+    return torch.autocast(device, torch.get_autocast_dtype(device), cache_enabled=False)
+
+
+class _ChosenLogps(torch.autograd.Function):
+    """Log-softmax, the chosen entries, and each row's entropy; every row has a chosen entry.
+
+    With p the softmax of z / T, H its entropy, g and h the gradients of a row's chosen log-probs and of its entropy:
+    dz = (Σ g · onehot − p · Σ g − h · p · (log p + H)) / T.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # Autocast would round the entropy's product to bf16.
+        with torch.autocast(logits.device.type, enabled=False):
+            scaled = wide if temperature == 1.0 else wide / temperature
+            logps = torch.log_softmax(scaled, -1)
+            chosen = logps[rows, targets]
+            normaliser = torch.full_like(scaled[:, 0], -torch.inf)
+            normaliser.scatter_reduce_(0, rows, scaled[rows, targets] - chosen, "amax")
+            # In place: a fresh matrix of this size costs its page faults.
+            probabilities = logps.exp_()
+            entropy = normaliser - _row_products(probabilities, scaled)
+        ctx.save_for_backward(probabilities, entropy, rows, targets)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        # Backward is told of an entropy that the loss does not use by None, not by a matrix of zeros.
+        ctx.set_materialize_grads(False)
+        return chosen, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, of_chosen: torch.Tensor | None, of_entropy: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, None, None, None]:
+        probabilities, entropy, rows, targets = ctx.saved_tensors
+        by_row = torch.zeros_like(entropy)
+        if of_chosen is not None:
+            by_row.index_add_(0, rows, of_chosen)
+        if of_entropy is not None:
+            by_row += of_entropy * entropy
+        gradient = probabilities * -by_row[:, None]
+        if of_entropy is not None:
+            # entr(p) is −p · log p, and 0 at 0.
+            gradient += of_entropy[:, None] * torch.special.entr(probabilities)
+        if of_chosen is not None:
+            gradient.index_put_((rows, targets), of_chosen, accumulate=True)
+        if ctx.temperature != 1.0:
+            gradient /= ctx.temperature
+        return gradient.to(ctx.dtype), None, None, None
+
+
+def _row_products(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """(R,) inner products of the rows of two (R, V) matrices; PyTorch's own fills a third matrix first, in six times the time."""
+    if one.device.type != "cpu":
+        return torch.linalg.vecdot(one, other)
+    found, scratch = one.new_empty(len(one)), torch.empty_like(one[:_ROWS])
+    for start in range(0, len(one), _ROWS):
+        rows = slice(start, min(start + _ROWS, len(one)))
+        product = torch.mul(one[rows], other[rows], out=scratch[: rows.stop - start])
+        torch.sum(product, -1, out=found[rows])
+    return found

@@ -1,0 +1,170 @@
+"""Online DPO (arXiv 2402.04792): two completions a prompt, the better one preferred, and the policy moved towards it.
+
+A pair is the rollout group of its prompt, and stays one from the engine to the loss. A pair of equal rewards, or with a missing
+one, prefers neither: it teaches nothing and keeps its place in the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import torch
+
+from lockstep.algorithms.preference_loss import PreferenceLossType, choose, preference_loss
+from lockstep.algorithms.tally import Tally
+from lockstep.errors import InputError
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.config.trl_fields import doc
+from lockstep.training.methods.objective import Objective, TokenBatch
+
+
+@dataclass
+class OnlineDPOConfig(OnlineConfig):
+    """Configuration of `OnlineDPOTrainer`. `per_device_train_batch_size` counts prompts, as in TRL.
+
+    Raises:
+        InputError: fields contradict each other, or ask for something that is not supported yet.
+    """
+
+    learning_rate: float = field(default=5e-7, metadata=doc("Initial learning rate of AdamW."))
+    temperature: float = field(default=0.9, metadata=doc("Sampling temperature; the trainer scores the same."))
+    reward_model_path: str | None = field(default=None, metadata=doc("Reward model, where no reward_funcs are given."))
+    max_new_tokens: int = field(default=64, metadata=doc("Most tokens of a completion."))
+    max_length: int = field(
+        default=512, metadata=doc("Most tokens of prompt and completion; longer prompts are refused.")
+    )
+    missing_eos_penalty: float | None = field(
+        default=None, metadata=doc("Taken off the reward of a completion that was cut at the length limit.")
+    )
+    beta: list[float] = field(
+        default_factory=lambda: [0.1], metadata=doc("Strength of the tie to the reference; several: one an epoch.")
+    )
+    loss_type: PreferenceLossType = field(default="sigmoid", metadata=doc("DPO's loss, or IPO's."))
+    vllm_gpu_memory_utilization: float = field(default=0.55, metadata=doc("Share of a GPU's memory for vLLM."))
+
+    @property
+    def group_size(self) -> int:
+        return 2
+
+    @property
+    def completion_limit(self) -> int:
+        return self.max_new_tokens
+
+    @property
+    def context_limit(self) -> int | None:
+        return min(self.max_length, self.vllm_max_model_length or self.max_length)
+
+    @property
+    def completions_per_micro_batch(self) -> int:
+        return 2 * self.per_device_train_batch_size
+
+    def beta_of(self, epoch: int) -> float:
+        """The epoch's beta; the last one given where there are fewer than epochs."""
+        return self.beta[min(epoch, len(self.beta) - 1)]
+
+    def size_generation(self) -> None:
+        self.beta = [float(b) for b in (self.beta if isinstance(self.beta, list | tuple) else [self.beta])]
+        if not self.beta or min(self.beta) <= 0:
+            raise InputError(f"beta={self.beta}; every beta must be above 0")
+        if self.loss_type not in get_args(PreferenceLossType):
+            raise InputError(f"loss_type={self.loss_type!r}; it must be sigmoid or ipo")
+        if not 1 <= self.max_new_tokens < self.max_length:
+            raise InputError(
+                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in max_length={self.max_length}"
+            )
+        for name in ("mode", "clip_min", "clip_max"):
+            given = f"vllm_importance_sampling_{name}"
+            if getattr(self, given) != getattr(OnlineConfig, given):
+                raise InputError(
+                    f"{given}={getattr(self, given)!r}: Online DPO's loss has no such weights; leave it out"
+                )
+
+
+class OnlineDPOObjective(Objective[OnlineDPOConfig]):
+    """A preference within each group of two. A sequence's advantages say which it is: 1 chosen, −1 rejected, 0 neither."""
+
+    uses_reference = True
+
+    def __init__(self, config: OnlineDPOConfig) -> None:
+        super().__init__(config)
+        self._noted: dict[str, float] = {}
+
+    def with_advantages(
+        self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]
+    ) -> list[TrainingSequence]:
+        odd = [group.prompt.prompt_id for group in groups if len(group.rollouts) != 2]
+        if odd:
+            raise ValueError(f"the group of prompt {odd[0]} is no pair")
+        rewards = torch.tensor([[self._reward(r) for r in group.rollouts] for group in groups])
+        better = choose(rewards[:, 0], rewards[:, 1])
+        signs = torch.zeros(len(groups), 2)
+        decided = better >= 0
+        signs[decided] = -1.0
+        signs[decided, better[decided]] = 1.0
+        by_name = {
+            str(rollout.completion.key): (group.prompt.prompt_id, sign)
+            for group, pair in zip(groups, signs.tolist(), strict=True)
+            for rollout, sign in zip(group.rollouts, pair, strict=True)
+        }
+        margins = (rewards[:, 0] - rewards[:, 1]).abs()[decided]
+        stopped = [r.completion.finish_reason == "stop" for group in groups for r in group.rollouts]
+        self._noted = {
+            "objective/scores": float(rewards.nanmean()),
+            "objective/scores_margin": float(margins.mean()) if len(margins) else 0.0,
+            "val/contain_eos_token": sum(stopped) / len(stopped),
+            "pairs/undecided": float((~decided).float().mean()),
+        }
+        return [replace(s, unit=by_name[s.name][0], advantages=(by_name[s.name][1],) * s.length) for s in sequences]
+
+    def _reward(self, rollout: Any) -> float:
+        penalty = self.config.missing_eos_penalty
+        cut = rollout.completion.finish_reason == "length"
+        return rollout.reward - penalty if penalty is not None and cut else rollout.reward
+
+    def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(lengths),), 2.0 / len(lengths))
+
+    def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
+        beta = self.config.beta_of(self.epoch)
+        ref_logps = batch.pack.column("ref_logps")
+        policy, reference = batch.segments.sums(batch.logps), batch.segments.sums(ref_logps)
+        chosen, rejected = _pairs(batch.sequences)
+        losses = preference_loss(
+            policy[chosen], policy[rejected], reference[chosen], reference[rejected], beta, self.config.loss_type
+        )
+        with torch.no_grad():
+            gains = beta * (policy - reference)
+            margins = gains[chosen] - gains[rejected]
+            tally.mean("rewards/chosen", gains[chosen])
+            tally.mean("rewards/rejected", gains[rejected])
+            tally.mean("rewards/margins", margins)
+            tally.mean("rewards/accuracies", (margins > 0).float())
+            tally.mean("logps/chosen", policy[chosen])
+            tally.mean("logps/rejected", policy[rejected])
+            tally.mean("objective/kl", policy - reference)
+            tally.mean("objective/non_score_reward", -gains)
+            tally.mean("objective/entropy", -policy)
+        weights = batch.segments.means(batch.weights)
+        return (losses * weights[chosen]).sum()
+
+    def finish_step(self, tally: Tally) -> dict[str, float]:
+        penalty = tally.figures().get("objective/non_score_reward", 0.0)
+        rlhf = {"objective/rlhf_reward": self._noted["objective/scores"] + penalty}
+        return self._noted | rlhf | {"beta": self.config.beta_of(self.epoch)}
+
+
+def _pairs(sequences: Sequence[TrainingSequence]) -> tuple[list[int], list[int]]:
+    """Indices of the chosen sequences and of their rejected partners, found by the pair that both belong to."""
+    sides: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    for index, sequence in enumerate(sequences):
+        if sequence.unit is None:
+            raise ValueError(f"sequence {sequence.name} belongs to no pair")
+        sides[0 if sequence.advantages[0] > 0 else 1][sequence.unit] = index
+    chosen, rejected = sides
+    if chosen.keys() != rejected.keys() or len(chosen) + len(rejected) != len(sequences):
+        raise ValueError("a pack holds half a pair")
+    return list(chosen.values()), [rejected[unit] for unit in chosen]

@@ -1,0 +1,109 @@
+"""PPO (arXiv 1707.06347) with a value head on the policy's own trunk and generalised advantages (arXiv 1506.02438).
+
+The head reads the hidden state before each token, so values come from the forward that scores the tokens and cost next to
+nothing. The reward stands at a completion's last token, the KL to the reference is taken off at every one, as OpenRLHF has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from lockstep.algorithms.advantages import whiten
+from lockstep.algorithms.divergence import k1
+from lockstep.algorithms.policy_loss import token_weights
+from lockstep.algorithms.returns import clipped_value_loss, generalised_advantages
+from lockstep.algorithms.segments import Segments
+from lockstep.algorithms.tally import Tally
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.config.group_config import GroupConfig
+from lockstep.training.config.trl_fields import check_bounds, doc
+from lockstep.training.methods.objective import Objective, TokenBatch, clipped_tokens, flat
+
+
+@dataclass
+class PPOConfig(GroupConfig):
+    """Configuration of `PPOTrainer`.
+
+    Raises:
+        InputError: fields contradict each other, or ask for something that is not supported yet.
+    """
+
+    num_generations: int = field(default=1, metadata=doc("Completions a prompt."))
+    beta: float = field(default=0.05, metadata=doc("Weight of the KL to the reference model in the reward."))
+    gamma: float = field(default=1.0, metadata=doc("Discount of what follows a token."))
+    lam: float = field(default=0.95, metadata=doc("Decay of the generalised advantage estimator."))
+    vf_coef: float = field(default=0.1, metadata=doc("Weight of the value loss."))
+    cliprange_value: float = field(default=0.2, metadata=doc("How far a value may move from what it was at sampling."))
+    value_learning_rate: float | None = field(
+        default=None, metadata=doc("Of the value head; default: ten times learning_rate.")
+    )
+
+    def size_generation(self) -> None:
+        super().size_generation()
+        check_bounds(
+            self, {"gamma": (0.0, 1.0), "lam": (0.0, 1.0), "vf_coef": (0.0, None), "cliprange_value": (0.0, None)}
+        )
+
+    @property
+    def least_group(self) -> int:
+        return 1
+
+
+class PPOObjective(Objective[PPOConfig]):
+    """Generalised advantages, a clipped policy loss and a clipped value loss."""
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.uses_reference
+
+    @property
+    def scores_first(self) -> bool:
+        # Advantages need values.
+        return True
+
+    def with_advantages(
+        self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]
+    ) -> list[TrainingSequence]:
+        config = self.config
+        rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
+        lengths = torch.tensor([s.length for s in sequences])
+        segments = Segments(lengths)
+        token_rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
+        if self.uses_reference:
+            token_rewards = -config.beta * k1(flat(sequences, "old_logps"), flat(sequences, "ref_logps"))
+        token_rewards[lengths.cumsum(0) - 1] += rewards.nan_to_num(0.0)
+        advantages, returns = generalised_advantages(
+            token_rewards, flat(sequences, "values"), segments, config.gamma, config.lam
+        )
+        masked = torch.tensor([self.is_masked(rollout) for group in groups for rollout in group.rollouts])
+        learned = segments.spread((~rewards.isnan() & ~masked).float()) > 0
+        advantages = torch.where(learned, whiten(advantages, learned), 0.0)
+        columns = zip(*(x.split(lengths.tolist()) for x in (advantages, returns, learned)), strict=True)
+        return [
+            replace(s, advantages=tuple(a.tolist()), returns=tuple(r.tolist()), kept=tuple(k.tolist()))
+            for s, (a, r, k) in zip(sequences, columns, strict=True)
+        ]
+
+    def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        return token_weights(lengths, "dapo", self.config.max_completion_length)
+
+    def has_gradient(self, sequence: TrainingSequence) -> bool:
+        # Values are learned from every completion that has a reward, whatever its advantages.
+        return sequence.weight != 0.0 and sequence.kept is not None and any(sequence.kept)
+
+    def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
+        config = self.config
+        policy_loss = clipped_tokens(self, batch, tally)
+        assert batch.values is not None
+        old_values, returns = batch.pack.column("values"), batch.pack.column("returns")
+        value_loss = clipped_value_loss(batch.values, old_values, returns, config.cliprange_value)
+        tally.mean("loss/value", value_loss)
+        tally.mean("value/mean", batch.values)
+        tally.mean("value/returns", returns)
+        if self.uses_reference:
+            tally.mean("kl", k1(batch.logps.detach(), batch.pack.column("ref_logps")))
+        return ((policy_loss + config.vf_coef * value_loss) * batch.weights).sum()

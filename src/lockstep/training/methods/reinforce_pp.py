@@ -1,0 +1,96 @@
+"""REINFORCE++ (arXiv 2501.03262): no critic and no group, one spread for the whole generation; and its form with a group baseline.
+
+Without a baseline a token's advantage is what follows it: the completion's reward at its end, less the KL to the reference at every
+token. With `baseline="group"` the group's mean is taken off the reward first, and the KL stands in the loss (its k2 estimator), as
+OpenRLHF has it. Either way all advantages of a generation are brought to mean 0 and spread 1 together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from lockstep.algorithms.advantages import compared, group_advantages, whiten
+from lockstep.algorithms.divergence import k1, k2
+from lockstep.algorithms.policy_loss import token_weights
+from lockstep.algorithms.returns import rewards_to_go
+from lockstep.algorithms.segments import Segments
+from lockstep.algorithms.tally import Tally
+from lockstep.errors import InputError
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.config.group_config import GroupConfig
+from lockstep.training.config.trl_fields import check_bounds, doc
+from lockstep.training.methods.objective import Objective, TokenBatch, clipped_tokens, flat
+
+
+@dataclass
+class ReinforcePPConfig(GroupConfig):
+    """Configuration of `ReinforcePPTrainer`.
+
+    Raises:
+        InputError: fields contradict each other, or ask for something that is not supported yet.
+    """
+
+    num_generations: int = field(default=1, metadata=doc("Completions a prompt; at least 2 with baseline=group."))
+    beta: float = field(default=0.01, metadata=doc("Weight of the KL to the reference model."))
+    gamma: float = field(default=1.0, metadata=doc("Discount of a reward by the tokens before it."))
+    baseline: Literal["none", "group"] = field(default="none", metadata=doc("What is taken off a reward first."))
+
+    @property
+    def least_group(self) -> int:
+        return 2 if self.baseline == "group" else 1
+
+    def __post_init__(self) -> None:
+        check_bounds(self, {"gamma": (0.0, 1.0)})
+        if self.baseline not in ("none", "group"):
+            raise InputError(f"baseline={self.baseline!r}; it must be none or group")
+        super().__post_init__()
+
+
+class ReinforcePPObjective(Objective[ReinforcePPConfig]):
+    """Advantages over a whole generation, and a clipped loss of its tokens."""
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.uses_reference and self.config.baseline == "none"
+
+    def with_advantages(
+        self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]
+    ) -> list[TrainingSequence]:
+        config = self.config
+        rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
+        learned = ~torch.cat(rewards).isnan()
+        if config.baseline == "group":
+            # One that has nothing to be compared with teaches nothing.
+            learned = torch.cat(compared(rewards))
+            rewards = group_advantages(rewards, "none")
+        learned &= ~torch.tensor([self.is_masked(rollout) for group in groups for rollout in group.rollouts])
+        segments = Segments(torch.tensor([s.length for s in sequences]))
+        divergence = torch.zeros(int(segments.lengths.sum()), dtype=torch.float64)
+        if self.kl_in_reward:
+            divergence = k1(flat(sequences, "old_logps"), flat(sequences, "ref_logps"))
+        flat_rewards = torch.cat(rewards).nan_to_num(0.0)
+        to_go = rewards_to_go(flat_rewards, divergence, config.beta, segments, config.gamma)
+        tokens = segments.spread(learned.float()) > 0
+        advantages = torch.where(tokens, whiten(to_go, tokens), 0.0).split(segments.lengths.tolist())
+        return [replace(s, advantages=tuple(a.tolist())) for s, a in zip(sequences, advantages, strict=True)]
+
+    def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        return token_weights(lengths, "dapo", self.config.max_completion_length)
+
+    def has_gradient(self, sequence: TrainingSequence) -> bool:
+        in_loss = self.uses_reference and self.config.baseline == "group"
+        return super().has_gradient(sequence) or (in_loss and sequence.weight != 0.0)
+
+    def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
+        loss = clipped_tokens(self, batch, tally)
+        if self.uses_reference:
+            ref_logps = batch.pack.column("ref_logps")
+            tally.mean("kl", k1(batch.logps.detach(), ref_logps))
+            if self.config.baseline == "group":
+                loss = loss + self.config.beta * k2(batch.logps, ref_logps)
+        return (loss * batch.weights).sum()

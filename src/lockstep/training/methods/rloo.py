@@ -1,0 +1,98 @@
+"""RLOO: REINFORCE with the mean reward of a prompt's other completions as baseline (arXiv 2402.14740).
+
+The completion is the action: one ratio a completion, the KL to the reference in its reward. TRL's trainer has no log-probs of the
+engine; here they are proven, and weigh each token's gradient as they do in GRPO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lockstep.algorithms.advantages import compared, leave_one_out_advantages, whiten
+from lockstep.algorithms.divergence import k1
+from lockstep.algorithms.policy_loss import TokenLoss, clipped_policy_loss
+from lockstep.algorithms.tally import Tally
+from lockstep.errors import InputError
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.config.group_config import GroupConfig
+from lockstep.training.config.trl_fields import doc
+from lockstep.training.methods.objective import Objective, TokenBatch, note_clipping, with_one_advantage
+
+
+@dataclass
+class RLOOConfig(GroupConfig):
+    """Configuration of `RLOOTrainer`.
+
+    Raises:
+        InputError: fields contradict each other, or ask for something that is not supported yet.
+    """
+
+    num_generations: int = field(default=2, metadata=doc("Completions a prompt (the size of a group)."))
+    beta: float = field(default=0.05, metadata=doc("Weight of the KL to the reference model in the reward."))
+    normalize_advantages: bool = field(default=False, metadata=doc("Give a generation's advantages mean 0, spread 1."))
+    reward_clip_range: list[float] | None = field(default=None, metadata=doc("Bounds of a reward: two numbers."))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bounds = self.reward_clip_range
+        if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
+            raise InputError(f"reward_clip_range={bounds}; it must be two numbers, the lower one first")
+
+
+class RLOOObjective(Objective[RLOOConfig]):
+    """Leave-one-out advantages of penalised rewards, and the clipped loss of whole completions."""
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.uses_reference
+
+    def with_advantages(
+        self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]
+    ) -> list[TrainingSequence]:
+        config = self.config
+        # In double: where rewards agree, what is left is a small difference of penalties.
+        rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
+        if config.reward_clip_range is not None:
+            low, high = config.reward_clip_range
+            rewards = [group.clamp(low, high) for group in rewards]
+        if self.uses_reference:
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            # A completion that is masked pays nothing, as in TRL.
+            paid = [0.0 if self.is_masked(r) else _divergence(s) for r, s in zip(rollouts, sequences, strict=True)]
+            penalties = torch.tensor(paid, dtype=torch.float64).split([len(group) for group in rewards])
+            rewards = [group - config.beta * kl for group, kl in zip(rewards, penalties, strict=True)]
+        advantages = leave_one_out_advantages(rewards)
+        if config.normalize_advantages:
+            mask = torch.cat(compared(rewards))
+            white = torch.where(mask, whiten(torch.cat(advantages), mask), 0.0)
+            advantages = list(white.split([len(group) for group in rewards]))
+        return with_one_advantage(sequences, advantages)
+
+    def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(lengths),), 1.0 / len(lengths))
+
+    def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
+        config, segments = self.config, batch.segments
+        drift = batch.logps - batch.old_logps
+        correction = self.correction(batch)
+        if correction is not None:
+            # The ratio keeps its value; each token's gradient in it gets the token's weight.
+            drift = drift.detach() + correction * (batch.logps - batch.logps.detach())
+        ratios = torch.exp(segments.sums(drift))
+        token = clipped_policy_loss(ratios, batch.sequence_advantages, config.epsilon, config.clip_high)
+        spread = TokenLoss(*(segments.spread(x.float()) for x in (token.loss, token.low_clipped, token.high_clipped)))
+        note_clipping(batch, spread, tally, by_sequence=True)
+        if self.uses_reference:
+            tally.mean("kl", k1(batch.old_logps, batch.pack.column("ref_logps")))
+        return (token.loss * segments.means(batch.weights)).sum()
+
+
+def _divergence(sequence: TrainingSequence) -> float:
+    """Log-prob of a completion under the policy that sampled it, less that under the reference."""
+    assert sequence.old_logps is not None
+    assert sequence.ref_logps is not None
+    return sum(sequence.old_logps) - sum(sequence.ref_logps)

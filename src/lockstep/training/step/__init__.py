@@ -1,0 +1,1 @@
+"""A generation is cut into optimizer steps; each is learned from and accounted for."""

@@ -1,0 +1,109 @@
+"""Several trainer processes: the same weights, proven; whose sequences are whose; and gradients that add up.
+
+Comes from: `training/trainers/online.py`. The loss of a micro-batch is its share of the whole step's over all ranks, so gradients
+are summed and never averaged, and the model is not wrapped: what a wrapper would average is one sum before the optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import InputError, ProofError
+from lockstep.rollouts.group import Prompt
+from lockstep.rollouts.ranks import Ranks
+from lockstep.sync.source import PlainSource
+
+T = TypeVar("T")
+_Both = tuple[list[Prompt], list[Prompt]]
+# Elements that are summed in one call.
+_BUCKET = 1 << 24
+
+
+def leave_unwrapped(accelerator: Any) -> None:
+    """Let accelerate place the model but not wrap it in DistributedDataParallel, whose reducer expects one backward a step."""
+    if accelerator.num_processes > 1:
+        accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
+
+
+def share_of(items: Sequence[T], ranks: Ranks) -> list[T]:
+    """This rank's part of something that all ranks could do: contiguous, so that shared prompts stay together."""
+    size = -(-len(items) // ranks.count)
+    return list(items[ranks.rank * size : (ranks.rank + 1) * size])
+
+
+def read_alike(ranks: Ranks, read: Callable[[], _Both]) -> _Both:
+    """The prompts that every rank reads for itself, compared: rollouts travel between ranks by their prompts' names alone.
+
+    Args:
+        read: reads this rank's data, to train and to evaluate on; what it refuses is refused on every rank.
+
+    Raises:
+        InputError: on every rank; one cannot use its data, or two have different prompts.
+    """
+    if ranks.count == 1:
+        return read()
+    found: list[_Both] = []
+
+    def described() -> list[Any]:
+        found.append(read())
+        ids = [[p.prompt_id, *p.ids] for both in found for prompts in both for p in prompts]
+        return [len(ids), hashlib.blake2b(json.dumps(ids).encode(), digest_size=16).hexdigest()]
+
+    parts = ranks.share("prompts", described)
+    odd = [rank for rank, part in enumerate(parts) if part != parts[0]]
+    if odd:
+        raise InputError(
+            f"rank {odd[0]} has other prompts than rank 0 ({parts[odd[0]][0]} and {parts[0][0]} of them): give every rank the same "
+            "dataset, in the same order"
+        )
+    return found[0]
+
+
+def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version: int) -> None:
+    """Compare the digests of what is trained on all ranks: the policy, and a critic where there is one.
+
+    Raises:
+        ProofError: two ranks hold different weights, so that one of them would learn from tokens that it did not sample.
+    """
+    if ranks.count == 1:
+        return
+    digests = ranks.share("weights", lambda: [PlainSource(module).manifest(version).digest for module in modules])
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise ProofError(
+            "ranks",
+            f"at version {version} rank {odd[0]} holds other weights than rank 0",
+            "the ranks were started from different models or checkpoints, or a gradient was not summed on one of them",
+            "start every rank from the same model and checkpoint; otherwise this is a defect of Lockstep: report it",
+        )
+
+
+def sum_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> None:
+    """Replace every gradient by its sum over ranks; every rank must call, with the same parameters."""
+    if ranks.count == 1:
+        return
+    for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        dist.all_reduce(flat)
+        for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Gradients of one dtype, together at most a bucket's size (a larger one is alone)."""
+    buckets: list[list[torch.Tensor]] = []
+    held = 0
+    for gradient in gradients:
+        if not buckets or held + gradient.numel() > _BUCKET or gradient.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(gradient)
+        held += gradient.numel()
+    return buckets

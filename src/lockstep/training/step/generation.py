@@ -1,0 +1,123 @@
+"""One generation, cut into the micro-batches that learn from it. Pure functions of scored groups and the method.
+
+Comes from: `rollouts/`. Goes to: `training/step/update.py`, one micro-batch after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lockstep.engines.protocol import Completion
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.methods.objective import Objective
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Scored groups and what is to be learned from them.
+
+    Attributes:
+        version: weight version that the engine held when the generation was taken; without staleness, that sampled every token.
+        groups: the rollouts, by prompt.
+        micro_batches: lists of sequences, in the order of groups and samples; those of one optimizer step stand together, and in a
+            step those of one rank.
+    """
+
+    version: int
+    groups: tuple[RolloutGroup, ...]
+    micro_batches: tuple[tuple[TrainingSequence, ...], ...]
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Every completion, as the engine answered it."""
+        return [rollout.completion for group in self.groups for rollout in group.rollouts]
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the engine sampled, counted at the engine's answers and not at what was made of them."""
+        return sum(len(c.sampled_places) for c in self.completions)
+
+    @property
+    def fresh_tokens(self) -> int:
+        """Sampled tokens whose weights are those of `version`."""
+        return sum(version == self.version for c in self.completions for version in c.sampled_versions)
+
+    @property
+    def prompt_ids(self) -> tuple[str, ...]:
+        return tuple(group.prompt.prompt_id for group in self.groups)
+
+    def step(self, index: int, size: int) -> list[TrainingSequence]:
+        """Sequences of an optimizer step of this generation; `size` is its micro-batches over all ranks."""
+        return [s for batch in self.micro_batches[index * size : (index + 1) * size] for s in batch]
+
+    def with_step(self, index: int, size: int, sequences: Sequence[TrainingSequence]) -> Generation:
+        """The same generation, the sequences of one optimizer step replaced by others of the same names."""
+        by_name = {s.name: s for s in sequences}
+        first, end = index * size, (index + 1) * size
+        batches = tuple(
+            tuple(by_name[s.name] for s in batch) if first <= i < end else batch
+            for i, batch in enumerate(self.micro_batches)
+        )
+        return replace(self, micro_batches=batches)
+
+    def changed(self, change: Callable[[TrainingSequence], TrainingSequence]) -> Generation:
+        """The same generation, each sequence replaced by what `change` makes of it."""
+        batches = tuple(tuple(change(s) for s in batch) for batch in self.micro_batches)
+        return replace(self, micro_batches=batches)
+
+
+def sequences_of(groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
+    """One sequence a rollout, in the order of groups and samples, with nothing yet to learn from.
+
+    Args:
+        version: of the weights that will learn from them first.
+    """
+    versions = [rollout.completion.sampled_versions for group in groups for rollout in group.rollouts]
+    stale = any(v != version for own in versions for v in own)
+    return [
+        TrainingSequence(
+            name=str(rollout.completion.key),
+            prompt_ids=rollout.completion.prompt_ids,
+            completion_ids=rollout.completion.token_ids,
+            behaviour_logps=tuple(rollout.completion.logprobs[i] for i in rollout.completion.sampled_places),
+            sampled=rollout.completion.sampled,
+            fresh=tuple(v == version for v in rollout.completion.sampled_versions) if stale else None,
+        )
+        for group in groups
+        for rollout in group.rollouts
+    ]
+
+
+def prepare_generation(
+    groups: Sequence[RolloutGroup],
+    objective: Objective,
+    version: int,
+    sequences: Sequence[TrainingSequence] | None = None,
+) -> Generation:
+    """Advantages, loss weights and micro-batches of a generation.
+
+    Weights are normalised over each whole optimizer step, whatever its number of micro-batches and ranks.
+
+    Args:
+        sequences: the groups', with the log-probs that the method asks for.
+    """
+    config = objective.config
+    advantaged = objective.with_advantages(groups, sequences_of(groups, version) if sequences is None else sequences)
+    masked = [objective.is_masked(rollout) for group in groups for rollout in group.rollouts]
+    places = torch.tensor([place for place, group in enumerate(groups) for _ in group.rollouts])
+    counted = torch.tensor([not objective.filtered(group) for group in groups])[places]
+    kept = torch.tensor([0 if out else s.length for s, out in zip(advantaged, masked, strict=True)])
+    weights = torch.zeros(len(advantaged))
+    for start in range(0, len(advantaged), config.completions_per_step):
+        step = torch.arange(start, min(start + config.completions_per_step, len(advantaged)))
+        step = step[counted[step]]
+        if len(step):
+            weights[step] = torch.where(kept[step] > 0, objective.sequence_weights(kept[step], places[step]), 0.0)
+    weighted = [replace(s, weight=weight) for s, weight in zip(advantaged, weights.tolist(), strict=True)]
+    size = config.completions_per_micro_batch
+    batches = tuple(tuple(weighted[i : i + size]) for i in range(0, len(weighted), size))
+    return Generation(version, tuple(groups), batches)

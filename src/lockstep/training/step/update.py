@@ -1,0 +1,275 @@
+"""Forward, proof and backward of one micro-batch.
+
+Comes from: `training/step/generation.py`. Leaves: gradients on the policy, and sums that the trainer checks and logs. Sequences
+that cannot move the policy (advantage or weight zero) are scored without gradient, since every sampled token is verified; where a
+pass before the first step has scored them they are not scored again, and what it found of them is what is counted and logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.algorithms.corrections import effective_sample_size
+from lockstep.algorithms.tally import Tally
+from lockstep.errors import InputError
+from lockstep.parity.decomposition import split_gap
+from lockstep.parity.gap import GapStats, measure_gap
+from lockstep.parity.tolerances import Tolerance
+from lockstep.report.phases import PhaseClock
+from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
+from lockstep.training.batch.sequence import TrainingSequence, column, token_names
+from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.forward.scoring import TokenScores, score_pack
+from lockstep.training.methods.objective import Objective, Scores, TokenBatch
+
+
+@dataclass(slots=True)
+class UpdateSums:
+    """Sums over the tokens of an optimizer step; the parts of a step, and of its ranks, add up.
+
+    Attributes:
+        loss: the step's loss so far.
+        gap: parity gap against the policy that the engine held, over the tokens that were sampled by those very weights.
+        difference: the same over all tokens: with the gap, what older weights make of it.
+        tally: what is logged. `_drift` is |log-prob now − at sampling time| of the policy, 0 unless it has moved since; of the
+            tokens that went through the model in this step.
+    """
+
+    loss: float = 0.0
+    gap: GapStats = field(default_factory=GapStats)
+    difference: GapStats = field(default_factory=GapStats)
+    tally: Tally = field(default_factory=Tally)
+
+    def data(self) -> dict[str, Any]:
+        """Everything, in JSON types."""
+        return {
+            "loss": self.loss,
+            "gap": asdict(self.gap),
+            "difference": asdict(self.difference),
+            "tally": self.tally.data(),
+        }
+
+    @classmethod
+    def of(cls, parts: Sequence[dict[str, Any]]) -> UpdateSums:
+        """The sum of what the `data` of several ranks hold."""
+        total = cls()
+        for data in parts:
+            total.loss += data["loss"]
+            total.gap = total.gap + GapStats(**data["gap"])
+            total.difference = total.difference + GapStats(**data["difference"])
+            total.tally.add(data["tally"])
+        return total
+
+    def metrics(self, limit: Tolerance) -> dict[str, float]:
+        """TRL's names for what the update measured, and the parity gap's own with its parts."""
+        figures = self.tally.figures()
+        weights, squares = self.tally.total(_RATIO), self.tally.total(_SQUARES)
+        older = (self.difference.sum_abs - self.gap.sum_abs) / max(self.difference.tokens, 1)
+        drift = self.tally.total("_drift") / max(self.tally.count("_drift"), 1)
+        # Undiluted: a defect of the few tokens that are new is one.
+        parts = split_gap(self.gap.mean_abs, older + drift, limit)
+        return {
+            **figures,
+            "sampling/effective_sample_size": effective_sample_size(weights, squares, int(self.tally.count(_RATIO))),
+            "sampling/sampling_logp_difference/mean": self.difference.mean_abs,
+            "sampling/sampling_logp_difference/max": self.difference.max_abs,
+            "parity/mean_abs_gap": self.gap.mean_abs,
+            "parity/max_abs_gap": self.gap.max_abs,
+            "parity/k3": self.gap.k3,
+            "parity/checked_tokens": self.gap.tokens,
+            "sampling/tokens": self.difference.tokens,
+            **parts.metrics(),
+        }
+
+
+_RATIO, _SQUARES = "sampling/importance_sampling_ratio/mean", "_squared_ratios"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A model and how it computes.
+
+    Attributes:
+        critic: value head on the model's hidden states, where a method has one.
+        plain_rows: the model cannot attend within a tree (`training/forward/scoring.py`).
+    """
+
+    model: PreTrainedModel
+    autocast: Callable[[], AbstractContextManager]
+    backward: Callable[[torch.Tensor], None]
+    critic: torch.nn.Module | None = None
+    plain_rows: bool = False
+
+    def packs(self, sequences: Sequence[TrainingSequence], config: OnlineConfig) -> Iterator[Pack]:
+        """Sequences in packs, where the model is."""
+        cut = pack_rows if self.plain_rows else pack_sequences
+        for pack in cut(sequences, config.token_budget):
+            yield pack.to(self.model.device)
+
+    def score(self, pack: Pack, config: OnlineConfig, *, entropy_gradient: bool = False) -> TokenScores:
+        """Scores of a pack of `packs` under the run's precision and temperature."""
+        with self.autocast():
+            return score_pack(
+                self.model,
+                pack,
+                config.temperature,
+                config.logits_chunk_size,
+                entropy_gradient=entropy_gradient,
+                fp32_head=config.cast_lm_head_to_fp32,
+                critic=self.critic,
+            )
+
+
+def learn(
+    policy: Policy, sequences: Sequence[TrainingSequence], objective: Objective, clock: PhaseClock, sums: UpdateSums
+) -> float:
+    """Accumulate gradients of a micro-batch and add its numbers to `sums`.
+
+    Returns:
+        The micro-batch's part of the step's loss.
+    """
+    config = objective.config
+    moving = [s for s in sequences if objective.has_gradient(s)]
+    still = [s for s in sequences if not objective.has_gradient(s)]
+    before = sums.loss
+    with clock.phase("forward_backward"):
+        for pack in policy.packs(moving, config):
+            scores = policy.score(pack, config, entropy_gradient=objective.entropy_gradient)
+            batch = TokenBatch.of(pack, scores)
+            loss = objective.loss(batch, sums.tally)
+            sums.loss += loss.item()
+            policy.backward(loss)
+            _measure(batch, sums)
+    with clock.phase("verify"), torch.no_grad():
+        for pack in policy.packs([s for s in still if s.entropies is None], config):
+            _measure(TokenBatch.of(pack, policy.score(pack, config)), sums)
+        _measure_scored([s for s in still if s.entropies is not None], sums)
+    return sums.loss - before
+
+
+@dataclass(frozen=True, slots=True)
+class AllScores:
+    """What a forward without gradient gives for whole sequences, by request name."""
+
+    logps: Scores
+    entropies: Scores
+    values: Scores
+    gap: GapStats
+
+    def beside(self, sequence: TrainingSequence) -> TrainingSequence:
+        """A sequence with its scores, as those of the policy before the generation's first step."""
+        name = sequence.name
+        return replace(
+            sequence, old_logps=self.logps[name], entropies=self.entropies[name], values=self.values.get(name)
+        )
+
+    def data(self) -> dict[str, Any]:
+        """Everything, in JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def merged(cls, parts: Sequence[dict[str, Any]]) -> AllScores:
+        """The scores of all ranks, from the `data` of each."""
+        logps, entropies, values = (
+            {name: tuple(found) for part in parts for name, found in part[kind].items()}
+            for kind in ("logps", "entropies", "values")
+        )
+        return cls(logps, entropies, values, sum((GapStats(**part["gap"]) for part in parts), GapStats()))
+
+
+@torch.no_grad()
+def score_all(
+    policy: Policy, sequences: Sequence[TrainingSequence], config: OnlineConfig, *, measure: bool = True
+) -> AllScores:
+    """Score sequences.
+
+    Args:
+        measure: measure the gap of the log-probs to the engine's; not of a reference model's, which the engine does not hold.
+
+    Raises:
+        ProofError: a log-prob of the policy's is not finite.
+        InputError: one of a reference model's is not.
+    """
+    logps: Scores = {}
+    entropies: Scores = {}
+    critic_values: Scores = {}
+    gap = GapStats()
+    for pack in policy.packs(sequences, config):
+        scores = policy.score(pack, config)
+        if measure:
+            gap = gap + _measured(pack.sequences, pack.column("behaviour_logps"), scores.logps)[0]
+        elif not bool(torch.isfinite(scores.logps).all()):
+            raise InputError(
+                "the reference model gives a sampled token no finite log-prob; look at its weights and dtype"
+            )
+        for by_name, values in (
+            (logps, scores.logps),
+            (entropies, scores.entropies),
+            (critic_values, scores.values),
+        ):
+            if values is not None:
+                parts = values.split([s.length for s in pack.sequences])
+                by_name.update((s.name, tuple(part.tolist())) for s, part in zip(pack.sequences, parts, strict=True))
+    return AllScores(logps, entropies, critic_values, gap)
+
+
+def _measured(
+    sequences: Sequence[TrainingSequence], behaviour: torch.Tensor, policy: torch.Tensor
+) -> tuple[GapStats, GapStats]:
+    """The parity gap, over tokens that these weights have sampled, and the difference over all tokens.
+
+    Args:
+        behaviour: (N,) the engine's log-probs.
+        policy: (N,) log-probs of the weights that the engine held when it was last asked.
+
+    Raises:
+        ProofError: a log-prob is not finite.
+    """
+    names = token_names(sequences)
+    every = measure_gap(behaviour, policy, names)
+    if sequences[0].fresh is None:
+        return every, every
+    fresh = column(sequences, "fresh").bool()
+    chosen = [name for name, own in zip(names, fresh.tolist(), strict=True) if own]
+    fresh = fresh.to(policy.device)
+    return measure_gap(behaviour[fresh], policy[fresh], chosen), every
+
+
+@torch.no_grad()
+def _measure(batch: TokenBatch, sums: UpdateSums) -> None:
+    """What every method logs of every token that went through the model, learned from or not."""
+    sums.tally.mean("_drift", (batch.logps - batch.old_logps).abs())
+    _note(batch.sequences, batch.behaviour_logps, batch.old_logps, batch.entropies, sums)
+
+
+def _measure_scored(sequences: Sequence[TrainingSequence], sums: UpdateSums) -> None:
+    """The same of sequences that were scored before the first step and need not go through it again."""
+    if sequences:
+        behaviour, old_logps, entropies = (
+            column(sequences, name) for name in ("behaviour_logps", "old_logps", "entropies")
+        )
+        _note(sequences, behaviour, old_logps, entropies, sums)
+
+
+def _note(
+    sequences: Sequence[TrainingSequence],
+    behaviour: torch.Tensor,
+    old_logps: torch.Tensor,
+    entropies: torch.Tensor,
+    sums: UpdateSums,
+) -> None:
+    tally = sums.tally
+    gap, difference = _measured(sequences, behaviour, old_logps)
+    sums.gap, sums.difference = sums.gap + gap, sums.difference + difference
+    ratios = torch.exp(old_logps - behaviour)
+    tally.mean(_RATIO, ratios)
+    tally.mean(_SQUARES, ratios.square())
+    tally.low("sampling/importance_sampling_ratio/min", ratios)
+    tally.high("sampling/importance_sampling_ratio/max", ratios)
+    tally.mean("entropy", entropies)

@@ -1,0 +1,1 @@
+"""One trainer a method, on the loop that all share."""

@@ -1,0 +1,90 @@
+"""`OnlineDPOTrainer`: Online DPO in the shared loop, by rewards or by a judge, with TRL's constructor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset
+
+from lockstep.errors import InputError
+from lockstep.training.data.rehearsal import rehearse_judge
+from lockstep.training.generate.scorer import Scorer, judge_scorer
+from lockstep.training.methods.online_dpo import OnlineDPOConfig, OnlineDPOObjective
+from lockstep.training.trainers.online import OnlineTrainer
+
+
+class OnlineDPOTrainer(OnlineTrainer):
+    """Online Direct Preference Optimization with an engine that provably holds the policy's weights.
+
+    Args:
+        ref_model: the model that the policy is tied to; by default a copy of it as it is at the start.
+        judge: a pairwise judge instead of reward functions (`lockstep.rollouts.judges`).
+
+    The other arguments, and errors: `lockstep.training.trainers.online.OnlineTrainer`. Their order is TRL's.
+    """
+
+    config_class = OnlineDPOConfig
+    method = "Online DPO"
+    objective_class = OnlineDPOObjective
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any = None,
+        reward_funcs: Any = None,
+        args: OnlineDPOConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        peft_config: Any = None,
+        compute_metrics: Any = None,
+        callbacks: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Any = None,
+        *,
+        judge: Any = None,
+        engine: Any = None,
+        quantization_config: Any = None,
+    ) -> None:
+        self._judge = judge
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            peft_config=peft_config,
+            engine=engine,
+            quantization_config=quantization_config,
+            ref_model=ref_model,
+            data_collator=data_collator,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+
+    def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
+        if self._judge is None:
+            super().rehearse(reward_funcs, dataset)
+        else:
+            rehearse_judge(self._judge, dataset, self.config)
+
+    def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
+        given = {"judge": self._judge, "reward_funcs": reward_funcs, "reward_model_path": self.config.reward_model_path}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) > 1:
+            raise InputError(f"{' and '.join(names)} all say which completion is better; give one of them")
+        if self._judge is None:
+            return super().scorer(reward_funcs or self.config.reward_model_path, processing_classes)
+        if processing_classes is not None or self.config.reward_weights is not None:
+            raise InputError("reward_weights and reward_processing_classes are of reward functions; a judge has none")
+        if self.config.missing_eos_penalty is not None:
+            raise InputError(
+                "missing_eos_penalty is taken off a reward, and a judge gives none; leave one of the two out"
+            )
+        return judge_scorer(self._judge)

@@ -1,0 +1,47 @@
+"""`PPOTrainer`: PPO in the shared loop. It owns the value head, which the optimizer trains beside the policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.errors import InputError
+from lockstep.training.methods.ppo import PPOConfig, PPOObjective
+from lockstep.training.trainers.online import OnlineTrainer
+
+
+class PPOTrainer(OnlineTrainer):
+    """Proximal Policy Optimization with an engine that provably holds the policy's weights.
+
+    The value head is trained with the policy and kept in checkpoints beside it; it never goes to the engine. Arguments and errors:
+    `lockstep.training.trainers.online.OnlineTrainer`.
+    """
+
+    config_class = PPOConfig
+    method = "PPO"
+    objective_class = PPOObjective
+
+    def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module:
+        head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, dtype=torch.float32)
+        # Values of 0 at the start: the first advantages are the rewards, and no random head moves the trunk.
+        torch.nn.init.zeros_(head.weight)
+        torch.nn.init.zeros_(head.bias)
+        return head
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(model)
+        assert self.critic is not None
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        # An optimizer of the user's cannot know of the head.
+        if missing := [p for p in self.critic.parameters() if id(p) not in held]:
+            if self.lr_scheduler is not None:
+                raise InputError(
+                    "PPO adds its value head to the optimizer, which a scheduler made before does not follow; give "
+                    "optimizers=(optimizer, None)"
+                )
+            given = self.config.value_learning_rate
+            rate = 10 * self.config.learning_rate if given is None else given
+            optimizer.add_param_group({"params": missing, "lr": rate, "weight_decay": 0.0})
+        return optimizer

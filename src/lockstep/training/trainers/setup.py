@@ -1,0 +1,83 @@
+"""What a trainer is given, checked before the policy is loaded.
+
+Comes from: a trainer's constructor. Pure functions of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from lockstep.errors import InputError
+from lockstep.models.adapters import causal_model, is_adapted
+from lockstep.models.policy import context_length
+from lockstep.training.forward.scoring import check_scorable, why_plain_rows
+
+# Arguments of TRL's trainers that nothing here does yet.
+_KNOWN = {"tools", "rollout_func", "environment_factory"}
+_KNOWN |= {"data_collator", "compute_metrics", "preprocess_logits_for_metrics"}
+
+
+def refuse_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of TRL's constructors that have no meaning here yet.
+
+    Raises:
+        InputError: one is not None.
+        TypeError: no trainer has such an argument.
+    """
+    for name, value in given.items():
+        if name not in _KNOWN:
+            raise TypeError(f"unexpected argument {name!r}")
+        if value is not None:
+            raise InputError(f"{name} is not supported yet; leave it out")
+
+
+def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> None:
+    """Refuse a reference model that would not be one, not be used, or not follow.
+
+    Raises:
+        InputError: it is the policy itself, no divergence is asked for, or an adapter leaves no model that could follow.
+    """
+    if ref_model is not None and ref_model is model:
+        raise InputError("ref_model is the model that is trained; leave it out to use a copy of it as it is now")
+    if ref_model is not None and not args.beta:
+        raise InputError("ref_model is given, and beta=0.0 leaves it unused; set beta, or leave ref_model out")
+    adapted = peft_config is not None or (not isinstance(model, str) and is_adapted(model))
+    if getattr(args, "sync_ref_model", False) and adapted:
+        raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
+
+
+def context_within(model: PreTrainedModel, wanted: int | None) -> int:
+    """Most tokens of prompt and completion: those wanted, as far as the model attends.
+
+    Raises:
+        InputError: nobody names a limit.
+    """
+    limits = [limit for limit in (wanted, context_length(causal_model(model).config)) if limit is not None]
+    if not limits:
+        raise InputError("the model's config names no longest sequence; set vllm_max_model_length")
+    return min(limits)
+
+
+def needs_plain_rows(models: Sequence[PreTrainedModel], max_length: int) -> bool:
+    """Whether one of the models cannot attend within a tree; said, since it costs what shared prompts would spare."""
+    reasons = [why for model in models if (why := why_plain_rows(causal_model(model), max_length))]
+    if reasons:
+        print(f"lockstep: the model learns from a row a completion, prompts are not shared: {reasons[0]}", flush=True)
+    return bool(reasons)
+
+
+def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel) -> None:
+    """Refuse a reference model that the scoring here would get wrong, or that is not over the policy's tokens.
+
+    Raises:
+        InputError: as `check_scorable`; or its vocabulary is another one.
+    """
+    check_scorable(causal_model(ref_model))
+    sizes = [m.get_input_embeddings().weight.shape[0] for m in (causal_model(model), causal_model(ref_model))]
+    if sizes[0] != sizes[1]:
+        raise InputError(
+            f"ref_model has a vocabulary of {sizes[1]} tokens, the policy one of {sizes[0]}; they must be the same"
+        )
