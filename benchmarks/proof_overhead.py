@@ -47,7 +47,7 @@ def measure(steps: int, folder: str) -> list[dict[str, float]]:
     from transformers import PrinterCallback
 
     import lockstep.engines.tensor_specs as reading
-    import lockstep.training.generate.proofs as proofs
+    import lockstep.parity.proven_push as proofs
     from lockstep.cli.arguments import RunArguments, parse
     from lockstep.cli.data import data_of
     from lockstep.cli.quiet import quiet_libraries

@@ -151,7 +151,7 @@ class Lockstep:
         engine = recorded_engine(model, dtype, rollouts) if rollouts else None
         self.trainer = GRPOTrainer(model, reward, config, data, engine=engine)
         self._timer = Timer()
-        self._timer.around(self.trainer.source, "rollout", "rollout")
+        self._timer.around(self.trainer.loop, "rollout", "rollout")
         self._log: dict[str, float] = {}
         real = self.trainer.log
 
@@ -177,7 +177,7 @@ class Lockstep:
         """Positions of the last step, a shared beginning once: learned from, only verified, all; and tokens only verified."""
         from lockstep.training.batch.pack import pack_sequences
 
-        generation, objective = self.trainer._generation, self.trainer.objective
+        generation, objective = self.trainer.loop.generation, self.trainer.objective
         found = {"positions": 0, "still_positions": 0, "all_positions": 0, "still_tokens": 0}
         for batch in generation.micro_batches if generation is not None else ():
             still = [s for s in batch if not objective.has_gradient(s)]
@@ -194,7 +194,7 @@ class Lockstep:
 
         if path is None or path.exists():
             return
-        groups = self.trainer._generation.groups  # type: ignore[union-attr]
+        groups = self.trainer.loop.generation.groups  # type: ignore[union-attr]
         write_rollouts(
             path,
             [

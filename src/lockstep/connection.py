@@ -15,14 +15,13 @@ from lockstep.engines.server_calls import ServerCalls
 from lockstep.engines.transport import WeightTransport
 from lockstep.engines.vllm_server import VLLMServer
 from lockstep.errors import ProofError
-from lockstep.parity.canary import check_canary, score_canary
 from lockstep.parity.gap import GapStats
 from lockstep.parity.handshake import check_settings, expected_settings
-from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
+from lockstep.parity.module_probe import ProbeRecord
+from lockstep.parity.proven_push import ProvenPusher
 from lockstep.parity.rescoring import Precision
-from lockstep.parity.tolerances import tolerance
 from lockstep.server.keys import key_for
-from lockstep.sync.push import SyncRecord, push_weights
+from lockstep.sync.push import SyncRecord
 from lockstep.sync.transport import choose_transport
 
 
@@ -36,7 +35,7 @@ class Connection:
     def __init__(self, engine: VLLMServer) -> None:
         self.engine = engine
         self._model: PreTrainedModel | None = None
-        self._probe: ModuleProbe | None = None
+        self._pusher: ProvenPusher | None = None
 
     @property
     def version(self) -> int | None:
@@ -62,11 +61,10 @@ class Connection:
         """
         if model is not self._model:
             check_settings(expected_settings(model, None, self.settings().dtype, min_model_len=2), self.settings())
-            self._probe = ModuleProbe(model, self.engine, self.settings().dtype)
+            self._pusher = ProvenPusher(model, self.engine, self.settings().dtype, Precision(None))
             self._model = model
-        record = push_weights(model, self.engine, version)
-        self._probed(version)
-        return record
+        assert self._pusher is not None
+        return self._pusher.push(version, every_module=True).push
 
     def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
         """Answer every request, by key.
@@ -96,28 +94,18 @@ class Connection:
         Raises:
             ProofError: they do not; names the layers, or the gap.
         """
-        if self._model is None or self.version is None:
+        if self._pusher is None or self.version is None:
             raise ProofError(
                 "version",
                 "the servers were asked to prove weights that nobody gave them",
                 "no update was made yet, or a server was lost since",
                 "call update_weights first",
             )
-        probed = self._probed(self.version)
-        precision = Precision(None)
-        gap = score_canary(self._model, self.engine, self.settings().max_model_len, precision)
-        check_canary(gap, tolerance(self.settings().dtype, self._model.dtype), self.version)
-        return probed, gap
+        return self._pusher.probe(self.version), self._pusher.score_canary(self.version)
 
     def close(self) -> None:
         """Let go of the servers, which stay up."""
         self.engine.close()
-
-    def _probed(self, version: int) -> ProbeRecord:
-        assert self._probe is not None
-        record = self._probe.measure(version, every=True)
-        check_probe(record, version)
-        return record
 
 
 def connect(

@@ -293,16 +293,6 @@ def test_a_generation_that_takes_too_long_is_ended_and_leaves_nothing_behind(eng
     assert engine.generate(few).keys() == {request.key for request in few}
 
 
-def test_sleep_is_refused_where_it_is_not_supported(engine: Engine) -> None:
-    if engine.supports_sleep:
-        engine.sleep()
-        engine.wake()
-        assert engine.version is None
-    else:
-        with pytest.raises(InputError, match="sleep"):
-            engine.sleep()
-
-
 def test_settings_are_read_back(engine: Engine, untied_dir: str) -> None:
     settings = engine.settings()
     assert (settings.model, settings.vocab_size, settings.max_model_len) == (untied_dir, 384, CONTEXT)

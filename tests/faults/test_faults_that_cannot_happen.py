@@ -55,7 +55,7 @@ def test_t5_a_rollout_cut_at_the_limit_ends_there(stage: Stage) -> None:
     cut = [c for c in stage.sample(Sampling(3), samples=4) if c.finish_reason == "length"]
     assert cut
     stage.step()
-    generation = stage.trainer._generation
+    generation = stage.trainer.loop.generation
     assert generation is not None
     completions = {str(c.key): c for c in generation.completions}
     for sequence in (s for batch in generation.micro_batches for s in batch):
@@ -117,7 +117,7 @@ def test_w5_two_hundred_syncs_leave_every_weight_bit_identical(stage: Stage) -> 
     digests = set()
     for _ in range(200):
         stage.push()
-        digests.add(stage.trainer.proofs._push.digest)  # type: ignore[union-attr]
+        digests.add(stage.trainer.proofs._pusher.proof.push.digest)  # type: ignore[union-attr]
     assert len(digests) == 1
     assert all(torch.equal(p, before[n]) for n, p in stage.model.named_parameters())
 
@@ -202,7 +202,7 @@ def test_p6_raw_ratios_are_logged(stage: Stage) -> None:
 
 def test_a4_truncation_is_the_engines_word(stage: Stage) -> None:
     stage.step()
-    generation = stage.trainer._generation
+    generation = stage.trainer.loop.generation
     assert generation is not None
     masking = config(Path(stage.config.output_dir), mask_truncated_completions=True)
     reasons = {str(c.key): c.finish_reason for c in generation.completions}

@@ -21,7 +21,7 @@ from tiny import make_model, perturbed
 from training import even_tokens, make_trainer, train
 from transformers import PreTrainedModel
 
-import lockstep.training.generate.proofs as proofs
+import lockstep.parity.proven_push as proofs
 from lockstep.engines.protocol import Completion
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.parity.receipt import check_receipt
@@ -62,8 +62,8 @@ class Watch:
     def __call__(self, trainer: GRPOTrainer, step: int) -> Iterator[None]:
         self.models[step] = deepcopy(trainer._causal()).eval()
         yield
-        assert trainer._generation is not None
-        self.generations[step] = trainer._generation
+        assert trainer.loop.generation is not None
+        self.generations[step] = trainer.loop.generation
 
 
 def groups_of(generation: Generation) -> dict[str, RolloutGroup]:

@@ -45,8 +45,8 @@ def test_every_log_shows_the_last_generation(
     monkeypatch.setenv("COLUMNS", "200")
     made = run(untied_dir, tmp_path, engine, log_completions=True)
     shown = capsys.readouterr().out
-    assert made._generation is not None
-    rows = rows_of(made._generation)
+    assert made.loop.generation is not None
+    rows = rows_of(made.loop.generation)
     assert len(rows) == 8
     assert shown.count("Step ") == 1
     assert "Step 2" in shown

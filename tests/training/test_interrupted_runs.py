@@ -151,7 +151,7 @@ def test_places_that_are_drawn_differ_within_a_group_and_are_proven_alike(
     fields = {**limited("GRPO", GROUPS), "max_steps": 1, "max_thinking_length": 9, "min_thinking_length": 1}
     run = make("GRPO", untied_dir, tmp_path, hf_engine, fields)
     run.train()
-    found = [r.completion for group in run._generation.groups for r in group.rollouts]
+    found = [r.completion for group in run.loop.generation.groups for r in group.rollouts]
     places = {c.sampled.index(False) for c in found if c.sampled is not None}
     assert len(places) > 1
     assert places <= set(range(1, 10))
@@ -174,7 +174,7 @@ def test_where_no_thinking_is_interrupted_nothing_is_logged_and_where_none_needs
     def patient(rollout: Rollout) -> Rollout:
         return replace(rollout, completion=replace(rollout.completion, sampled=None))
 
-    groups = [replace(g, rollouts=tuple(map(patient, g.rollouts))) for g in run._generation.groups]
+    groups = [replace(g, rollouts=tuple(map(patient, g.rollouts))) for g in run.loop.generation.groups]
     assert run.source.metrics(groups, 0)["completions/interrupted"] == 0.0
 
 

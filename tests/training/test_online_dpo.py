@@ -32,7 +32,7 @@ class Longer:
 def signs(run: Any) -> dict[str, list[float]]:
     """The last generation's: of each prompt, 1 for chosen, −1 for rejected, 0 for undecided."""
     found: dict[str, list[float]] = {}
-    for batch in run._generation.micro_batches:
+    for batch in run.loop.generation.micro_batches:
         for s in batch:
             found.setdefault(s.unit, []).append(s.advantages[0])
     return found
@@ -45,7 +45,7 @@ def test_a_judge_without_a_verdict_leaves_the_pair_undecided_and_the_rest_is_log
         "OnlineDPO", untied_dir, tmp_path, hf_engine, {**PAIRS, "max_steps": 4}, reward_funcs=None, judge=Longer()
     )
     run.train()
-    for group in run._generation.groups:
+    for group in run.loop.generation.groups:
         texts = [rollout.text for rollout in group.rollouts]
         odd = int(group.prompt.source.split()[2]) % 2 == 1
         first = 0.0 if odd else (-1.0 if len(texts[1]) > len(texts[0]) else 1.0)
@@ -116,7 +116,7 @@ def test_a_reward_model_can_be_named_in_the_configuration(untied_dir: str, tmp_p
     run.train()
     (log,) = logs(run)
     assert log["rewards/taste/std"] > 0
-    for group in run._generation.groups:
+    for group in run.loop.generation.groups:
         first, second = group.rewards
         assert signs(run)[group.prompt.prompt_id][0] == (1.0 if first > second else -1.0)
 

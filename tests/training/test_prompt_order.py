@@ -138,7 +138,7 @@ class Prompts(TrainerCallback):
         self._run = run
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seen.append(self._run._generation.prompt_ids)
+        self.seen.append(self._run.loop.generation.prompt_ids)
 
 
 EASY = {f"what is {i} + {i}" for i in (1, 3, 4)}

@@ -48,8 +48,8 @@ def test_a_group_that_agrees_has_no_backward_and_its_tokens_are_proven_all_the_s
 ) -> None:
     run = make("GRPO", untied_dir, tmp_path, hf_engine, TWO_GROUPS, reward_funcs=agreeing)
     work = worked(run, monkeypatch)
-    assert run._generation is not None
-    first, second = ([str(r.completion.key) for r in group.rollouts] for group in run._generation.groups)
+    assert run.loop.generation is not None
+    first, second = ([str(r.completion.key) for r in group.rollouts] for group in run.loop.generation.groups)
     assert work.learned() == Counter(second)
     assert work.looked() == Counter(first)
     assert work.backwards == 1
@@ -143,7 +143,7 @@ def test_what_was_scored_for_the_advantages_and_moves_nothing_takes_no_other_pas
     assert work.learned() == Counter(apart)
     # Proven, and written down, over all of them.
     receipt = [json.loads(line) for line in (tmp_path / "receipt.jsonl").read_text().splitlines()]
-    assert receipt[-1]["checked_tokens"] == receipt[-1]["sampled_tokens"] == run._generation.sampled_tokens
+    assert receipt[-1]["checked_tokens"] == receipt[-1]["sampled_tokens"] == run.loop.generation.sampled_tokens
 
 
 @pytest.mark.parametrize(("method", "more"), [("GRPO", {"num_iterations": 2, "max_steps": 2}), ("RLOO", {})])
@@ -182,7 +182,7 @@ def test_figures_of_what_takes_no_pass_in_a_step_are_those_of_the_pass_before_th
 
     monkeypatch.setattr(Policy, "score", score)
     run.train()
-    (batch,) = run._generation.micro_batches
+    (batch,) = run.loop.generation.micro_batches
     before = column(batch, "entropies")
     first, second = logs(run)
     assert first["entropy"] == pytest.approx(float(before.mean()), rel=1e-5)
@@ -231,7 +231,7 @@ def test_the_threshold_of_entropies_takes_a_pass_only_where_the_policy_has_moved
     every, apart = names_of(run)
     assert work.looked() == Counter(every * looked)
     assert work.learned() == Counter(apart * passes)
-    (batch,) = run._generation.micro_batches
+    (batch,) = run.loop.generation.micro_batches
     assert masks[0] == tuple(high_entropy_mask(column(batch, "entropies"), 0.5).float().tolist())
     # At this learning rate the entropies of the next step are others.
     assert len(set(masks)) == passes
@@ -296,5 +296,5 @@ def test_the_optimizer_is_the_fused_one(untied_dir: str, tmp_path: Path, hf_engi
         optimizer = getattr(run.optimizer, "optimizer", run.optimizer)
         assert type(optimizer) is torch.optim.AdamW
         assert all(group["fused"] is True for group in optimizer.param_groups)
-        trained = {id(p) for p in run._trained()}
+        trained = {id(p) for p in run.loop.trained_parameters()}
         assert {id(p) for group in optimizer.param_groups for p in group["params"]} == trained

@@ -114,7 +114,8 @@ def logged(run: OnlineTrainer, name: str) -> float:
 def names_of(run: Any) -> tuple[list[str], list[str]]:
     """Requests of the last generation: all of them, and those of odd prompts."""
     groups = [
-        (int(g.prompt.source.split()[-1]), [str(r.completion.key) for r in g.rollouts]) for g in run._generation.groups
+        (int(g.prompt.source.split()[-1]), [str(r.completion.key) for r in g.rollouts])
+        for g in run.loop.generation.groups
     ]
     return [name for _, names in groups for name in names], [name for n, names in groups if n % 2 for name in names]
 
@@ -122,14 +123,14 @@ def names_of(run: Any) -> tuple[list[str], list[str]]:
 def worked(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Work:
     """The work of a whole run, each sampled token of which is proven."""
     sampled: list[int] = []
-    real = run.source.rollout
+    real = run.loop.rollout
 
     def rollout(*args: Any, **kwargs: Any) -> Any:
         groups = real(*args, **kwargs)
         sampled.extend(len(r.completion.token_ids) for group in groups for r in group.rollouts)
         return groups
 
-    monkeypatch.setattr(run.source, "rollout", rollout)
+    monkeypatch.setattr(run.loop, "rollout", rollout)
     with counted(run, monkeypatch) as work:
         run.train()
     steps = run.config.passes

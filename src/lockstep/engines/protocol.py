@@ -195,8 +195,6 @@ class ProbedEngine(Protocol):
 class Engine(WeightReceiver, ProbedEngine, Protocol):
     """An inference engine. It does not serve before a version has been committed."""
 
-    supports_sleep: bool
-
     @property
     def version(self) -> int | None:
         """Committed weight version; None before the first and while an update is under way."""
@@ -218,12 +216,6 @@ class Engine(WeightReceiver, ProbedEngine, Protocol):
             ProofError: no version is committed, or the answers are not what was asked for.
             LockstepError: the time limit passed.
         """
-
-    def sleep(self) -> None:
-        """Give up the memory for caches (and weights, which then need a push); only where `supports_sleep`."""
-
-    def wake(self) -> None:
-        """Take the memory back."""
 
     def close(self) -> None:
         """Release the engine's memory and processes."""

@@ -69,7 +69,6 @@ class TransformersEngine:
         fp32_head: the output head's product is in float32, whatever `dtype` is.
     """
 
-    supports_sleep = False
     wire_dtype = None
 
     def __init__(
@@ -220,12 +219,6 @@ class TransformersEngine:
 
     def commit_version(self, version: int) -> None:
         self._version = version
-
-    def sleep(self) -> None:
-        raise InputError("the transformers engine cannot sleep")
-
-    def wake(self) -> None:
-        raise InputError("the transformers engine cannot sleep")
 
     def close(self) -> None:
         self._version = None

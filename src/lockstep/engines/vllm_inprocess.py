@@ -92,8 +92,6 @@ class VLLMInProcess:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"vLLM cannot load {model}: {str(error).strip()[:600]}") from error
-        config = self._llm.llm_engine.vllm_config
-        self.supports_sleep = bool(config.model_config.enable_sleep_mode) and torch.cuda.is_available()
 
     @property
     def _max_model_len(self) -> int:
@@ -217,16 +215,6 @@ class VLLMInProcess:
                 "let one trainer own the engine",
             )
         self._version = version
-
-    def sleep(self) -> None:
-        if not self.supports_sleep:
-            raise InputError("this engine cannot sleep: vLLM's sleep mode needs CUDA and vllm_enable_sleep_mode")
-        # Level 2 drops the weights: they are stale after the next optimizer step anyway, and a push brings new ones.
-        self._version = None
-        self._llm.sleep(level=2)
-
-    def wake(self) -> None:
-        self._llm.wake_up()
 
     def close(self) -> None:
         self._version = None

@@ -54,8 +54,6 @@ class VLLMServer:
         LockstepError: a server did not answer in time.
     """
 
-    supports_sleep = False
-
     def __init__(
         self, urls: Sequence[str], keys: Sequence[str | None], *, timeout: float, transport: TransportChoice
     ) -> None:
@@ -278,12 +276,6 @@ class VLLMServer:
                 "it was started again with another command line or model",
                 "start it as it was, and go on from the last checkpoint",
             )
-
-    def sleep(self) -> None:
-        raise InputError("a server cannot sleep: it has its own memory")
-
-    def wake(self) -> None:
-        """Nothing to do: it never sleeps."""
 
     def close(self) -> None:
         """Let go of the servers, which stay up."""

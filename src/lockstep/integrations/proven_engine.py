@@ -8,36 +8,17 @@ for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
 from lockstep.engines.answers import check_answers
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling, request_seed
-from lockstep.parity.canary import check_canary, score_canary
-from lockstep.parity.gap import GapStats
-from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
+from lockstep.parity.proven_push import ProvenPusher, PushProof
 from lockstep.parity.rescoring import Precision
 from lockstep.parity.samples import check_samples
-from lockstep.parity.tolerances import tolerance
-from lockstep.sync.push import SyncRecord, push_weights
 from lockstep.training.generate.recovery import Recovery
-
-
-@dataclass(frozen=True, slots=True)
-class PushProof:
-    """What proved one push.
-
-    Attributes:
-        push: what was sent, and that it arrived.
-        probe: how far the engine's modules are from the trained model's.
-        canary: gap over fixed sequences.
-    """
-
-    push: SyncRecord
-    probe: ProbeRecord
-    canary: GapStats
 
 
 class ProvenEngine:
@@ -54,19 +35,17 @@ class ProvenEngine:
     def __init__(
         self, model: PreTrainedModel, engine: Engine, dtype: torch.dtype, precision: Precision, seed: int
     ) -> None:
-        self._model = model
         self._engine = engine
-        self._dtype = dtype
-        self._precision = precision
-        self._limit = tolerance(dtype, precision.autocast or model.dtype)
+        self._pusher = ProvenPusher(model, engine, dtype, precision, seed=seed)
         self._seed = seed
         self._context = engine.settings().max_model_len
-        self._probe: ModuleProbe | None = None
-        # The first push probes every module, and so does one to an engine that was lost.
-        self._trusted = False
-        self._recovery = Recovery(self._distrust)
+        self._recovery = Recovery(self._pusher.distrust)
         self.version = 0
-        self.proof: PushProof | None = None
+
+    @property
+    def proof(self) -> PushProof | None:
+        """What proved the last push; None before the first."""
+        return self._pusher.proof
 
     @property
     def losses(self) -> int:
@@ -126,18 +105,7 @@ class ProvenEngine:
 
     def _push(self) -> None:
         self.version += 1
-        push = push_weights(self._model, self._engine, self.version)
-        if self._probe is None:
-            self._probe = ModuleProbe(self._model, self._engine, self._dtype)
-        probed = self._probe.measure(self._seed * 1_000_003 + self.version, every=not self._trusted)
-        check_probe(probed, self.version)
-        canary = score_canary(self._model, self._engine, self._context, self._precision)
-        check_canary(canary, self._limit, self.version)
-        self._trusted = True
-        self.proof = PushProof(push, probed, canary)
-
-    def _distrust(self) -> None:
-        self._trusted = False
+        self._pusher.push(self.version, canary=True)
 
     def _fitted(self, sampling: Sampling, prompt_tokens: int) -> Sampling:
         room = max(self._context - prompt_tokens, 1)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.connection import connect
 from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.errors import InputError
-from lockstep.integrations.proven_engine import ProvenEngine, PushProof
+from lockstep.integrations.proven_engine import ProvenEngine
 from lockstep.integrations.trl_parameters import (
     check_alone,
     check_model,
@@ -33,6 +33,7 @@ from lockstep.integrations.trl_parameters import (
     warn_of_other_scores,
 )
 from lockstep.models.resolve import resolve_model
+from lockstep.parity.proven_push import PushProof
 from lockstep.parity.rescoring import Precision
 from lockstep.rollouts.ranks import Ranks
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer

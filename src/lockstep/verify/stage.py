@@ -113,7 +113,7 @@ class Stage:
         self.trainer.state.global_step += 1
         self.trainer.training_step(self.trainer.model, MicroBatch(self.prompts, 0))
         self.model.zero_grad(set_to_none=True)
-        generation = self.trainer._generation
+        generation = self.trainer.loop.generation
         return generation.sampled_tokens if generation is not None else 0
 
     def groups(self, sampling: Sampling, prompts: Sequence[Prompt], samples: int) -> list[RolloutGroup]:

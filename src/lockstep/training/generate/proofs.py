@@ -20,17 +20,16 @@ from transformers import PreTrainedModel
 from lockstep.engines.protocol import Completion, Engine
 from lockstep.engines.server_calls import Pending
 from lockstep.engines.vllm_server import VLLMServer
-from lockstep.parity.canary import canary_gap, canary_sequences, check_canary, score_canary
+from lockstep.parity.canary import canary_gap, canary_sequences, check_canary
 from lockstep.parity.decomposition import decompose
 from lockstep.parity.gap import GapStats, PooledGap, check_count, gap_error, over_limits
-from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
+from lockstep.parity.module_probe import ModuleProbe, ProbeRecord
+from lockstep.parity.proven_push import ProvenPusher
 from lockstep.parity.receipt import RECEIPT, RECEIPT_HEAD, Receipt
 from lockstep.parity.rescoring import Precision
 from lockstep.parity.samples import check_samples
-from lockstep.parity.tolerances import tolerance
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.sync.push import SyncRecord, push_weights
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
@@ -47,7 +46,6 @@ class Proofs:
         model: the trained model; only read.
         engine: the engine that samples for it.
         config: the run's.
-        compute_dtype: dtype of the trainer's forward.
         clock: pushes are charged to `sync`, proofs to `verify`.
     """
 
@@ -56,7 +54,6 @@ class Proofs:
         model: PreTrainedModel,
         engine: Engine,
         config: OnlineConfig,
-        compute_dtype: torch.dtype,
         clock: PhaseClock,
     ) -> None:
         self._model = model
@@ -64,23 +61,27 @@ class Proofs:
         self._config = config
         self._clock = clock
         self.engine_dtype = config.engine_torch_dtype
-        self.limit = tolerance(self.engine_dtype, compute_dtype)
         self.precision = Precision(
             autocast=torch.bfloat16 if config.bf16 else None,
             head=torch.float32 if config.cast_lm_head_to_fp32 else None,
         )
-        self.probe = ModuleProbe(model, engine, self.engine_dtype)
+        self._pusher = ProvenPusher(
+            model, engine, self.engine_dtype, self.precision, seed=config.seed, phase=clock.phase
+        )
+        self.limit = self._pusher.limit
         self._receipt: Receipt | None = None
-        self._push: SyncRecord | None = None
-        self._probed: ProbeRecord | None = None
-        self._distrusted = False
         self._canary: Canary | None = None
         self._canary_gap: GapStats | None = None
         self._pool = PooledGap()
 
+    @property
+    def probe(self) -> ModuleProbe:
+        """The probe of the engine's modules."""
+        return self._pusher.module_probe
+
     def distrust(self) -> None:
         """Probe every module after the next push: the engine is not the one it was."""
-        self._distrusted = True
+        self._pusher.distrust()
         self._canary = None
 
     def start(self, folder: Path, step: int) -> None:
@@ -92,10 +93,11 @@ class Proofs:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._receipt = Receipt(folder / RECEIPT, step)
-        probed = self.sync(step, every_module=True)
-        settings = self._engine.settings()
-        canary = score_canary(self._model, self._engine, settings.max_model_len, self.precision)
-        check_canary(canary, self.limit, step)
+        # A run that goes on is proven as one that begins.
+        self._pusher.distrust()
+        proof = self._pusher.push(step, canary=True)
+        assert proof.canary is not None
+        probed, settings = proof.probe, self._engine.settings()
         name, error = probed.worst
         self._receipt.append(
             {
@@ -108,7 +110,7 @@ class Proofs:
                 "limits": {**asdict(self.limit), "module_probe": probed.limit},
                 "modules": {"probed": probed.modules, "unreached": list(probed.unreached)},
                 "worst_module": {"name": name, "error": error},
-                "canary": _figures(canary),
+                "canary": _figures(proof.canary),
             }
         )
 
@@ -123,14 +125,7 @@ class Proofs:
         Raises:
             ProofError: the engine did not get, load or commit them, or computes with others.
         """
-        with self._clock.phase("sync"):
-            self._push = push_weights(self._model, self._engine, version)
-        with self._clock.phase("verify"):
-            seed = self._config.seed * 1_000_003 + version
-            self._probed = self.probe.measure(seed, every=every_module or self._distrusted)
-            check_probe(self._probed, version)
-        self._distrusted = False
-        return self._probed
+        return self._pusher.push(version, every_module=every_module).probe
 
     def start_canary(self, engine: VLLMServer, limit: float) -> None:
         """Ask the engine for the canary at the weights it now holds; it sings while the trainer learns.
@@ -196,7 +191,7 @@ class Proofs:
                 chosen,
                 sampling_of(self._config),
                 self.precision,
-                self.probe,
+                self._pusher.module_probe,
                 version,
                 self.limit,
                 stale_by_design=self._config.max_staleness > 0,
@@ -218,17 +213,17 @@ class Proofs:
             stale: those of older weights.
         """
         assert self._receipt is not None
-        assert self._push is not None
-        assert self._probed is not None
-        name, error = self._probed.worst
+        assert self._pusher.proof is not None
+        push, probed = self._pusher.proof.push, self._pusher.proof.probe
+        name, error = probed.worst
         self._receipt.append(
             {
                 "kind": "step",
                 "step": step,
                 "version": version,
-                "digest": self._push.digest,
-                "tensors": self._push.tensors,
-                "modules_probed": self._probed.modules,
+                "digest": push.digest,
+                "tensors": push.tensors,
+                "modules_probed": probed.modules,
                 "worst_module": {"name": name, "error": error},
                 "sampled_tokens": sampled,
                 "checked_tokens": gap.tokens,

@@ -6,7 +6,7 @@ works for all of them; reward functions run on every rank, each on its share of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,6 @@ from lockstep.training.generate.recovery import Recovery
 from lockstep.training.generate.scorer import Scorer
 from lockstep.training.step.distributed import share_of
 from lockstep.training.step.generation import Generation
-
-# Completions that an evaluation asks an engine for in one call.
-_EVALUATION_PART = 2048
 
 
 class RolloutSource:
@@ -84,15 +81,15 @@ class RolloutSource:
         self._proofs: Proofs | None = None
         self._recovery: Recovery | None = None
         self._ahead: GenerationsAhead | None = None
-        self._ranks.on_owner("engine", lambda: self._open(model_path, max_model_len, longest, compute_dtype))
+        self._ranks.on_owner("engine", lambda: self._open(model_path, max_model_len, longest))
 
-    def _open(self, model_path: str, max_model_len: int, longest: int, compute_dtype: torch.dtype) -> None:
+    def _open(self, model_path: str, max_model_len: int, longest: int) -> None:
         config = self._config
         engine = self._engine or start_engine(config, model_path, self._tokenizer, max_model_len, self._ranks.count)
         self._engine = engine
         try:
             shake_hands(engine, self._policy, model_path, config.engine_torch_dtype, longest, config.engine_head_dtype)
-            self._proofs = Proofs(self._policy, engine, config, compute_dtype, self._clock)
+            self._proofs = Proofs(self._policy, engine, config, self._clock)
             if config.max_staleness:
                 # The config allows it in server mode alone; a given engine may be another.
                 if not isinstance(engine, VLLMServer):
@@ -158,94 +155,38 @@ class RolloutSource:
         self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step)))
 
     def sync(self, version: int) -> None:
-        """Push the policy's weights as `version`.
+        """Push the policy's weights as `version`. Every rank calls."""
+        self._ranks.on_owner("sync", lambda: self.push(version))
 
-        Always, even where the version would not change: a version does not see weights that were set by hand, and the reset of
-        caches makes every generation start alike, in a run that goes on too.
+    def on_every_rank(self, work: Callable[[], list[RolloutGroup]], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+        """Groups that the rank with the engine makes, on every rank. Every rank calls.
+
+        Args:
+            work: done by the rank that holds the engine; done again from its start where the engine is lost meanwhile.
+            prompts: of the groups.
+
+        Raises:
+            LockstepError: the engine was lost and did not come back in time.
         """
-        self._ranks.on_owner("sync", lambda: self._push(version))
+        return self._ranks.from_owner(
+            "sample", lambda: self.recovery.run(work), groups_to_wire, lambda data: groups_from_wire(data, prompts)
+        )
 
-    def _push(self, version: int) -> None:
+    # ---- push and sample: on the rank that holds the engine ---------------------------------------------------------
+
+    def push(self, version: int) -> None:
+        """Push the policy's weights as `version`, and prove the push.
+
+        Every generation begins with a push, also where the version stays the same: weights may have been set by hand, and the
+        reset of the engine's caches makes a resumed run start a generation as the first run did.
+        """
         with self._ahead.held() if self._ahead is not None else nullcontext():
             self.proofs.sync(version)
 
-    def rollout(
-        self,
-        prompts: Sequence[Prompt],
-        num_generations: int,
-        state: Any,
-        upcoming: Sequence[tuple[int, Sequence[Prompt]]] = (),
-    ) -> list[RolloutGroup]:
-        """Sample and score completions of prompts with the policy as it is now.
-
-        Args:
-            state: the trainer's; its step is the version, and reward functions get it.
-            upcoming: generations by number, with their prompts, that are to be under way from now on; the first is this one,
-                and its tokens may be `max_staleness` versions old. Without, all tokens are the policy's own as it is now.
-
-        Raises:
-            ProofError: trainer and engine do not agree.
-            LockstepError: the engine was lost and did not come back in time.
-        """
-        version = state.global_step
-        if self._config.overlap_rewards:
-            return self._scorer.finish(self.recovery.run(lambda: self._sample_scored(prompts, num_generations, state)))
-        groups = self._ranks.from_owner(
-            "sample",
-            lambda: self.recovery.run(
-                lambda: (
-                    self._sample_ahead(upcoming, num_generations, version)
-                    if upcoming
-                    else self._sample(prompts, num_generations, version)
-                )
-            ),
-            groups_to_wire,
-            lambda data: groups_from_wire(data, prompts),
-        )
-        with self._clock.phase("rewards"):
-            return self._scorer.finish(self._scored(groups, state))
-
-    def _scored(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
-        """Every group with its scores, each rank scoring its share."""
-        if self._ranks.count == 1:
-            return self._scorer.score(groups, state, self._reward_log)
-
-        def part() -> dict[str, Any]:
-            # Reward functions need not know what to do with nothing.
-            own, log = share_of(groups, self._ranks), RewardLog()
-            return {
-                "scores": scores_to_wire(self._scorer.score(own, state, log) if own else []),
-                "metrics": log.values(),
-            }
-
-        parts = self._ranks.share("rewards", part)
-        for found in parts:
-            self._reward_log.add(found["metrics"])
-        return scores_from_wire([found["scores"] for found in parts], groups)
-
-    def rollout_in_parts(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
-        """`rollout` of many prompts, since one call to an engine has a time limit."""
-        size = max(_EVALUATION_PART // num_generations, 1)
-        parts = range(0, len(prompts), size)
-        return [
-            group for start in parts for group in self.rollout(prompts[start : start + size], num_generations, state)
-        ]
-
-    def _sample_scored(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
-        """Sample, and score each group while others are sampled; what is scored is taken only once all of it is checked."""
-
-        def score(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
-            return self._scorer.score(groups, state, log)
-
-        with EarlyScores(prompts, num_generations, self._tokenizer, score) as early:
-            groups = self._sample(prompts, num_generations, state.global_step, early.answered)
-            with self._clock.phase("rewards"):
-                return early.take(groups, self._reward_log)
-
-    def _sample(
+    def sample(
         self, prompts: Sequence[Prompt], num_generations: int, version: int, on_answer: OnAnswer | None = None
     ) -> list[RolloutGroup]:
-        self._push(version)
+        """Completions of prompts by the weights that were pushed as `version`."""
         with self._clock.phase("generate"):
             groups = collect(
                 prompts,
@@ -262,11 +203,11 @@ class RolloutSource:
         self.proofs.check_groups(groups)
         return groups
 
-    def _sample_ahead(
+    def sample_ahead(
         self, upcoming: Sequence[tuple[int, Sequence[Prompt]]], num_generations: int, version: int
     ) -> list[RolloutGroup]:
-        """The first of these generations; it was begun some steps ago, the last is begun now."""
-        ahead = self._push_and_ask(version)
+        """The first of these generations. The engine began it some steps ago, and begins the last one now."""
+        ahead = self._start_canary()
         for number, prompts in upcoming:
             if number not in ahead:
                 self._begin(ahead, number, prompts, num_generations)
@@ -292,17 +233,62 @@ class RolloutSource:
             check_whole(requests, ahead.engine)
         ahead.begin(number, lambda generate: answers_to(requests, generate, self._tokenizer, self._interruption))
 
-    def _push_and_ask(self, version: int) -> GenerationsAhead:
+    def _start_canary(self) -> GenerationsAhead:
         assert self._ahead is not None
-        self._push(version)
         self.proofs.start_canary(self._ahead.engine, self._limit_ahead)
         return self._ahead
 
     def _finish_canary(self, version: int) -> None:
         if not self.proofs.canary_is_due:
             # The engine was lost after it was asked.
-            self._push_and_ask(version)
+            self.push(version)
+            self._start_canary()
         self.proofs.check_canary_scores(version)
+
+    # ---- score: on every rank ---------------------------------------------------------------------------------------
+
+    def score(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
+        """Groups with their rewards; each rank scores its share. Every rank calls."""
+        with self._clock.phase("rewards"):
+            return self._scorer.finish(self._scored(groups, state))
+
+    def _scored(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
+        if self._ranks.count == 1:
+            return self._scorer.score(groups, state, self._reward_log)
+
+        def part() -> dict[str, Any]:
+            # Reward functions need not know what to do with nothing.
+            own, log = share_of(groups, self._ranks), RewardLog()
+            return {
+                "scores": scores_to_wire(self._scorer.score(own, state, log) if own else []),
+                "metrics": log.values(),
+            }
+
+        parts = self._ranks.share("rewards", part)
+        for found in parts:
+            self._reward_log.add(found["metrics"])
+        return scores_from_wire([found["scores"] for found in parts], groups)
+
+    def sample_and_score(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
+        """Push, sample, and score each group while the engine samples others. Scores count only after all answers are checked."""
+
+        def work() -> list[RolloutGroup]:
+            self.push(state.global_step)
+            return self._sample_scored(prompts, num_generations, state)
+
+        return self._scorer.finish(self.recovery.run(work))
+
+    def _sample_scored(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
+
+        def score(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
+            return self._scorer.score(groups, state, log)
+
+        with EarlyScores(prompts, num_generations, self._tokenizer, score) as early:
+            groups = self.sample(prompts, num_generations, state.global_step, early.answered)
+            with self._clock.phase("rewards"):
+                return early.take(groups, self._reward_log)
+
+    # ---- prove and log ---------------------------------------------------------------------------------------------
 
     def prove(self, gap: GapStats, generation: Generation, step: int, *, record: bool = True) -> None:
         """Pass or stop on the gap of a whole generation, and write it down. On the rank that holds the engine.

@@ -1,16 +1,12 @@
-"""The loop that every online method shares, on `transformers.Trainer`, with TRL's constructor.
+"""`OnlineTrainer`: what the trainers of all methods share, on `transformers.Trainer` and with TRL's constructor.
 
-The loop is the base class's. A micro-step takes its part of the current generation; part 0 first brings the engine to the
-policy's weights, samples, scores, and cuts the generation into micro-batches. The last micro-step of an optimizer step
-checks the parity gap over every sampled token, so no step is taken on tokens that the policy scores differently. What is learned
-from the tokens is the method's (`training/methods/objective.py`).
-
-On several ranks one holds the engine; all read the same prompts, get the same groups, and learn from their own micro-batches.
+Comes from: a user's arguments. It checks them, loads the policy, makes the parts of the run, and connects `transformers.Trainer` to
+`training/loop.py`, which is the loop itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,13 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model
-from lockstep.parity.gap import check_count
 from lockstep.report.phases import PhaseClock
-from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.ranks import Ranks
 from lockstep.rollouts.reward_functions import Given, ProcessingClasses, entries_of
 from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.data.prompt_order import MicroBatch, PromptLoader, generations_from, make_loader, order_of
+from lockstep.training.data.prompt_order import MicroBatch, PromptLoader, make_loader, order_of
 from lockstep.training.data.prompts import check_datasets, read_prompts
 from lockstep.training.data.rehearsal import rehearse_functions
 from lockstep.training.forward.policy import open_policy
@@ -37,16 +32,15 @@ from lockstep.training.forward.scoring import check_scorable
 from lockstep.training.generate.metrics import evaluation_metrics
 from lockstep.training.generate.scorer import Scorer, reward_scorer
 from lockstep.training.generate.source import RolloutSource
+from lockstep.training.loop import TrainingLoop
 from lockstep.training.methods.objective import Objective
 from lockstep.training.run_files.checkpoints import guarded_save, whole_or_absent
 from lockstep.training.run_files.completion_log import show_generation
 from lockstep.training.run_files.method_state import MethodState
 from lockstep.training.run_files.step_log import StepLog
-from lockstep.training.step.distributed import check_same_weights, leave_unwrapped, read_alike
-from lockstep.training.step.generation import Generation
-from lockstep.training.step.optimizer_step import OptimizerStep
+from lockstep.training.step.distributed import leave_unwrapped, read_alike
 from lockstep.training.step.preparation import Preparation
-from lockstep.training.step.update import Policy, UpdateSums
+from lockstep.training.step.update import Policy
 from lockstep.training.trainers.setup import (
     check_reference,
     check_reference_model,
@@ -164,10 +158,20 @@ class OnlineTrainer(Trainer):
             policy, scorer, tokenizer, args, self.clock, self.ranks, engine, self.model_path, max_model_len, longest
         )
         self.last_eval_groups: list[RolloutGroup] = []
-        self._generation: Generation | None = None
-        self._preparation = Preparation(self.objective, self.reference, self.clock, self.ranks)
-        self._step = OptimizerStep(self.objective, self.clock, self.ranks)
         self.step_log = StepLog()
+        self.loop = TrainingLoop(
+            self.objective,
+            self.source,
+            Preparation(self.objective, self.reference, self.clock, self.ranks),
+            self._order,
+            self._train_prompts,
+            self._policy,
+            self._trained_modules,
+            lambda: self.state,
+            self.ranks,
+            self.clock,
+            self.step_log,
+        )
 
     def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
         """Call what will give rollouts their rewards once, on made-up ones."""
@@ -213,31 +217,6 @@ class OnlineTrainer(Trainer):
         """Push the policy's weights to the engine, as version `global_step`; called on every rank."""
         self.source.sync(self.state.global_step)
 
-    def rollout(
-        self, prompts: Sequence[Prompt], num_generations: int, upcoming: Sequence[tuple[int, Sequence[Prompt]]] = ()
-    ) -> list[RolloutGroup]:
-        """Sample and score completions of prompts; called on every rank.
-
-        Args:
-            upcoming: see `RolloutSource.rollout`; without, the policy as it is now samples every token.
-
-        Raises:
-            ProofError: trainer and engine do not agree.
-            LockstepError: the engine was lost and did not come back in time.
-        """
-        trained = [self._causal(), *([self.critic] if self.critic is not None else [])]
-        check_same_weights(self.ranks, trained, self.state.global_step)
-        return self.source.rollout(prompts, num_generations, self.state, upcoming)
-
-    def _upcoming(self) -> list[tuple[int, list[Prompt]]]:
-        """The generation at hand, and those to be sampled ahead of it, where there are any."""
-        if not self.config.generations_ahead:
-            return []
-        last = (self.state.max_steps - 1) // self.config.steps_a_generation
-        first = self._generation_number
-        last = min(first + self.config.generations_ahead, last)
-        return list(generations_from(self._order, self._train_prompts, first, last))
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the base class's; however it ends, nothing is left under way in the engine."""
         try:
@@ -248,89 +227,23 @@ class OnlineTrainer(Trainer):
     # ---- one micro-step ---------------------------------------------------------------------------------------------
 
     def training_step(self, model: torch.nn.Module, inputs: MicroBatch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Learn from one part of the current generation.
+        """Learn from one part of the current generation: see `TrainingLoop.micro_step`.
 
         Raises:
-            ProofError: the parity gap of the optimizer step that would follow is over its limit.
+            ProofError: trainer and engine do not agree; no optimizer step is taken.
         """
         model.train()
-        if inputs.part == 0:
-            self._generation = self._generate(inputs.prompts)
-        generation = self._generation
-        if generation is None or generation.prompt_ids != tuple(p.prompt_id for p in inputs.prompts):
-            raise InputError("training was resumed inside a generation; resume from a checkpoint that Lockstep wrote")
-        step, place = divmod(inputs.part % self.config.parts_per_generation, self.config.gradient_accumulation_steps)
-        if place == 0:
-            generation = self._begin_step(generation, step, moved=inputs.part > 0)
-        own = self._step_size * step + self.config.gradient_accumulation_steps * self.ranks.rank + place
-        loss = self._step.learn(self._policy(), generation.micro_batches[own])
-        if place + 1 == self.config.gradient_accumulation_steps:
-            self._finish_step(generation, step)
+        loss = self.loop.micro_step(inputs)
         # The base class logs the mean over ranks; the parts of a step add up.
         return torch.tensor(loss * self.ranks.count, device=self.args.device)
 
-    @property
-    def _generation_number(self) -> int:
-        """Generations that are complete: the place of the one at hand."""
-        return self.state.global_step // self.config.steps_a_generation
-
-    @property
-    def _step_size(self) -> int:
-        """Micro-batches of an optimizer step, over all ranks."""
-        return self.config.gradient_accumulation_steps * self.ranks.count
-
-    def _generate(self, prompts: tuple[Prompt, ...]) -> Generation:
-        version, number = self.state.global_step, self._generation_number
-        groups = self.rollout(prompts, self.config.group_size, self._upcoming())
-        self.objective.epoch = int(self.state.epoch or 0)
-        generation, gap = self._preparation.generation(self._policy(), groups, version)
-        # Kept in the trainer's state, and so in checkpoints.
-        prompts_seen = sum(len(g.prompt.ids) * len(g.rollouts) for g in groups)
-        self.state.num_input_tokens_seen += generation.sampled_tokens + prompts_seen
-        self._order.note(number, groups)
-        self.step_log.note(self.source.metrics(groups, version) | self._order.metrics())
-        if gap is not None:
-            # Where each generation is for one step, that step's own forward is what the receipt's line is of.
-            record = not self.config.single_update
-            self.ranks.on_owner("gap", lambda: self.source.prove(gap, generation, version + 1, record=record))
-        return generation
-
-    def _begin_step(self, generation: Generation, step: int, *, moved: bool) -> Generation:
-        self._step = OptimizerStep(self.objective, self.clock, self.ranks)
-        sequences = generation.step(step, self._step_size)
-        prepared = self._preparation.step(self._policy(), sequences, moved=moved)
-        self._generation = generation.with_step(step, self._step_size, prepared)
-        return self._generation
-
-    def _finish_step(self, generation: Generation, step: int) -> None:
-        """The proof, the gradients of all ranks, and the step's numbers."""
-
-        def prove(total: UpdateSums) -> None:
-            if self.config.single_update:
-                check_count(total.difference, generation.sampled_tokens, generation.version)
-                self.source.prove(total.gap, generation, self.state.global_step + 1)
-            else:
-                # The gap of these tokens was proven, and written down, before the policy moved.
-                tokens = sum(s.length for s in generation.step(step, self._step_size))
-                check_count(total.difference, tokens, generation.version)
-
-        total = self._step.finish(prove, self._trained())
-        self.step_log.note(total.metrics(self.source.limit) | self.objective.finish_step(total.tally))
-
-    def _trained(self) -> list[torch.nn.Parameter]:
-        parts = [self._policy_model(), *([self.critic] if self.critic is not None else [])]
-        return [p for part in parts for p in part.parameters() if p.requires_grad]
-
     def _clip_grad_norm(self, model: Any) -> Any:
         """The base class clips its model; a value head is clipped with it."""
-        return self.accelerator.clip_grad_norm_(self._trained(), self.args.max_grad_norm)
+        return self.accelerator.clip_grad_norm_(self.loop.trained_parameters(), self.args.max_grad_norm)
 
     def begin_training(self) -> None:
         """Forget what an earlier, perhaps interrupted, call of `train` left, and open the receipt. Called by the loop."""
-        self._generation = None
-        if self.state.global_step == 0:
-            self._order.forget()
-        self.step_log.clear()
+        self.loop.begin()
         self._forget_gradients()
         self.source.start(Path(self.args.output_dir or "."), self.state.global_step)
         self.clock.take()
@@ -345,13 +258,13 @@ class OnlineTrainer(Trainer):
         config, reference = self.config, self._method_state.moving_reference
         if reference is not None and self.state.global_step % config.ref_model_sync_steps == 0:
             reference.follow(config.ref_model_mixup_alpha)
-        left = not self._order.used_up(self._generation_number)
-        if not left and self.ranks.owner:
+        used_up = self.loop.is_used_up()
+        if used_up and self.ranks.owner:
             print(
                 f"lockstep: training ends at step {self.state.global_step}: too few prompts are left unsolved",
                 flush=True,
             )
-        return left
+        return not used_up
 
     def _forget_gradients(self) -> None:
         """The value head's: the base class clears those of its model alone."""
@@ -369,6 +282,9 @@ class OnlineTrainer(Trainer):
     def _causal(self) -> PreTrainedModel:
         return causal_model(self._policy_model())
 
+    def _trained_modules(self) -> list[torch.nn.Module]:
+        return [self._causal(), *([self.critic] if self.critic is not None else [])]
+
     # ---- evaluation, logs, checkpoints ------------------------------------------------------------------------------
 
     def evaluate(
@@ -383,7 +299,7 @@ class OnlineTrainer(Trainer):
             raise InputError("give the evaluation set as eval_dataset when the trainer is made")
         # An evaluation's time is not charged to a step.
         with self.clock.aside():
-            groups = self.source.rollout_in_parts(self._eval_prompts, self.config.group_size_eval, self.state)
+            groups = self.loop.rollout_in_parts(self._eval_prompts, self.config.group_size_eval)
         named = evaluation_metrics(groups, self.source.metrics(groups, self.state.global_step), metric_key_prefix)
         self.last_eval_groups = groups
         self.log(dict(named))
@@ -398,7 +314,7 @@ class OnlineTrainer(Trainer):
                 logs["engine/losses"] = self.source.losses
             logs["num_tokens"] = self.state.num_input_tokens_seen
             if self.is_world_process_zero():
-                show_generation(self._generation, self.config, self.state.global_step)
+                show_generation(self.loop.generation, self.config, self.state.global_step)
         super().log(logs, start_time)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import linear
 
+import lockstep.parity.proven_push as proofs_module
 import lockstep.sync.vllm_backend as backend
-import lockstep.training.generate.proofs as proofs_module
 from lockstep.engines.protocol import LoadedWeights, WeightReceiver
 from lockstep.sync.push import SyncRecord
 from lockstep.verify.faults.seams import Fault, Named, Patch, is_vllm, loads_instead, vllm_worker, weights_now

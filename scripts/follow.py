@@ -1,0 +1,144 @@
+"""Follows a prompt from the data set to the loss, and a parameter to the engine: which files does it pass through?
+
+    .venv/bin/python scripts/follow.py
+
+Trains a tiny model for one step with vLLM in this process (the transformers engine where vLLM is missing). It notes each file of
+Lockstep in which a function is given the prompt, or something made of it, and hands it on. It does the same for a parameter.
+A reader who follows either by hand opens these files.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests")]
+
+
+@contextmanager
+def noting(carries: Callable[[Any], bool], files: list[str]) -> Iterator[None]:
+    """Note the files of Lockstep with a function that is given what `carries` accepts and hands it on.
+
+    A function hands it on where it returns what `carries` accepts, or gives it to a function of another file that does. Checks
+    and metrics, which are given it and return figures, are not on the way.
+    """
+    source = str(ROOT / "src" / "lockstep")
+
+    def file_of(frame: FrameType) -> str:
+        name = frame.f_code.co_filename
+        return str(Path(name).relative_to(ROOT / "src")) if name.startswith(source) else ""
+
+    def is_given(frame: FrameType) -> bool:
+        code = frame.f_code
+        given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        return any(carries(frame.f_locals.get(argument)) for argument in given if argument != "self")
+
+    def note(frame: FrameType, event: str, value: Any) -> None:
+        if event != "return" or not file_of(frame) or not carries(value) or not is_given(frame):
+            return
+        caller: FrameType | None = frame
+        way: list[str] = []
+        while caller is not None:
+            if (name := file_of(caller)) and name not in files and name not in way:
+                way.append(name)
+            caller = caller.f_back
+        files.extend(reversed(way))
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
+    """Files that a prompt passes through, and those that a parameter passes through."""
+    import datasets
+    import torch
+    from tiny import save_model
+
+    from lockstep import GRPOConfig, GRPOTrainer
+    from lockstep.engines.protocol import Completion, GenerationRequest
+    from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+    from lockstep.training.batch.pack import Pack
+    from lockstep.training.batch.sequence import TrainingSequence
+    from lockstep.training.data.prompt_order import MicroBatch
+    from lockstep.training.forward.scoring import TokenScores
+    from lockstep.training.methods.objective import TokenBatch
+    from lockstep.training.step.generation import Generation
+
+    made_of_prompts = (
+        Prompt, GenerationRequest, Completion, Rollout, RolloutGroup, TrainingSequence, Generation, Pack, MicroBatch, TokenBatch,
+        TokenScores,
+    )  # fmt: skip
+
+    def is_prompt(value: Any) -> bool:
+        if isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        if isinstance(value, dict) and value:
+            value = next(iter(value.values()))
+        if isinstance(value, torch.Tensor):
+            # The loss.
+            return value.requires_grad
+        return isinstance(value, (*made_of_prompts, datasets.Dataset))
+
+    def is_parameter(value: Any) -> bool:
+        if isinstance(value, (list, tuple)) and len(value):
+            value = value[-1]
+        return isinstance(value, (torch.Tensor, torch.nn.Module)) or hasattr(value, "own_memory")
+
+    prompts: list[str] = []
+    parameters: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(save_model(Path(folder) / "model"))
+        config = GRPOConfig(
+            output_dir=folder,
+            use_vllm=use_vllm,
+            bf16=False,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=8,
+            max_steps=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            rehearse_rewards=False,
+        )
+        data = datasets.Dataset.from_dict({"prompt": ["one", "two"]})
+        with noting(is_prompt, prompts):
+            trainer = GRPOTrainer(model, lambda completions, **_: list(range(len(completions))), config, data)
+        trainer.begin_training()
+        item = next(iter(trainer.get_train_dataloader()))
+        push = trainer.source.push
+        trainer.source.push = lambda version: None  # type: ignore[method-assign]
+        with noting(is_parameter, parameters):
+            push(0)
+        with noting(is_prompt, prompts):
+            trainer.training_step(trainer.model, item)
+        trainer.close()
+    return prompts, parameters
+
+
+def main() -> int:
+    """Print both ways."""
+    from lockstep.engines.vllm_inprocess import vllm_installed
+
+    prompts, parameters = follow(vllm_installed())
+    for what, files in (
+        ("a prompt, from the data set to the loss", prompts),
+        ("a parameter, to the engine", parameters),
+    ):
+        print(f"{what}: {len(files)} files")
+        for number, name in enumerate(files, 1):
+            print(f"  {number:2} {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

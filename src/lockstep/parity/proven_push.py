@@ -1,0 +1,128 @@
+"""A push and its proofs: send the weights, probe the engine's modules, compare the canary.
+
+Comes from: whoever changes the trained model: the training loop, TRL's trainers (`integrations/`), and trainers of one's own
+(`connection.py`). All of them push through this module, in this order. Goes to: `sync/push.py`, `parity/module_probe.py` and
+`parity/canary.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.engines.protocol import Engine
+from lockstep.parity.canary import check_canary, score_canary
+from lockstep.parity.gap import GapStats
+from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
+from lockstep.parity.rescoring import Precision
+from lockstep.parity.tolerances import tolerance
+from lockstep.sync.push import SyncRecord, push_weights
+
+Phase = Callable[[str], AbstractContextManager]
+
+
+@dataclass(frozen=True, slots=True)
+class PushProof:
+    """What proved one push.
+
+    Attributes:
+        push: what was sent, with its digest.
+        probe: how far the outputs of the engine's modules are from those of the trained model's weights.
+        canary: the gap over the canary's tokens; None where this push did not score it.
+    """
+
+    push: SyncRecord
+    probe: ProbeRecord
+    canary: GapStats | None
+
+
+class ProvenPusher:
+    """Pushes a model's weights into an engine and proves each push.
+
+    The first push after the start, or after `distrust`, probes every module of the engine. Later pushes probe a sample of them,
+    unless they are told to probe all.
+
+    Args:
+        model: the trained model; it is only read.
+        engine: receives the weights.
+        engine_dtype: the dtype in which the engine computes.
+        precision: the dtypes in which the trainer computes its forward.
+        seed: seed of the run; the probe vectors depend on it and on the version.
+        phase: names the time that a push ("sync") and its proofs ("verify") take.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        engine: Engine,
+        engine_dtype: torch.dtype,
+        precision: Precision,
+        *,
+        seed: int = 0,
+        phase: Phase = lambda name: nullcontext(),
+    ) -> None:
+        self._model, self._engine, self._dtype = model, engine, engine_dtype
+        self.precision = precision
+        self.limit = tolerance(engine_dtype, precision.autocast or model.dtype)
+        self._seed, self._phase = seed, phase
+        self._module_probe: ModuleProbe | None = None
+        self._trusted = False
+        self.proof: PushProof | None = None
+
+    @property
+    def module_probe(self) -> ModuleProbe:
+        """The probe of the engine's modules; made when it is first needed.
+
+        Raises:
+            InputError: the engine runs no module under the trained model's names.
+        """
+        if self._module_probe is None:
+            self._module_probe = ModuleProbe(self._model, self._engine, self._dtype)
+        return self._module_probe
+
+    def distrust(self) -> None:
+        """Probe every module after the next push, because the engine was lost and may be another one now."""
+        self._trusted = False
+
+    def push(self, version: int, *, every_module: bool = False, canary: bool = False) -> PushProof:
+        """Push the weights as `version`, and prove that the engine computes with them.
+
+        Args:
+            every_module: probe all modules, also after a first push.
+            canary: score the canary too.
+
+        Raises:
+            ProofError: the engine did not receive, load or commit the weights, or computes with others.
+        """
+        with self._phase("sync"):
+            record = push_weights(self._model, self._engine, version)
+        with self._phase("verify"):
+            probe = self.probe(version, every_module=every_module or not self._trusted)
+            gap = self.score_canary(version) if canary else None
+        self._trusted = True
+        self.proof = PushProof(record, probe, gap)
+        return self.proof
+
+    def probe(self, version: int, *, every_module: bool = True) -> ProbeRecord:
+        """Compare the engine's modules with the model's weights as they are now.
+
+        Raises:
+            ProofError: a module gives other outputs; names it.
+        """
+        record = self.module_probe.measure(self._seed * 1_000_003 + version, every=every_module)
+        check_probe(record, version)
+        return record
+
+    def score_canary(self, version: int) -> GapStats:
+        """Score the canary's sequences on both sides.
+
+        Raises:
+            ProofError: the gap is over its limit.
+        """
+        gap = score_canary(self._model, self._engine, self._engine.settings().max_model_len, self.precision)
+        check_canary(gap, self.limit, version)
+        return gap
