@@ -128,7 +128,7 @@ def test_shared_memory_is_two_chunks_and_a_worker_of_it_has_no_memory_of_its_own
     assert worker.segment is not None
     counters = chunks_module.ALIGNMENT
     assert worker.segment.memory.numel() <= counters + 2 * chunks_module.aligned(max(CHUNK, largest_tensor))
-    assert worker.receiver.held_bytes == 0
+    assert worker.receiver._buffer.numel() == 0
 
 
 @pytest.mark.parametrize("sizes", [SIZES, [size for size in SIZES if size <= 600], [100] * 30, [3]])
@@ -139,5 +139,5 @@ def test_a_worker_of_gloo_holds_one_chunk_or_one_larger_tensor_and_keeps_it(size
     kept = worker.receiver._buffer.data_ptr()
     transport.send(sent, [worker])
     assert arrived_whole(worker, sent)
-    assert worker.receiver.held_bytes <= max(CHUNK, 4 * max(sizes))
+    assert worker.receiver._buffer.numel() <= max(CHUNK, 4 * max(sizes))
     assert worker.receiver._buffer.data_ptr() == kept

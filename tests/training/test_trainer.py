@@ -244,7 +244,7 @@ def test_versions_count_optimizer_steps(untied_dir: str, tmp_path: Path, hf_engi
     run = trainer(untied_dir, tmp_path, engine=hf_engine, max_steps=3)
     run.train()
     assert hf_engine.version == 2
-    run.sync_weights()
+    run.source.push(run.state.global_step)
     assert hf_engine.version == 3
 
 

@@ -100,11 +100,6 @@ class Receiver:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    @property
-    def held_bytes(self) -> int:
-        """Memory for what is on its way."""
-        return self._buffer.numel()
-
     def receive(
         self, info: Mapping[str, Any], parts: Sequence[Sequence[Sequence[object]]]
     ) -> Generator[list[Named], None, None]:

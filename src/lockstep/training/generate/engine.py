@@ -1,6 +1,6 @@
-"""The engine that a config asks for, started or found, and shaken hands with.
+"""Starts or finds the engine that a config asks for, and checks its settings.
 
-Comes from: `OnlineConfig` and the policy. Goes to: the trainer. The only place where training chooses between engines.
+Comes from: `OnlineConfig` and the policy. Goes to: `training/generate/source.py`. Training chooses between engines only here.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lockstep.training.config.online_config import OnlineConfig
 def start_engine(
     config: OnlineConfig, model_path: str, tokenizer: PreTrainedTokenizerBase, max_model_len: int, ranks: int = 1
 ) -> Engine:
-    """Start vLLM in this process, find the servers of server mode, or fall back to the transformers engine without vLLM.
+    """Start vLLM in this process, connect to servers in server mode, or start the transformers engine where vLLM is missing.
 
     Args:
-        ranks: trainer processes.
+        ranks: number of trainer processes.
 
     Raises:
-        InputError: the engine cannot load the model, vLLM was asked for and is not installed, or a server lacks what training
-            needs.
+        InputError: the engine cannot load the model; vLLM was asked for and is not installed; or a server was started without
+            something that training needs.
         LockstepError: a server did not answer in time.
     """
     if config.vllm_mode == "server":
@@ -73,12 +73,12 @@ def start_here(
     vllm_arguments: Mapping[str, Any],
     **common: Any,
 ) -> Engine:
-    """An engine in this process.
+    """Start an engine in this process.
 
     Args:
-        use_vllm: vLLM (true) or transformers (false); None: vLLM where it is installed.
-        vllm_arguments: what only `VLLMInProcess` takes.
-        common: what both engines take.
+        use_vllm: True for vLLM, False for transformers, None for vLLM where it is installed.
+        vllm_arguments: arguments that only `VLLMInProcess` takes.
+        common: arguments that both engines take.
 
     Raises:
         InputError: the engine cannot load the model, or vLLM was asked for and is not installed.
@@ -101,11 +101,11 @@ def shake_hands(
     """Compare the engine's effective settings with what training assumes.
 
     Args:
-        dtype: in which the engine is to compute.
-        head_dtype: the same of its output head; None: in `dtype` too.
+        dtype: the dtype that the engine must compute in.
+        head_dtype: the dtype of its output head; None for `dtype`.
 
     Raises:
-        ProofError: a setting differs.
+        ProofError: a setting differs; names it.
     """
     # A server may keep the same model under another path; its config is compared field by field.
     path = None if isinstance(engine, VLLMServer) else model_path

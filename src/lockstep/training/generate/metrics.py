@@ -1,4 +1,4 @@
-"""Numbers about a set of scored groups, under TRL's metric names. Pure functions."""
+"""Metrics of scored groups, under TRL's names. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Rewards and lengths of scored groups.
 
     Returns:
-        `reward`, `reward_std` (over all rollouts that have one), `frac_reward_zero_std` (groups whose rewards are all one
-        number), `rewards/unscored` (rollouts without a reward; only where there are any), `rewards/<function>/mean` and
+        `reward`, `reward_std` (over all rollouts with a reward), `frac_reward_zero_std` (share of groups whose rewards are all
+        equal), `rewards/unscored` (number of rollouts without a reward; only where there are some), `rewards/<function>/mean` and
         `/std`, `completions/…` lengths in tokens, an interruption's included, and `completions/clipped_ratio` by the engine's
         finish reason.
     """
@@ -70,7 +70,7 @@ def mean_with_interval(groups: Sequence[RolloutGroup]) -> tuple[float, float]:
     """Mean reward and half-width of its 95 % interval.
 
     The samples of one problem are not independent, so the interval comes from the spread of the problems' means
-    (normal approximation). Rollouts without a reward are left out, and so are problems that have no other.
+    (normal approximation). Rollouts without a reward do not count, and neither do problems without any reward.
     """
     scored = [rewards for group in groups if (rewards := group.given_rewards)]
     means = torch.tensor([sum(rewards) / len(rewards) for rewards in scored], dtype=torch.float64)
@@ -78,7 +78,7 @@ def mean_with_interval(groups: Sequence[RolloutGroup]) -> tuple[float, float]:
 
 
 def evaluation_metrics(groups: Sequence[RolloutGroup], measured: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """What an evaluation logs: the mean reward with its interval, sizes, and what was measured, each under `prefix`."""
+    """Metrics of an evaluation: the mean reward with its interval, the sizes, and `measured`, each under `prefix`."""
     mean, half_width = mean_with_interval(groups)
     metrics = {
         **measured,

@@ -1,10 +1,15 @@
-"""The proofs of a training run, in the order in which a step meets them, and the receipt they leave.
+"""The proofs of a training run, in the order in which a step meets them, and the receipt that they leave.
 
-start: settings, one push probed at every module, the canary. Every push: transport digest, acknowledgement, caches, version, a
-sampled module probe. Every generation: samples. Every optimizer step: the gap over all sampled tokens, before the optimizer. Where
-generations are sampled ahead, tokens may be older than the weights: the gap is over those that are not, staleness has a bound, and
-the canary is scored anew at every generation.
-The checks themselves are in `parity/`; this is where a trainer calls them, and `lockstep verify` with it.
+| when | proofs |
+|------|--------|
+| start | engine settings, one push with a probe of every module, the canary |
+| every push | transport digest, acknowledgement, cache reset, version, a probe of some modules |
+| every generation | the samples of a group are independent draws |
+| every optimizer step, before the optimizer | the parity gap over all sampled tokens |
+
+With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not, staleness is
+bounded, and the canary is scored at every generation. The checks themselves are in `parity/`. Trainers and `lockstep verify` call
+them through this module.
 """
 
 from __future__ import annotations
@@ -34,19 +39,19 @@ from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
 
-# Completions that a failed gap is explained on.
+# How many completions, and tokens, a failed gap is explained with.
 _EXPLAINED = 3
 _EXPLAINED_TOKENS = 2048
 
 
 class Proofs:
-    """Everything that stands between an engine's answers and an optimizer step.
+    """All checks between an engine's answers and an optimizer step.
 
     Args:
-        model: the trained model; only read.
-        engine: the engine that samples for it.
-        config: the run's.
-        clock: pushes are charged to `sync`, proofs to `verify`.
+        model: the trained model; it is only read.
+        engine: the engine that samples for the model.
+        config: the run's configuration.
+        clock: counts pushes under `sync` and proofs under `verify`.
     """
 
     def __init__(
@@ -80,20 +85,20 @@ class Proofs:
         return self._pusher.module_probe
 
     def distrust(self) -> None:
-        """Probe every module after the next push: the engine is not the one it was."""
+        """Probe every module after the next push, because the engine was lost and may be another one now."""
         self._pusher.distrust()
         self._canary = None
 
     def start(self, folder: Path, step: int) -> None:
-        """Open the receipt, and prove the engine before the first rollout is paid for.
+        """Open the receipt, and prove the engine before it samples the first rollout.
 
         Raises:
             ProofError: a push, any module, or the canary fails.
-            InputError: the receipt of the run that is to be continued is broken.
+            InputError: a run is continued and its receipt is broken.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._receipt = Receipt(folder / RECEIPT, step)
-        # A run that goes on is proven as one that begins.
+        # A resumed run is proven as fully as a new one.
         self._pusher.distrust()
         proof = self._pusher.push(step, canary=True)
         assert proof.canary is not None
@@ -115,7 +120,7 @@ class Proofs:
         )
 
     def remember_receipt(self, checkpoint: Path) -> None:
-        """Leave the receipt's head in a checkpoint, so that a receipt that is cut short or written anew shows."""
+        """Write the hash of the receipt's last line into a checkpoint, which no longer fits a receipt that is cut or rewritten."""
         assert self._receipt is not None
         (checkpoint / RECEIPT_HEAD).write_text(self._receipt.head + "\n")
 
@@ -123,29 +128,29 @@ class Proofs:
         """Push the weights and probe the engine.
 
         Raises:
-            ProofError: the engine did not get, load or commit them, or computes with others.
+            ProofError: the engine did not receive, load or commit the weights, or computes with others.
         """
         return self._pusher.push(version, every_module=every_module).probe
 
     def start_canary(self, engine: VLLMServer, limit: float) -> None:
-        """Ask the engine for the canary at the weights it now holds; it sings while the trainer learns.
+        """Ask the engine to score the canary with the weights that it holds now, while the trainer goes on.
 
         Args:
-            limit: seconds that it may take, behind what the engine was asked before.
+            limit: seconds that the answer may take, including the requests that the engine works on first.
         """
         sequences = canary_sequences(embedding_rows(self._model), engine.settings().max_model_len)
         self._canary = Canary(sequences, engine.submit_scores(sequences, limit=limit))
 
     @property
     def canary_is_due(self) -> bool:
-        """Whether a canary was asked for that has not been heard."""
+        """Whether the engine was asked for the canary and its answer was not checked yet."""
         return self._canary is not None
 
     def check_canary_scores(self, version: int) -> None:
-        """Pass or stop on the canary, waited for; to be checked before the policy changes.
+        """Wait for the canary's answer and check it. Called before the policy changes.
 
         Raises:
-            ProofError: trainer and engine score it differently.
+            ProofError: trainer and engine give the canary different log-probs.
             EngineLost: the engine was lost meanwhile.
         """
         assert self._canary is not None
@@ -156,24 +161,24 @@ class Proofs:
             check_canary(self._canary_gap, self.limit, version)
 
     def check_groups(self, groups: Sequence[RolloutGroup]) -> None:
-        """Check what a generation as a whole must be.
+        """Check the samples of a whole generation.
 
         Raises:
-            ProofError: the samples of a group are copies of each other.
+            ProofError: completions of one group are copies of each other.
         """
         with self._clock.phase("verify"):
             check_samples([[r.completion for r in group.rollouts] for group in groups])
 
     def check_gap(self, gap: GapStats, sampled: int, completions: Sequence[Completion], version: int) -> None:
-        """Pass or stop, before the optimizer step.
+        """Check the parity gap before the optimizer step.
 
         Args:
-            gap: over everything that was scored.
-            sampled: tokens that the engine sampled with the weights of `version`.
-            completions: what was sampled, to explain a failure on.
+            gap: over all tokens that the policy scored.
+            sampled: how many tokens the engine sampled with the weights of `version`.
+            completions: the sampled completions; a failure is explained with some of them.
 
         Raises:
-            ProofError: tokens are missing, or the gap is over a limit; with where it comes from.
+            ProofError: tokens are missing, or the gap is over a limit. The error says where the gap comes from.
         """
         with self._clock.phase("verify"):
             check_count(gap, sampled, version)
@@ -197,7 +202,7 @@ class Proofs:
                 stale_by_design=self._config.max_staleness > 0,
             )
         except (RuntimeError, MemoryError) as error:
-            # Out of memory, most often. What was found must be said even where it cannot be explained.
+            # Most often out of memory. The gap must be reported even where it cannot be explained.
             why = f"it could not be taken apart ({type(error).__name__}: {str(error)[:200]})"
             return gap_error(
                 gap, self.limit, version, why, "not known", "run 'lockstep verify' on this model and engine"
@@ -205,12 +210,12 @@ class Proofs:
         return gap_error(gap, self.limit, version, str(found.parts), found.cause, found.fix)
 
     def write(self, gap: GapStats, sampled: int, stale: int, step: int, version: int) -> None:
-        """One line of the receipt, for a step whose proofs have passed.
+        """Write the receipt's line of a step whose proofs have passed.
 
         Args:
-            gap: over the tokens that the weights of `version` have sampled.
-            sampled: all tokens that the engine sampled.
-            stale: those of older weights.
+            gap: over the tokens that the weights of `version` sampled.
+            sampled: how many tokens the engine sampled in all.
+            stale: how many of them older weights sampled.
         """
         assert self._receipt is not None
         assert self._pusher.proof is not None
@@ -236,7 +241,7 @@ class Proofs:
         )
 
     def _of_staleness(self, stale: int) -> dict[str, Any]:
-        """What a receipt's line says of tokens that older weights have sampled, where a run may have such."""
+        """The receipt's fields about stale tokens; empty for a run that has none."""
         if self._canary_gap is None:
             return {}
         return {"stale_tokens": stale, "canary": _figures(self._canary_gap)}
@@ -244,14 +249,14 @@ class Proofs:
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """A canary that an engine was asked for: the sequences, and what will give their log-probs."""
+    """A canary that the engine is scoring: the sequences, and the pending answer."""
 
     sequences: dict[str, tuple[int, ...]]
     scores: Pending[Any, dict[str, tuple[float, ...]]]
 
 
 def _short_enough(completions: Sequence[Completion]) -> list[Completion]:
-    """The first, and as many more as keep their whole logits within memory."""
+    """The first completion, and as many more as stay within the token limit."""
     kept: list[Completion] = []
     tokens = 0
     for c in completions:

@@ -1,7 +1,7 @@
-"""What a run does when its engine is lost in the middle of a step: waits for it, distrusts it, and does the step's work again.
+"""Repeats work that lost its engine: waits for the engine, stops trusting it, and does the work again from its start.
 
-Only whole pieces of work are repeated (a push with its probe, a generation), never a single call: what a lost call left behind is
-not known, and every request has its own seed, so that the same work gives the same tokens.
+Only whole pieces of work are repeated: a push with its probe, or a generation. A single call is never repeated, because nobody
+knows what a lost call left behind. Every request has a seed of its own, so repeated work gives the same tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 from lockstep.errors import EngineLost, LockstepError
 
 T = TypeVar("T")
-# How often one piece of work may lose its engine: an engine that dies of the work itself would take it for ever.
+# How often one piece of work may lose its engine. Without a bound, work that kills the engine would be repeated forever.
 _LOSSES = 4
 
 
@@ -21,7 +21,7 @@ class Recovery:
     """Repeats work that lost its engine.
 
     Args:
-        distrust: called when an engine has come back: it may be another one, with other weights.
+        distrust: called when the engine answers again, because it may be another engine with other weights.
     """
 
     def __init__(self, distrust: Callable[[], None]) -> None:
@@ -29,7 +29,7 @@ class Recovery:
         self.losses = 0
 
     def run(self, work: Callable[[], T]) -> T:
-        """Do `work`, again from its start whenever the engine is lost.
+        """Do `work`, and do it again from its start each time the engine is lost.
 
         Raises:
             LockstepError: the engine did not come back in time, or was lost too often.

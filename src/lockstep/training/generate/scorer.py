@@ -1,4 +1,4 @@
-"""What gives rollouts their rewards: reward functions and models with their weights, or a judge.
+"""Scorers give rollouts their rewards: by reward functions and reward models with weights, or by a judge.
 
 Comes from: a trainer's constructor. Goes to: `training/generate/source.py`, which calls it on every rank.
 """
@@ -20,11 +20,11 @@ from lockstep.training.config.online_config import OnlineConfig
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """Gives groups their rewards, in two halves: ranks share the first out.
+    """Gives groups their rewards, in two halves. Each rank does the first half for its share of the groups.
 
     Attributes:
-        score: scores any part of the groups; gets the trainer's state, and a log for what reward functions say beside scores.
-        finish: given all groups with their scores, gives those with rewards.
+        score: takes some groups, the trainer's state, and a log for metrics of reward functions; returns the groups with scores.
+        finish: takes all groups with their scores; returns them with rewards.
     """
 
     score: Callable[[Sequence[RolloutGroup], Any, RewardLog], list[RolloutGroup]]
@@ -32,10 +32,10 @@ class Scorer:
 
 
 def reward_scorer(given: Given | list[Given] | None, tokenizers: ProcessingClasses, args: OnlineConfig) -> Scorer:
-    """What scores groups by the weighted sum of reward functions and reward models.
+    """A scorer whose reward is the weighted sum of reward functions and reward models.
 
     Raises:
-        InputError: there is none, one is neither function nor reward model, or the weights are not one a function.
+        InputError: no function is given, an entry is neither a function nor a reward model, or the number of weights is wrong.
     """
     entries = entries_of(given)
     if not entries or None in entries:
@@ -53,10 +53,10 @@ def reward_scorer(given: Given | list[Given] | None, tokenizers: ProcessingClass
 
 
 def judge_scorer(judge: PairwiseJudge) -> Scorer:
-    """What scores pairs by a judge's verdicts: 1 for the better completion, 0 for the other, none where there is no verdict.
+    """A scorer for pairs: 1 for the completion that a judge prefers, 0 for the other, no score without a verdict.
 
     Raises:
-        InputError: it is no judge.
+        InputError: the object has no method `judge`.
     """
     if not callable(getattr(judge, "judge", None)):
         raise InputError(f"judge is a {type(judge).__name__} without a method 'judge' (see lockstep.rollouts.judges)")

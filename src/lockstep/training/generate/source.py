@@ -1,7 +1,7 @@
-"""Where a trainer's rollouts come from: the engine that one rank holds, brought to the policy's weights, sampled and proven.
+"""The engine of a run with its proofs and rewards: push weights, sample completions, score them.
 
-Comes from: the trainer, on every rank alike. Gives back: scored groups, the same on every rank. The rank that holds the engine
-works for all of them; reward functions run on every rank, each on its share of the groups.
+Comes from: `training/loop.py`, which calls it on every rank. Gives back: scored groups, the same on every rank. One rank holds the
+engine and samples for all ranks. Reward functions run on every rank, each on its share of the groups.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from lockstep.training.step.generation import Generation
 
 
 class RolloutSource:
-    """An engine, the proofs on it, and the rewards of what it samples.
+    """An engine, its proofs, and the rewards of its rollouts.
 
     Args:
-        policy: the trained model; only read.
+        policy: the trained model; it is only read.
         scorer: gives groups their rewards.
-        given: a running engine that stays the caller's, or None to start one.
-        max_model_len: the context that an engine is started with.
-        longest: prompt and completion together, at most.
+        given: a running engine, which the caller closes; None starts one.
+        max_model_len: context length, in tokens, of an engine that is started here.
+        longest: length, in tokens, of the longest prompt and completion together.
 
     Raises:
-        InputError: the engine cannot be started or found; several ranks with an engine in this process that cannot serve them.
+        InputError: the engine cannot be started or found, or an engine in this process cannot serve several ranks.
         ProofError: the engine's settings are not what training assumes.
     """
 
@@ -91,7 +91,7 @@ class RolloutSource:
             shake_hands(engine, self._policy, model_path, config.engine_torch_dtype, longest, config.engine_head_dtype)
             self._proofs = Proofs(self._policy, engine, config, self._clock)
             if config.max_staleness:
-                # The config allows it in server mode alone; a given engine may be another.
+                # The config allows max_staleness in server mode only, but an engine that the caller gave may be no server.
                 if not isinstance(engine, VLLMServer):
                     raise InputError(
                         "max_staleness needs a server (vllm_mode: server); the engine that was given is none"
@@ -131,18 +131,18 @@ class RolloutSource:
 
     @property
     def recovery(self) -> Recovery:
-        """What repeats work that lost its engine."""
+        """Repeats work that lost its engine."""
         assert self._recovery is not None
         return self._recovery
 
     @property
     def losses(self) -> int:
-        """How often the engine was lost; 0 on ranks that do not hold it."""
+        """How often the engine was lost; 0 on ranks without the engine."""
         return self._recovery.losses if self._recovery is not None else 0
 
     @property
     def _limit_ahead(self) -> float:
-        """Seconds for what waits in the engine behind generations that were begun before it."""
+        """Time limit, in seconds, of work that waits in the engine behind generations that began earlier."""
         return self._config.vllm_server_timeout * (self._config.generations_ahead + 1)
 
     def _distrust(self) -> None:
@@ -151,12 +151,8 @@ class RolloutSource:
             self._ahead.forget_unfinished()
 
     def start(self, folder: Path, step: int) -> None:
-        """Open the receipt, and prove the engine before the first rollout is paid for."""
+        """Open the receipt, and prove the engine before it samples the first rollout."""
         self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step)))
-
-    def sync(self, version: int) -> None:
-        """Push the policy's weights as `version`. Every rank calls."""
-        self._ranks.on_owner("sync", lambda: self.push(version))
 
     def on_every_rank(self, work: Callable[[], list[RolloutGroup]], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         """Groups that the rank with the engine makes, on every rank. Every rank calls.
@@ -186,7 +182,7 @@ class RolloutSource:
     def sample(
         self, prompts: Sequence[Prompt], num_generations: int, version: int, on_answer: OnAnswer | None = None
     ) -> list[RolloutGroup]:
-        """Completions of prompts by the weights that were pushed as `version`."""
+        """Sample completions of prompts with the weights that were pushed as `version`."""
         with self._clock.phase("generate"):
             groups = collect(
                 prompts,
@@ -226,7 +222,7 @@ class RolloutSource:
             sampling_of(self._config),
             num_generations=num_generations,
             run_seed=self._config.seed,
-            # Of the generation itself, since several may be begun at one version.
+            # Not the version at hand: several generations may begin at the same version, and each needs seeds of its own.
             version=number * self._config.steps_a_generation,
         )
         if self._interruption is not None:
@@ -257,7 +253,7 @@ class RolloutSource:
             return self._scorer.score(groups, state, self._reward_log)
 
         def part() -> dict[str, Any]:
-            # Reward functions need not know what to do with nothing.
+            # A rank without groups does not call the reward functions.
             own, log = share_of(groups, self._ranks), RewardLog()
             return {
                 "scores": scores_to_wire(self._scorer.score(own, state, log) if own else []),
@@ -291,10 +287,10 @@ class RolloutSource:
     # ---- prove and log ---------------------------------------------------------------------------------------------
 
     def prove(self, gap: GapStats, generation: Generation, step: int, *, record: bool = True) -> None:
-        """Pass or stop on the gap of a whole generation, and write it down. On the rank that holds the engine.
+        """Check the parity gap of a whole generation and write it to the receipt. Called on the rank that holds the engine.
 
         Args:
-            record: write the receipt's line; there is one a generation.
+            record: write the receipt's line; there is one per generation.
 
         Raises:
             ProofError: tokens are missing, or the gap is over a limit.
@@ -302,7 +298,7 @@ class RolloutSource:
         version = generation.version
         if self._ahead is not None:
             if not record:
-                # Once a generation, with the canary, is enough: nothing moves before.
+                # The gap is checked once per generation, together with the canary. The policy does not change before that.
                 return
             self.recovery.run(lambda: self._finish_canary(version))
         sampled, fresh = generation.sampled_tokens, generation.fresh_tokens
@@ -311,7 +307,7 @@ class RolloutSource:
             self.proofs.write(gap, sampled, sampled - fresh, step, version)
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
-        """What is logged of scored groups, with what reward functions have logged since this was last asked."""
+        """Metrics of scored groups, with the metrics that reward functions logged since the last call."""
         metrics = rollout_metrics(groups)
         if self._config.max_staleness:
             metrics |= staleness_metrics(groups, version)
@@ -320,17 +316,17 @@ class RolloutSource:
         return metrics | self._reward_log.take(own=metrics)
 
     def abandon_pending(self) -> None:
-        """Give up what is under way; it is begun anew where it is needed."""
+        """Abandon the generations that the engine is sampling ahead. They are sampled again where they are needed."""
         if self._ahead is not None:
             self._ahead.forget()
 
     def remember_receipt(self, checkpoint: Path) -> None:
-        """Leave the receipt's head in a checkpoint."""
+        """Write the hash of the receipt's last line into a checkpoint."""
         if self._ranks.owner:
             self.proofs.remember_receipt(checkpoint)
 
     def close(self) -> None:
-        """Release the engine, if it was started here, and what it was asked for ahead in any case."""
+        """Abandon what the engine samples ahead, and close the engine if it was started here."""
         self.abandon_pending()
         if self._owns_engine and self._engine is not None:
             self._engine.close()

@@ -50,39 +50,39 @@ from lockstep.training.trainers.setup import (
 )
 from lockstep.training.trainers.step_events import StepEvents
 
-# A rank waits for the owner's longest piece of work: a generation that is lost and repeated.
+# How many server timeouts a rank waits for the rank with the engine, whose longest work is a generation that is lost and repeated.
 _LONGEST_CALL = 12
 
 
 class OnlineTrainer(Trainer):
-    """What the trainers have in common.
+    """The base of all trainers.
 
     Args:
         model: name, directory or hub id (see `lockstep.models.resolve`), or a loaded causal language model whose
             `config.name_or_path` the engine can load too.
-        reward_funcs: one reward function or several, with TRL's convention (see `lockstep.rollouts.rewards`); a reward model, or
-            the directory or hub id of one, is one too (see `lockstep.rollouts.reward_functions`).
-        args: the configuration; by default the method's own.
+        reward_funcs: one reward function or several, with TRL's convention (see `lockstep.rollouts.rewards`). A reward model, or
+            its directory or hub id, may stand in place of a function (see `lockstep.rollouts.reward_functions`).
+        args: the configuration; default: the method's configuration with its defaults.
         train_dataset: `datasets.Dataset` with a `prompt` column (text or messages); other columns go to the rewards.
-        eval_dataset: the same, for `evaluate`; must not overlap with the training data.
+        eval_dataset: the same for `evaluate`; it must not overlap with the training data.
         processing_class: the tokenizer; by default the model's.
-        reward_processing_classes: tokenizers of the reward models, one an entry of `reward_funcs`; by default the models' own.
+        reward_processing_classes: tokenizers of the reward models, one per entry of `reward_funcs`; default: the models' own.
         callbacks, optimizers: as in `transformers.Trainer`.
-        quantization_config: a `transformers.BitsAndBytesConfig` in 4 bits, beside a `peft_config`: QLoRA.
-        peft_config: a `peft.LoraConfig`: trains a new adapter of the model instead of its weights.
-        engine: a running engine to use instead of starting one; it stays the caller's to close.
-        refused: arguments of TRL's that are not supported; any value but None is refused by name.
+        quantization_config: a `transformers.BitsAndBytesConfig` in 4 bits; with a `peft_config` this is QLoRA.
+        peft_config: a `peft.LoraConfig`; the trainer then trains a new adapter instead of the model's weights.
+        engine: a running engine; the trainer uses it instead of starting one, and the caller closes it.
+        refused: arguments of TRL's trainers that are not supported; a value other than None is refused by name.
 
     Raises:
-        InputError: bad input, named, where possible before a model is loaded.
-        ProofError: trainer and engine do not agree; no optimizer step was taken on the data in question.
+        InputError: an argument cannot be used. The error names it, where possible before a model is loaded.
+        ProofError: trainer and engine do not agree; no optimizer step was taken on that data.
     """
 
     config_class: ClassVar[type[OnlineConfig]]
     objective_class: ClassVar[type[Objective]]
-    # Its name in reports.
+    # The method's name in reports.
     method: ClassVar[str]
-    # The loss of a micro-batch is already its share of the whole optimizer step's.
+    # `micro_step` already divides by the whole optimizer step; the base class must not divide again.
     loss_is_scaled_for_ga = True
 
     def __init__(
@@ -152,7 +152,7 @@ class OnlineTrainer(Trainer):
         for part in (self.reference, self.critic):
             if part is not None:
                 part.to(self.args.device)
-        # One more, where the model has it: an engine scores a sequence anew only with room for a token behind it.
+        # One token more, where the model allows it: an engine scores a sequence only with room for a token behind it.
         max_model_len = context if args.context_limit else min(longest + 1, context)
         self.source = RolloutSource(
             policy, scorer, tokenizer, args, self.clock, self.ranks, engine, self.model_path, max_model_len, longest
@@ -174,51 +174,47 @@ class OnlineTrainer(Trainer):
         )
 
     def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
-        """Call what will give rollouts their rewards once, on made-up ones."""
+        """Call the reward functions once on made-up completions, so that their mistakes show before a model is loaded."""
         rehearse_functions(entries_of(reward_funcs), dataset, self.config)
 
     def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
-        """What gives rollouts their rewards."""
+        """The scorer that gives rollouts their rewards."""
         return reward_scorer(reward_funcs, processing_classes, self.config)
 
     def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module | None:
-        """A value head, for methods that have one."""
+        """The value head of methods that have one; else None."""
         return None
 
     @property
     def engine(self) -> Engine:
-        """The engine that samples; on the rank that holds it."""
+        """The engine; only on the rank that holds it."""
         return self.source.engine
 
     @property
     def proofs(self) -> Any:
-        """The proofs of the run; on the rank that holds the engine."""
+        """The proofs of the run; only on the rank that holds the engine."""
         return self.source.proofs
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> PromptLoader:
-        """One item a micro-step; the order is a function of seed and epoch alone, and the same on every rank."""
+        """One item per micro-step. The order depends on seed and epoch only, and is the same on every rank."""
         return self._loader
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
-        """None: weights are normalised over the step when the generation is cut, not by the base class's token count."""
+        """None: loss weights are normalised over the step when the generation is cut, so the base class counts no tokens."""
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Not counted: a shared-prefix forward does not do `6 × tokens × parameters` operations."""
+        """0: completions share their prompt's positions, so `6 × tokens × parameters` would be wrong."""
         return 0
 
     def store_flos(self) -> None:
-        """Nothing to store. (The base class gathers the count of all ranks, and only one of them saves.)"""
+        """Nothing is stored. The base class would gather over all ranks here, but only one rank saves checkpoints."""
 
     # ---- weights and rollouts ---------------------------------------------------------------------------------------
 
-    def sync_weights(self) -> None:
-        """Push the policy's weights to the engine, as version `global_step`; called on every rank."""
-        self.source.sync(self.state.global_step)
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class's; however it ends, nothing is left under way in the engine."""
+        """Train, as the base class does. When it ends, also by an error, the engine's unfinished generations are abandoned."""
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -234,25 +230,25 @@ class OnlineTrainer(Trainer):
         """
         model.train()
         loss = self.loop.micro_step(inputs)
-        # The base class logs the mean over ranks; the parts of a step add up.
+        # The base class logs the mean over ranks, but the ranks' parts of a step add up.
         return torch.tensor(loss * self.ranks.count, device=self.args.device)
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        """The base class clips its model; a value head is clipped with it."""
+        """Clip the gradients of policy and value head together; the base class would clip the policy only."""
         return self.accelerator.clip_grad_norm_(self.loop.trained_parameters(), self.args.max_grad_norm)
 
     def begin_training(self) -> None:
-        """Forget what an earlier, perhaps interrupted, call of `train` left, and open the receipt. Called by the loop."""
+        """Reset what an earlier call of `train` left, open the receipt and prove the engine. Called when training begins."""
         self.loop.begin()
         self._forget_gradients()
         self.source.start(Path(self.args.output_dir or "."), self.state.global_step)
         self.clock.take()
 
     def end_step(self) -> bool:
-        """What follows an optimizer step. Called by the loop.
+        """Clear the value head's gradients, move the reference model, and see whether prompts are left. Called after each step.
 
         Returns:
-            Whether anything is left to learn from.
+            Whether another generation can be made.
         """
         self._forget_gradients()
         config, reference = self.config, self._method_state.moving_reference
@@ -267,7 +263,7 @@ class OnlineTrainer(Trainer):
         return not used_up
 
     def _forget_gradients(self) -> None:
-        """The value head's: the base class clears those of its model alone."""
+        """Clear the value head's gradients; the base class clears the policy's only."""
         if self.critic is not None:
             self.critic.zero_grad()
 
@@ -297,7 +293,7 @@ class OnlineTrainer(Trainer):
         """
         if eval_dataset is not None or not self._eval_prompts:
             raise InputError("give the evaluation set as eval_dataset when the trainer is made")
-        # An evaluation's time is not charged to a step.
+        # The time of an evaluation does not count as a step's.
         with self.clock.aside():
             groups = self.loop.rollout_in_parts(self._eval_prompts, self.config.group_size_eval)
         named = evaluation_metrics(groups, self.source.metrics(groups, self.state.global_step), metric_key_prefix)
@@ -307,7 +303,7 @@ class OnlineTrainer(Trainer):
         return named
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the rollouts' and the proof's numbers since the last log, and seconds by phase, to what the base class logs."""
+        """Log the figures of rollouts and proofs since the last log, and the seconds per phase, beside the base class's figures."""
         if "loss" in logs:
             logs |= self.step_log.take(self.clock)
             if self.source.losses:
@@ -324,14 +320,14 @@ class OnlineTrainer(Trainer):
             with guarded_save(folder.parent, self.state.global_step):
                 save()
 
-        # The owner writes last, since the trainer's state makes a checkpoint whole.
+        # The rank with the engine writes last: the trainer's state, which it writes, marks a checkpoint as complete.
         with whole_or_absent(folder) if self.ranks.owner else nullcontext():
             if self.ranks.count > 1:
                 self.ranks.share("checkpoint", lambda: guarded(lambda: self._save_rng_state(str(folder))))
             self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
 
     def _save_whole(self, model: Any, trial: Any, folder: Path) -> None:
-        # Ours first: the base class completes a checkpoint, and may send it away at once.
+        # Our files first: the base class completes a checkpoint and may upload it at once.
         self._method_state.save(folder)
         self.source.remember_receipt(folder)
         super()._save_checkpoint(model, trial)
@@ -341,5 +337,5 @@ class OnlineTrainer(Trainer):
         self._method_state.load(Path(resume_from_checkpoint))
 
     def close(self) -> None:
-        """Release the engine, if the trainer started it."""
+        """Close the engine, if the trainer started it."""
         self.source.close()

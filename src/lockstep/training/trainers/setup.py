@@ -1,6 +1,6 @@
 """What a trainer is given, checked before the policy is loaded.
 
-Comes from: a trainer's constructor. Pure functions of its arguments.
+Comes from: a trainer's constructor. The functions here are pure.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _KNOWN |= {"data_collator", "compute_metrics", "preprocess_logits_for_metrics"}
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of TRL's constructors that have no meaning here yet.
+    """Refuse arguments of TRL's constructors that are not supported yet.
 
     Raises:
-        InputError: one is not None.
-        TypeError: no trainer has such an argument.
+        InputError: such an argument is not None.
+        TypeError: no trainer of TRL has the argument.
     """
     for name, value in given.items():
         if name not in _KNOWN:
@@ -35,10 +35,10 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
 
 
 def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> None:
-    """Refuse a reference model that would not be one, not be used, or not follow.
+    """Refuse a reference model that is the policy itself, is not used, or cannot follow the policy.
 
     Raises:
-        InputError: it is the policy itself, no divergence is asked for, or an adapter leaves no model that could follow.
+        InputError: the reference is the policy itself; `beta` is 0; or `sync_ref_model` is set and an adapter is trained.
     """
     if ref_model is not None and ref_model is model:
         raise InputError("ref_model is the model that is trained; leave it out to use a copy of it as it is now")
@@ -50,10 +50,10 @@ def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> 
 
 
 def context_within(model: PreTrainedModel, wanted: int | None) -> int:
-    """Most tokens of prompt and completion: those wanted, as far as the model attends.
+    """The largest number of tokens in prompt and completion: `wanted`, bounded by the model's own limit.
 
     Raises:
-        InputError: nobody names a limit.
+        InputError: neither the model nor the config names a limit.
     """
     limits = [limit for limit in (wanted, context_length(causal_model(model).config)) if limit is not None]
     if not limits:
@@ -62,7 +62,7 @@ def context_within(model: PreTrainedModel, wanted: int | None) -> int:
 
 
 def needs_plain_rows(models: Sequence[PreTrainedModel], max_length: int) -> bool:
-    """Whether one of the models cannot attend within a tree; said, since it costs what shared prompts would spare."""
+    """Whether one of the models cannot attend within a tree. Says so, because prompts are then not shared."""
     reasons = [why for model in models if (why := why_plain_rows(causal_model(model), max_length))]
     if reasons:
         print(f"lockstep: the model learns from a row a completion, prompts are not shared: {reasons[0]}", flush=True)
@@ -70,10 +70,10 @@ def needs_plain_rows(models: Sequence[PreTrainedModel], max_length: int) -> bool
 
 
 def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel) -> None:
-    """Refuse a reference model that the scoring here would get wrong, or that is not over the policy's tokens.
+    """Refuse a reference model that cannot be scored correctly, or that has another vocabulary than the policy.
 
     Raises:
-        InputError: as `check_scorable`; or its vocabulary is another one.
+        InputError: as `check_scorable`, or the vocabularies differ.
     """
     check_scorable(causal_model(ref_model))
     sizes = [m.get_input_embeddings().weight.shape[0] for m in (causal_model(model), causal_model(ref_model))]

@@ -1,4 +1,4 @@
-"""What a trainer must do at events of the base class's loop.
+"""Passes the events of `transformers.Trainer`'s loop on to our trainer.
 
 Comes from: `transformers.Trainer`, which calls back. Goes to: `training/trainers/online.py`.
 """
@@ -13,7 +13,7 @@ from lockstep.report.phases import PhaseClock
 
 
 class StepTrainer(Protocol):
-    """A trainer that is told of its steps."""
+    """A trainer that is told when training begins and steps end."""
 
     clock: PhaseClock
 
@@ -23,7 +23,7 @@ class StepTrainer(Protocol):
 
 
 class StepEvents(TrainerCallback):
-    """Passes events of the loop on to the trainer."""
+    """The callback that does it."""
 
     def __init__(self, trainer: StepTrainer) -> None:
         self._trainer = trainer
@@ -39,6 +39,6 @@ class StepEvents(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._trainer.end_step():
-            # As at the last step of all: what was learned is kept, and said.
+            # As after the last step of a run: log, and save a checkpoint.
             control.should_training_stop = control.should_log = True
             control.should_save = args.save_strategy != "no"
