@@ -80,7 +80,7 @@ def test_no_flag_has_two_rows() -> None:
 
 def commands() -> list[str]:
     text = PAGE.read_text()
-    example = re.search(r"\n    (lockstep [^…]+)…", text)
+    example = re.search(r"\n(lockstep [^…]+)…", text)
     assert example is not None
     return [*re.findall(r"\| `(lockstep [^`]+)` \|", text), example[1].replace("\\\n", " ")]
 
