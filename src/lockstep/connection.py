@@ -33,7 +33,7 @@ class Connection:
     """Servers that hold a trainer's weights. Made by `connect`.
 
     Attributes:
-            engine: the servers behind the engine protocol, for trainers that run the proofs themselves.
+        engine: the servers behind the engine protocol, for trainers that run the proofs themselves.
     """
 
     def __init__(self, engine: VLLMServer) -> None:

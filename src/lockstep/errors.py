@@ -33,10 +33,10 @@ class ProofError(LockstepError):
     """A proof of agreement between trainer and engine failed.
 
     Args:
-            check: name of the failed proof in the receipt (`echo`, `version`, `handshake`, `gap`, …).
+        check: name of the failed proof in the receipt (`echo`, `version`, `handshake`, `gap`, …).
         found: what was measured, with the numbers.
-            cause: the likely cause, in one sentence.
-            fix: the setting or action that solves it.
+        cause: the likely cause, in one sentence.
+        fix: the setting or action that solves it.
     """
 
     def __init__(self, check: str, found: str, cause: str, fix: str) -> None:

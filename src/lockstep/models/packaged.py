@@ -24,7 +24,7 @@ def packaged_model_dir() -> Path:
     """Directory of the packaged model in float32, converted on first use (about 30 s, 540 MB).
 
     Raises:
-            InputError: the package that contains the model is not installed.
+        InputError: the package that contains the model is not installed.
     """
     spec = importlib.util.find_spec(_MODULE)
     if spec is None or spec.origin is None:

@@ -16,10 +16,10 @@ def resolve_model(name: str) -> str:
     """Directory or hub id for a model name.
 
     Args:
-            name: `smollm2-135m-instruct` (from a PyPI package), a directory with a `config.json`, or a hub id.
+        name: `smollm2-135m-instruct` (from a PyPI package), a directory with a `config.json`, or a hub id.
 
     Returns:
-            An absolute directory for the first two; a hub id is returned unchanged.
+        An absolute directory for the first two; a hub id is returned unchanged.
 
     Raises:
         InputError: the name looks like a path and is not a model directory.

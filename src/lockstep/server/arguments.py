@@ -49,7 +49,7 @@ def check_words(words: Sequence[str]) -> None:
     """Refuse words that may not be on a server's command line.
 
     Raises:
-            InputError: a short form, or an argument that the user may not set.
+        InputError: a short form, or an argument that the user may not set.
     """
     for word in words:
         if word.startswith("-") and not word.startswith("--") and not _is_number(word):
@@ -61,7 +61,7 @@ def check_names(names: Iterable[str]) -> None:
     """Refuse arguments by name.
 
     Raises:
-            InputError: the user may not set one of them.
+        InputError: the user may not set one of them.
     """
     given = set(names)
     own = _OWN & given

@@ -63,7 +63,7 @@ def command_line(options: ServeOptions) -> list[str]:
     """The command that starts vLLM's API server.
 
     Raises:
-            InputError: an argument may not be set, or neither the user nor the model gives a maximum length.
+        InputError: an argument may not be set, or neither the user nor the model gives a maximum length.
     """
     check_words(options.rest)
     length = _context(options.model) if options.max_model_len is None else options.max_model_len

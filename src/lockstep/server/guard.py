@@ -24,7 +24,7 @@ class KeyGuard:
     """ASGI middleware that answers 401 to everything without `Authorization: Bearer KEY`.
 
     Raises:
-            InputError: the environment holds no usable key. The server then does not start.
+        InputError: the environment holds no usable key. The server then does not start.
     """
 
     def __init__(self, app: _App) -> None:

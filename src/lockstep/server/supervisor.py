@@ -187,7 +187,7 @@ def check_port(host: str, port: int) -> None:
     """Refuse a port that is taken, before anything is loaded.
 
     Raises:
-            InputError: another program listens there, or the address does not belong to this machine.
+        InputError: another program listens there, or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
