@@ -1,10 +1,8 @@
 """Running servers for users who wrote their own trainer: `lockstep.engines.connect(url)`.
 
 There are four calls: `update_weights`, `generate`, `score` and `verify`. `update_weights` loads a model's weights into the
-servers
-and proves it. The others refuse to work with servers that do not hold these weights. This module is above `sync/` and
-`parity/` and
-below `training/`.
+servers and proves it. The others refuse to work with servers that do not hold these weights. This module is above `sync/` and
+`parity/` and below `training/`.
 """
 
 from __future__ import annotations
@@ -145,8 +143,7 @@ def connect(
 
     Raises:
         InputError: a key cannot be read or is refused, the transport cannot be used, or a server was started without an
-            option that
-            training needs. The message says what to change.
+            option that training needs. The message says what to change.
         LockstepError: a server did not answer in time.
     """
     urls = [url] if isinstance(url, str) else list(url)

@@ -46,8 +46,8 @@ def check_answers(
 
     Raises:
         ProofError: an answer is missing, doubled, or belongs to no request; a prompt came back changed; a log-prob is missing
-            or not
-            finite; a token was sampled by a version that is not in `versions`, or by an older version than the token before it.
+            or not finite; a token was sampled by a version that is not in `versions`, or by an older version than the token
+            before it.
     """
     asked = {request.key: request for request in requests}
     found: dict[RequestKey, Completion] = {}

@@ -1,8 +1,7 @@
 """The protocol of every engine: its requests, its answers, and how it receives weights.
 
 `rollouts/collect.py` sends requests and gets completions back, by key. `sync/push.py` sends weights: it calls the receiving
-half of
-the protocol in the same order for all engines.
+half of the protocol in the same order for all engines.
 """
 
 from __future__ import annotations

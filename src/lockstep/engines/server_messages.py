@@ -1,8 +1,7 @@
 """Messages to and from a server's token-in, token-out endpoint, converted from and to our types.
 
 These are pure functions, and vLLM need not be installed. `engines/vllm_server.py` uses them. They check to which request and
-tokens
-an answer belongs; `engines/answers.py` checks its content.
+tokens an answer belongs; `engines/answers.py` checks its content.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ memory at full speed (540 MB in 0.02 s on two cores), so that every byte of ever
 forgeries: whoever can change the weights on purpose can also change the program.
 
 Within one process the engine may receive the very memory that was sent. `one_push` then lets that memory be read only once.
-Memory
-that was copied, converted or changed in between is read again.
+Memory that was copied, converted or changed in between is read again.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The engine holds its own copy of the model, so that it receives weights in the same way as any other engine. `generate` of
 transformers runs the batch (left padding, cache, stopping). Our logits processor samples each row with the row's own
-generator, and
-keeps the exact log-prob of each sampled token.
+generator, and keeps the exact log-prob of each sampled token.
 """
 
 from __future__ import annotations

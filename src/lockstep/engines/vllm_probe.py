@@ -2,8 +2,7 @@
 
 A linear module is called in the same way as vLLM calls it: packed, fused, tied, padded or quantised. The probe does not read
 `weight`, which is empty on CPU after packing. If several workers share the model, each answers for the modules that it has,
-and the
-parts of split modules are gathered (`engines/vllm_shards.py`).
+and the parts of split modules are gathered (`engines/vllm_shards.py`).
 """
 
 from __future__ import annotations

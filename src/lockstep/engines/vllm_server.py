@@ -1,10 +1,8 @@
 """One or several vLLM servers behind the engine protocol. Requests go to the least busy server, weights to all.
 
 Requests come from `rollouts/collect.py` and are sent over HTTP as ids. Weights go through a transport of `sync/`. When a
-server stops
-answering, `EngineLost` is raised. The engine sends it no more requests until it answers again, has passed the first checks,
-and has
-received weights again.
+server stops answering, `EngineLost` is raised. The engine sends it no more requests until it answers again, has passed the
+first checks, and has received weights again.
 """
 
 from __future__ import annotations

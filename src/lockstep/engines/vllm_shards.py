@@ -1,8 +1,7 @@
 """Whole outputs of a module that vLLM's tensor parallelism has split over workers.
 
 `engines/vllm_probe.py` calls these functions in every worker at once and in the same order, because each worker gathers the
-parts of
-the others. With one worker every function returns its input unchanged.
+parts of the others. With one worker every function returns its input unchanged.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Models with adapters (PEFT): the causal language model inside, and the policy without its adapter.
 
 A model comes from `models/policy.py`, or is a `PeftModel` of the user's. Everything that needs a model's trunk, head or names
-asks
-here. The adapter stays in the model: the layers of `causal_model(model)` are the adapted ones. `sync/adapters.py` decides what an
-engine receives.
+asks here. The adapter stays in the model: the layers of `causal_model(model)` are the adapted ones. `sync/adapters.py`
+decides what an engine receives.
 """
 
 from __future__ import annotations
@@ -109,10 +108,9 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> A
 def without_adapter(model: torch.nn.Module) -> Iterator[None]:
     """Inside the context, the model is the policy that training started from.
 
-    Its adapter is switched off, or replaced by the adapter named "ref" if the model has one. The active adapter and the trainable
-    parameters are restored at the end, also after an error. Weights of the base layers that are trained with the adapter
-    (LoRA's `bias`
-    other than "none") are not restored to their old values.
+    Its adapter is switched off, or replaced by the adapter named "ref" if the model has one. The active adapter and the
+    trainable parameters are restored at the end, also after an error. Weights of the base layers that are trained with the
+    adapter (LoRA's `bias` other than "none") are not restored to their old values.
 
     Raises:
         InputError: the model is not a `PeftModel`, or has several active adapters.

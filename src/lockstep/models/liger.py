@@ -1,8 +1,7 @@
 """Liger's Triton kernels for the trainer's model: checks the settings before a model is loaded.
 
 `training/config/online_config.py` and `training/forward/policy.py` call it. `transformers.Trainer` puts the kernels into the
-model
-when training begins: norms, rotary embedding, gated MLP. Head and loss remain Lockstep's. Liger's fused linear loss
+model when training begins: norms, rotary embedding, gated MLP. Head and loss remain Lockstep's. Liger's fused linear loss
 (`LigerFusedLinearGRPOLoss` of liger-kernel 0.8) has no kernel of its own. It computes the head in chunks in PyTorch, as
 `training/forward/token_logps.py` does, and gives the same loss and gradients.
 """

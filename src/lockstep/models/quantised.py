@@ -2,8 +2,8 @@
 with.
 
 `models/policy.py` loads such weights, or the user gives a model that has them. `sync/adapters.py` adds the adapter's delta to
-these
-values and sends the sum to the engine in full precision. An engine never quantises again what the trainer has quantised.
+these values and sends the sum to the engine in full precision. An engine never quantises again what the trainer has
+quantised.
 """
 
 from __future__ import annotations

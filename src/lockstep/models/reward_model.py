@@ -1,8 +1,7 @@
 """A reward model: a sequence classifier with one output, called like a reward function.
 
 It comes from a directory, a hub id or a loaded model (`rollouts/reward_functions.py`). `rollouts/rewards.py` calls it and
-treats it
-like any other reward function.
+treats it like any other reward function.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ class RewardModel:
     Args:
         model: a sequence classifier with one output. It stays on its device, and runs in evaluation mode without dropout.
         tokenizer: the model's own. If it has no pad token, its end-of-sequence token becomes the pad token. The pad id is
-            written into
-            the model's config, because the model uses it to find a text's last token (TRL's convention).
+            written into the model's config, because the model uses it to find a text's last token (TRL's convention).
         chat_template_kwargs: passed to the chat template, for prompts that are messages.
         tokens_per_batch: limit of rows × longest row in one forward pass.
 

@@ -42,15 +42,12 @@ class AdaptedSource(PlainSource):
     """Weights of a model with LoRA (rsLoRA, DoRA) layers, each merged into new memory when it is read.
 
     Weights without an adapter are read as they are. Modules that were trained as a whole (`modules_to_save`) replace the
-    originals.
-    Adapter tensors are not sent. A delta is added in float32 (float64 for float64 weights) and the sum is rounded once, to
-    the base
-    weight's dtype. 4-bit weights (QLoRA) are sent as the float32 values that their codes stand for.
+    originals. Adapter tensors are not sent. A delta is added in float32 (float64 for float64 weights) and the sum is rounded
+    once, to the base weight's dtype. 4-bit weights (QLoRA) are sent as the float32 values that their codes stand for.
 
     Raises:
         InputError: the adapter is not LoRA, several adapters are active, one is merged in place, base layers are in 8 bits,
-            or the
-            adapter unties tied weights.
+            or the adapter unties tied weights.
     """
 
     own_memory = False
@@ -151,8 +148,7 @@ def _checked_layer(layer: Any, prefix: str) -> Any:
     from peft.tuners import lora
 
     where = prefix.rstrip(".")
-    # Exact types: a subclass may compute something else.
-    # PEFT has Linear4bit only if bitsandbytes can be imported.
+    # Exact types: a subclass may compute something else. PEFT has Linear4bit only if bitsandbytes can be imported.
     plain = type(layer) in (lora.Linear, lora.Embedding, getattr(lora, "Linear4bit", None))
     if not plain or not isinstance(layer.get_base_layer(), torch.nn.Linear | torch.nn.Embedding | Conv1D):
         raise InputError(

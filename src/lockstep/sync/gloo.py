@@ -1,10 +1,10 @@
 """Both ends of the gloo transport: weights to servers on other machines over TCP, with torch.distributed.
 
 Every push makes new connections. The trainer listens on the address that it was given and on no other. Each server's worker
-connects, and all connections close when the push is over. So a server that died or restarted between two pushes leaves nothing to
-repair. Tensors are sent directly from the trainer's memory. They are cut into half-chunks, so that a server can receive one
-while it
-loads the other. A server holds at most one chunk, or one tensor if that is larger. Only bytes are sent: nothing is unpickled.
+connects, and all connections close when the push is over. So a server that died or restarted between two pushes leaves
+nothing to repair. Tensors are sent directly from the trainer's memory. They are cut into half-chunks, so that a server can
+receive one while it loads the other. A server holds at most one chunk, or one tensor if that is larger. Only bytes are sent:
+nothing is unpickled.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 stop serving → load → compare what arrived with the manifest → reset caches → commit the version → serve.
 
 The weights come from `sync/source.py` and go to the receiving half of an engine. If a step fails, the engine stays closed,
-because
-a half-updated engine must never serve a token.
+because a half-updated engine must never serve a token.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
     """Load the weights of `model` into an engine and commit them as `version`.
 
     The model is only read. A model with an adapter is sent merged (`sync/adapters.py`). After a failure the engine refuses to
-    generate
-    until a later push succeeds.
+    generate until a later push succeeds.
 
     Raises:
         InputError: the model has an adapter of a kind that cannot be merged.

@@ -1,8 +1,7 @@
 """Sends weights to servers on this machine through shared memory: the trainer copies them once, the transport does not copy them.
 
 A segment has two slots. While the servers load from one slot, the trainer fills the other (`sync/slots.py`). The segment is a
-file
-in `/dev/shm` that only this user can open. Its name is removed as soon as every server has opened it.
+file in `/dev/shm` that only this user can open. Its name is removed as soon as every server has opened it.
 """
 
 from __future__ import annotations

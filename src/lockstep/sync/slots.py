@@ -124,10 +124,8 @@ def taken_chunks(
     """A worker's end of the slots: yield the chunks of one push as they are filled. Each is valid until the next is requested.
 
     The chunks end early and without an error if the trainer is gone, has given up, is at another push, or fills no slot for
-    `timeout`
-    seconds. There is no error because vLLM does not wait for a server's other workers after one of them fails. The worker's
-    counter
-    tells the trainer, and the acknowledgement then lists fewer tensors than were sent.
+    `timeout` seconds. There is no error because vLLM does not wait for a server's other workers after one of them fails. The
+    worker's counter tells the trainer, and the acknowledgement then lists fewer tensors than were sent.
 
     Args:
         memory: (bytes,) the whole segment, uint8.
@@ -176,8 +174,7 @@ class TrainerLock:
     """A lock on a segment that shows that its trainer lives. The kernel releases it when the trainer dies.
 
     Child processes that the trainer forks (for example data loaders) close it at once, so that none of them holds the lock of
-    a dead
-    trainer.
+    a dead trainer.
 
     Args:
         handle: an open file of the segment; `close` closes it.

@@ -1,8 +1,7 @@
 """The trainer's weights as a stream of named tensors, and the manifest that describes the stream.
 
 The trained model is the source and is only read. `sync/push.py` sends the stream, and the module probe compares the engine
-with the
-same tensors. `sync/adapters.py` has the source for models with adapters, and chooses between the two.
+with the same tensors. `sync/adapters.py` has the source for models with adapters, and chooses between the two.
 """
 
 from __future__ import annotations

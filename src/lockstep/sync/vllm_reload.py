@@ -1,9 +1,8 @@
 """vLLM's layer-wise reload with less work: the beginning and the end of a whole update in an engine.
 
 vLLM loads a layer into new memory, packs it, and copies the result to the layer's old place. Packing does not change an
-unquantised
-embedding or head, so that it can be written directly into its place. Heads that share a weight then need one packed copy, not one
-each. Used by `sync/vllm_backend.py`.
+unquantised embedding or head, so that it can be written directly into its place. Heads that share a weight then need one
+packed copy, not one each. Used by `sync/vllm_backend.py`.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def repack_heads(model: torch.nn.Module) -> None:
     """Pack every embedding and output head again from its current weight, each weight once.
 
     vLLM 0.32.0 processes a layer when the layer's own weights have arrived. A tied head owns no weights. So on CPU it kept
-    the packed
-    copy that was made at load, while the embedding that it shares was updated (fault W2).
+    the packed copy that was made at load, while the embedding that it shares was updated (fault W2).
     """
     plain = [layer for layer in _vocabularies(model) if _is_plain(layer)]
     for layer in plain:
@@ -83,8 +81,7 @@ def keep_pending(layers: Iterable[LayerReloadingInfo], passing: Sequence[torch.T
     """Copy the tensors that vLLM has received and not used yet.
 
     vLLM writes a layer when all of its tensors have arrived. Until then it keeps references to them, and the next chunk would
-    overwrite
-    their memory.
+    overwrite their memory.
 
     Args:
         layers: the result of `begin_reload`.
@@ -102,10 +99,8 @@ def half_loaded(model: torch.nn.Module) -> tuple[str, ...]:
     """Layers that received only some of their elements, for example one projection of a fused layer.
 
     Must be called before `finalize_layerwise_reload`, which discards the counts. vLLM counts a fused parameter as loaded as
-    soon as its
-    first part arrives. Embeddings and heads are left out: they may hold padding that is never sent, and whole missing ones
-    are found
-    by name.
+    soon as its first part arrives. Embeddings and heads are left out: they may hold padding that is never sent, and whole
+    missing ones are found by name.
     """
     half = []
     for name, layer in model.named_modules():

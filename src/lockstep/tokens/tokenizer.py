@@ -1,8 +1,7 @@
 """Loads the tokenizer, and checks that trainer and engine use one vocabulary.
 
 `models/resolve.py` gives the path. `tokens/chat.py` makes ids with the tokenizer, and reward calls read text with it.
-Embeddings are
-never resized: an existing token becomes the pad token if there is none.
+Embeddings are never resized: an existing token becomes the pad token if there is none.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     """Check that every id of the tokenizer has an embedding, and write the pad id into the model's config.
 
     A tokenizer smaller than the embedding is usual, because rows are padded to a round number. A larger tokenizer means that
-    tokens
-    were added without a trained embedding, which an engine cannot represent.
+    tokens were added without a trained embedding, which an engine cannot represent.
 
     Raises:
         InputError: the tokenizer has ids that the model cannot embed.
