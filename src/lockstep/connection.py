@@ -1,7 +1,8 @@
-"""Running servers for people with a trainer of their own: `lockstep.engines.connect(url)`.
+"""Running servers for users who wrote their own trainer: `lockstep.engines.connect(url)`.
 
-Four calls: `update_weights`, `generate`, `score` and `verify`. The first brings the servers to a model's weights and proves it; the
-others refuse to work with servers that do not hold them. Above `sync/` and `parity/`, below `training/`.
+There are four calls: `update_weights`, `generate`, `score` and `verify`. `update_weights` loads a model's weights into the
+servers and proves it. The others refuse to work with servers that do not hold these weights. This module is above `sync/` and
+`parity/` and below `training/`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Connection:
     """Servers that hold a trainer's weights. Made by `connect`.
 
     Attributes:
-        engine: the servers behind the engine protocol, for trainers that prove for themselves.
+        engine: the servers behind the engine protocol, for trainers that run the proofs themselves.
     """
 
     def __init__(self, engine: VLLMServer) -> None:
@@ -39,25 +40,25 @@ class Connection:
 
     @property
     def version(self) -> int | None:
-        """The version that the servers serve; None before the first update and after a loss."""
+        """The version that the servers serve. None before the first update and after a server was lost."""
         return self.engine.version
 
     def settings(self) -> EngineSettings:
-        """What the servers run with."""
+        """The settings that the servers run with."""
         return self.engine.settings()
 
     def update_weights(self, model: PreTrainedModel, version: int) -> SyncRecord:
-        """Bring the servers to a model's weights, and prove every module that they then run.
+        """Load a model's weights into the servers, and prove every module that the servers then run.
 
-        The model is only read. Requests that are running go on with the new weights; their tokens carry the version of each.
+        The model is only read. Running requests continue with the new weights; each of their tokens carries its weight version.
 
         Args:
-            model: a causal language model of the servers' kind, in any dtype.
-            version: a number of the caller's, larger each time.
+            model: a causal language model of the same kind as the servers' model, in any dtype.
+            version: a number that the caller chooses; it must grow with each update.
 
         Raises:
-            ProofError: servers and model are not of one kind, or something else than was sent is in use.
-            EngineLost: a server went away; call its `recover()` and update again.
+            ProofError: servers and model are not of the same kind, or the weights in use differ from those that were sent.
+            EngineLost: a server was lost; call the error's `recover()` and update again.
         """
         if model is not self._model:
             check_settings(expected_settings(model, None, self.settings().dtype, min_model_len=2), self.settings())
@@ -67,44 +68,44 @@ class Connection:
         return self._pusher.push(version, every_module=True).push
 
     def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
-        """Answer every request, by key.
+        """Answer every request. The result is keyed by request.
 
         Raises:
-            InputError: a prompt does not fit the context; no request has been started then.
-            ProofError: no weights were given yet, or an answer is not what was asked for.
-            EngineLost: a server went away; call its `recover()`, update the weights and ask again.
+            InputError: a prompt does not fit the context; then no request has been started.
+            ProofError: the servers have received no weights yet, or an answer does not match its request.
+            EngineLost: a server was lost; call the error's `recover()`, update the weights and ask again.
         """
         return self.engine.generate(requests)
 
     def score(self, sequences: Mapping[str, Sequence[int]]) -> dict[str, tuple[float, ...]]:
-        """Log-probs at temperature 1 of every id but the first of each sequence.
+        """Log-probs at temperature 1 of every id of each sequence, except the first id.
 
         Raises:
             InputError: a sequence has fewer than two ids, or fills the context.
-            ProofError, EngineLost: as `generate`.
+            ProofError, EngineLost: as in `generate`.
         """
         return self.engine.score({name: tuple(ids) for name, ids in sequences.items()})
 
     def verify(self) -> tuple[ProbeRecord, GapStats]:
-        """Prove that the servers compute with the weights that the model has now: every module, and a few whole sequences.
+        """Prove that the servers compute with the model's current weights: every module, and a few whole sequences.
 
         Returns:
-            The probe's errors by weight, and the gap on the sequences.
+            The probe's errors per weight, and the parity gap on the sequences.
 
         Raises:
-            ProofError: they do not; names the layers, or the gap.
+            ProofError: they do not. The message names the layers, or the gap.
         """
         if self._pusher is None or self.version is None:
             raise ProofError(
                 "version",
-                "the servers were asked to prove weights that nobody gave them",
-                "no update was made yet, or a server was lost since",
+                "the servers were asked to prove weights that they never received",
+                "no update was made yet, or a server was lost since then",
                 "call update_weights first",
             )
         return self._pusher.probe(self.version), self._pusher.score_canary(self.version)
 
     def close(self) -> None:
-        """Let go of the servers, which stay up."""
+        """Disconnect from the servers. They keep running."""
         self.engine.close()
 
 
@@ -117,19 +118,20 @@ def connect(
     group_host: str = "127.0.0.1",
     group_port: int = 0,
 ) -> Connection:
-    """Connect to running servers (`lockstep serve MODEL`, or vLLM's own with the same arguments).
+    """Connect to running servers (`lockstep serve MODEL`, or vLLM's own server with the same arguments).
 
     Args:
-        url: base URL, or several: requests go to the least busy, weights to all.
-        key_file: file with the servers' key. Default: the variable LOCKSTEP_SERVER_KEY, or what a server on this machine left.
-        timeout: seconds that any one call may take, and that a server is waited for.
-        transport: `shared_memory` (one machine), `gloo` (TCP), or `auto`: the fastest that all servers can take part in.
-        group_host: this machine's address as servers elsewhere reach it; gloo listens there and nowhere else.
-        group_port: port where gloo meets the servers; 0: a free one.
+        url: one base URL or several. Requests go to the least busy server, weights to all.
+        key_file: file with the servers' key. Default: the variable LOCKSTEP_SERVER_KEY, or the key that a server on this
+            machine saved.
+        timeout: seconds that any call may take, and that the call waits for a server to start.
+        transport: `shared_memory` (one machine), `gloo` (TCP), or `auto`: the fastest that all servers support.
+        group_host: this machine's address as servers on other machines reach it. Gloo listens on it and on no other.
+        group_port: port that gloo listens on; 0 means a free port.
 
     Raises:
-        InputError: a key cannot be read or is refused, the transport cannot be used, or a server was started without what
-            training needs; says what to change.
+        InputError: a key cannot be read or is refused, the transport cannot be used, or a server was started without an
+            option that training needs. The message says what to change.
         LockstepError: a server did not answer in time.
     """
     urls = [url] if isinstance(url, str) else list(url)

@@ -1,4 +1,4 @@
-"""The errors that Lockstep raises on purpose. They carry everything a reader needs in the message itself."""
+"""The errors that Lockstep raises on purpose. The message itself says everything that a reader needs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Callable
 
 
 class LockstepError(RuntimeError):
-    """Something that Lockstep refuses to go on with."""
+    """Base class: Lockstep refuses to continue, for the reason in the message."""
 
 
 class InputError(LockstepError, ValueError):
-    """Bad input from outside: a config field, a dataset, a model directory, a reward function."""
+    """Invalid input from outside: a config field, a dataset, a model directory or a reward function."""
 
 
 class EngineLost(LockstepError):
-    """An engine that served does not answer, or not in order, any more. It may come back, with other weights.
+    """An engine that served before no longer answers, or answers wrongly. It may come back with other weights.
 
     Args:
         message: which engine, what was asked of it, and what happened.
-        recover: waits, bounded, until it answers again; raises `LockstepError` if it does not. What it served before is void.
-        refused: whether it did answer, with an error of its own.
+        recover: waits for a bounded time until the engine answers again, and raises `LockstepError` if it does not. All earlier
+            answers and weights of the engine are void.
+        refused: whether the engine did answer, with an error of its own.
     """
 
     def __init__(self, message: str, recover: Callable[[], None], *, refused: bool = False) -> None:
@@ -32,10 +33,10 @@ class ProofError(LockstepError):
     """A proof of agreement between trainer and engine failed.
 
     Args:
-        check: which proof failed, by the name it has in the receipt (`echo`, `version`, `handshake`, `gap`, …).
+        check: name of the failed proof in the receipt (`echo`, `version`, `handshake`, `gap`, …).
         found: what was measured, with the numbers.
-        cause: the likely cause, in a sentence.
-        fix: the setting or action that mends it.
+        cause: the likely cause, in one sentence.
+        fix: the setting or action that solves it.
     """
 
     def __init__(self, check: str, found: str, cause: str, fix: str) -> None:

@@ -175,7 +175,7 @@ def test_a_tied_model_is_sent_once_and_ties_that_the_adapter_breaks_are_refused(
     assert "lm_head.weight" not in dict(weights_of(tied))
     assert "lm_head.weight" in weights_of(tied).names
     for fields in ({"target_modules": ["lm_head"]}, {"modules_to_save": ["embed_tokens"]}):
-        with pytest.raises(InputError, match=r"tied in the model, and the adapter takes them apart"):
+        with pytest.raises(InputError, match=r"tied in the model, but the adapter unties them"):
             weights_of(adapted(make_model("llama", tied=True), **fields))
 
 

@@ -1,1 +1,1 @@
-"""Pure functions on tensors: advantages and losses. They know no engine, no model and no trainer."""
+"""Pure functions on tensors: advantages and losses. They do not depend on engines, models or trainers."""

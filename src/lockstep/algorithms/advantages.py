@@ -1,7 +1,7 @@
-"""Advantages of completions, relative to others.
+"""Advantages of completions, relative to other completions.
 
-Rewards come as one tensor a group; a NaN is the reward of a completion that no reward function scored. It counts in no mean and
-no spread, and its completion has advantage 0. Equal rewards give advantages of exactly zero.
+Rewards are one tensor per group. NaN is the reward of a completion that no reward function scored: it is left out of every
+mean and standard deviation, and the advantage of its completion is 0. Equal rewards give advantages of exactly zero.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 ScaleRewards = Literal["group", "batch", "advantages", "none"]
 
-# TRL's constant, kept so that curves compare.
+# TRL's constant, kept so that curves can be compared.
 _EPSILON = 1e-4
 
 
@@ -21,13 +21,14 @@ def group_advantages(rewards: list[torch.Tensor], scale: ScaleRewards) -> list[t
     """Rewards minus their group's mean, divided by a standard deviation (GRPO, arXiv 2402.03300, section 4.1).
 
     Args:
-        rewards: one (G_i,) tensor a group; groups may differ in size.
-        scale: `group` divides by the group's own standard deviation, `batch` by that of all rewards given, `advantages` by that
-            of all differences to their group's mean (ScaleRL, arXiv 2510.13786: how much groups differ says nothing of how
-            hard they are to improve on), `none` by nothing (Dr. GRPO, arXiv 2503.20783: scaling favours groups of little spread).
+        rewards: one (G_i,) tensor per group; groups may differ in size.
+        scale: `group` divides by the group's own standard deviation. `batch` divides by the standard deviation of all rewards.
+            `advantages` divides by the standard deviation of all differences to the group means (ScaleRL, arXiv 2510.13786: the
+            difference between groups does not tell how hard they are to improve on). `none` does not divide (Dr. GRPO, arXiv
+            2503.20783: scaling favours groups with a small spread).
 
     Returns:
-        One (G_i,) tensor a group. A group of equal rewards has advantages of exactly zero.
+        One (G_i,) tensor per group. A group of equal rewards has advantages of exactly zero.
     """
     centred = [_centred(group) for group in rewards]
     if scale == "group":
@@ -39,16 +40,16 @@ def group_advantages(rewards: list[torch.Tensor], scale: ScaleRewards) -> list[t
 
 
 def normalised_reward_advantages(scores: list[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
-    """Each reward function scaled within its group, then summed, then scaled over the batch (GDPO, arXiv 2601.05242).
+    """Scale each reward function within its group, sum the functions, then scale over the batch (GDPO, arXiv 2601.05242).
 
-    A function of large numbers does not drown the others, and two groups with the same sum keep apart.
+    So a function with large numbers does not outweigh the others, and two groups with the same sum remain distinct.
 
     Args:
-        scores: one (G_i, K) tensor a group, of K reward functions; NaN where a function gave no score.
-        weights: (K,) weight of each function, after the scaling.
+        scores: one (G_i, K) tensor per group, for K reward functions; NaN if a function gave no score.
+        weights: (K,) weight of each function, applied after the scaling.
 
     Returns:
-        One (G_i,) tensor a group.
+        One (G_i,) tensor per group.
     """
     totals = []
     for group in scores:
@@ -61,13 +62,13 @@ def normalised_reward_advantages(scores: list[torch.Tensor], weights: torch.Tens
 
 
 def leave_one_out_advantages(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Each reward minus the mean of the others of its group (RLOO, arXiv 2402.14740).
+    """Each reward minus the mean of the other rewards of its group (RLOO, arXiv 2402.14740).
 
     Args:
-        rewards: one (G_i,) tensor a group.
+        rewards: one (G_i,) tensor per group.
 
     Returns:
-        One (G_i,) tensor a group; 0 where no other completion of the group was scored.
+        One (G_i,) tensor per group; 0 if no other completion of the group was scored.
     """
     advantages = []
     for group in rewards:
@@ -78,32 +79,32 @@ def leave_one_out_advantages(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def varies(rewards: Sequence[float]) -> bool:
-    """Whether a group's rewards teach anything: two of those that were given differ, in the float32 of advantages."""
+    """Whether a group's rewards give a training signal: at least two of them differ in float32. NaN is left out."""
     return not _agree(torch.tensor(rewards, dtype=torch.float32))
 
 
 def compared(rewards: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Which completions were scored and have another scored one in their group: the mask for `whiten` of their advantages.
+    """The completions that were scored and share their group with another scored one: the mask for `whiten` of their advantages.
 
     Args:
-        rewards: one (G_i,) tensor a group.
+        rewards: one (G_i,) tensor per group.
 
     Returns:
-        One (G_i,) bool tensor a group.
+        One (G_i,) bool tensor per group.
     """
     scored = [~group.isnan() for group in rewards]
     return [group & bool(group.sum() > 1) for group in scored]
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean 0 and a standard deviation of just under 1 (the divisor is the deviation + 1e-4).
+    """Scale values to mean 0 and a standard deviation of just under 1 (the divisor is the deviation + 1e-4).
 
     Args:
         values: (N,) values of a batch; NaN counts as masked out.
-        mask: (N,) bool, True for the values that count; None for all.
+        mask: (N,) bool, True for the values that count; None if all count.
 
     Returns:
-        (N,) scaled values; 0 for those that do not count.
+        (N,) scaled values; 0 for values that do not count.
     """
     counted = values if mask is None else values.masked_fill(~mask, torch.nan)
     return _standardised(counted).nan_to_num(nan=0.0)
@@ -114,20 +115,20 @@ def _standardised(values: torch.Tensor) -> torch.Tensor:
 
 
 def _centred(values: torch.Tensor) -> torch.Tensor:
-    """Values minus their mean; NaN stays."""
-    # The mean of equal floats need not be that float.
+    """Values minus their mean. NaN stays NaN."""
+    # In floating point, the mean of equal numbers can differ from that number.
     if _agree(values):
         return values.masked_fill(~values.isnan(), 0.0)
     return values - values[~values.isnan()].mean()
 
 
 def _agree(values: torch.Tensor) -> bool:
-    """Whether all are one number, NaN left out."""
+    """Whether all values are equal. NaN is left out."""
     scored = values[~values.isnan()]
     return bool((scored == scored[:1]).all())
 
 
 def _deviation(values: torch.Tensor) -> torch.Tensor:
-    """Standard deviation with Bessel's correction, NaN left out; 0 for fewer than two values."""
+    """Standard deviation with Bessel's correction; 0 for fewer than two values. NaN is left out."""
     scored = values[~values.isnan()]
     return scored.std() if len(scored) > 1 else values.new_zeros(())

@@ -1,4 +1,4 @@
-"""Importance corrections for the gap between engine and trainer, applied to a gap that has been measured and passed."""
+"""Importance corrections for the parity gap between engine and trainer, after the gap was measured and accepted."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def importance_weights(
 ) -> torch.Tensor:
     """Importance weights π_trainer / π_engine, bounded so that no token or completion dominates.
 
-    A token is sampled by the engine and differentiated by the trainer; where their numerics differ the weight makes up for it.
+    The engine samples a token, and the trainer differentiates its log-prob. The weight corrects the difference in their numerics.
 
     Args:
-        policy_logps: (N,) the trainer's log-probs at the version that sampled.
-        behaviour_logps: (N,) the engine's.
+        policy_logps: (N,) the trainer's log-probs under the weight version that sampled.
+        behaviour_logps: (N,) the engine's log-probs.
         segments: the completions.
         mode:
-            `token_truncate`: each token's ratio, clamped into the bounds (TIS);
+            `token_truncate`: each token's ratio, clamped to the bounds (TIS);
             `token_mask`: each token's ratio, 0 outside the bounds (with both bounds set: IcePop);
-            `sequence_truncate`, `sequence_mask`: the same with the product of a completion's ratios at each of its tokens (it
-            vanishes or explodes with length: TRL #5814);
+            `sequence_truncate`, `sequence_mask`: the same, with the product of a completion's ratios at each of its tokens (the
+            product vanishes or explodes with length: TRL #5814);
             `sequence_geometric_mask`: 1 for every token of a completion whose geometric mean ratio lies within the bounds,
             otherwise 0.
-        clip_min: lower bound of a ratio; None for none.
-        clip_max: upper bound of a ratio; None for none.
+        clip_min: lower bound of a ratio; None: no lower bound.
+        clip_max: upper bound of a ratio; None: no upper bound.
 
     Returns:
-        (N,) weights without gradient; where both sides agree exactly and 1 lies within the bounds, all ones.
+        (N,) weights without gradient. All are 1 if both sides agree exactly and 1 lies within the bounds.
     """
     ratios = _ratios(policy_logps - behaviour_logps, segments, mode)
     low = -math.inf if clip_min is None else clip_min
@@ -50,7 +50,7 @@ def importance_weights(
     if mode in ("token_truncate", "sequence_truncate"):
         return ratios.clamp(low, high)
     outside = (ratios < low) | (ratios > high)
-    # A missing log-prob is outside of nothing, and stays NaN.
+    # The ratio of a missing log-prob is NaN. NaN is not outside the bounds, and stays NaN.
     kept = ratios.masked_fill(~ratios.isnan(), 1.0) if mode == "sequence_geometric_mask" else ratios
     return kept.masked_fill(outside, 0.0)
 
@@ -64,15 +64,15 @@ def _ratios(differences: torch.Tensor, segments: Segments, mode: CorrectionMode)
 
 
 def effective_sample_size(weight_sum: float, weight_square_sum: float, count: int) -> float:
-    """Share of the samples that equally weighted ones would need for the same variance (Kish): (Σw)² / (n Σw²).
+    """Share of the samples that would give the same variance if they were weighted equally (Kish): (Σw)² / (n Σw²).
 
     Args:
         weight_sum: Σw over all ranks and micro-batches.
         weight_square_sum: Σw².
-        count: n, the weights summed.
+        count: n, the number of weights.
 
     Returns:
-        1 for equal weights, 1/n where one weight dominates, 0 where all weights are 0 or there are none.
+        1 for equal weights, 1/n if one weight dominates, 0 if all weights are 0 or there are none.
     """
     if count == 0 or weight_square_sum == 0.0:
         return 0.0

@@ -1,4 +1,4 @@
-"""Which tokens a policy loss leaves out. A mask multiplies the loss; it does not change the step's token weights."""
+"""The tokens that a policy loss leaves out. A mask multiplies the loss; it does not change the step's token weights."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def off_policy_mask(
     segments: Segments,
     threshold: float,
 ) -> torch.Tensor:
-    """Drops bad completions that the policy would hardly write any more (DeepSeek-V3.2, arXiv 2512.02556).
+    """Drop completions with a negative advantage that the policy has become unlikely to write (DeepSeek-V3.2, arXiv 2512.02556).
 
     Args:
         logps: (N,) log-probs under the policy.
-        behaviour_logps: (N,) log-probs under what sampled.
+        behaviour_logps: (N,) log-probs under the policy that sampled.
         advantages: (N,) advantage of each token's completion.
         segments: the completions.
-        threshold: nats a token; a completion with a negative advantage is dropped where its mean of behaviour − policy
-            log-prob exceeds this.
+        threshold: nats per token. A completion with a negative advantage is dropped if its mean of behaviour − policy log-prob
+            exceeds this.
 
     Returns:
-        (N,) 1.0 for a token that is kept, 0.0 for one that is dropped.
+        (N,) 1.0 for a token that is kept, 0.0 for a dropped token.
     """
     drift = segments.spread(segments.means(behaviour_logps - logps))
     return ((advantages >= 0) | (drift <= threshold)).to(logps.dtype)
@@ -37,7 +37,7 @@ def high_entropy_mask(entropies: torch.Tensor, share: float) -> torch.Tensor:
     """The tokens at which the policy was least certain (arXiv 2506.01939).
 
     Args:
-        entropies: (N,) entropy in nats at each token that counts; the threshold is relative to exactly these.
+        entropies: (N,) entropy in nats at each token that counts. The threshold is computed from these values alone.
         share: share of the tokens to keep, in (0, 1].
 
     Returns:
@@ -45,7 +45,7 @@ def high_entropy_mask(entropies: torch.Tensor, share: float) -> torch.Tensor:
     """
     if entropies.numel() == 0:
         return torch.zeros_like(entropies, dtype=torch.bool)
-    # Not torch.quantile, which takes no more than 2**24 values.
+    # torch.quantile takes at most 2**24 values.
     ranked = entropies.float().sort().values
     place = (1 - share) * (len(ranked) - 1)
     below = int(place)

@@ -1,9 +1,9 @@
-"""Policy losses with importance ratios against the policy at sampling time, and how their variants weigh tokens.
+"""Policy losses with importance ratios against the policy at sampling time, and the token weights of their variants.
 
-Everything is per token on flat (N,) tensors, so that a batch may hold its completions in any order and packing. Weights
-are fixed for a whole optimizer step before its first token is scored; a step's loss is the sum over its tokens of
-`weight × token_loss`, whatever micro-batches they are split into. `grpo`, `dr_grpo`, `dapo`, `bnpo` and `luspo` weigh
-`clipped_policy_loss`; `cispo`, `sapo` and `vespo` have their own (`sequence_loss.py`).
+Everything is per token on flat (N,) tensors, so that a batch may hold its completions in any order and packing. The weights
+are fixed for a whole optimizer step before its first token is scored. The loss of a step is the sum of `weight × token_loss`
+over its tokens, for any split into micro-batches. `grpo`, `dr_grpo`, `dapo`, `bnpo` and `luspo` weight `clipped_policy_loss`;
+`cispo`, `sapo` and `vespo` have their own losses (`vespo` in `sequence_loss.py`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def token_weights(lengths: torch.Tensor, loss_type: LossType, max_completion_len
 
     Args:
         lengths: (B,) completion lengths of the whole step, over all ranks and micro-batches; 0 for a masked completion, which
-            keeps its place among the B.
+            still counts among the B.
         loss_type:
             `grpo`, `sapo`: mean over a completion's tokens, then over completions (arXiv 2402.03300);
             `dr_grpo`: sum over tokens, divided by B × the length limit (arXiv 2503.20783);
             `dapo`, `cispo`, `vespo`: mean over all tokens of the step (arXiv 2503.14476);
-            `bnpo`: mean over all tokens of the batch, which here is the whole step, so equal to `dapo`. (Per micro-batch, as
-            elsewhere, the result depends on how a step is split: TRL #7206.)
+            `bnpo`: mean over all tokens of the batch, which here is the whole step, so that it equals `dapo`. (Other programs use
+            the micro-batch, and then the result depends on how a step is split: TRL #7206.)
             `luspo`: sum over a completion's tokens, mean over completions (arXiv 2602.05261).
         max_completion_length: the length limit, in tokens.
 
     Returns:
-        (B,) weight of one token of each completion; the weights of a step do not depend on its split.
+        (B,) weight of one token of each completion. The weights do not depend on how the step is split.
     """
     if loss_type in ("grpo", "sapo"):
         return 1.0 / (lengths.clamp(min=1) * len(lengths))
@@ -47,16 +47,16 @@ def token_weights(lengths: torch.Tensor, loss_type: LossType, max_completion_len
 
 
 def prompt_weights(lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Weight of each token where the step is the mean over its prompts, and a prompt the mean over its completions' tokens.
+    """Weight of each token if the loss is a mean over prompts of the mean over each prompt's completion tokens.
 
-    (ScaleRL, arXiv 2510.13786.) A prompt counts no more for being answered at length.
+    (ScaleRL, arXiv 2510.13786.) So a prompt with long completions counts no more than another.
 
     Args:
-        lengths: (B,) completion lengths of the whole step, 0 for a masked completion.
-        groups: (B,) which prompt each completes.
+        lengths: (B,) completion lengths of the whole step; 0 for a masked completion.
+        groups: (B,) index of each completion's prompt.
 
     Returns:
-        (B,) weight of one token of each completion. A prompt whose completions are all masked keeps its place in the mean.
+        (B,) weight of one token of each completion. A prompt whose completions are all masked still counts in the mean.
     """
     prompts, places = groups.unique(return_inverse=True)
     tokens = torch.zeros(len(prompts)).index_add(0, places, lengths.float())
@@ -66,14 +66,14 @@ def prompt_weights(lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 def importance_ratios(
     logps: torch.Tensor, old_logps: torch.Tensor, segments: Segments, level: ImportanceLevel
 ) -> torch.Tensor:
-    """Ratio of the policy to the one that the step is taken from.
+    """Ratio of the policy to the old policy, from which the step starts.
 
     Args:
         logps: (N,) log-probs under the policy, with gradient.
-        old_logps: (N,) log-probs under the policy that the ratio is taken against, without gradient.
+        old_logps: (N,) log-probs under the old policy, without gradient.
         segments: the completions.
-        level: `token` for each token's own ratio, `sequence` for the geometric mean of a completion's at each of its
-            tokens (GSPO, arXiv 2507.18071).
+        level: `token`: each token's own ratio. `sequence`: at each token, the geometric mean of its completion's ratios (GSPO,
+            arXiv 2507.18071).
 
     Returns:
         (N,) ratios, differentiable in `logps`.
@@ -86,12 +86,12 @@ def importance_ratios(
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """Per-token results, each (N,).
+    """Results per token, each (N,).
 
     Attributes:
         loss: the quantity to minimise, before weighting.
-        low_clipped: the ratio was below the trust region and the advantage negative.
-        high_clipped: the ratio was above it and the advantage positive.
+        low_clipped: whether the ratio was below the trust region and the advantage negative.
+        high_clipped: whether the ratio was above the trust region and the advantage positive.
     """
 
     loss: torch.Tensor
@@ -102,15 +102,15 @@ class TokenLoss:
 def clipped_policy_loss(
     ratios: torch.Tensor, advantages: torch.Tensor, epsilon: float, epsilon_high: float, delta: float | None = None
 ) -> TokenLoss:
-    """PPO's clipped objective (arXiv 1707.06347, equation 7). What is clipped has no gradient.
+    """PPO's clipped objective (arXiv 1707.06347, equation 7). Clipped tokens have no gradient.
 
     Args:
         ratios: (N,) importance ratios, with gradient.
         advantages: (N,) advantage of each token's completion.
-        epsilon: lower clip, the ratio's floor is 1 − epsilon.
-        epsilon_high: upper clip, the ratio's ceiling is 1 + epsilon_high.
-        delta: ceiling of the ratio where the advantage is negative, which is otherwise unbounded (INTELLECT-2, arXiv
-            2505.07291); above 1 + epsilon_high, or the upper clip is never reached. It counts as no clip.
+        epsilon: lower clip: the ratio is at least 1 − epsilon.
+        epsilon_high: upper clip: the ratio is at most 1 + epsilon_high.
+        delta: upper limit of the ratio where the advantage is negative; without it there is none (INTELLECT-2, arXiv
+            2505.07291). It must be above 1 + epsilon_high, or the upper clip is never reached. It does not count as a clip.
     """
     clipped = ratios.clamp(1 - epsilon, 1 + epsilon_high)
     bounded = ratios if delta is None else ratios.clamp(max=delta)
@@ -121,16 +121,16 @@ def clipped_policy_loss(
 
 
 def cispo_loss(ratios: torch.Tensor, logps: torch.Tensor, advantages: torch.Tensor, epsilon_high: float) -> TokenLoss:
-    """Policy gradient under a bounded importance weight: every token keeps a gradient (CISPO, arXiv 2506.13585).
+    """Policy gradient with a bounded importance weight, in which every token keeps a gradient (CISPO, arXiv 2506.13585).
 
     Args:
-        ratios: (N,) importance ratios; they weigh, and pass no gradient.
+        ratios: (N,) importance ratios; used as weights, without gradient.
         logps: (N,) log-probs under the policy, with gradient.
         advantages: (N,) advantage of each token's completion.
-        epsilon_high: ceiling of the ratio itself, not its distance from 1 (ScaleRL, arXiv 2510.13786, uses 5).
+        epsilon_high: upper limit of the ratio itself, not of its distance from 1 (ScaleRL, arXiv 2510.13786, uses 5).
 
     Returns:
-        `high_clipped` marks the ratios beyond the ceiling with a positive advantage; nothing is clipped below.
+        `high_clipped` marks ratios above the limit with a positive advantage. There is no lower clip.
     """
     ratios = ratios.detach()
     loss = -ratios.clamp(max=epsilon_high) * advantages * logps
@@ -141,16 +141,16 @@ def cispo_loss(ratios: torch.Tensor, logps: torch.Tensor, advantages: torch.Tens
 def sapo_loss(
     ratios: torch.Tensor, advantages: torch.Tensor, temperature_pos: float, temperature_neg: float
 ) -> TokenLoss:
-    """A sigmoid around ratio 1 in place of the clip: the gradient fades with distance (SAPO, arXiv 2511.20347).
+    """A sigmoid around ratio 1 instead of a clip: the gradient fades with the distance from 1 (SAPO, arXiv 2511.20347).
 
     Args:
         ratios: (N,) importance ratios, with gradient.
         advantages: (N,) advantage of each token's completion.
-        temperature_pos: steepness where the advantage is positive, above 0.
-        temperature_neg: steepness elsewhere, above 0.
+        temperature_pos: steepness where the advantage is positive; must be above 0.
+        temperature_neg: steepness elsewhere; must be above 0.
 
     Returns:
-        Nothing is clipped. At ratio 1 the gradient is that of ratio × advantage.
+        No token is marked as clipped. At ratio 1 the gradient is that of ratio × advantage.
     """
     temperatures = torch.where(advantages > 0, temperature_pos, temperature_neg).to(ratios.dtype)
     gates = torch.sigmoid(temperatures * (ratios - 1)) * (4 / temperatures)

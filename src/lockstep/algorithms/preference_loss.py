@@ -1,4 +1,4 @@
-"""Losses on pairs of completions of one prompt, of which one was preferred."""
+"""Losses on pairs of completions of one prompt, of which one is preferred."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def preference_loss(
     beta: float,
     loss_type: PreferenceLossType,
 ) -> torch.Tensor:
-    """Loss of each of P pairs, from log-probs summed over a completion.
+    """Loss of each of P pairs, computed from log-probs that are summed over a completion.
 
     Args:
         chosen: (P,) log-prob of the preferred completion under the policy, with gradient.
-        rejected: (P,) that of the other.
-        ref_chosen: (P,) log-prob of the preferred completion under the reference.
-        ref_rejected: (P,) that of the other.
-        beta: strength of the tie to the reference; the `ipo` margin aims at 1 / (2 beta) nats.
+        rejected: (P,) log-prob of the other completion under the policy, with gradient.
+        ref_chosen: (P,) log-prob of the preferred completion under the reference model.
+        ref_rejected: (P,) log-prob of the other completion under the reference model.
+        beta: strength of the pull towards the reference model; the target of the `ipo` margin is 1 / (2 beta) nats.
         loss_type: `sigmoid` (DPO, arXiv 2305.18290, equation 7) or `ipo` (arXiv 2310.12036, equation 17).
 
     Returns:
@@ -38,15 +38,15 @@ def preference_loss(
 
 
 def choose(rewards_first: torch.Tensor, rewards_second: torch.Tensor) -> torch.Tensor:
-    """Which completion of each pair is preferred.
+    """The preferred completion of each pair.
 
     Args:
-        rewards_first: (P,) rewards of the first completions, NaN where none was given.
-        rewards_second: (P,) those of the second.
+        rewards_first: (P,) rewards of the first completions, NaN if there is none.
+        rewards_second: (P,) rewards of the second completions.
 
     Returns:
-        (P,) int64: 0 for the first, 1 for the second, −1 where neither is: a tie, or a reward is missing.
+        (P,) int64: 0 for the first, 1 for the second, −1 if neither is preferred: a tie, or a missing reward.
     """
     nobody = torch.full_like(rewards_first, -1, dtype=torch.int64)
-    # A comparison with NaN is false, either way.
+    # Comparisons with NaN are false in both directions.
     return nobody.masked_fill(rewards_first > rewards_second, 0).masked_fill(rewards_second > rewards_first, 1)

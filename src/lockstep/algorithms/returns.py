@@ -15,17 +15,17 @@ def rewards_to_go(
     segments: Segments,
     gamma: float = 1.0,
 ) -> torch.Tensor:
-    """What a completion still earns from each of its tokens on (REINFORCE++, arXiv 2501.03262).
+    """Sum of the future rewards of a completion at each of its tokens (REINFORCE++, arXiv 2501.03262).
 
     Args:
-        rewards: (B,) score of each completion, earned at its last token.
+        rewards: (B,) score of each completion, given at its last token.
         kl: (N,) estimate of KL(policy ‖ reference) at each token, in nats.
-        beta: price of a nat.
-        segments: the completions; one without tokens earns nothing.
-        gamma: discount a token.
+        beta: penalty per nat.
+        segments: the completions; a completion without tokens has no reward.
+        gamma: discount per token.
 
     Returns:
-        (N,) discounted sums, to the end of the completion, of the score minus beta × KL.
+        (N,) discounted sums, up to the end of the completion, of the score minus beta × KL.
     """
     earned = -beta * kl
     written = segments.lengths > 0
@@ -41,13 +41,13 @@ def generalised_advantages(
 
     Args:
         token_rewards: (N,) reward earned at each token.
-        values: (N,) the value function's estimate before each token; after a completion's last token the value is 0.
+        values: (N,) the value function's estimate before each token. After a completion's last token the value is 0.
         segments: the completions.
-        gamma: discount a token.
-        lam: weight of longer returns: 0 for one step, 1 for all that remain.
+        gamma: discount per token.
+        lam: weight of longer returns: 0 uses one step, 1 all remaining steps.
 
     Returns:
-        (N,) advantages and (N,) returns, the targets of the value function: advantages + values.
+        (N,) advantages and (N,) returns. The returns are advantages + values, the targets of the value function.
     """
     following = torch.cat([values[1:], values.new_zeros(1)])[: len(values)]
     same = torch.cat([segments.ids[1:] == segments.ids[:-1], segments.ids.new_zeros(1, dtype=torch.bool)])[
@@ -61,27 +61,28 @@ def generalised_advantages(
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_range: float
 ) -> torch.Tensor:
-    """PPO's loss of a value function that may move `clip_range` from where it was, as its implementations have it.
+    """PPO's value loss, as its implementations have it: beyond `clip_range` from the old estimate, moving further gains nothing.
 
     Args:
         values: (N,) estimates, with gradient.
         old_values: (N,) estimates at the time of sampling.
         returns: (N,) targets.
-        clip_range: distance from the old estimate beyond which moving towards the target earns nothing.
+        clip_range: largest distance from the old estimate at which moving towards the target still lowers the loss.
 
     Returns:
-        (N,) half the larger one of the squared errors with and without the clip.
+        (N,) half of the larger of the squared errors with and without the clip.
     """
     near = old_values + (values - old_values).clamp(-clip_range, clip_range)
     return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
 
 
 def _discounted_sums(values: torch.Tensor, decay: float, segments: Segments) -> torch.Tensor:
-    """(N,) Σ decay^k × the value k tokens later, to the completion's end: one vector step a token, over all completions."""
+    """(N,) Σ over k of decay^k × the value k tokens later, up to the completion's end. One vector operation per token
+    position."""
     if len(values) == 0:
         return values.clone()
     ends = segments.lengths.cumsum(0)
-    # Rows read from the last token backwards, so that every completion starts in column 0.
+    # Each row is reversed, so that every completion's last token is in column 0.
     column = segments.spread(ends) - 1 - torch.arange(len(values), device=values.device)
     padded = values.new_zeros(len(ends), int(segments.lengths.max()))
     padded[segments.ids, column] = values

@@ -1,7 +1,7 @@
-"""Completions laid end to end: which token belongs to which.
+"""Completions laid end to end, and which token belongs to which completion.
 
-All of `lockstep.algorithms` works on flat (N,) tensors, the tokens of B completions one after the other, so that a result does
-not depend on how a batch was packed or padded.
+All of `lockstep.algorithms` works on flat (N,) tensors: the tokens of B completions one after the other. So a result does not
+depend on how a batch was packed or padded.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 @dataclass(frozen=True)
 class Segments:
-    """Where B completions lie among N flat tokens.
+    """The positions of B completions among N flat tokens.
 
     Attributes:
-        lengths: (B,) int64 tokens of each completion, in their order; 0 for one that has none. Their sum is N.
+        lengths: (B,) int64 number of tokens of each completion, in order; may be 0. The sum is N.
     """
 
     lengths: torch.Tensor
@@ -28,17 +28,17 @@ class Segments:
         return torch.repeat_interleave(self.lengths)
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """(B,) sums over each completion of (N,) values, added up in their dtype; 0 for a completion without tokens.
+        """(B,) sum of (N,) values over each completion, in the dtype of the values; 0 for a completion without tokens.
 
         Raises:
-            RuntimeError: there are not as many values as tokens.
+            RuntimeError: the number of values differs from the number of tokens.
         """
         return values.new_zeros(len(self.lengths)).index_add(0, self.ids, values)
 
     def means(self, values: torch.Tensor) -> torch.Tensor:
-        """(B,) means over each completion of (N,) values; 0 for a completion without tokens."""
+        """(B,) mean of (N,) values over each completion; 0 for a completion without tokens."""
         return self.sums(values) / self.lengths.clamp(min=1)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """(N,) the (B,) value of each token's completion."""
+        """(N,) per token, the value of its completion, from (B,) values."""
         return values.index_select(0, self.ids)

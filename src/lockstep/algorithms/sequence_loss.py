@@ -1,4 +1,4 @@
-"""VESPO's policy loss: the importance weight of a whole completion, softly bounded."""
+"""VESPO's policy loss: the importance weight of a whole completion, with a soft bound."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from lockstep.algorithms.policy_loss import ImportanceLevel, TokenLoss
 from lockstep.algorithms.segments import Segments
 
-# Bounds of a log weight, those of the paper's code and of TRL.
+# Bounds of a log weight, as in the paper's code and in TRL.
 _LOWEST = math.log(1e-8)
 _HIGHEST = 20.0
 
@@ -26,21 +26,21 @@ def vespo_loss(
     lambda_neg: float,
     correction_level: ImportanceLevel = "token",
 ) -> tuple[TokenLoss, torch.Tensor]:
-    """Policy gradient weighed by φ(w) = w^k e^(λ(1 − w)) of a completion's importance weight w (VESPO, arXiv 2602.10693).
+    """Policy gradient weighted by φ(w) = w^k e^(λ(1 − w)) of a completion's importance weight w (VESPO, arXiv 2602.10693).
 
     Args:
         logps: (N,) log-probs under the policy, with gradient.
         old_logps: (N,) log-probs under the policy at sampling time.
-        advantages: (N,) advantage of each token's completion; its sign picks k and λ.
+        advantages: (N,) advantage of each token's completion. Its sign selects k and λ.
         segments: the completions.
-        correction: (N,) weights of `importance_weights`, which are a part of w; None for none.
+        correction: (N,) weights of `importance_weights`, which are a factor of w; None: no correction.
         k_pos, lambda_pos: k and λ where the advantage is not negative.
-        k_neg, lambda_neg: k and λ where it is.
-        correction_level: `token` where each token has a correction of its own, and w takes their product; `sequence` where
-            all tokens of a completion hold one and the same, which w takes once.
+        k_neg, lambda_neg: k and λ where the advantage is negative.
+        correction_level: `token`: each token has its own correction, and w contains their product. `sequence`: all tokens of a
+            completion have the same correction, and w contains it once.
 
     Returns:
-        The loss, with nothing clipped, and (B,) φ of each completion: 1 at w = 1, as for a completion without tokens.
+        The loss, without any clip, and (B,) φ of each completion. φ is 1 at w = 1 and for a completion without tokens.
     """
     weights = _gamma_weights(
         _log_weights(logps.detach(), old_logps, segments, correction, correction_level),
@@ -60,7 +60,7 @@ def _log_weights(
     correction: torch.Tensor | None,
     correction_level: ImportanceLevel,
 ) -> torch.Tensor:
-    """(B,) log of each completion's importance weight, within the bounds."""
+    """(B,) log of each completion's importance weight, clamped to the bounds."""
     total = segments.sums((logps - old_logps).clamp(-_HIGHEST, _HIGHEST))
     if correction is not None:
         logs = correction.log().clamp(_LOWEST, _HIGHEST)
@@ -74,7 +74,7 @@ def _gamma_weights(
     shape_pos: tuple[float, float],
     shape_neg: tuple[float, float],
 ) -> torch.Tensor:
-    """(B,) φ of each weight, from its logarithm."""
+    """(B,) φ of each weight, computed from the log weight."""
     power = torch.where(positive, shape_pos[0], shape_neg[0])
     rate = torch.where(positive, shape_pos[1], shape_neg[1]).clamp(min=1e-4)
     return (power * log_weights - rate * log_weights.expm1()).exp()

@@ -1,4 +1,4 @@
-"""Numbers of an optimizer step that come in parts: means by sum and count, and extremes. Parts add up, over packs and ranks."""
+"""Figures of an optimizer step that are collected in parts, over packs and ranks: means (as sum and count) and extremes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Tally:
         self._highs: dict[str, float] = {}
 
     def mean(self, name: str, values: torch.Tensor | float, count: int = 1) -> None:
-        """Add to a mean.
+        """Add values to a mean.
 
         Args:
-            values: a tensor of values, or the sum of `count` of them.
+            values: a tensor of values, or the sum of `count` values.
         """
         if isinstance(values, torch.Tensor):
             count, values = values.numel(), float(values.detach().double().sum())
@@ -30,28 +30,28 @@ class Tally:
         held[1] += count
 
     def low(self, name: str, values: torch.Tensor) -> None:
-        """Add to a minimum."""
+        """Include values in a minimum."""
         self._lows[name] = _extreme(min, self._lows.get(name), float(values.min()))
 
     def high(self, name: str, values: torch.Tensor) -> None:
-        """Add to a maximum."""
+        """Include values in a maximum."""
         self._highs[name] = _extreme(max, self._highs.get(name), float(values.max()))
 
     def total(self, name: str) -> float:
-        """The sum behind a mean; 0 where nothing was added."""
+        """The sum behind a mean; 0 if nothing was added."""
         return self._sums.get(name, [0.0, 0.0])[0]
 
     def count(self, name: str) -> float:
-        """The count behind a mean; 0 where nothing was added."""
+        """The count behind a mean; 0 if nothing was added."""
         return self._sums.get(name, [0.0, 0.0])[1]
 
     def figures(self) -> dict[str, float]:
-        """Every mean and extreme to log, by name; without means of nothing and names that begin with `_`."""
+        """Every mean and extreme to log, by name. Means of nothing are left out, and so are names that begin with `_`."""
         means = {name: total / count for name, (total, count) in self._sums.items() if count}
         return {name: value for name, value in (means | self._lows | self._highs).items() if not name.startswith("_")}
 
     def add(self, data: dict[str, Any]) -> None:
-        """Add what another tally's `data` holds."""
+        """Add the content of another tally, as its `data` returns it."""
         for name, (total, count) in data["sums"].items():
             self.mean(name, total, count)
         for name, value in data["lows"].items():
@@ -60,12 +60,12 @@ class Tally:
             self._highs[name] = _extreme(max, self._highs.get(name), value)
 
     def data(self) -> dict[str, Any]:
-        """Everything, in JSON types."""
+        """The whole content, as JSON types."""
         return {"sums": self._sums, "lows": self._lows, "highs": self._highs}
 
 
 def _extreme(choose: Callable[..., float], held: float | None, value: float) -> float:
-    """The smaller or larger of two; a NaN stays."""
+    """The smaller or larger of two values. A NaN stays."""
     if held is None or math.isnan(value):
         return value
     return held if math.isnan(held) else choose(held, value)

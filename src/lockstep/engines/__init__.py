@@ -1,10 +1,10 @@
-"""Ids in, ids with log-probs and weight versions out: one protocol, several engines."""
+"""Engines take prompt ids and return token ids with log-probs and weight versions. There is one protocol and several engines."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # Its home is above this room, since it pushes weights and proves them; here is where people look for it.
+    # `connect` pushes weights and proves them, so it is implemented above this package. Users look for it here.
     if name == "connect":
         from lockstep.connection import connect
 

@@ -1,6 +1,6 @@
-"""Checks on both sides of every call to an engine: what is asked can be answered, what is answered was asked.
+"""Checks requests before an engine answers them, and answers against their requests.
 
-Called by the engines themselves, so that no caller can forget it. Both are pure functions of requests and answers.
+The engines themselves call these checks, so that no caller can forget them. They are pure functions of requests and answers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lockstep.errors import InputError, ProofError
 
 
 def check_requests(requests: Sequence[GenerationRequest], version: int | None, max_model_len: int) -> None:
-    """Refuse a batch that cannot be answered whole, before any of it is started.
+    """Refuse a batch of which a request cannot be answered, before any request is started.
 
     Raises:
         ProofError: no weight version is committed.
@@ -39,15 +39,15 @@ def check_requests(requests: Sequence[GenerationRequest], version: int | None, m
 def check_answers(
     requests: Sequence[GenerationRequest], answers: Iterable[Completion], versions: Collection[int]
 ) -> dict[RequestKey, Completion]:
-    """Completions by key, each proven to belong to its request.
+    """Check that each completion belongs to its request. Returns the completions by key.
 
     Args:
-        versions: the weights that may have sampled these tokens, in the order of their commits.
+        versions: weight versions that may have sampled these tokens, in the order of their commits.
 
     Raises:
-        ProofError: an answer is missing, doubled or unasked for; a prompt came back changed; a log-prob is missing or not
-            finite; a token was sampled by other weights than `versions`, or by older ones than
-            the token before it.
+        ProofError: an answer is missing, doubled, or belongs to no request; a prompt came back changed; a log-prob is missing
+            or not finite; a token was sampled by a version that is not in `versions`, or by an older version than the token
+            before it.
     """
     asked = {request.key: request for request in requests}
     found: dict[RequestKey, Completion] = {}
@@ -65,7 +65,7 @@ def check_answers(
 
 
 def check_scoring(sequences: Mapping[str, tuple[int, ...]], version: int | None, max_model_len: int) -> None:
-    """Refuse sequences that an engine cannot score whole.
+    """Refuse sequences that an engine cannot score completely.
 
     Raises:
         ProofError: no weight version is committed.
@@ -78,10 +78,10 @@ def check_scoring(sequences: Mapping[str, tuple[int, ...]], version: int | None,
 
 
 def check_scores(sequences: Mapping[str, tuple[int, ...]], scores: Mapping[str, tuple[float, ...]]) -> None:
-    """Check that every id but the first of each sequence got a finite log-prob.
+    """Check that every id of each sequence, except the first, has a finite log-prob.
 
     Raises:
-        ProofError: a log-prob is missing, unasked for or not finite.
+        ProofError: a log-prob is missing, not finite, or belongs to no sequence.
     """
     for name in sequences.keys() | scores.keys():
         wanted, found = len(sequences.get(name, ())) - 1, scores.get(name, ())
@@ -116,14 +116,16 @@ def _check_one(request: GenerationRequest, answer: Completion, versions: Collect
     if not all(math.isfinite(value) for value in answer.logprobs):
         raise _unlike("logprobs", f"request {request.key} has a log-prob that is not finite")
     if answer.sampled is not None and (len(answer.sampled) != lengths[0] or not any(answer.sampled)):
-        raise _unlike("keys", f"request {request.key} does not say of each of its {lengths[0]} tokens who sampled it")
+        raise _unlike(
+            "keys", f"request {request.key} does not say for each of its {lengths[0]} tokens whether it was sampled"
+        )
     order = list(versions)
     if not set(answer.weight_versions) <= set(order) or not _ordered(answer.weight_versions, order):
         raise ProofError(
             "version",
             f"request {request.key} has tokens sampled at versions {sorted(set(answer.weight_versions))}; the weights pushed are "
             f"{order}",
-            "the engine was restarted, or something else than this trainer updated its weights",
+            "the engine was restarted, or a program other than this trainer updated its weights",
             "let one trainer own the engine, and push the weights again",
         )
 

@@ -1,6 +1,6 @@
-"""What a model's config says of its computation, as both sides of the handshake compare it.
+"""The fields of a model's config that describe its computation. The handshake compares them.
 
-Read from the config that each program loaded for itself: a path or a name says less, and differs between machines.
+Each program reads them from the config that it loaded itself. A path or a name says less, and differs between machines.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-# Fields of a model's config that do not change what it computes, or that say where it came from.
+# Fields that do not change what a model computes, or that only say where it came from.
 _NOT_COMPARED = {
     "_attn_implementation_internal",
     "_name_or_path",
@@ -34,6 +34,6 @@ _NOT_COMPARED = {
 
 
 def model_fields(config: Any) -> dict[str, Any]:
-    """What a transformers config says of the model's computation, as JSON types."""
+    """The fields of a transformers config that describe the model's computation, as JSON types."""
     fields = {k: v for k, v in config.to_dict().items() if k not in _NOT_COMPARED and "dropout" not in k}
     return json.loads(json.dumps(fields, default=str, sort_keys=True))

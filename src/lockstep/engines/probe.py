@@ -1,7 +1,7 @@
-"""What an engine says about the modules that it runs, and the inputs that both sides put through them.
+"""The engine's modules as the module probe sees them, and the inputs that both sides put through them.
 
-The engine's half answers with outputs; `parity/module_probe.py` computes the same products from the trainer's weights. Only
-names, seeds and short vectors cross, so that the same probe works in one process and over a wire.
+The engine answers with the modules' outputs. `parity/module_probe.py` computes the same products from the trainer's weights. Only
+names, seeds and short vectors are exchanged, so that the same probe works within one process and over a network.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Literal
 
 import torch
 
-# Rows of an embedding that a sampled probe looks up.
+# Number of rows that a sampled probe looks up in an embedding.
 SAMPLED_ROWS = 2048
 
-# A power of two, exact in every dtype: what a weight does must stand out beside a large bias.
+# A power of two is exact in every dtype. It is large, so that the effect of a weight stands out beside a large bias.
 _SCALE = 64.0
 
 ModuleKind = Literal["linear", "embedding", "values"]
@@ -28,11 +28,12 @@ class ProbedModule:
     """One module as the engine runs it.
 
     Attributes:
-        name: the engine's name for it.
-        kind: `linear` maps a vector, `embedding` looks rows up, `values` (norms and other vectors) is compared as it is.
-        tensors: checkpoint names of its weights; those of a fused module in the order of its output.
-        outputs: how many values one input gives.
-        biased: whether the module adds a bias; it then answers a zero input too.
+        name: the engine's name of the module.
+        kind: a `linear` module maps a vector, an `embedding` looks rows up, `values` (norms and other vectors) are compared
+            directly.
+        tensors: checkpoint names of its weights. Those of a fused module are in the order of its output.
+        outputs: number of output values per input.
+        biased: whether the module adds a bias. It then also answers a zero input.
     """
 
     name: str
@@ -44,28 +45,28 @@ class ProbedModule:
 
 @dataclass(frozen=True, slots=True)
 class EngineModules:
-    """The modules that an engine can be probed at, and its parameters that no probe reaches."""
+    """The modules that a probe can reach in an engine, and the names of the engine's parameters that no probe reaches."""
 
     probed: Mapping[str, ProbedModule]
     unreached: tuple[str, ...]
 
 
 def probe_vector(seed: int, module: str, size: int) -> torch.Tensor:
-    """(size,) float32 normal vector, the same on both sides."""
+    """(size,) float32 normal vector, which is the same on both sides."""
     return _SCALE * torch.randn(size, generator=_generator(seed, module))
 
 
 def probe_inputs(seed: int, module: str, size: int, *, biased: bool) -> torch.Tensor:
-    """(1, size) the probe vector; (2, size) with a row of zeros below it for a module with a bias."""
+    """(1, size) the probe vector. For a module with a bias: (2, size), the probe vector and a row of zeros."""
     vector = probe_vector(seed, module, size)[None]
     return torch.cat([vector, torch.zeros_like(vector)]) if biased else vector
 
 
 def probe_rows(seed: int, module: str, rows: int, *, every: bool) -> torch.Tensor:
-    """Ids that an embedding of `rows` rows is asked for: all of them, or a random sample."""
+    """Ids that are looked up in an embedding of `rows` rows: all of them, or a random sample."""
     if every or rows <= SAMPLED_ROWS:
         return torch.arange(rows)
-    # With repetitions: a permutation of a whole vocabulary would cost more than the probe.
+    # With repetitions, because a permutation of a whole vocabulary would cost more than the probe.
     return torch.randint(rows, (SAMPLED_ROWS,), generator=_generator(seed, f"{module}\x1frows"))
 
 
@@ -75,7 +76,7 @@ def encode_floats(values: torch.Tensor) -> str:
 
 
 def decode_floats(text: str) -> torch.Tensor:
-    """The tensor that `encode_floats` was given."""
+    """The tensor that was given to `encode_floats`."""
     return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.float32)
 
 

@@ -1,7 +1,7 @@
-"""What every engine takes, what it answers, and how it receives weights.
+"""The protocol of every engine: its requests, its answers, and how it receives weights.
 
-Requests come from `rollouts/collect.py`; completions go back there, by key. Weights come from `sync/push.py`, which
-drives the receiving half of the protocol in one order for all engines.
+`rollouts/collect.py` sends requests and gets completions back, by key. `sync/push.py` sends weights: it calls the receiving
+half of the protocol in the same order for all engines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class RequestKey(NamedTuple):
-    """Identity of one completion: which prompt, which of its samples. Nothing is ever paired by position."""
+    """Identity of one completion: the prompt, and the sample of that prompt. Nothing is ever paired by position."""
 
     prompt_id: str
     sample: int
@@ -31,10 +31,10 @@ class RequestKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The distribution that is sampled, with vLLM's names and meanings. The defaults change nothing.
+    """The distribution to sample from, with vLLM's names and meanings. The defaults change nothing.
 
     Raises:
-        InputError: the temperature is not above 0; a greedy choice has no distribution to learn from.
+        InputError: the temperature is not above 0. Greedy decoding has no distribution to learn from.
     """
 
     max_tokens: int
@@ -54,7 +54,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One completion asked for. `seed` belongs to this request alone."""
+    """The request for one completion. `seed` belongs to this request alone."""
 
     key: RequestKey
     prompt_ids: tuple[int, ...]
@@ -69,12 +69,13 @@ class Completion:
     Attributes:
         key: the key of the request.
         prompt_ids: the prompt as the engine used it.
-        token_ids: sampled ids, the end-of-sequence token included where one was sampled.
-        logprobs: natural-log probability of each sampled token under the distribution that was sampled.
-        weight_versions: version of the weights that sampled each token.
-        finish_reason: the engine's own; `stop` for an end token or stop string, `length` for the token limit.
-        sampled: whether each id was sampled; the others were put there (`rollouts/interruptions.py`), stood there with probability
-            1, and have a log-prob of 0. None: all were.
+        token_ids: the completion's ids. They include the end-of-sequence token if it was sampled.
+        logprobs: natural-log probability of each sampled token under the sampling distribution.
+        weight_versions: per token, version of the weights that sampled it.
+        finish_reason: the engine's own: `stop` for an end token or a stop string, `length` for the token limit.
+        sampled: per id, whether it was sampled. Other ids were inserted (`rollouts/interruptions.py`) with probability 1, so
+        that their
+            log-prob is 0. None: all ids were sampled.
     """
 
     key: RequestKey
@@ -87,27 +88,27 @@ class Completion:
 
     @property
     def sampled_places(self) -> Sequence[int]:
-        """Where among `token_ids` the sampled ones stand, in order."""
+        """Indices of the sampled ids among `token_ids`, in order."""
         return places_of(self.sampled, len(self.token_ids))
 
     @property
     def sampled_versions(self) -> tuple[int, ...]:
-        """Version of the weights that sampled each of those."""
+        """Per sampled id, version of the weights that sampled it."""
         return tuple(self.weight_versions[i] for i in self.sampled_places)
 
 
 def places_of(sampled: Sequence[bool] | None, length: int) -> Sequence[int]:
-    """Where a mask over so many ids is true; everywhere where there is none."""
+    """Indices at which a mask over `length` ids is true; all indices if there is no mask."""
     return range(length) if sampled is None else [i for i, own in enumerate(sampled) if own]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The settings in force, read back from the engine rather than from what it was asked for.
+    """The settings that are in force, read back from the engine. They may differ from the settings that were requested.
 
     Attributes:
-        sampling_defaults: sampling values that the engine would use of its own accord; must be empty.
-        model_config: what the engine's copy of the model's config says of its computation, as JSON types.
+        sampling_defaults: sampling values that the engine would use on its own; must be empty.
+        model_config: the fields of the engine's model config that describe its computation, as JSON types.
     """
 
     engine: str
@@ -139,8 +140,8 @@ class LoadedWeights:
     """An engine's acknowledgement of one load.
 
     Attributes:
-        tensors: what arrived, in order, described from the arrived tensors themselves.
-        untouched: parameters of the engine that no arriving tensor was written to.
+        tensors: the tensors that arrived, in order, described from the arrived tensors themselves.
+        untouched: parameters of the engine into which no tensor was written.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -151,53 +152,53 @@ OnAnswer = Callable[[Completion], None]
 
 
 class WeightReceiver(Protocol):
-    """The half of an engine that weights are pushed into; driven by `sync/push.py` only."""
+    """The half of an engine that receives weights. Only `sync/push.py` calls it."""
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """What wider floating-point tensors are cast to before they are sent; None: they come as they are."""
+        """Dtype to which wider floating-point tensors are cast before they are sent; None: they are sent unchanged."""
 
     def begin_update(self) -> None:
-        """Stop serving: from here to `commit_version` the engine refuses to generate."""
+        """Stop serving: until `commit_version` the engine refuses to generate."""
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
-        """Write named tensors (checkpoint names and shapes) and say what was written."""
+        """Write named tensors (checkpoint names and shapes), and report which were written."""
 
     def reset_caches(self) -> bool:
-        """Drop everything computed from older weights; True only if the engine confirms it."""
+        """Drop everything that was computed from older weights. Returns True only if the engine confirms it."""
 
     def commit_version(self, version: int) -> None:
-        """Serve again, stamping `version` on every token."""
+        """Serve again. Every new token is stamped with `version`."""
 
 
 class ProbedEngine(Protocol):
-    """The half of an engine that the module probe and the canary look into."""
+    """The half of an engine that the module probe and the canary use."""
 
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
-        """The modules that the engine runs, named by the trainer's parameters (tied ones under each of their names)."""
+        """The modules that the engine runs, named by the trainer's parameters (a tied parameter under each of its names)."""
 
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
-        """Each named module's answer to its probe input (`engines/probe.py`): 1-D float32 tensors on CPU.
+        """Output of each named module for its probe input (`engines/probe.py`): 1-D float32 tensors on CPU.
 
         Args:
-            every: ask embeddings for all of their rows, not a sample.
+            every: whether to look up all rows of an embedding instead of a sample.
         """
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
-        """Log-probs at temperature 1 of every id but the first of each sequence, computed anew, past every cache.
+        """Log-probs at temperature 1 of every id of each sequence, except the first id. They are computed without any cache.
 
         Raises:
-            InputError: a sequence has fewer than two ids, or fills the engine's context to the last token.
+            InputError: a sequence has fewer than two ids, or fills the engine's context completely.
             ProofError: no version is committed, or a log-prob is missing or not finite.
         """
 
 
 class Engine(WeightReceiver, ProbedEngine, Protocol):
-    """An inference engine. It does not serve before a version has been committed."""
+    """An inference engine. It does not serve before the first version is committed."""
 
     @property
     def version(self) -> int | None:
-        """Committed weight version; None before the first and while an update is under way."""
+        """The committed weight version. None before the first commit and during an update."""
 
     def settings(self) -> EngineSettings:
         """The effective settings, for the handshake."""
@@ -205,15 +206,16 @@ class Engine(WeightReceiver, ProbedEngine, Protocol):
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
-        """Answer every request, by key.
+        """Answer every request. The result is keyed by request.
 
         Args:
-            on_answer: given each completion when it is finished, before the answers as a whole are checked; called from one
-                thread, which need not be the caller's, and must not wait.
+            on_answer: called with each completion as soon as it is finished, before all answers are checked together. The
+                calls come
+                from one thread, which may differ from the caller's. The function must not block.
 
         Raises:
-            InputError: a prompt is empty or longer than the engine's context; no request has been started then.
-            ProofError: no version is committed, or the answers are not what was asked for.
+            InputError: a prompt is empty or longer than the engine's context; then no request has been started.
+            ProofError: no version is committed, or the answers do not match the requests.
             LockstepError: the time limit passed.
         """
 
@@ -227,7 +229,7 @@ def request_seed(run_seed: int, version: int, key: RequestKey) -> int:
 
 
 def derived_seed(seed: int, use: str) -> int:
-    """A further seed of a request that has one, for another use: a 62-bit hash of both."""
+    """A further seed of a request, for another use: a 62-bit hash of both."""
     return _seed(f"{seed}\x1f{use}")
 
 

@@ -1,6 +1,6 @@
-"""From a model's logits to the distribution that a request samples, in vLLM's order.
+"""Turns a model's logits into the distribution that a request samples from, in vLLM's order of steps.
 
-Used by the transformers engine, one row at a time; transformers' own processors do the work where it has them.
+The transformers engine uses it, one row at a time. It uses transformers' own logits processors where they exist.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lockstep.engines.protocol import Sampling
 def processed_logprobs(
     logits: torch.Tensor, sampling: Sampling, prompt_ids: Sequence[int], output_ids: Sequence[int]
 ) -> torch.Tensor:
-    """Log-probs that are sampled from: penalties, then temperature, then min-p, top-k and top-p.
+    """Log-probs of the sampling distribution: penalties first, then temperature, min-p, top-k and top-p.
 
     Args:
         logits: (V,) raw logits of the next token.
         sampling: the request's settings.
-        prompt_ids: ids before the completion; only the repetition penalty looks at them.
+        prompt_ids: ids before the completion. Only the repetition penalty uses them.
         output_ids: ids sampled so far.
 
     Returns:

@@ -1,6 +1,7 @@
-"""HTTP calls to one vLLM server, each with a time limit and with the key, none of them ever repeated.
+"""HTTP calls to one vLLM server. Each call carries the key and has a time limit. No call is ever repeated.
 
-Used by `engines/vllm_server.py`. What a failed call left behind in the server is not known; the caller starts anew instead.
+Used by `engines/vllm_server.py`. After a failed call the state of the server is unknown, so the caller starts again from the
+beginning.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from lockstep.errors import EngineLost, InputError, LockstepError
 
 T = TypeVar("T")
 R = TypeVar("R")
+# Number of characters of an answer that an error message shows.
 _SHOWN = 300
-# The one path that a guarded server answers without its key.
+# The only path that a guarded server answers without its key.
 HEALTH = "/health"
 
 
 class CallLoop:
-    """A thread that runs every call, so that calls have one whole time limit, wherever the caller stands."""
+    """A thread that runs every call, so that one time limit covers a whole call, from any calling thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -39,10 +41,10 @@ class CallLoop:
         """Begin a call.
 
         Args:
-            check: what is made of its answer, in the thread that waits for it.
+            check: turns the answer into the result. It runs in the thread that waits for the result.
 
         Raises:
-            LockstepError: the engine was closed before.
+            LockstepError: the engine is already closed.
         """
         if self._closed:
             call.close()
@@ -50,15 +52,15 @@ class CallLoop:
         return Pending(asyncio.run_coroutine_threadsafe(call, self._loop), check)
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Wait for a call's result.
+        """Run a call and wait for its result.
 
         Raises:
-            LockstepError: the engine was closed, before or meanwhile.
+            LockstepError: the engine was closed before or during the call.
         """
         return self.start(call, lambda found: found).result()
 
     def close(self) -> None:
-        """End every call, whoever waits for it, and the thread; may be called twice."""
+        """Cancel every call, and end the thread. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -72,21 +74,21 @@ _CLOSED = "the engine was closed while it was being used"
 
 
 class Pending(Generic[T, R]):
-    """A call under way.
+    """A call in progress.
 
     Args:
-        future: of the call.
-        check: what is made of its answer.
+        future: the future of the call.
+        check: turns the answer into the result.
     """
 
     def __init__(self, future: concurrent.futures.Future[T], check: Callable[[T], R]) -> None:
         self._future, self._check = future, check
 
     def result(self) -> R:
-        """What the call gives, waited for; whoever leaves the wait ends the call.
+        """Wait for the result. If the wait is interrupted, the call is cancelled.
 
         Raises:
-            LockstepError: the engine was closed meanwhile, or the call was given up.
+            LockstepError: the engine was closed during the call, or the call was cancelled.
         """
         try:
             found = self._future.result()
@@ -98,15 +100,15 @@ class Pending(Generic[T, R]):
         return self._check(found)
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the call has ended, with or without an error."""
         return self._future.done()
 
     def wait(self) -> None:
-        """Wait until it has ended, well or not."""
+        """Wait until the call has ended, with or without an error."""
         concurrent.futures.wait([self._future])
 
     def cancel(self) -> None:
-        """Give the call up; its requests end in the server too."""
+        """Cancel the call. Its requests end in the server too."""
         self._future.cancel()
 
 
@@ -118,47 +120,48 @@ async def _end_all() -> None:
 
 
 class ServerCalls:
-    """One server.
+    """The calls to one server.
 
     Args:
-        url: its base URL.
-        key: shown with every call; None for a server without a guard.
+        url: base URL of the server.
+        key: sent with every call except `/health`; None for a server without a guard.
         timeout: seconds that one call may take, from first to last byte.
-        recover: what an `EngineLost` offers.
+        loop: the thread that runs the calls.
+        recover: the `recover` of every `EngineLost` that is raised here.
     """
 
     def __init__(self, url: str, key: str | None, timeout: float, loop: CallLoop, recover: Callable[[], None]) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
-        # Known once the server has introduced itself: workers that share its model, and whether requests may have priorities.
+        # Set after the first answer of the server: workers that share its model, and whether requests may have priorities.
         self.world_size = 1
         self.takes_priorities = False
-        # An update that is being begun: no weights are sent before.
+        # The start of an update, if one is in progress. Weights are sent only after it.
         self.beginning: concurrent.futures.Future[Any] | None = None
         self._loop = loop
         self._recover = recover
         self._key = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.AsyncClient(
             base_url=self.url,
-            # A kept connection may be closed by the server just as it is used, and such a call must not be repeated.
+            # The server may close a kept connection just when it is used, and such a call must not be repeated.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             timeout=timeout,
-            # No proxy between a trainer and its engine; certificates as OpenSSL finds them (SSL_CERT_FILE).
+            # No proxy is used between trainer and engine. OpenSSL finds the certificates (SSL_CERT_FILE).
             trust_env=False,
             verify=ssl.create_default_context(),
         )
 
     async def ask(self, method: str, path: str, body: Any = None, *, limit: float | None = None, **query: Any) -> Any:
-        """One call; the JSON of its answer, None where it is empty.
+        """Make one call. Returns the JSON of its answer, or None if the answer is empty.
 
         Raises:
-            EngineLost: no answer within the limit, an answer cut short, or one with status 5xx.
-            InputError: the server does not know the key, or the path.
-            LockstepError: the server refuses what was asked.
+            EngineLost: there was no answer within the limit, the answer was cut short, or its status is 5xx.
+            InputError: the server does not accept the key, or does not know the path.
+            LockstepError: the server refuses the call.
         """
         limit = self.timeout if limit is None else limit
         try:
-            # Health is open to all: whoever stands there while the server is away need not see the key.
+            # `/health` needs no key. Another program may answer there while the server is away, and it must not see the key.
             headers = {} if path == HEALTH else self._key
             call = self._client.request(method, path, json=body, params=query, headers=headers, timeout=limit)
             answer = await asyncio.wait_for(call, limit)
@@ -178,15 +181,15 @@ class ServerCalls:
             raise self._lost(path, f"sent a broken answer: {answer_text[:_SHOWN]!r}") from error
 
     def call(self, method: str, path: str, body: Any = None, *, limit: float | None = None, **query: Any) -> Any:
-        """`ask`, waited for."""
+        """Make the call of `ask`, and wait for it."""
         return self._loop.run(self.ask(method, path, body, limit=limit, **query))
 
     def begin(self, method: str, path: str, **query: Any) -> Pending[Any, Any]:
-        """`ask`, to be waited for later."""
+        """Start the call of `ask`, to be waited for later."""
         return self._loop.start(self.ask(method, path, **query), lambda found: found)
 
     def together(self, *calls: Callable[[], Coroutine[Any, Any, Any]]) -> list[Any]:
-        """Calls that do not need one another, made at once; every one has ended before the first error is raised."""
+        """Make independent calls at the same time. All of them have ended before the first error is raised."""
 
         async def all_ended() -> list[Any]:
             return await asyncio.gather(*(call() for call in calls), return_exceptions=True)
@@ -206,14 +209,14 @@ class ServerCalls:
         self.call("POST", "/update_weights", {"update_info": info})
 
     def workers(self, method: str, *args: str) -> list[Any]:
-        """`ask_workers`, waited for."""
+        """Make the call of `ask_workers`, and wait for it."""
         return self._loop.run(self.ask_workers(method, *args))
 
     async def ask_workers(self, method: str, *args: str) -> list[Any]:
-        """Call a method of every worker of the server (`sync/vllm_worker.py`) at once; their JSON answers, by rank.
+        """Call a method of every worker of the server at once (`sync/vllm_worker.py`). Returns their JSON answers, by rank.
 
         Raises:
-            EngineLost: no answer; the server's workers do not have the method, for one.
+            EngineLost: there is no answer, for example because the workers do not have the method.
         """
         answer = await self.ask("POST", "/collective_rpc", {"method": method, "args": list(args)})
         results = answer.get("results") if isinstance(answer, dict) else None
@@ -225,7 +228,7 @@ class ServerCalls:
         """The stamp of the weights that the server holds.
 
         Raises:
-            EngineLost: it does not say.
+            EngineLost: the server does not report it.
         """
         answer = self.call("GET", "/weight_info")
         if not isinstance(answer, dict) or "weight_version" not in answer:
@@ -233,7 +236,7 @@ class ServerCalls:
         return str(answer["weight_version"])
 
     def ailment(self, limit: float) -> str | None:
-        """Why the server does not say within the limit that it serves; None if it does."""
+        """Why the server does not report within the limit that it is healthy; None if it does."""
         try:
             self.call("GET", HEALTH, limit=limit)
         except EngineLost as lost:
@@ -247,7 +250,7 @@ class ServerCalls:
                 "key that 'lockstep serve' printed"
             )
         if answer.status_code in (403, 404):
-            # vLLM has the paths that it was not told to open, and refuses them.
+            # vLLM knows paths that it was not told to open, and refuses them.
             raise InputError(f"the server at {self.url} has no {path}, or does not open it. {HOW_TO_START}")
         if answer.status_code >= 300:
             raise LockstepError(
@@ -259,9 +262,9 @@ class ServerCalls:
 
 
 def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
-    """Base URL of each server, from a list separated by commas or, without one, from host and port."""
+    """Base URL of each server: from a comma-separated list, or from host and port if there is no list."""
     if not base_url:
-        # TRL's default host is an address to listen at; a server that listens there is reached at this one.
+        # TRL's default host 0.0.0.0 is an address to listen on. A server that listens on it is reached at 127.0.0.1.
         return [f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"]
     return [url.strip().rstrip("/") for url in base_url.split(",")]
 

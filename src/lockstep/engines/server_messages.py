@@ -1,7 +1,7 @@
-"""What goes to a server's token-in, token-out endpoint and what comes back, as ours. Pure functions; vLLM need not be installed.
+"""Messages to and from a server's token-in, token-out endpoint, converted from and to our types.
 
-Called by `engines/vllm_server.py`. Here it is checked whose request and whose tokens an answer is about; `engines/answers.py`
-checks what it says.
+These are pure functions, and vLLM need not be installed. `engines/vllm_server.py` uses them. They check to which request and
+tokens an answer belongs; `engines/answers.py` checks its content.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from lockstep.engines.protocol import Completion, FinishReason, GenerationReques
 from lockstep.engines.vllm_requests import SCORING_FIELDS, sampling_fields
 from lockstep.errors import LockstepError, ProofError
 
-# What vLLM's server writes in place of a log-prob that is missing, NaN or −inf (fault P3).
+# vLLM's server writes this in place of a log-prob that is missing, NaN or −inf (fault P3).
 _NO_LOGPROB = -9999.0
 # vLLM's stamp of the weights that it loaded when it started.
 INITIAL_WEIGHTS = "default"
 
 
 def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
-    """A request under a name that no other request ever has."""
+    """The body of a generation request. `name` must be unique among all requests."""
     return _body(request.prompt_ids, name, sampling_fields(request))
 
 
 def scoring_body(ids: tuple[int, ...], name: str, *, first: bool) -> dict[str, Any]:
-    """Ask for the log-probs of the prompt itself, which vLLM then computes anew.
+    """The body of a request for the log-probs of the prompt itself. vLLM then computes them without its prefix cache.
 
     Args:
-        first: before all that waits to be generated; for servers that take priorities.
+        first: whether to answer before requests that wait to be generated; only for servers that accept priorities.
     """
     return _body(ids, name, SCORING_FIELDS) | ({"priority": -1} if first else {})
 
@@ -38,14 +38,15 @@ def _body(ids: tuple[int, ...], name: str, params: Mapping[str, Any]) -> dict[st
 
 
 def completion_from(answer: Any, request: GenerationRequest, name: str, versions: Mapping[str, int]) -> Completion:
-    """One answer as a completion.
+    """Convert one answer to a completion.
 
     Args:
-        versions: the stamps that this trainer gave to the server, with the version that each stands for.
+        versions: the weight version of each stamp that this trainer gave to the server.
 
     Raises:
-        ProofError: the answer is to another request, lacks a log-prob, or was sampled by weights that nobody here pushed.
-        LockstepError: the server ended the request otherwise than by a stop or the length.
+        ProofError: the answer belongs to another request, lacks a log-prob, or was sampled by weights that this trainer did
+            not push.
+        LockstepError: the request ended for a reason other than a stop or the length limit.
     """
     choice = _choice(answer, name)
     token_ids = tuple(choice.get("token_ids") or ())
@@ -63,10 +64,11 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
 
 
 def scores_from(answer: Any, ids: tuple[int, ...], name: str, versions: Mapping[str, int]) -> tuple[float, ...]:
-    """Log-prob of every id but the first; shorter where one is missing.
+    """Log-prob of every id except the first. The result is shorter if a log-prob is missing.
 
     Raises:
-        ProofError: the answer is to another request or about other ids, or by weights that nobody here pushed.
+        ProofError: the answer belongs to another request or to other ids, or was computed by weights that this trainer did
+            not push.
     """
     choice = _choice(answer, name)
     _check_stamps(name, choice.get("weight_versions") or [], versions)
@@ -128,8 +130,8 @@ def _check_stamps(name: str, spans: list[Mapping[str, Any]], versions: Mapping[s
         raise ProofError(
             "version",
             f"request {name} was answered by weights stamped {strange[0] if strange else None!r}, which this trainer did not push",
-            "another trainer pushes to this server",
-            "let one trainer own the server; this one pushes its weights again when it goes on",
+            "another trainer pushes weights to this server",
+            "let one trainer own the server; this trainer pushes its weights again when it continues",
         )
 
 
@@ -138,5 +140,5 @@ def _mixed_up(found: str) -> ProofError:
         "keys",
         found,
         "something between trainer and server doubled, lost or exchanged answers",
-        "take proxies and caches out of the way to the server; do not train on this",
+        "remove proxies and caches between trainer and server; do not train on this",
     )

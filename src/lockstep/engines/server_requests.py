@@ -1,6 +1,6 @@
-"""Requests to one or more vLLM servers: which server gets which, how many wait, and what is done with their answers.
+"""Distributes requests over one or more vLLM servers, limits how many are open at a time, and converts the answers.
 
-Comes from: `engines/vllm_server.py`, which checks requests before and answers after. Its coroutines run in the thread of its calls.
+`engines/vllm_server.py` uses it, and checks requests before and answers after. The coroutines run in the thread of `CallLoop`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lockstep.errors import EngineLost
 T = TypeVar("T")
 
 _GENERATE = "/inference/v1/generate"
-# Requests that one server is given at a time; more would only wait inside it.
+# Largest number of requests that one server gets at a time. More requests would only wait inside the server.
 _OPEN_REQUESTS = 256
 
 
@@ -33,31 +33,31 @@ class ServerRequests:
     """Requests to servers that hold the same weights.
 
     Args:
-        stamps: weight version by what a server calls it; grows with every push.
-        recover: what an `EngineLost` offers.
+        stamps: weight version of each stamp that the servers use; grows with every push.
+        recover: the `recover` of every `EngineLost` that is raised here.
     """
 
     def __init__(self, servers: Sequence[ServerCalls], stamps: Mapping[str, int], recover: Callable[[], None]) -> None:
         self._servers, self._stamps, self._recover = servers, stamps, recover
-        # Tokens that each server may still have to sample. Changed in the calls' thread alone.
+        # Tokens that each server may still have to sample. Only the thread of the calls changes it.
         self._open = [0] * len(servers)
         self._gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
-        # What is scored does not wait for what is generated.
+        # Scoring requests do not wait for generation requests.
         self._scoring_gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
 
     async def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None, limit: float
     ) -> list[Completion]:
-        """Completions of requests, each from the server that it is routed to now.
+        """Completions of requests, each from the server to which it is routed now.
 
         Args:
-            limit: seconds for all of them together.
+            limit: seconds for all requests together.
 
         Raises:
             EngineLost: a server did not answer, or not in time.
         """
         routed = self.routed(requests)
-        # All of it at once: what is asked next must not be routed as if nothing had been.
+        # Count all requests at once, so that the next batch is routed with this load in view.
         for request, server in routed:
             self._open[server] += request.sampling.max_tokens
         unanswered = dict(enumerate(routed))
@@ -75,7 +75,7 @@ class ServerRequests:
                 self._strike_off(unanswered, number)
 
     def _strike_off(self, unanswered: dict[int, tuple[GenerationRequest, int]], number: int) -> None:
-        """Count a request no more among what its server has to do: once, however it ended."""
+        """Remove a request from its server's load: once, however the request ended."""
         if number in unanswered:
             request, server = unanswered.pop(number)
             self._open[server] -= request.sampling.max_tokens
@@ -83,10 +83,10 @@ class ServerRequests:
     def score(
         self, sequences: Sequence[tuple[int, ...]], stamp: str, limit: float
     ) -> Coroutine[Any, Any, list[tuple[float, ...]]]:
-        """Log-probs of every id but the first of each sequence; every server scores its share.
+        """Log-probs of every id of each sequence, except the first id. The sequences are distributed over all servers.
 
         Args:
-            stamp: of the weights that must have scored them.
+            stamp: stamp of the weights that must have computed the log-probs.
 
         Raises:
             EngineLost: a server did not answer, or not in time.
@@ -95,7 +95,7 @@ class ServerRequests:
         return self._all(calls, limit)
 
     def routed(self, requests: Sequence[GenerationRequest]) -> list[tuple[GenerationRequest, int]]:
-        """Each request with its server: all samples of a prompt to the one that then had the least to do."""
+        """Each request with the index of its server. All samples of a prompt go to the server that had the smallest load."""
         load = list(self._open)
         place: dict[tuple[int, ...], int] = {}
         routed = []
@@ -106,7 +106,7 @@ class ServerRequests:
         return routed
 
     async def _all(self, calls: Sequence[Coroutine[Any, Any, T]], limit: float) -> list[T]:
-        """Run calls together; the first failure ends all of them, which ends their requests in the server too."""
+        """Run calls together. The first failure cancels all of them, which also ends their requests in the server."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         if not tasks:
             return []
@@ -149,10 +149,10 @@ class ServerRequests:
         if answer is None:
             raise EngineLost(f"the server at {url} sent an empty answer", self._recover)
         if INITIAL_WEIGHTS in stamps_of(answer):
-            raise EngineLost(f"the server at {url} was restarted with its first weights", self._recover)
+            raise EngineLost(f"the server at {url} was restarted and holds its initial weights", self._recover)
         return answer
 
 
 def _name(purpose: str) -> str:
-    """A request id that was never used: a late answer to an earlier call cannot be taken for this one's."""
+    """A new request id, so that a late answer to an earlier call cannot be mistaken for the answer to this one."""
     return f"{purpose}/{secrets.token_hex(8)}"

@@ -1,11 +1,11 @@
-"""The transport digest: a description of tensors down to their bytes, made by the same code at both ends of a push.
+"""The transport digest: a description of each tensor, with a digest of all its bytes. Both ends of a push use the same code.
 
-The sending end is `sync/source.py`, the receiving end is each engine; `sync/push.py` compares the two. xxh3 reads memory at its
-full speed (540 MB in 0.02 s on two cores), so that every byte of every push is covered. It finds faults, not forgeries: whoever
-can change the weights on purpose can also change the program.
+`sync/source.py` is the sending end, and each engine is a receiving end. `sync/push.py` compares the two descriptions. xxh3 reads
+memory at full speed (540 MB in 0.02 s on two cores), so that every byte of every push is covered. The digest finds faults, not
+forgeries: whoever can change the weights on purpose can also change the program.
 
-Within one process a tensor may arrive as the very memory that was sent. `one_push` lets such memory be read once; anything that was
-copied, converted or changed in between is read again.
+Within one process the engine may receive the very memory that was sent. `one_push` then lets that memory be read only once.
+Memory that was copied, converted or changed in between is read again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import xxhash
 
 from lockstep.engines.protocol import TensorSpec
 
-# xxhash releases the interpreter's lock while it reads.
+# Two threads, because xxhash releases the interpreter lock while it reads.
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="lockstep-digest")
 
-# Bytes that are read while they are used. Enough for both threads; tensors that were made for the push are alive together up to
-# here.
+# Tensors are digested while they are used, in groups of this many bytes. That is enough for both threads. Tensors that were made
+# for the push are alive together up to this size.
 _TOGETHER = 16 << 20
 
 _read_in_this_push: ContextVar[dict[object, Future[str]] | None] = ContextVar("read_in_this_push", default=None)
@@ -32,9 +32,9 @@ _read_in_this_push: ContextVar[dict[object, Future[str]] | None] = ContextVar("r
 
 @contextmanager
 def one_push() -> Iterator[None]:
-    """Inside, memory that has been digested and not written to since is not read again.
+    """Inside the context, memory that was digested and not written to since then is not read again.
 
-    Only for tensors that stay alive: the memory of one that was made to be sent may be given to the next.
+    Only for tensors that stay alive. If a tensor was made only to be sent, the next tensor may get its memory.
     """
     token = _read_in_this_push.set({})
     try:
@@ -49,9 +49,9 @@ def tensor_specs(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[TensorSpec,
 
 
 def begin_specs(named: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], tuple[TensorSpec, ...]]:
-    """Begin `tensor_specs` beside whatever else is done with the tensors, and give what waits for them.
+    """Begin `tensor_specs` in the background. Returns a function that waits for the result.
 
-    Until that has returned the tensors must not change.
+    The tensors must not change until that function has returned.
     """
     known = _read_in_this_push.get()
     known = {} if known is None else known
@@ -61,7 +61,7 @@ def begin_specs(named: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], tuple
         if identity not in known:
             known[identity] = _POOL.submit(tensor_digest, tensor)
         reading.append(known[identity])
-    # Not the tensors themselves, which may be done with before they have been read.
+    # The result does not hold the tensors themselves, because the caller may release them before it waits for the digests.
     outlines = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
     return lambda: tuple(TensorSpec(*o, digest.result()) for o, digest in zip(outlines, reading, strict=True))
 
@@ -69,7 +69,7 @@ def begin_specs(named: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], tuple
 def described(
     tensors: Iterable[tuple[str, torch.Tensor]], specs: list[TensorSpec]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same stream, some of it read ahead; the descriptions of all of it are in `specs` when it ends."""
+    """The same stream, partly read ahead. When it ends, `specs` holds the descriptions of all its tensors."""
     held: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors:
         held.append((name, tensor))
@@ -79,7 +79,7 @@ def described(
 
 
 def _described(held: list[tuple[str, torch.Tensor]], specs: list[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a list holds, which it then no longer does, read while it is used."""
+    """Yield the tensors of a list and empty the list. The tensors are digested while they are used."""
     finish = begin_specs(held)
     held.reverse()
     while held:
@@ -99,6 +99,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    """Equal only for views of one memory that nothing has written to in between (as autograd counts writes)."""
+    """Equal for two tensors only if they are the same view of the same memory, without a write in between (by autograd's
+    count)."""
     writes = object() if tensor.is_inference() else tensor._version
     return (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), writes)

@@ -1,8 +1,8 @@
-"""Generation by `transformers`, for machines where vLLM cannot be had.
+"""Generation by `transformers`, for machines on which vLLM is not available.
 
-The engine holds its own replica of the model, so that weights reach it the same way as any other engine. `generate` of
-transformers runs the batch (left padding, cache, stopping); a logits processor of ours samples each row with the row's
-own generator and keeps the exact log-prob of what it sampled.
+The engine holds its own copy of the model, so that it receives weights in the same way as any other engine. `generate` of
+transformers runs the batch (left padding, cache, stopping). Our logits processor samples each row with the row's own
+generator, and keeps the exact log-prob of each sampled token.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from lockstep.tokens.end import end_ids
 
 @dataclass(slots=True)
 class _Row:
-    """One request while it runs."""
+    """The state of one request while it runs."""
 
     request: GenerationRequest
     generator: torch.Generator
@@ -60,13 +60,13 @@ class TransformersEngine:
     """`transformers` behind the engine protocol.
 
     Args:
-        model: directory or hub id, the same string the trainer loads.
-        tokenizer: used to find stop strings in what was sampled, never to make ids.
-        dtype: dtype of the replica.
+        model: directory or hub id, the same string that the trainer loads.
+        tokenizer: used to find stop strings in sampled text. It never makes ids.
+        dtype: dtype of the engine's copy of the model.
         max_model_len: longest prompt + completion, in tokens.
-        max_num_seqs: most sequences decoded together.
+        max_num_seqs: largest number of sequences that are decoded together.
         timeout: seconds that one `generate` call may take.
-        fp32_head: the output head's product is in float32, whatever `dtype` is.
+        fp32_head: whether the output head computes in float32, whatever `dtype` is.
     """
 
     wire_dtype = None
@@ -100,7 +100,7 @@ class TransformersEngine:
         self._timeout = timeout
         self._version: int | None = None
         self._end_ids = end_ids(self._model, tokenizer)
-        # `generate` would fill what a request leaves open from the model's own defaults (a repetition penalty, say).
+        # Otherwise `generate` would take open settings from the model's own defaults (for example a repetition penalty).
         self._model.generation_config = GenerationConfig()
 
     @property
@@ -130,7 +130,7 @@ class TransformersEngine:
         assert self._version is not None
         deadline = time.monotonic() + self._timeout
         rows = [_Row(request, torch.Generator().manual_seed(request.seed)) for request in requests]
-        # Rows of like length waste the fewest pad positions.
+        # Rows of similar length waste the fewest pad positions.
         rows.sort(key=lambda row: len(row.request.prompt_ids))
         for start in range(0, len(rows), self._max_num_seqs):
             together = rows[start : start + self._max_num_seqs]
@@ -214,7 +214,7 @@ class TransformersEngine:
         return LoadedWeights(tuple(specs), tuple(name for name in own if name not in written))
 
     def reset_caches(self) -> bool:
-        # Nothing outlives a call of `generate`.
+        # No cache outlives a call of `generate`.
         return True
 
     def commit_version(self, version: int) -> None:
@@ -226,7 +226,8 @@ class TransformersEngine:
 
 
 class _SampleRows(LogitsProcessor):
-    """Samples every unfinished row and leaves only the sampled token for transformers' greedy choice to take."""
+    """Samples every unfinished row. It leaves only the sampled token finite, so that transformers' greedy choice takes that
+    token."""
 
     def __init__(self, rows: list[_Row], pad: int) -> None:
         self._rows = rows
@@ -248,7 +249,7 @@ class _SampleRows(LogitsProcessor):
 
 
 class _RowsDone(StoppingCriteria):
-    """Ends rows at an end token, a stop string or their token limit, in that order, and says which."""
+    """Ends rows at an end token, a stop string or the token limit, checked in that order, and records the reason."""
 
     def __init__(
         self, rows: list[_Row], end_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase, deadline: float
@@ -296,10 +297,10 @@ def _outputs(module: torch.nn.Module) -> int:
 
 
 def _answer(name: str, module: torch.nn.Module, seed: int, every: bool) -> torch.Tensor:
-    """A module's answer to its probe input; see `engines/probe.py`."""
+    """A module's output for its probe input; see `engines/probe.py`."""
     if isinstance(module, torch.nn.Embedding):
         rows = probe_rows(seed, name, module.num_embeddings, every=every).to(module.weight.device)
-        # Not the module's own forward: some scale what they look up, or take positions instead of ids.
+        # The module's own forward is not used: some modules scale the rows, or take positions instead of ids.
         found = module.weight[rows].float()
         return found @ probe_vector(seed, name, module.embedding_dim).to(found.device)
     if isinstance(module, torch.nn.Linear | Conv1D):

@@ -1,6 +1,6 @@
-"""The arguments that vLLM is started with for training: the same in this process and in a server of its own.
+"""The arguments with which vLLM is started for training. They are the same in this process and in a separate server.
 
-Comes from: a config or `lockstep serve`. Goes to: `vllm.LLM`, or vLLM's server as a command line.
+They come from a config or from `lockstep serve`. They go to `vllm.LLM`, or to the command line of vLLM's server.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from lockstep.engines.tensor_specs import dtype_name
 from lockstep.errors import InputError
 
-# Names under which vLLM finds our weight transfers (`sync/vllm_plugin.py`) and our methods of its workers.
+# Names by which vLLM finds our weight transfers (`sync/vllm_plugin.py`) and our extension of its workers.
 IN_PROCESS_BACKEND, SERVER_BACKEND = "lockstep_inprocess", "lockstep"
 WORKER_EXTENSION = "lockstep.sync.vllm_worker.LockstepWorker"
 
@@ -31,7 +31,7 @@ REFUSED = frozenset(
     }
 )
 
-# What a model's generation_config.json may ask an engine to do unasked.
+# Sampling values that change nothing. A model's generation_config.json may set others as the engine's defaults.
 NEUTRAL_SAMPLING: dict[str, float | int] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -40,7 +40,7 @@ NEUTRAL_SAMPLING: dict[str, float | int] = {
     "repetition_penalty": 1.0,
 }
 
-# The smallest that vLLM's CPU attention takes: small blocks let the samples of a short prompt share its prefill.
+# The smallest block size of vLLM's CPU attention. With small blocks the samples of a short prompt share its prefill.
 _CPU_BLOCK = 32
 _SMALLEST_CACHE = 64 << 20
 
@@ -48,12 +48,12 @@ _SMALLEST_CACHE = 64 << 20
 def engine_arguments(
     model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int, *, fp32_head: bool = False
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` (and, with dashes, of vLLM's server) that training relies on.
+    """Arguments of `vllm.LLM` (and, with dashes, of vLLM's server) that training needs.
 
     Args:
         max_model_len: longest prompt + completion, in tokens.
-        max_num_seqs: most sequences decoded together.
-        fp32_head: the output head's product is in float32, whatever `dtype` is.
+        max_num_seqs: largest number of sequences that are decoded together.
+        fp32_head: whether the output head computes in float32, whatever `dtype` is.
     """
     arguments: dict[str, Any] = {
         "model": model,
@@ -61,15 +61,15 @@ def engine_arguments(
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "logprobs_mode": "processed_logprobs",
-        # Whole prompts in one step: a request's own seed fails on CPU when its prefill is split (vLLM 0.32.0).
+        # Whole prompts in one step: on CPU a request with its own seed fails if its prefill is split (vLLM 0.32.0).
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_model_len, 4096),
         "async_scheduling": False,
         "use_tqdm_on_load": False,
-        # The model's own generation_config keeps its stop tokens but loses its sampling defaults.
+        # The model's own generation_config keeps its stop tokens and loses its sampling defaults.
         "override_generation_config": dict(NEUTRAL_SAMPLING),
         "enable_prefix_caching": True,
-        # On a CPU compiling makes the start 40 s longer and sampling a fifth faster (docs/speed.md, `make sampling`).
+        # On a CPU, compiling makes the start 40 s longer and sampling a fifth faster (docs/speed.md, `make sampling`).
         "enforce_eager": not torch.cuda.is_available(),
     }
     if not torch.cuda.is_available():
@@ -80,19 +80,20 @@ def engine_arguments(
 
 
 def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:
-    """Bytes of the key-value cache that these sequences can fill; vLLM would take most of a machine's memory otherwise."""
+    """Size in bytes of the key-value cache that these sequences can fill. By default vLLM would take most of the machine's
+    memory."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
-    # A block more for each sequence, since the cache is handed out in whole blocks.
+    # One extra block per sequence, because the cache is allocated in whole blocks.
     return max(per_token * max_num_seqs * (max_model_len + _CPU_BLOCK), _SMALLEST_CACHE)
 
 
 def check_free(names: set[str], where: str) -> None:
-    """Refuse arguments of the user's that would make log-probs differ unseen.
+    """Refuse arguments of the user that would change log-probs without any proof noticing.
 
     Raises:
         InputError: one of `names` may not be set.

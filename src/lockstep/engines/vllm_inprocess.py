@@ -1,8 +1,7 @@
-"""vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA alike.
+"""vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
 
-Requests come from `rollouts/collect.py` as ids and go to vLLM's engine loop under their own key; weights come through
-vLLM's weight-transfer API with the backend of `sync/vllm_backend.py`, which vLLM finds through the entry point in
-pyproject.toml.
+Requests come from `rollouts/collect.py` as ids, and go to vLLM's engine loop under their own key. Weights come through vLLM's
+weight-transfer API with the backend of `sync/vllm_backend.py`. vLLM finds that backend through the entry point in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import RequestOutput
 
-# Read by vLLM when it is imported. A user's own value wins, but for the first: the engine must live in this process.
+# vLLM reads these when it is imported. A user's own value has priority.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -44,14 +43,14 @@ class VLLMInProcess:
     """`vllm.LLM` behind the engine protocol.
 
     Args:
-        model: directory or hub id, the same string the trainer loads.
+        model: directory or hub id, the same string that the trainer loads.
         dtype: dtype of the engine's weights and activations.
         max_model_len: longest prompt + completion, in tokens.
-        max_num_seqs: most sequences decoded together.
+        max_num_seqs: largest number of sequences that are decoded together.
         gpu_memory_utilization: share of a GPU's memory that vLLM may take; unused on CPU.
         timeout: seconds that one `generate` call may take.
-        fp32_head: the output head's product is in float32, whatever `dtype` is.
-        engine_kwargs: further arguments of `vllm.LLM`, passed on as they are.
+        fp32_head: whether the output head computes in float32, whatever `dtype` is.
+        engine_kwargs: further arguments of `vllm.LLM`, passed on unchanged.
 
     Raises:
         InputError: vLLM is not installed, or cannot load the model with these settings.
@@ -83,10 +82,10 @@ class VLLMInProcess:
                     **(engine_kwargs or {}),
                 }
             )
-            # Kernels that lack a shape say so only when they first run.
+            # A trial request: kernels that do not support a shape raise an error only when they first run.
             self._run({"trial": ((0, 0), scoring_params())})
         except (ValueError, RuntimeError, OSError, TypeError, ImportError, KeyError, AssertionError) as error:
-            # pydantic's and vLLM's own errors derive from these; the engine holds nothing worth keeping then.
+            # pydantic's and vLLM's own errors derive from these. The engine holds nothing worth keeping at this point.
             if hasattr(self, "_llm"):
                 self.close()
             if isinstance(error, InputError):
@@ -103,11 +102,11 @@ class VLLMInProcess:
 
     @property
     def wire_dtype(self) -> None:
-        """Tensors pass by reference; vLLM casts as it copies."""
+        """None: tensors are passed by reference, and vLLM casts them when it copies them."""
 
     @property
     def llm(self) -> LLM:
-        """The engine itself, for proofs that look inside it."""
+        """The vLLM engine itself, for proofs that look inside it."""
         return self._llm
 
     def settings(self) -> EngineSettings:
@@ -134,10 +133,12 @@ class VLLMInProcess:
         requests: Mapping[str, tuple[tuple[int, ...], Any]],
         answered: Callable[[RequestOutput], None] = lambda output: None,
     ) -> list[RequestOutput]:
-        """Drive vLLM's loop until every request is answered; those of one prompt find its prefix in the cache, also within a step.
+        """Drive vLLM's loop until every request is answered.
+
+        Requests with the same prompt find its prefix in the cache, also within one step.
 
         Args:
-            answered: given each finished output at once.
+            answered: called with each output as soon as it is finished.
         """
         engine = self._llm.llm_engine
         deadline = time.monotonic() + self._timeout
@@ -152,7 +153,7 @@ class VLLMInProcess:
                         answered(output)
                 self._check_deadline(deadline, requests.keys() - {output.request_id for output in finished})
         except BaseException as error:
-            # Nothing of a broken call may be answered to the next one.
+            # No answer to a broken call may reach the next call.
             engine.abort_request(list(requests))
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
                 raise LockstepError(f"vLLM failed while it answered: {str(error).strip()[:600]}") from error
@@ -189,7 +190,7 @@ class VLLMInProcess:
     def begin_update(self) -> None:
         self._version = None
         if any(self._llm.collective_rpc(_inside_an_update)):
-            # An update that its trainer left: vLLM would refuse another for ever.
+            # An earlier trainer left this update open, and vLLM would refuse every further update.
             self._llm.finish_weight_update()
         self._llm.start_weight_update()
 
@@ -222,7 +223,7 @@ class VLLMInProcess:
 
 
 def vllm_installed() -> bool:
-    """Whether vLLM can be imported here."""
+    """Whether vLLM can be imported in this environment."""
     from importlib.util import find_spec
 
     return find_spec("vllm") is not None

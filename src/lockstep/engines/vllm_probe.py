@@ -1,8 +1,8 @@
-"""The engine's half of the module probe for vLLM: runs inside a worker, through `collective_rpc`.
+"""The engine's half of the module probe for vLLM. It runs inside a worker, through `collective_rpc`.
 
-A linear module is called as vLLM calls it (packed, fused, tied, padded or quantised as it then is); nothing is read from
-`weight`, which on CPU is empty after packing. Where several workers share the model, each answers for the modules that it has, and
-modules that are split are put together (`engines/vllm_shards.py`).
+A linear module is called in the same way as vLLM calls it: packed, fused, tied, padded or quantised. The probe does not read
+`weight`, which is empty on CPU after packing. If several workers share the model, each answers for the modules that it has,
+and the parts of split modules are gathered (`engines/vllm_shards.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHARD_ORDER = ("q", "k", "v")
 
 
 def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModules:
-    """Every module with parameters, under the checkpoint names of its weights."""
+    """Every module with parameters, with the checkpoint names of its weights."""
     model = worker.model_runner.model
     names = _by_engine_name(model, checkpoint_names)
     probed: dict[str, ProbedModule] = {}
@@ -41,7 +41,7 @@ def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModule
 
 
 def probe_modules(worker: Any, names: tuple[str, ...], seed: int, every: bool) -> dict[str, torch.Tensor]:
-    """Output of each named module that this worker has for its probe input, as 1-D float32 tensors on CPU."""
+    """For each named module that this worker has, its output for its probe input: 1-D float32 tensors on CPU."""
     model = worker.model_runner.model
     own = {name for name, _ in _with_parameters(model)}
     with torch.inference_mode():
@@ -53,7 +53,7 @@ def probe_modules(worker: Any, names: tuple[str, ...], seed: int, every: bool) -
 
 
 def _own_name(name: str) -> str:
-    """The module's name in this model: without the server's before it, and the head's mark behind it."""
+    """The module's name in this model, without the server's prefix and the head's suffix."""
     return name.rpartition("/")[2].removesuffix(_AS_HEAD)
 
 
@@ -86,13 +86,13 @@ def _outputs(module: Any) -> int:
 
 def _with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, module in model.named_modules():
-        # A tied head shares its parameter, which `named_parameters` of the whole model would list once.
+        # A tied head shares its parameter, which the whole model's `named_parameters` would list only once.
         if next(module.parameters(recurse=False), None) is not None:
             yield name, module
 
 
 def _kind(name: str, module: torch.nn.Module) -> tuple[ModuleKind | None, list[str]]:
-    """How a module can be probed, and the parameters that tell its checkpoint names."""
+    """How a module can be probed, and the parameters from which its checkpoint names follow."""
     if isinstance(module, ParallelLMHead | LinearBase):
         return "linear", [f"{name}.weight"]
     if isinstance(module, VocabParallelEmbedding):
@@ -103,7 +103,7 @@ def _kind(name: str, module: torch.nn.Module) -> tuple[ModuleKind | None, list[s
 
 
 def _reach_shared_head(probed: dict[str, ProbedModule]) -> None:
-    """Where the embedding itself makes the logits (Gemma), probe it as the head that it also is."""
+    """If the embedding itself makes the logits (Gemma), also probe it as an output head."""
     embeddings = [m for m in probed.values() if m.kind == "embedding"]
     if len(embeddings) == 1 and not any("lm_head" in name for name in probed):
         (shared,) = embeddings
@@ -111,7 +111,7 @@ def _reach_shared_head(probed: dict[str, ProbedModule]) -> None:
 
 
 def _by_engine_name(model: Any, checkpoint_names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """vLLM's parameter name → checkpoint names, by the model's own mapping; shards of a fused one in output order."""
+    """vLLM's parameter name → checkpoint names, by the model's own mapping. Shards of a fused parameter are in output order."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     packed = getattr(model, "packed_modules_mapping", None) or {}
     shards: dict[str, dict[int, str]] = {}
@@ -128,7 +128,7 @@ def _by_engine_name(model: Any, checkpoint_names: tuple[str, ...]) -> dict[str, 
 
 
 def _packed_into(name: str, packed: dict[str, list[str]]) -> tuple[str, int]:
-    """The fused parameter that holds a part, and the part's place in it; the name itself where it is none."""
+    """The fused parameter that holds a part, and the part's index in it; the name itself and 0 if no parameter does."""
     owner, _, parameter = name.rpartition(".")
     outer, _, part = owner.rpartition(".")
     for fused, parts in packed.items():

@@ -1,6 +1,6 @@
-"""Requests in vLLM's form, and vLLM's outputs as ours.
+"""Converts requests to vLLM's form, and vLLM's outputs to completions.
 
-Called by the engines that run vLLM. Comes from: `GenerationRequest`. Goes to: `engines/answers.py`, which checks every answer.
+The engines that run vLLM use it. `engines/answers.py` then checks every answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
-    """What `vllm.SamplingParams` is made of, here or by a server: JSON types."""
+    """The fields of `vllm.SamplingParams` as JSON types, for this process or for a server."""
     sampling: Sampling = request.sampling
     return {
         "n": 1,
@@ -35,17 +35,17 @@ def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
     }
 
 
-# Asks for the log-probs of the prompt itself; vLLM then neither reads its prefix cache nor applies a temperature.
+# Requests the log-probs of the prompt itself. vLLM then neither reads its prefix cache nor applies a temperature.
 SCORING_FIELDS = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
 
 
 def sampling_params(request: GenerationRequest) -> Any:
-    """A request's `vllm.SamplingParams`."""
+    """The `vllm.SamplingParams` of a request."""
     return _final_only(sampling_fields(request))
 
 
 def scoring_params() -> Any:
-    """`vllm.SamplingParams` that score a prompt."""
+    """The `vllm.SamplingParams` that score a prompt."""
     return _final_only(SCORING_FIELDS)
 
 
@@ -73,7 +73,7 @@ def completion(key: RequestKey, output: RequestOutput) -> Completion:
         key=key,
         prompt_ids=tuple(output.prompt_token_ids or ()),
         token_ids=token_ids,
-        # By token id: the first of the list need not be the sampled one.
+        # Looked up by token id: the first entry need not be the sampled token.
         logprobs=tuple(entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)),
         weight_versions=_versions(sample.weight_versions, len(token_ids)),
         finish_reason=cast(FinishReason, sample.finish_reason),
@@ -88,7 +88,7 @@ def _versions(spans: Any, tokens: int) -> tuple[int, ...]:
 
 
 def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:
-    """Log-prob of every prompt id but the first, which has none."""
+    """Log-prob of every prompt id except the first, which has none."""
     ids = output.prompt_token_ids or []
     entries = output.prompt_logprobs or []
     return tuple(entry[token].logprob for entry, token in zip(entries[1:], ids[1:], strict=False) if entry)

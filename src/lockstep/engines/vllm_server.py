@@ -1,7 +1,8 @@
-"""vLLM's own server, or several, behind the engine protocol: requests go to the least busy, weights to all.
+"""One or several vLLM servers behind the engine protocol. Requests go to the least busy server, weights to all.
 
-Requests come from `rollouts/collect.py` and go out over HTTP as ids; weights go through a transport of `sync/`. A server that stops
-answering is an `EngineLost`: nothing is asked of it again before it has been found, greeted and given weights anew.
+Requests come from `rollouts/collect.py` and are sent over HTTP as ids. Weights go through a transport of `sync/`. When a
+server stops answering, `EngineLost` is raised. The engine sends it no more requests until it answers again, has passed the
+first checks, and has received weights again.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ class VLLMServer:
 
     Args:
         urls: base URL of each server.
-        keys: key of each; None where a server has no guard.
+        keys: key of each server; None for a server without a guard.
         timeout: seconds that a call, one `generate`, or the wait for a server may take.
-        transport: chooses how weights travel, once the servers have answered.
+        transport: chooses how weights are sent, after the servers have answered.
 
     Raises:
-        InputError: a server does not accept the key, or was started without what training needs.
+        InputError: a server does not accept the key, or was started without an option that training needs.
         LockstepError: a server did not answer in time.
     """
 
@@ -67,7 +68,7 @@ class VLLMServer:
         self._closed = threading.Event()
         self._version: int | None = None
         self._wire_dtype: torch.dtype | None = None
-        # Tells this trainer's weights from any other's, also from those of an earlier run at the same step.
+        # Distinguishes this trainer's weights from those of any other trainer, and of an earlier run at the same step.
         self._session = secrets.token_hex(6)
         self._stamps: dict[str, int] = {}
         self._requests = ServerRequests(self._servers, self._stamps, self.recover)
@@ -77,7 +78,7 @@ class VLLMServer:
             self._settings = self._greet()
             self._transport = transport(self._servers)
         except EngineLost as lost:
-            # Nothing was agreed on yet that could be recovered. Healthy, and yet it refuses: its workers do not know our methods.
+            # There is no agreement yet that could be recovered. If a healthy server refused, its workers do not know our methods.
             self.close()
             raise (InputError(f"{lost}. {HOW_TO_START}") if lost.refused else LockstepError(str(lost))) from lost
         except BaseException:
@@ -93,12 +94,13 @@ class VLLMServer:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The dtype that every parameter of the servers' model is loaded in, so that nothing wider has to travel."""
+        """The common dtype of all parameters of the servers' model: wider tensors need not be sent. None if there are several
+        dtypes."""
         return self._wire_dtype
 
     @property
     def scores_first(self) -> bool:
-        """Whether what is to be scored is served before what waits to be generated."""
+        """Whether the servers answer scoring requests before generation requests that wait."""
         return all(server.takes_priorities for server in self._servers)
 
     # ---- requests ---------------------------------------------------------------------------------------------------
@@ -106,16 +108,16 @@ class VLLMServer:
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
-        """Answer every request, by key; an update that lands in between shows in the versions of the tokens."""
+        """Answer every request, by key. If weights are updated meanwhile, the versions of the tokens show it."""
         return self.submit(requests, on_answer).result()
 
     def submit(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None, *, limit: float | None = None
     ) -> Pending[Any, dict[RequestKey, Completion]]:
-        """Begin `generate`; weights may be pushed before it ends.
+        """Begin `generate`. Weights may be pushed before it ends.
 
         Args:
-            limit: seconds that all of it may take; by default the engine's time limit.
+            limit: seconds that all requests together may take; by default the engine's time limit.
         """
         check_requests(requests, self._version, self._settings.max_model_len)
         since = len(self._committed) - 1
@@ -147,7 +149,7 @@ class VLLMServer:
         probed: dict[str, ProbedModule] = {}
         unreached: list[str] = []
         for number, workers in enumerate(self._workers("lockstep_modules", json.dumps(checkpoint_names))):
-            # Workers of one server have different layers (pipeline) or parts of the same ones (tensor parallelism).
+            # Workers of one server have different layers (pipeline) or different parts of the same layers (tensor parallelism).
             for entry in (entry for found in workers for entry in found["probed"]):
                 name = self._prefix(number) + entry["name"]
                 probed[name] = ProbedModule(**{**entry, "name": name, "tensors": tuple(entry["tensors"])})
@@ -164,13 +166,13 @@ class VLLMServer:
         return {name: decode_floats(text) for found in answers for name, text in found.items()}
 
     def _prefix(self, number: int) -> str:
-        """Before the names of a server's modules; a single server needs none."""
+        """Prefix of the names of a server's modules; empty if there is only one server."""
         return f"server{number}/" if len(self._servers) > 1 else ""
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
-        """Freeze the servers. Requests that are running stay, and go on with the new weights once they are committed.
+        """Freeze the servers. Running requests stay, and continue with the new weights after the commit.
 
         The calls are on their way when this returns; `load` waits for their answers.
         """
@@ -181,7 +183,7 @@ class VLLMServer:
             server.beginning = beginning
 
     def _await_pauses(self) -> None:
-        """Wait until nothing that began an update is under way, however it ends: a pause that came late would stay."""
+        """Wait until every call that began an update has ended, with or without an error. A late pause would never be resumed."""
         wait(self._beginning)
         for beginning in self._beginning:
             if beginning.exception() is None:
@@ -194,7 +196,7 @@ class VLLMServer:
         except BaseException as error:
             self._await_pauses()
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
-                # gloo has no kind of error of its own for a peer that is late or gone.
+                # gloo has no error type of its own for a peer that is late or gone.
                 raise EngineLost(f"the weights did not reach the servers: {str(error)[:300]}", self.recover) from error
             raise
         for pause in finish_all(self._beginning):
@@ -205,14 +207,14 @@ class VLLMServer:
             for number, workers in enumerate(self._workers("lockstep_acknowledgement"))
             for found in workers
         ]
-        # Where one of several got something else, that is what there is to report.
+        # If one of several workers received something else, report that one.
         first = loaded[0][1].tensors
         odd = [found.tensors for _, found in loaded if found.tensors != first]
         untouched = tuple(prefix + name for prefix, found in loaded for name in found.untouched)
         return LoadedWeights(odd[0] if odd else first, untouched)
 
     def reset_caches(self) -> bool:
-        """Running requests lose their cached keys and values too, and compute them anew with the new weights."""
+        """Running requests also lose their cached keys and values, and compute them again with the new weights."""
 
         def reset(server: ServerCalls) -> bool:
             *_, answer = server.together(
@@ -237,7 +239,7 @@ class VLLMServer:
                 "version",
                 f"the servers report weight versions {found} after {stamp!r} was set",
                 "another program sets versions on these servers",
-                "let one trainer own them",
+                "let one trainer own these servers",
             )
         self._stamps[stamp] = version
         self._committed.append(version)
@@ -245,17 +247,17 @@ class VLLMServer:
         self._version = version
 
     def _stamp(self, version: int) -> str:
-        """What the servers call a version of this trainer's."""
+        """The servers' name for a weight version of this trainer."""
         return f"{self._session}:{version}"
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Wait until every server answers again, and forget what was agreed with those that were there before.
+        """Wait until every server answers again, and drop all earlier agreements with the servers.
 
         Raises:
-            LockstepError: one did not come back within the time limit.
-            ProofError: it came back with other settings.
+            LockstepError: a server did not come back within the time limit.
+            ProofError: a server came back with other settings.
         """
         self._version = None
         if self._transport is not None:
@@ -266,19 +268,19 @@ class VLLMServer:
                 self._settings = self._greet()
                 break
             except EngineLost as lost:
-                # Healthy for a moment only: it may be on its way down, or up.
+                # The server was healthy only for a moment: it may be stopping or starting.
                 if self._closed.wait(_HEALTH_EVERY) or time.monotonic() > deadline:
-                    raise LockstepError(f"{lost}; it was waited for, and did not stay") from lost
+                    raise LockstepError(f"{lost}; the trainer waited for it, but it did not stay available") from lost
         if self._settings != before:
             raise ProofError(
                 "handshake",
                 f"a server came back with other settings than it had: {changed_settings(before, self._settings)}",
                 "it was started again with another command line or model",
-                "start it as it was, and go on from the last checkpoint",
+                "start it with its former command line, and resume from the last checkpoint",
             )
 
     def close(self) -> None:
-        """Let go of the servers, which stay up."""
+        """Disconnect from the servers. They keep running."""
         self._version = None
         self._closed.set()
         if self._transport is not None:
@@ -328,23 +330,23 @@ class VLLMServer:
             )
         if state["splits_prompts"]:
             raise InputError(
-                f"the server at {server.url} computes prompts in parts (chunked prefill), and on a CPU its engine ends when one "
-                f"with a seed is cut. {HOW_TO_START}"
+                f"the server at {server.url} computes prompts in parts (chunked prefill), and on a CPU its engine ends when a "
+                f"prompt of a request with a seed is split. {HOW_TO_START}"
             )
         server.world_size = state["world_size"]
         server.takes_priorities = state["takes_priorities"]
-        # Stages of a pipeline have different parameters.
+        # Stages of a pipeline may have parameters of different dtypes.
         return {**state, "loads_in": [name for worker in workers for name in worker["loads_in"]]}
 
     def _workers(self, method: str, *args: str) -> list[list[Any]]:
-        """Every server's answers, by worker."""
+        """The answers of every server, by worker."""
         return self._each(lambda server: server.workers(method, *args))
 
     def _each(self, call: Callable[[ServerCalls], T]) -> list[T]:
         return self._each_number(lambda number: call(self._servers[number]))
 
     def _each_number(self, call: Callable[[int], T]) -> list[T]:
-        """Do something with all servers at once; every one is waited for before an error is raised."""
+        """Call a function for all servers at once. All calls have ended before an error is raised."""
         return finish_all([self._pool.submit(call, number) for number in range(len(self._servers))])
 
 
@@ -352,7 +354,7 @@ def _begin(server: ServerCalls) -> Pending[Any, Any]:
     """Freeze a server and open an update.
 
     Returns:
-        The pause, whose answer vLLM holds back for 20 ms after it has frozen.
+        The pause call. vLLM answers it only 20 ms after it has frozen.
     """
     pause = server.begin("POST", "/pause", mode="keep")
     try:
@@ -362,11 +364,11 @@ def _begin(server: ServerCalls) -> Pending[Any, Any]:
         while frozen != {"is_paused": True} and not pause.done():
             time.sleep(_PAUSED_EVERY)
             frozen = server.call("GET", "/is_paused")
-        # Workers in processes of their own may still be at a step that was begun before.
+        # Workers in separate processes may still run a step that began before the pause.
         if server.world_size > 1 or pause.done():
             pause.result()
         if any(worker["open"] for worker in workers):
-            # An update that its trainer left: vLLM would refuse another for ever.
+            # An earlier trainer left this update open, and vLLM would refuse every further update.
             server.call("POST", "/finish_weight_update", {})
         server.call("POST", "/start_weight_update")
     except BaseException:
@@ -376,7 +378,7 @@ def _begin(server: ServerCalls) -> Pending[Any, Any]:
 
 
 def _agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The answers of a server's workers, by module; those that hold or gathered the same must say the same."""
+    """The answers of a server's workers, by module. Workers that hold or gathered the same module must give the same answer."""
     agreed: dict[str, str] = {}
     for worker in workers:
         for name, text in worker.items():
@@ -385,7 +387,7 @@ def _agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
                     "module_probe",
                     f"the workers of a server compute {name} differently",
                     "one of them did not get, or did not load, the last push",
-                    "restart the server and go on; if it happens again, report it with this message",
+                    "restart the server and resume; if it happens again, report it with this message",
                 )
     return agreed
 

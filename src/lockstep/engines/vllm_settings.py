@@ -1,6 +1,6 @@
-"""The settings that vLLM really runs with, read where the model runs and sent as plain JSON.
+"""The settings that vLLM really runs with, read in the process that runs the model and sent as plain JSON.
 
-Read from `vllm_config` in the engine's own process. Goes to: `parity/handshake.py`, as `EngineSettings`.
+They are read from `vllm_config` and go to `parity/handshake.py` as `EngineSettings`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.engines.vllm_arguments import NEUTRAL_SAMPLING
 
 
 def effective_settings(vllm_config: Any) -> dict[str, Any]:
-    """Everything that `EngineSettings` holds, as JSON types."""
+    """All fields of `EngineSettings`, as JSON types."""
     config = vllm_config.model_config
     defaults = config.get_diff_sampling_param()
     return {
@@ -38,29 +38,29 @@ def effective_settings(vllm_config: Any) -> dict[str, Any]:
 
 
 def splits_prompts(vllm_config: Any) -> bool:
-    """Whether a prompt may be computed in parts on a CPU, where a request with a seed of its own then fails (vLLM 0.32.0)."""
+    """Whether a CPU engine may compute a prompt in parts. A request with its own seed then fails (vLLM 0.32.0)."""
     return vllm_config.device_config.device_type == "cpu" and bool(vllm_config.scheduler_config.enable_chunked_prefill)
 
 
 def settings_from(found: Mapping[str, Any]) -> EngineSettings:
-    """`EngineSettings` from what `effective_settings` said, perhaps in another process."""
+    """`EngineSettings` from the result of `effective_settings`, which may come from another process."""
     dtypes = {name: getattr(torch, found[name]) for name in ("dtype", "head_dtype")}
     return EngineSettings(**{**found, **dtypes})
 
 
 def only_dtype(names: Sequence[str]) -> torch.dtype | None:
-    """The floating-point dtype that all of these are; None where they differ."""
+    """The floating-point dtype that all these names share; None if they differ."""
     dtypes = {getattr(torch, name) for name in names}
     return next(iter(dtypes)) if len(dtypes) == 1 and all(d.is_floating_point for d in dtypes) else None
 
 
 def differing_settings(one: EngineSettings, other: EngineSettings) -> list[str]:
-    """Names of the settings that two engines do not share."""
+    """Names of the settings in which two engines differ."""
     return [name for name in EngineSettings.__slots__ if getattr(one, name) != getattr(other, name)]
 
 
 def changed_settings(before: EngineSettings, now: EngineSettings) -> str:
-    """What became of the settings that have changed."""
+    """A sentence with the old and new value of every setting that has changed."""
     said = []
     for name in differing_settings(before, now):
         old, new = getattr(before, name), getattr(now, name)

@@ -1,7 +1,7 @@
-"""Whole outputs from a module that vLLM's tensor parallelism has split over workers.
+"""Whole outputs of a module that vLLM's tensor parallelism has split over workers.
 
-Called by `engines/vllm_probe.py` in every worker at once, in the same order, since the parts are gathered from each other. With one
-worker all of this is the identity.
+`engines/vllm_probe.py` calls these functions in every worker at once and in the same order, because each worker gathers the
+parts of the others. With one worker every function returns its input unchanged.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from vllm.model_executor.layers.linear import (
 
 
 def whole_outputs(module: LinearBase) -> int:
-    """Outputs of a linear module that are different weights: key and value heads that several workers repeat count once."""
+    """Number of outputs of a linear module with different weights: key and value heads that several workers repeat count once."""
     if isinstance(module, QKVParallelLinear):
         return sum(module.output_sizes) - sum(_repeated(module, part) for part in (1, 2))
     return module.output_size
 
 
 def own_inputs(module: LinearBase, inputs: torch.Tensor) -> torch.Tensor:
-    """The part of (rows, input_size) inputs that this worker's part of the module takes."""
+    """The part of the (rows, input_size) inputs that this worker's part of the module takes."""
     if not isinstance(module, RowParallelLinear) or module.tp_size == 1 or not module.input_is_parallel:
         return inputs
     size = module.input_size_per_partition
@@ -34,7 +34,7 @@ def own_inputs(module: LinearBase, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(module: LinearBase, outputs: torch.Tensor) -> torch.Tensor:
-    """(rows, outputs) of the whole module from this worker's part of them."""
+    """(rows, outputs) of the whole module, gathered from every worker's part."""
     if not isinstance(module, ColumnParallelLinear) or module.tp_size == 1 or module.gather_output:
         return outputs
     sizes = getattr(module, "output_sizes", None) or [module.output_size]
@@ -43,7 +43,7 @@ def gathered(module: LinearBase, outputs: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_vocabulary(module: Any, logits: torch.Tensor) -> torch.Tensor:
-    """(rows, vocabulary with its padding) logits of a whole head from this worker's part of them."""
+    """(rows, padded vocabulary) logits of the whole head, gathered from every worker's part."""
     return logits if module.tp_size == 1 else tensor_model_parallel_all_gather(logits.contiguous(), -1)
 
 
@@ -51,13 +51,13 @@ def _gathered_part(module: Any, number: int, part: torch.Tensor) -> torch.Tensor
     found = tensor_model_parallel_all_gather(part.contiguous(), -1)
     if not _repeated(module, number):
         return found
-    # Neighbouring workers hold copies of one head.
+    # Neighbouring workers hold copies of the same head.
     by_worker = found.view(len(found), module.tp_size, -1)
     return by_worker[:, :: module.num_kv_head_replicas].flatten(1)
 
 
 def _repeated(module: Any, number: int) -> int:
-    """How many outputs of a part are copies of others."""
+    """Number of outputs of a part that are copies of others."""
     if not isinstance(module, QKVParallelLinear) or number == 0 or module.num_kv_head_replicas == 1:
         return 0
     size = module.output_sizes[number]

@@ -1,1 +1,1 @@
-"""Lockstep's engines and proofs under the interfaces of other programs."""
+"""Lockstep's engines and proofs behind the interfaces of other programs."""

@@ -1,7 +1,8 @@
-"""An engine that a foreign trainer samples from: every push proven, every answer checked, a lost engine given its weights anew.
+"""An engine for another program's trainer. Every push is proven, every answer is checked, and a lost engine gets its weights
+again.
 
-Comes from: `integrations/trl.py`, on the rank that holds the engine. The proofs are those of `training/generate/proofs.py`,
-without a config and without the gap of the optimizer step, which belongs to the trainer; the canary after every push stands in
+`integrations/trl.py` uses it on the rank that holds the engine. The proofs are those of `training/generate/proofs.py`, without a
+config and without the parity gap of the optimizer step, which only the trainer can measure. The canary after every push stands in
 for it.
 """
 
@@ -22,14 +23,14 @@ from lockstep.training.generate.recovery import Recovery
 
 
 class ProvenEngine:
-    """Pushes and generations that pass their proofs or raise.
+    """Pushes weights and generates completions. Both pass their proofs or raise.
 
     Args:
         model: the trained model, whole in this process; only read.
-        engine: shaken hands with; it stays the caller's to close.
-        dtype: in which the engine computes.
-        precision: in which the trainer computes its forward.
-        seed: of the run; every request has its own, derived from it.
+        engine: an engine that has passed the handshake. The caller closes it.
+        dtype: dtype in which the engine computes.
+        precision: precision in which the trainer computes its forward.
+        seed: seed of the run, from which every request's own seed is derived.
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class ProvenEngine:
 
     @property
     def losses(self) -> int:
-        """How often the engine was lost and came back."""
+        """Number of times that the engine was lost and came back."""
         return self._recovery.losses
 
     def sync(self) -> int:
-        """Push the weights as a version that no push had before, and prove it.
+        """Push the weights under a new version, and prove the push.
 
         Raises:
-            ProofError: the engine did not get, load or commit them, or computes with others.
+            ProofError: the engine did not get, load or commit the weights, or computes with others.
             LockstepError: the engine was lost and did not come back in time.
         """
         self._recovery.run(self._push)
@@ -65,14 +66,15 @@ class ProvenEngine:
     def generate(
         self, prompts: Mapping[RequestKey, tuple[int, ...]], sampling: Sampling
     ) -> dict[RequestKey, Completion]:
-        """One completion a key. An engine that holds no weights, or lost them, is given them first.
+        """One completion per key. An engine that holds no weights, or lost them, gets them first.
 
         Args:
             prompts: token ids by key.
-            sampling: `max_tokens` is lowered where the engine's context leaves a prompt less room, as in vLLM.
+            sampling: `max_tokens` is lowered for a prompt that leaves less room in the engine's context, as in vLLM.
 
         Raises:
-            ProofError: an answer is not to what was asked, not by the weights that were pushed, or samples repeat themselves.
+            ProofError: an answer does not match its request, was sampled by weights that were not pushed, or samples repeat
+                themselves.
             InputError: a prompt is empty or fills the context.
             LockstepError: the engine was lost and did not come back in time.
         """
@@ -80,7 +82,7 @@ class ProvenEngine:
             return {}
         if not self._holds_our_weights:
             self.sync()
-        # Fixed before the first try: the same work gives the same tokens, also by an engine that was lost in between.
+        # Fixed before the first try, so that the same requests give the same tokens, also if the engine was lost in between.
         requests = [
             GenerationRequest(key, ids, self._fitted(sampling, len(ids)), request_seed(self._seed, self.version, key))
             for key, ids in prompts.items()
@@ -94,13 +96,13 @@ class ProvenEngine:
 
     @property
     def _holds_our_weights(self) -> bool:
-        # An engine that was here before may hold another's.
+        # An engine that ran before this trainer may hold another trainer's weights.
         return self.version > 0 and self._engine.version == self.version
 
     def _answers(self, requests: list[GenerationRequest]) -> dict[RequestKey, Completion]:
         if not self._holds_our_weights:
             self._push()
-        # The engine has checked its own answers; this end checks that they are to what it asked, by what it pushed.
+        # The engine has checked its own answers. This checks that they match these requests and the pushed weights.
         return check_answers(requests, self._engine.generate(requests).values(), [self.version])
 
     def _push(self) -> None:

@@ -1,12 +1,12 @@
-"""TRL 1.16's generation object over Lockstep's engines: TRL's own trainers, with tokens, versions and weights proven.
+"""TRL 1.16's generation object on Lockstep's engines: TRL's own trainers, with proven tokens, versions and weights.
 
     import trl.trainer.grpo_trainer
     from lockstep.integrations.trl import LockstepGeneration
 
     trl.trainer.grpo_trainer.VLLMGeneration = LockstepGeneration
 
-before the trainer is made with `use_vllm=True`. Comes from: TRL's trainer (prompts as token ids, its model). Goes to: the engine,
-by `rollouts/ranks.py` and `integrations/proven_engine.py`. What TRL can ask for and no engine here does is refused by name.
+before the trainer is made with `use_vllm=True`. TRL's trainer gives prompts as token ids, and its model. They go to the engine
+through `rollouts/ranks.py` and `integrations/proven_engine.py`. Options of TRL that no engine here supports are refused by name.
 """
 
 from __future__ import annotations
@@ -40,37 +40,39 @@ from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
 from lockstep.training.generate.engine import shake_hands, start_here
 from lockstep.training.trainers.setup import context_within
 
-# A call loses its engine at most four times; each time it may push, generate and wait for it, one time limit each.
+# A call can lose its engine at most four times. Each time it may push, generate and wait, for one time limit each.
 _LONGEST_CALL = 12
 _SEQUENCES = 64
 
 
 class LockstepGeneration:
-    """What `trl.generation.vllm_generation.VLLMGeneration` is in TRL 1.16, with proofs.
+    """Replaces `trl.generation.vllm_generation.VLLMGeneration` of TRL 1.16, and adds proofs.
 
-    Every rank makes one and calls it alike; the main rank alone holds the engine. Parameters are TRL's, in TRL's order, but for:
+    Every rank makes one and calls the same methods; only the main rank holds the engine. The parameters are TRL's, in TRL's
+    order, with these differences:
 
     Args:
-        mode: `colocate`: vLLM in this process (transformers where vLLM is not installed); one trainer process only, since vLLM
-            would take part in the others' process group. `server`: running `lockstep serve`.
+        mode: `colocate`: vLLM in this process (transformers if vLLM is not installed). Only one trainer process is allowed,
+            because vLLM would take part in the process group of the others. `server`: running `lockstep serve`.
         server_base_url: one URL, or several separated by commas.
         server_host: 0.0.0.0, TRL's default, means this machine.
         server_timeout: seconds that the wait for a server, one of its calls, or one generation may take.
-        group_port: where weights go by gloo; servers on this machine get them by shared memory.
-        max_model_length: by default the model's whole context. A completion ends where it ends.
-        max_num_seqs: sequences decoded together for each rank; 64 by default.
-        top_p, top_k, min_p, repetition_penalty: sampled exactly, and the log-probs are those of what was sampled. TRL's trainers
-            score the whole distribution all the same (TRL #6789): their ratios then carry the difference; a warning says so.
-        generation_kwargs: as in TRL; `seed` is the seed of the run, from which every request gets its own. By default, torch's.
-        engine: a running engine to use instead, on the main rank; it stays the caller's to close.
-        engine_dtype: `auto` (what the trainer computes in), `float32` or `bfloat16`.
+        group_port: port for weights over gloo. Servers on this machine get weights through shared memory.
+        max_model_length: by default the model's whole context. A completion ends at this limit.
+        max_num_seqs: number of sequences decoded together per rank; 64 by default.
+        top_p, top_k, min_p, repetition_penalty: sampled exactly, and the log-probs are those of the sampling distribution.
+            TRL's trainers nevertheless score the whole distribution (TRL #6789). Their ratios then contain the difference; a
+            warning says so.
+        generation_kwargs: as in TRL. `seed` is the seed of the run, from which every request gets its own; torch's by default.
+        engine: a running engine to use instead, on the main rank. The caller closes it.
+        engine_dtype: `auto` (the dtype in which the trainer computes), `float32` or `bfloat16`.
         engine_kwargs: further arguments of `vllm.LLM`, in colocate mode.
         server_key_file, weight_transport, group_host: as `vllm_server_key_file`, `vllm_weight_transport` and `vllm_group_host` of
             `lockstep.GRPOConfig`.
 
     Raises:
-        InputError: on every rank; a parameter, the model or the way of training is not supported, or a server lacks what is needed.
-        ProofError: the engine's settings are not what training assumes.
+        InputError: on every rank; a parameter, the model or the kind of training is not supported, or a server lacks an option.
+        ProofError: the engine's settings differ from what training assumes.
         LockstepError: a server did not answer in time.
     """
 
@@ -128,21 +130,21 @@ class LockstepGeneration:
 
         described = self._ranks.call("start", check, lambda parts: [self._start(given)] * len(parts))
         self._sampling = sampled_from(given).sampling
-        # What TRL's trainers read of their engine, beside calling it.
+        # TRL's trainers read these attributes of their engine.
         config = SimpleNamespace(max_model_len=described["max_model_len"])
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
         self.vllm_client = SimpleNamespace(get_server_info=lambda: {"model_config": described})
 
     @property
     def proof(self) -> PushProof | None:
-        """What proved the last push; None before the first, and on ranks without the engine."""
+        """The evidence for the last push. None before the first push, and on ranks without the engine."""
         return self._proven.proof if self._proven else None
 
     def sync_weights(self) -> None:
-        """Give the engine the model's weights, as a new version, and prove it. Every rank calls.
+        """Push the model's weights to the engine under a new version, and prove the push. Every rank calls this.
 
         Raises:
-            ProofError: on every rank; the engine did not get, load or commit them, or computes with others.
+            ProofError: on every rank; the engine did not get, load or commit the weights, or computes with others.
             LockstepError: on every rank; the engine was lost and did not come back in time.
         """
 
@@ -159,21 +161,21 @@ class LockstepGeneration:
         num_generations: int,
         profiler: AbstractContextManager | None = None,
     ) -> tuple[list, list, list | None, list | None]:
-        """One completion for each prompt of this rank. Every rank calls, with as many prompts as it has, none too.
+        """One completion per prompt of this rank. Every rank calls this, also a rank without prompts.
 
         Args:
-            prompts: token ids; a prompt that is to have several completions occurs as often, as TRL's trainers give it.
-            images: refused where there are any.
-            num_generations: how often TRL repeated each prompt; nothing depends on it.
-            profiler: entered around the call.
+            prompts: token ids. A prompt with several completions occurs that often, as TRL's trainers give it.
+            images: refused if there are any.
+            num_generations: how often TRL repeated each prompt. It is checked and otherwise not used.
+            profiler: context that is entered around the call.
 
         Returns:
-            For each prompt of this rank, in their order: the prompt's ids as the engine used them (P,); the completion's (C,);
-            log-probs (C, 1), in nats, of the distribution that was sampled; their token ids (C, 1). The last two are None where
-            `logprobs` is.
+            For each prompt of this rank, in order: the prompt's ids as the engine used them (P,); the completion's ids (C,);
+            log-probs (C, 1) under the sampling distribution, in nats; the token ids of these log-probs (C, 1). The last two
+            are None if `logprobs` is None.
 
         Raises:
-            InputError: on every rank; a prompt is no list of token ids, is empty or fills the context, or there are images.
+            InputError: on every rank; a prompt is not a list of token ids, is empty or fills the context, or there are images.
             ProofError: on every rank; trainer and engine do not agree.
             LockstepError: on every rank; the engine was lost and did not come back in time.
         """
@@ -189,7 +191,7 @@ class LockstepGeneration:
         return prompt_ids, token_ids, _each_alone(logprobs), _each_alone(token_ids)
 
     def close(self) -> None:
-        """Release the engine, if it was started or found here."""
+        """Release the engine, if this object started it or connected to it."""
         if self._owned is not None:
             self._owned.close()
             self._owned = None
@@ -197,7 +199,7 @@ class LockstepGeneration:
     # ---- on the main rank -------------------------------------------------------------------------------------------
 
     def _start(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Start or find the engine, and say what TRL's trainers ask of it."""
+        """Start the engine or connect to it. Returns the settings that TRL's trainers read."""
         sampled = sampled_from(given)
         path = resolve_model(self.model.config.name_or_path)
         tokenizer = guard_tokenizer(self.processing_class)
@@ -236,7 +238,7 @@ class LockstepGeneration:
             use_vllm=None,
             vllm_arguments={
                 "gpu_memory_utilization": given["gpu_memory_utilization"],
-                # numpy, which vLLM seeds too, takes no more.
+                # vLLM also seeds numpy, whose seeds must be below this.
                 "seed": seed % 2**31,
                 "engine_kwargs": {"model_impl": given["model_impl"], **(given["engine_kwargs"] or {})},
             },
@@ -247,7 +249,7 @@ class LockstepGeneration:
         )
 
     def _sample(self, parts: Sequence[list[list[int]]]) -> list[tuple[list[dict[str, Any]], int]]:
-        """Completions of all ranks' prompts, and the version of the weights that sampled them."""
+        """Completions for the prompts of all ranks, with the weight version that sampled them."""
         assert self._proven is not None
         call = f"call{self._calls}"
         keys = [
@@ -269,7 +271,7 @@ def _as_json(completion: Completion) -> dict[str, Any]:
 
 
 def _each_alone(sequences: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
-    """(tokens,) values as TRL wants them: (tokens, 1)."""
+    """(tokens,) values in the shape that TRL expects: (tokens, 1)."""
     return [[[value] for value in sequence] for sequence in sequences]
 
 

@@ -1,6 +1,6 @@
-"""What of TRL's parameters, model and way of training the engines here can do; everything else is refused by name.
+"""Checks which of TRL's parameters, models and kinds of training the engines here support. Others are refused by name.
 
-Comes from: the constructor of `integrations/trl.py`. Pure functions, which every rank calls with what it was given.
+The constructor of `integrations/trl.py` calls it. These are pure functions, and every rank calls them with its own arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.engines.vllm_arguments import NEUTRAL_SAMPLING
 from lockstep.engines.vllm_inprocess import vllm_installed
 from lockstep.errors import InputError
 
-# Parameters of TRL's that have one supported value (or two), and why.
+# Parameters of TRL that support only one or a few values, and the reason.
 _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mode": (("colocate", "server"), "it must be colocate or server"),
     "structured_outputs_regex": ((None,), "structured outputs are not supported yet"),
@@ -36,14 +36,14 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {"n": (1,), "logprobs": (None, 0)}
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The distribution that a run samples, and its seed; None where the user gave none."""
+    """The sampling distribution of a run, and its seed; None if the user gave no seed."""
 
     sampling: Sampling
     seed: int | None
 
 
 def check_parameters(given: Mapping[str, Any]) -> None:
-    """Refuse what no engine here does.
+    """Refuse parameter values that no engine here supports.
 
     Args:
         given: the constructor's parameters by name.
@@ -59,10 +59,10 @@ def check_parameters(given: Mapping[str, Any]) -> None:
 
 
 def check_alone(ranks: int) -> None:
-    """Refuse vLLM in one of several trainer processes.
+    """Refuse vLLM inside one of several trainer processes.
 
     Raises:
-        InputError: there are several, and vLLM is what would be started.
+        InputError: there are several processes, and vLLM would be started.
     """
     if ranks > 1 and vllm_installed():
         raise InputError(
@@ -77,10 +77,10 @@ def urls_of(given: Mapping[str, Any]) -> list[str]:
 
 
 def check_model(model: Any, accelerator: Any, processing_class: Any) -> None:
-    """Refuse a model whose weights do not lie whole and plain in this process.
+    """Refuse a model unless this process holds all of its weights, without wrappers.
 
     Raises:
-        InputError: it is no plain text model, or the way of training cuts it up.
+        InputError: the model is not a plain text model, or the kind of training splits it.
     """
     if not isinstance(model, PreTrainedModel):
         raise InputError(f"model is a {type(model).__name__}; adapters (PEFT) and wrapped models are not supported yet")
@@ -110,24 +110,24 @@ def check_model(model: Any, accelerator: Any, processing_class: Any) -> None:
 
 
 def engine_dtype_for(asked: str, model: PreTrainedModel, accelerator: Any) -> torch.dtype:
-    """Dtype of the engine; by default that of the trainer's forward."""
+    """Dtype of the engine. By default it is the dtype of the trainer's forward."""
     if asked != "auto":
         return getattr(torch, asked)
     return torch.bfloat16 if accelerator.mixed_precision == "bf16" else model.dtype
 
 
 def sampled_from(given: Mapping[str, Any]) -> Sampled:
-    """The distribution and the seed; `generation_kwargs` go before the parameters, as in TRL.
+    """The sampling distribution and the seed. `generation_kwargs` override the parameters, as in TRL.
 
     Raises:
-        InputError: `generation_kwargs` hold something that is not supported, or a value makes no distribution to learn from.
+        InputError: `generation_kwargs` contain an unsupported key, or the values give no distribution to learn from.
     """
     extra = dict(given["generation_kwargs"] or {})
     seed = extra.pop("seed", None)
     for name, neutral in _HARMLESS.items():
         if extra.pop(name, neutral[0]) not in neutral:
             raise InputError(
-                f"generation_kwargs may not set {name}: one completion and its log-probs are returned a prompt"
+                f"generation_kwargs may not set {name}: one completion and its log-probs are returned per prompt"
             )
     unknown = extra.keys() - _GENERATION_KWARGS
     if unknown:
@@ -142,12 +142,12 @@ def sampled_from(given: Mapping[str, Any]) -> Sampled:
 
 
 def warn_of_other_scores(sampling: Sampling) -> None:
-    """Say where TRL's trainers score another distribution than the one that is sampled."""
+    """Warn if TRL's trainers score a distribution other than the one that is sampled."""
     neutral = Sampling(max_tokens=sampling.max_tokens, temperature=sampling.temperature, stop=sampling.stop)
     other = [name for name in Sampling.__slots__ if getattr(sampling, name) != getattr(neutral, name)]
     if other:
         warnings.warn(
-            f"{', '.join(other)}: the log-probs are those of what is sampled, but TRL's trainers score the whole distribution; "
-            "their importance-sampling ratios carry the difference at every token (TRL issue 6789)",
+            f"{', '.join(other)}: the log-probs belong to the sampling distribution, but TRL's trainers score the whole one; "
+            "their importance-sampling ratios contain the difference at every token (TRL issue 6789)",
             stacklevel=3,
         )

@@ -1,1 +1,1 @@
-"""A name becomes a model: the packaged one, a local directory, or a hub id."""
+"""From a name to a model: the packaged model, a local directory, or a hub id."""

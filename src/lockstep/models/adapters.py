@@ -1,8 +1,8 @@
-"""Models with adapters (PEFT), in one place: what is the causal language model, what is the policy without its adapter.
+"""Models with adapters (PEFT): the causal language model inside, and the policy without its adapter.
 
-Comes from: `models/policy.py`, or a `PeftModel` of the user's. Goes to: everything that asks a model for its trunk, head or name.
-An adapter stays where it is: the layers of `causal_model(model)` are the adapted ones. What an engine is to hold of it, and how,
-stands in `sync/adapters.py`.
+A model comes from `models/policy.py`, or is a `PeftModel` of the user's. Everything that needs a model's trunk, head or names
+asks here. The adapter stays in the model: the layers of `causal_model(model)` are the adapted ones. `sync/adapters.py`
+decides what an engine receives.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
 
-# TRL's name for a frozen copy of an adapter that training began from.
+# TRL's name for a frozen copy of the adapter that training started from.
 REFERENCE = "ref"
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
-    """Whether a model is a `PeftModel`, or has layers that PEFT put in. Does not import PEFT: an adapted model's program has."""
+    """Whether a model is a `PeftModel`, or has PEFT layers. PEFT is not imported: if it is not, no model has an adapter."""
     peft = sys.modules.get("peft")
     if peft is None or not hasattr(peft, "PeftModel"):
         return False
@@ -34,7 +34,7 @@ def is_adapted(model: torch.nn.Module) -> bool:
 
 
 def causal_model(model: torch.nn.Module) -> PreTrainedModel:
-    """The causal language model itself: the one inside a `PeftModel`, with its adapted layers, or the model as it is."""
+    """The causal language model itself: the model inside a `PeftModel`, with its adapted layers, or `model` unchanged."""
     peft = sys.modules.get("peft")
     wrapped = peft is not None and hasattr(peft, "PeftModel") and isinstance(model, peft.PeftModel)
     return model.get_base_model() if wrapped else model  # type: ignore[operator]
@@ -48,12 +48,13 @@ def head_name(model: torch.nn.Module) -> str:
 
 
 def with_adapter(model: PreTrainedModel, peft_config: Any | None, *, seed: int) -> PreTrainedModel:
-    """The policy that a trainer trains: `model`, with a new adapter where `peft_config` asks for one.
+    """The policy that a trainer trains: `model`, with a new adapter if `peft_config` is given.
 
-    With gradient checkpointing, transformers' Trainer itself gives the frozen embeddings' outputs the gradient that blocks need.
+    With gradient checkpointing, transformers' Trainer itself makes the outputs of frozen embeddings require a gradient, as
+    blocks need.
 
     Raises:
-        InputError: the adapter cannot be added (see `add_adapter`), or the model's own is frozen.
+        InputError: the adapter cannot be added (see `add_adapter`), or the model's own adapter is frozen.
     """
     if peft_config is not None:
         model = add_adapter(model, peft_config, seed=seed)
@@ -67,16 +68,17 @@ def with_adapter(model: PreTrainedModel, peft_config: Any | None, *, seed: int) 
 
 
 def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> Any:
-    """A `peft.PeftModel` around `model`, whose layers get LoRA's; its policy is the model's until the first step.
+    """A `peft.PeftModel` around `model`, with LoRA layers. Until the first optimizer step its policy equals the model's.
 
-    Dropout of the adapter is the caller's to switch off with the model's (`models.policy.switch_off_dropout`).
+    The adapter may have dropout. The caller switches it off together with the model's (`models.policy.switch_off_dropout`).
 
     Args:
         peft_config: a `peft.LoraConfig`.
-        seed: of the adapter's first weights; torch's generator is left as it was.
+        seed: seed of the adapter's initial weights. The state of torch's generator does not change.
 
     Raises:
-        InputError: `peft_config` is no configuration of LoRA, its layers are not in the model, or the model has an adapter.
+        InputError: `peft_config` is not a LoRA configuration, its layers are not in the model, or the model already has an
+            adapter.
     """
     import peft
 
@@ -91,8 +93,8 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> A
         raise InputError("layer_replication is not supported: the engine's model has no copies of layers")
     if is_adapted(model):
         raise InputError(
-            "the model has an adapter already, and peft_config asks for another: leave peft_config out to train the one that "
-            "is there, or merge it, save the model and give its directory"
+            "the model has an adapter already, and peft_config asks for another: leave peft_config out to train the existing one, "
+            "or merge it, save the model and give its directory"
         )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -104,13 +106,14 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> A
 
 @contextmanager
 def without_adapter(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the model is the policy that training began from: its adapter is off, or is the one named "ref" where there is one.
+    """Inside the context, the model is the policy that training started from.
 
-    What is active, and which parameters are trained, is put back at the end, after errors too. Weights that are trained beside
-    an adapter in the base layers themselves (LoRA's `bias` other than "none") are not undone.
+    Its adapter is switched off, or replaced by the adapter named "ref" if the model has one. The active adapter and the
+    trainable parameters are restored at the end, also after an error. Weights of the base layers that are trained with the
+    adapter (LoRA's `bias` other than "none") are not restored to their old values.
 
     Raises:
-        InputError: the model is no `PeftModel`, or has several active adapters.
+        InputError: the model is not a `PeftModel`, or has several active adapters.
     """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):

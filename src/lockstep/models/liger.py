@@ -1,9 +1,9 @@
-"""Liger's Triton kernels for the trainer's model: what is accepted, before a model is loaded.
+"""Liger's Triton kernels for the trainer's model: checks the settings before a model is loaded.
 
-Comes from: `training/config/online_config.py` and `training/forward/policy.py`. Goes to: `transformers.Trainer`, which puts the
-kernels into the model as training begins: norms, rotary embedding, gated MLP. Head and loss stay Lockstep's. Liger's fused linear
-loss (`LigerFusedLinearGRPOLoss` of liger-kernel 0.8) has no kernel of its own: it is the head in chunks, in PyTorch, as
-`training/forward/token_logps.py` is, and gives the same loss and gradients.
+`training/config/online_config.py` and `training/forward/policy.py` call it. `transformers.Trainer` puts the kernels into the
+model when training begins: norms, rotary embedding, gated MLP. Head and loss remain Lockstep's. Liger's fused linear loss
+(`LigerFusedLinearGRPOLoss` of liger-kernel 0.8) has no kernel of its own. It computes the head in chunks in PyTorch, as
+`training/forward/token_logps.py` does, and gives the same loss and gradients.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from transformers.utils import is_liger_kernel_available
 
 from lockstep.errors import InputError
 
-# Of losses that nothing here goes through.
+# Liger's kernels for losses that Lockstep does not use.
 _LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
 
 def liger_config(wanted: bool, given: Mapping[str, bool] | str | None, *, use_cpu: bool) -> dict[str, bool] | None:
-    """The kernels to put into the model, as `liger_kernel_config`; None for none.
+    """The kernels to put into the model, as a `liger_kernel_config`; None if Liger is not used.
 
     Args:
-        wanted: `use_liger_kernel`.
-        given: `liger_kernel_config`: kernels by Liger's names, on or off.
+        wanted: the setting `use_liger_kernel`.
+        given: the setting `liger_kernel_config`: kernels by Liger's names, on or off.
 
     Raises:
-        InputError: kernels are chosen and not wanted, liger-kernel is missing, no GPU would run them, or a loss is among them.
+        InputError: kernels are chosen without `use_liger_kernel`, liger-kernel is missing, there is no GPU, or a loss is chosen.
     """
     if isinstance(given, str):
         raise InputError(f'liger_kernel_config={given!r}; it must be a mapping, such as {{"rope": false}}')
@@ -40,7 +40,7 @@ def liger_config(wanted: bool, given: Mapping[str, bool] | str | None, *, use_cp
         return None
     for name in _LOSSES:
         if given and given.get(name):
-            raise InputError(f"liger_kernel_config has {name}, which no loss here goes through; leave it out")
+            raise InputError(f"liger_kernel_config has {name}, but no loss here uses it; leave it out")
     if not is_liger_kernel_available():
         raise InputError("use_liger_kernel needs liger-kernel; install lockstep-rl[liger]")
     if (use_cpu or not torch.cuda.is_available()) and os.environ.get("TRITON_INTERPRET") != "1":
@@ -49,13 +49,13 @@ def liger_config(wanted: bool, given: Mapping[str, bool] | str | None, *, use_cp
 
 
 def check_kernels(model: PreTrainedModel, chosen: Mapping[str, bool]) -> None:
-    """Refuse what Liger would pass over in silence.
+    """Refuse settings that Liger would ignore without a message.
 
     Args:
-        chosen: what `liger_config` gave.
+        chosen: the result of `liger_config`.
 
     Raises:
-        InputError: it has no kernels for models of this kind, or none of a name.
+        InputError: Liger has no kernels for models of this type, or no kernel of a chosen name.
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
@@ -66,5 +66,5 @@ def check_kernels(model: PreTrainedModel, chosen: Mapping[str, bool]) -> None:
     for name in chosen:
         if name not in names and name not in _LOSSES:
             raise InputError(
-                f"liger_kernel_config has {name!r}, and Liger's kernels for {kind!r} are {', '.join(names)}"
+                f"liger_kernel_config has {name!r}, but Liger's kernels for {kind!r} are {', '.join(names)}"
             )

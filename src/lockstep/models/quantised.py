@@ -1,7 +1,9 @@
-"""Base weights in 4 bits (QLoRA, arXiv 2305.14314), by bitsandbytes: what is accepted, and the values that layers compute with.
+"""Base weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: the accepted settings, and the values that layers compute
+with.
 
-Comes from: `models/policy.py`, which loads them, or a model of the user's. Goes to: `sync/adapters.py`, which sends an engine these
-values and the adapter's delta, in full precision: an engine never quantises anew what the trainer has quantised.
+`models/policy.py` loads such weights, or the user gives a model that has them. `sync/adapters.py` adds the adapter's delta to
+these values and sends the sum to the engine in full precision. An engine never quantises again what the trainer has
+quantised.
 """
 
 from __future__ import annotations
@@ -16,21 +18,22 @@ from lockstep.errors import InputError
 
 
 def check_quantization(config: Any, peft_config: Any) -> None:
-    """Refuse quantisations whose weights could not be given to an engine, or not be trained.
+    """Refuse a quantisation whose weights could not be sent to an engine or could not be trained.
 
     Args:
         config: a `transformers.BitsAndBytesConfig`, or None.
+        peft_config: the adapter's configuration, or None.
 
     Raises:
-        InputError: it is of another kind, bitsandbytes is missing, or no adapter is asked for.
+        InputError: the config is of another kind, bitsandbytes is missing, or there is no `peft_config`.
     """
     if config is None:
         return
     if isinstance(config, Mapping):
         raise InputError(
-            f"quantization_config={dict(config)} is a mapping, which is not read: on the command line set use_peft and "
-            "load_in_4bit in its place (4 bits are all that is supported); in Python give the trainer "
-            "quantization_config=BitsAndBytesConfig(load_in_4bit=True) beside a peft_config"
+            f"quantization_config={dict(config)} is a mapping, which is not supported: on the command line set use_peft and "
+            "load_in_4bit instead (only 4 bits are supported); in Python give the trainer "
+            "quantization_config=BitsAndBytesConfig(load_in_4bit=True) and a peft_config"
         )
     if not getattr(config, "load_in_4bit", False):
         raise InputError(
@@ -48,37 +51,38 @@ def check_quantization(config: Any, peft_config: Any) -> None:
 
 
 def is_quantised(parameter: torch.Tensor) -> bool:
-    """Whether a parameter holds 4-bit codes of bitsandbytes'."""
+    """Whether a parameter holds 4-bit codes of bitsandbytes."""
     return type(parameter).__name__ == "Params4bit"
 
 
 def dequantised(parameter: Any) -> torch.Tensor:
-    """The float32 values of a quantised parameter: a layer that computes in float32 multiplies with exactly these.
+    """The float32 values of a quantised parameter. A layer that computes in float32 multiplies with exactly these values.
 
     Raises:
-        InputError: its codes lie in the order of bitsandbytes' CPU inference, which no training can follow.
+        InputError: the codes are packed for bitsandbytes' CPU inference, through which no gradient passes.
     """
     import bitsandbytes
 
-    # A state that is shared with the layer, so that only a copy is told another dtype.
+    # The layer shares this state, so that only a copy gets another dtype.
     state = copy.copy(_state(parameter))
     state.dtype = torch.float32
     return bitsandbytes.functional.dequantize_4bit(parameter.data, state)
 
 
 def outline_of(parameter: Any) -> torch.Tensor:
-    """What `dequantised` gives, without memory (device `meta`)."""
+    """A tensor like the result of `dequantised`, without memory (device `meta`)."""
     return torch.empty(_state(parameter).shape, dtype=torch.float32, device="meta")
 
 
 def keep_order(model: torch.nn.Module) -> None:
-    """Keep bitsandbytes from packing weights anew for inference.
+    """Keep bitsandbytes from repacking weights for inference.
 
-    On a CPU with AVX-512 BF16 its layers do so in their first forward in eval mode without a gradient, a look at a fresh model
-    say; from then on no gradient passes through them, in silence (bitsandbytes 0.50.2, `Linear4bit.forward`).
+    On a CPU with AVX-512 BF16, a layer repacks its weights in its first forward in eval mode without a gradient, for example when
+    somebody tries a new model. After that no gradient passes through the layer, and no error is raised (bitsandbytes 0.50.2,
+    `Linear4bit.forward`).
 
     Raises:
-        InputError: a layer has been packed already.
+        InputError: a layer has been repacked already.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

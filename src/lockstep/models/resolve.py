@@ -1,7 +1,7 @@
-"""From the name a user writes to what transformers and vLLM can both load.
+"""From the name that a user writes to a path or id that transformers and vLLM can both load.
 
-Comes from: a config's `model_name_or_path`. Goes to: `models/policy.py`, `tokens/tokenizer.py` and the engines,
-which must all be given the very same string.
+The name is a config's `model_name_or_path`. `models/policy.py`, `tokens/tokenizer.py` and the engines must all get exactly the
+string that this module returns.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ def resolve_model(name: str) -> str:
     """Directory or hub id for a model name.
 
     Args:
-        name: `smollm2-135m-instruct` (carried by a PyPI package), a directory with a `config.json`, or a hub id.
+        name: `smollm2-135m-instruct` (from a PyPI package), a directory with a `config.json`, or a hub id.
 
     Returns:
-        An absolute directory for the first two, the id unchanged for a hub id.
+        An absolute directory for the first two; a hub id is returned unchanged.
 
     Raises:
         InputError: the name looks like a path and is not a model directory.

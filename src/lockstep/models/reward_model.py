@@ -1,7 +1,7 @@
 """A reward model: a sequence classifier with one output, called like a reward function.
 
-Comes from: a directory, a hub id or a loaded model (`rollouts/reward_functions.py`). Goes to: `rollouts/rewards.py`, which cannot
-tell it from a function.
+It comes from a directory, a hub id or a loaded model (`rollouts/reward_functions.py`). `rollouts/rewards.py` calls it and
+treats it like any other reward function.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from lockstep.errors import InputError
 from lockstep.models.policy import switch_off_dropout
 
-# Tokens with padding, and so activations, of one forward pass; a single longer text is a batch of its own.
+# Limit of tokens, padding included, in one forward pass, which bounds the activations. A longer text is a batch by itself.
 _TOKENS_PER_BATCH = 16384
 
 
 class RewardModel:
-    """Scores prompt and completion together; a reward function by its convention.
+    """Scores prompt and completion together. It follows the convention of reward functions.
 
     Args:
-        model: a sequence classifier with one output. It is scored where it is, in evaluation mode and without dropout.
-        tokenizer: the model's own. Without a pad token it gets its end-of-sequence token as one; its pad id is written into the
-            model's config, by which the model finds a text's last token (TRL's convention).
+        model: a sequence classifier with one output. It stays on its device, and runs in evaluation mode without dropout.
+        tokenizer: the model's own. If it has no pad token, its end-of-sequence token becomes the pad token. The pad id is
+            written into the model's config, because the model uses it to find a text's last token (TRL's convention).
         chat_template_kwargs: passed to the chat template, for prompts that are messages.
-        tokens_per_batch: bound on rows × longest row of one forward pass.
+        tokens_per_batch: limit of rows × longest row in one forward pass.
 
     Raises:
         InputError: the model has several outputs, or the tokenizer has neither a pad nor an end-of-sequence token.
@@ -47,7 +47,7 @@ class RewardModel:
         if outputs != 1:
             raise InputError(
                 f"reward model {self.__name__} is a {type(model).__name__} with {outputs} outputs; a reward model is a sequence "
-                "classifier with one (AutoModelForSequenceClassification, num_labels=1)"
+                "classifier with one output (AutoModelForSequenceClassification, num_labels=1)"
             )
         if tokenizer.pad_token_id is None:
             if tokenizer.eos_token_id is None:
@@ -61,14 +61,15 @@ class RewardModel:
         self._tokens_per_batch = tokens_per_batch
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        """One score a completion: the model's only logit, in the order of the completions.
+        """One score per completion: the model's only logit, in the order of the completions.
 
         Args:
             prompts: text, or messages; of the same kind as `completions`.
             completions: text that follows the prompt, or messages.
 
         Raises:
-            InputError: messages without a chat template or that it refuses, or a text that is empty or longer than the model reads.
+            InputError: there is no chat template for messages or it refuses them, or a text is empty or longer than the
+                model's limit.
         """
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         if not texts:
@@ -83,7 +84,7 @@ class RewardModel:
 
     @torch.inference_mode()
     def _forward(self, rows: list[list[int]]) -> list[float]:
-        # Set anew each time: nothing keeps the model's owner from calling train().
+        # Set before each pass, because the model's owner may have called train().
         self.model.eval()
         width = max(map(len, rows))
         padding = self.tokenizer.pad_token_id
@@ -128,13 +129,13 @@ class RewardModel:
 
 
 def load_reward_model(path: str) -> PreTrainedModel:
-    """Sequence classifier with one output, in the precision that it was saved in.
+    """A sequence classifier with one output, in the precision in which it was saved.
 
     Args:
-        path: as `lockstep.models.resolve.resolve_model` returns it.
+        path: a result of `lockstep.models.resolve.resolve_model`.
 
     Raises:
-        InputError: there is none, or its head is not in the files (a language model's directory) and would be random.
+        InputError: there is no such model, or its head is not in the files (as for a language model) and would be random.
     """
     try:
         model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -146,13 +147,13 @@ def load_reward_model(path: str) -> PreTrainedModel:
     random = sorted({*report["missing_keys"], *(str(entry[0]) for entry in report["mismatched_keys"])})
     if random:
         raise InputError(
-            f"{path} is no reward model with one output: it does not hold {', '.join(random[:3])}, which would be random numbers"
+            f"{path} is no reward model with one output: its files lack {', '.join(random[:3])}, which would be random numbers"
         )
     return model
 
 
 def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The whole conversation; a completion that goes on with the prompt's last message becomes one message with it."""
+    """The whole conversation. A completion that continues the prompt's last message is joined with it into one message."""
     if prompt[-1]["role"] == "assistant" and completion and completion[0]["role"] == "assistant":
         whole = (prompt[-1].get("content") or "") + (completion[0].get("content") or "")
         return [*prompt[:-1], {**completion[0], "content": whole}, *completion[1:]]
@@ -160,7 +161,7 @@ def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> l
 
 
 def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Positions in batches of rows × longest row at most `budget`, the shortest rows together, so that little is padding."""
+    """Positions in batches with rows × longest row of at most `budget`. Rows of similar length share a batch, to pad little."""
     batch: list[int] = []
     for position in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if batch and (len(batch) + 1) * lengths[position] > budget:

@@ -1,1 +1,1 @@
-"""A run, seen: while it goes and afterwards. Reads logs and files only."""
+"""Shows a run, while it trains and afterwards. Reads only logs and files."""

@@ -1,6 +1,6 @@
-"""What was sampled last, as a table on the terminal: prompts, completions, scores, advantages, and what rewards say beside them.
+"""Prints the last generation as a table: prompts, completions, scores, advantages, and values that reward functions logged.
 
-Comes from: plain rows that the trainer makes of a generation. Printed where the run's other lines are.
+The trainer makes plain rows from a generation. The table is printed among the run's other output.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Row:
 
     Attributes:
         prompt: text, or messages with `role` and `content`.
-        scores: by reward function; None where it gave none.
-        extra: what reward functions logged of the completion, by column.
+        scores: score per reward function; None if the function gave none.
+        extra: values that reward functions logged for the completion, by column.
     """
 
     prompt: Any
@@ -36,8 +36,8 @@ def chosen_rows(rows: Sequence[Row], count: int | None, *, unique_prompts: bool)
     """The rows to show.
 
     Args:
-        count: how many at most, at even distances, so that few rows are of many prompts; None for all.
-        unique_prompts: only the first row of every prompt.
+        count: largest number of rows, taken at even distances so that they cover many prompts; None for all.
+        unique_prompts: whether to keep only the first row of every prompt.
     """
     kept = list(rows)
     if unique_prompts:
@@ -51,7 +51,7 @@ def chosen_rows(rows: Sequence[Row], count: int | None, *, unique_prompts: bool)
 
 
 def print_completions(rows: Sequence[Row], step: int, console: Console | None = None) -> None:
-    """Print rows as one table; a column for every score and every extra that one of them has."""
+    """Print rows as one table, with a column for every score and every extra value that any row has."""
     scores = list(dict.fromkeys(name for row in rows for name in row.scores))
     extras = list(dict.fromkeys(name for row in rows for name in row.extra))
     table = Table(expand=True, show_lines=True)
@@ -73,7 +73,7 @@ def _number(value: float | None) -> str:
 
 
 def _text(value: Any) -> Text:
-    # As Text: square brackets in what was sampled are no markup.
+    # Text objects, because square brackets in a completion must not be read as markup.
     if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
         return Text("\n\n".join(f"{str(m.get('role', '')).upper()}\n{m.get('content', '')}" for m in value))
     return Text(str(value))

@@ -1,6 +1,6 @@
 """`report.html`: one self-contained page about a finished run.
 
-Comes from: the run's metrics, summary and the rollouts sampled before and after. Opens without a network.
+It is made from the run's metrics, its summary, and the rollouts that were sampled before and after. It opens without a network.
 """
 
 from __future__ import annotations

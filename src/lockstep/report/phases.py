@@ -1,4 +1,4 @@
-"""Seconds by phase of a step. State of one run, read by logs, the live view and the summary."""
+"""Seconds per phase of a step. It belongs to one run; the logs, the live view and the summary read it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PHASES = ("generate", "rewards", "reference", "forward_backward", "optimizer", "
 
 
 class PhaseClock:
-    """Accumulates wall seconds a phase since the last `take`."""
+    """Accumulates wall seconds per phase since the last `take`."""
 
     def __init__(self) -> None:
         self._recent = dict.fromkeys(PHASES, 0.0)
@@ -34,7 +34,7 @@ class PhaseClock:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave a block (an evaluation) out of the account."""
+        """Do not count the time of a block (an evaluation)."""
         recent, start = dict(self._recent), time.perf_counter()
         try:
             yield
@@ -43,7 +43,7 @@ class PhaseClock:
             self._since += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase since the last call, with all wall seconds under `step`; then start again."""
+        """Seconds per phase since the last call, and all wall seconds under `step`. Then start again from zero."""
         now = time.perf_counter()
         recent = {**self._recent, "step": now - self._since}
         self._recent, self._since = dict.fromkeys(PHASES, 0.0), now

@@ -1,4 +1,4 @@
-"""`summary.json`: a finished run in a few numbers, computed from the files it wrote. Pure functions."""
+"""`summary.json`: a finished run in a few numbers, computed from the files that it wrote. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, aft
     Args:
         metrics: lines of `metrics.jsonl`.
         receipt: lines of `receipt.jsonl`.
-        before, after: evaluation metrics, where there was an evaluation set.
-        wall_s: seconds of the process that finished the run.
+        before, after: evaluation metrics, or None if there was no evaluation set.
+        wall_s: wall seconds of the process that finished the run.
 
     Returns:
-        See docs/report.md for every key.
+        The summary; docs/report.md explains every key.
     """
     steps = [line for line in metrics if "loss" in line]
     time = {
@@ -59,7 +59,7 @@ def _parity(receipt: list[Line]) -> Line:
         "checked_tokens": checked,
         **({"stale_tokens": stale} if stale else {}),
         "worst_module_error": max((line["worst_module"]["error"] for line in receipt), default=0.0),
-        # A failed check stops the run before its step; a run that has a summary had none.
+        # A failed check stops the run before its optimizer step. So a run that has a summary had no failed check.
         "failed": sum(
             line["checked_tokens"] + line.get("stale_tokens", 0) != line["sampled_tokens"] for line in receipt
         ),
@@ -67,7 +67,7 @@ def _parity(receipt: list[Line]) -> Line:
 
 
 def summary_lines(summary: Line) -> list[str]:
-    """The summary as a person reads it."""
+    """The summary as lines for people."""
     parity, lines = summary["parity"], []
     if "eval_reward_after" in summary:
         lines.append(

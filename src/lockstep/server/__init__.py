@@ -1,1 +1,1 @@
-"""`lockstep serve`: vLLM's own server, started with what training needs, behind a key, and kept alive."""
+"""`lockstep serve`: vLLM's own server, started with the options that training needs, protected by a key, and kept alive."""

@@ -1,7 +1,7 @@
-"""Which of vLLM's arguments a user may add to a server's command line.
+"""Decides which of vLLM's arguments a user may add to a server's command line.
 
-Asked before anything is loaded. That a word is the whole name of an argument, and no abbreviation of another, is asked in the
-server's own process, where vLLM's parser is (`server/launch.py`).
+This check runs before anything is loaded. The server's own process, which has vLLM's parser, then checks that every word is the
+whole name of an argument and not an abbreviation (`server/launch.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from lockstep.engines.vllm_arguments import REFUSED
 from lockstep.errors import InputError
 
-# Decided by `lockstep serve`; another value would open the server or break the contract with the trainer.
+# `lockstep serve` sets these. Another value would open the server to others or break the contract with the trainer.
 _OWN = frozenset(
     {
         "api_key",
@@ -27,7 +27,7 @@ _OWN = frozenset(
         "worker_extension_cls",
     }
 )
-# Would put other code, or another model, where the proofs look.
+# These would put other code, or another model, in the place that the proofs examine.
 _FOREIGN = frozenset(
     {
         "hf_config_path",
@@ -41,7 +41,7 @@ _FOREIGN = frozenset(
 
 
 def name_of(word: str) -> str:
-    """`max_num_seqs` for `--max-num-seqs`, `--max_num_seqs=4` and, of an argument with keys, `--max-num-seqs.key`."""
+    """The argument's name: `max_num_seqs` for `--max-num-seqs`, `--max_num_seqs=4` and `--max-num-seqs.key`."""
     return word.partition("=")[0].partition(".")[0].lstrip("-").replace("-", "_")
 
 
@@ -49,7 +49,7 @@ def check_words(words: Sequence[str]) -> None:
     """Refuse words that may not be on a server's command line.
 
     Raises:
-        InputError: a short form, or an argument that is not the user's to set.
+        InputError: a short form, or an argument that the user may not set.
     """
     for word in words:
         if word.startswith("-") and not word.startswith("--") and not _is_number(word):
@@ -61,7 +61,7 @@ def check_names(names: Iterable[str]) -> None:
     """Refuse arguments by name.
 
     Raises:
-        InputError: one is not the user's to set.
+        InputError: the user may not set one of them.
     """
     given = set(names)
     own = _OWN & given

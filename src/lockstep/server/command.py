@@ -1,6 +1,6 @@
-"""vLLM's own server as a command line and an environment: what training needs, and nothing open.
+"""Builds the command line and environment of vLLM's own server: with what training needs, and closed to everybody else.
 
-Comes from: `lockstep serve`. Goes to: `server/supervisor.py`, which runs it.
+`lockstep serve` calls it, and `server/supervisor.py` runs the result.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from lockstep.models.policy import context_length
 from lockstep.server.arguments import check_words, name_of
 from lockstep.server.keys import KEY_VARIABLE
 
-# Without a length given, a CPU's cache takes no more than this.
+# Limit of a CPU's cache if the user gives no length.
 _LARGEST_CPU_CACHE = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What a user may say of a server.
+    """The options that a user may set for a server.
 
-    `rest` is read by vLLM's own parser in the server's process, and checked there (`server/launch.py`).
+    vLLM's own parser, in the server's process, reads and checks `rest` (`server/launch.py`).
 
     Attributes:
         model: directory or hub id, resolved.
-        max_model_len: longest prompt + completion; None: the model's own.
-        fp32_head: the output head's product is in float32, whatever `dtype` is.
-        rest: further arguments of vLLM's server, as typed.
+        max_model_len: longest prompt + completion in tokens; None: the model's own limit.
+        fp32_head: whether the output head computes in float32, whatever `dtype` is.
+        rest: further arguments of vLLM's server, as the user typed them.
     """
 
     model: str
@@ -52,7 +52,7 @@ class ServeOptions:
 
     @property
     def url(self) -> str:
-        """Where this machine reaches the server."""
+        """The URL at which this machine reaches the server."""
         scheme = "https" if any(word.startswith("--ssl-certfile") for word in map(_dashed, self.rest)) else "http"
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         host = f"[{host}]" if ":" in host else host
@@ -63,7 +63,7 @@ def command_line(options: ServeOptions) -> list[str]:
     """The command that starts vLLM's API server.
 
     Raises:
-        InputError: an argument may not be set, or neither the user nor the model says how long a sequence may be.
+        InputError: an argument may not be set, or neither the user nor the model gives a maximum length.
     """
     check_words(options.rest)
     length = _context(options.model) if options.max_model_len is None else options.max_model_len
@@ -75,7 +75,7 @@ def command_line(options: ServeOptions) -> list[str]:
         # The token-in, token-out endpoint.
         "enable_scale_out": True,
         "weight_transfer_config": {"backend": SERVER_BACKEND},
-        # What a proof asks is answered before generations that were begun ahead.
+        # Requests of the proofs are answered before completions that are generated ahead.
         "scheduling_policy": "priority",
         "worker_extension_cls": WORKER_EXTENSION,
         "middleware": "lockstep.server.guard.KeyGuard",
@@ -100,15 +100,16 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     names = {name_of(word) for word in options.rest}
     if is_local(options.host) and not _SEVERAL_NODES & names:
-        # What vLLM's processes say to each other stays on this machine too.
+        # The traffic between vLLM's own processes stays on this machine too.
         defaults |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     if not torch.cuda.is_available():
         defaults |= _cpu_settings(len(os.sched_getaffinity(0)))
         if "OMP_WAIT_POLICY" in ours:
-            # The user's own word on what the next setting is about, which it would override.
+            # The user has set the wait policy, and the next setting would override it.
             del defaults["GOMP_SPINCOUNT"]
         if options.tensor_parallel_size == 1 and not _SEVERAL_WORKERS & names:
-            # The model in the scheduler's own process: in one of its own, the scheduler spins while it waits for it.
+            # Run the model in the scheduler's process. With a process of its own, the scheduler spins while it waits for the
+            # model.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return {**defaults, **ours, KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1"}
 
@@ -116,20 +117,20 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
 _SEVERAL_NODES = {"nnodes", "node_rank", "master_addr", "distributed_executor_backend"}
 _SEVERAL_WORKERS = {"pipeline_parallel_size", *_SEVERAL_NODES}
 
-# Would let the server unpickle what comes over the wire, or open some of its paths with a second key.
+# These would let the server unpickle what it receives, or open some of its paths with a second key.
 _DROPPED = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_API_KEY"})
 
 
 def _cpu_settings(cores: int) -> dict[str, str]:
-    """Threads and memory of an engine that shares its machine with a trainer: docs/server.md has what was measured."""
+    """Threads and memory of an engine that shares its machine with a trainer. The measurements are in docs/server.md."""
     return {
         # vLLM would keep one core for its scheduler and bind its threads to the others.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(cores),
-        # A thread that waits for its next share of work would look for it some milliseconds long, on a core that the trainer needs.
+        # By default a waiting thread would spin for some milliseconds, on a core that the trainer needs.
         "GOMP_SPINCOUNT": "3000",
-        # oneDNN would keep its last 1024 matmuls, of which every number of tokens in a step makes five: the server grew by a
-        # fifth before that was full. vLLM keeps 32 of each shape of weights itself; the 128 are for torch's own calls.
+        # oneDNN would keep its last 1024 matmuls, and every new number of tokens per step adds five: before that was full, the
+        # server grew by a fifth. vLLM itself keeps 32 per shape of weights; the 128 are for torch's own calls.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
     }
 
@@ -137,7 +138,7 @@ def _cpu_settings(cores: int) -> dict[str, str]:
 def _context(model: str) -> int:
     length = context_length(AutoConfig.from_pretrained(model))
     if length is None:
-        raise InputError("the model's config names no longest sequence; set max_model_len")
+        raise InputError("the model's config does not say how long a sequence may be; set max_model_len")
     return length
 
 
@@ -149,7 +150,7 @@ def _words(name: str, value: Any) -> list[str]:
 
 
 def _dashed(word: str) -> str:
-    """vLLM's spelling of an argument; the keys behind a dot are JSON's and stay."""
+    """An argument in vLLM's spelling, with dashes. The keys behind a dot are JSON keys and do not change."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")

@@ -1,7 +1,8 @@
-"""The guard inside vLLM's API server: no request passes without the key, whatever its path, but `/health`.
+"""The guard inside vLLM's API server: every request except `/health` needs the key.
 
-vLLM's own `--api-key` leaves the weight, cache and RPC endpoints open. Given to vLLM as `--middleware`; the key comes from the
-environment, where no list of processes shows it.
+vLLM's own `--api-key` leaves the weight, cache and RPC endpoints open. vLLM gets the guard as `--middleware`. The key comes
+from the
+environment, so that no list of processes shows it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class KeyGuard:
     """ASGI middleware that answers 401 to everything without `Authorization: Bearer KEY`.
 
     Raises:
-        InputError: the environment holds no usable key; the server then does not start.
+        InputError: the environment holds no usable key. The server then does not start.
     """
 
     def __init__(self, app: _App) -> None:
@@ -39,7 +40,7 @@ class KeyGuard:
             await receive()
             await send({"type": "websocket.close", "code": 1008})
         else:
-            body = b'{"error": "this server wants its key: Authorization: Bearer KEY"}'
+            body = b'{"error": "this server needs its key: Authorization: Bearer KEY"}'
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": body})
@@ -49,7 +50,7 @@ class KeyGuard:
         if len(shown) != 1:
             return False
         scheme, _, key = shown[0].partition(b" ")
-        # Digests have one length, so that the comparison tells nothing about the key's.
+        # Digests have one length, so that the time of the comparison does not reveal the key's length.
         return scheme.lower() == b"bearer" and hmac.compare_digest(_digest(key.strip()), self._digest)
 
 

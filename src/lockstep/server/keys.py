@@ -1,6 +1,6 @@
-"""The key between trainer and server: made at the server's start, kept in a file that only its owner can read.
+"""The key between trainer and server: made when the server starts, and kept in a file that only its owner can read.
 
-Comes from: `lockstep serve` (written) or the user (given). Goes to: the guard inside the server, and every trainer's calls.
+`lockstep serve` writes it, or the user gives it. The guard inside the server and every call of a trainer use it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from lockstep.engines.server_calls import is_local
 from lockstep.errors import InputError
 from lockstep.models.packaged import cache_dir
 
-# Read by `lockstep serve`, by the guard inside the server and by trainers alike.
+# `lockstep serve`, the guard inside the server and the trainers read this variable.
 KEY_VARIABLE = "LOCKSTEP_SERVER_KEY"
 _SHORTEST = 16
 
 
 def make_key() -> str:
-    """A fresh key: 256 random bits, URL-safe."""
+    """A new key: 256 random bits, URL-safe."""
     return secrets.token_urlsafe(32)
 
 
 def default_key_file(port: int) -> Path:
-    """Where the server on this machine's `port` leaves the key that it made."""
+    """The file in which the server on this machine's `port` saves the key that it made."""
     return cache_dir() / "keys" / f"port-{port}.key"
 
 
 def write_key(path: Path, key: str) -> None:
-    """Write a key file that nobody else can read, at no moment."""
+    """Write a key file. Nobody else can read it at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     staging = path.with_suffix(f".{os.getpid()}")
     staging.unlink(missing_ok=True)
@@ -58,10 +58,10 @@ def read_key(path: Path) -> str:
 
 
 def checked_key(key: str, where: str) -> str:
-    """A key that is worth the name.
+    """The key, if it is long enough and fits an HTTP header.
 
     Raises:
-        InputError: it is short, or has characters that no HTTP header carries.
+        InputError: the key is too short, or has characters that an HTTP header cannot carry.
     """
     if len(key) < _SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
         raise InputError(f"the key in {where} must be at least {_SHORTEST} printable characters without spaces")
@@ -69,13 +69,13 @@ def checked_key(key: str, where: str) -> str:
 
 
 def key_for(url: str, key_file: str | None) -> str | None:
-    """The key that a trainer shows to a server: from a file, the environment, or what a server here left.
+    """The key that a trainer sends to a server: from a file, from the environment, or saved by a server on this machine.
 
     Returns:
-        None where nothing is known; a server without a guard needs none.
+        None if no key is known; a server without a guard needs none.
 
     Raises:
-        InputError: the file that was named cannot be used.
+        InputError: `key_file` cannot be used.
     """
     if key_file is not None:
         return read_key(Path(key_file).expanduser())

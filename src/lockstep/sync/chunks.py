@@ -1,6 +1,6 @@
-"""A stream of tensors cut into chunks that fit a buffer, and one chunk laid out in memory.
+"""Cuts a stream of tensors into chunks that fit a buffer, and lays out one chunk in memory.
 
-Used by both ends of every wire: the sender lays tensors out, the engine's worker finds them again. Pure functions.
+Both ends of every transport use it: the sender lays the tensors out, and the engine's worker reads them back. Pure functions.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from lockstep.engines.tensor_specs import dtype_name
 
 CHUNK_BYTES = 64 << 20
-# Every dtype may start here, and so may a cache line.
+# Tensors of every dtype, and cache lines, may start at a multiple of this many bytes.
 ALIGNMENT = 64
 
 Named = tuple[str, torch.Tensor]
 
 
 class Placed(NamedTuple):
-    """One tensor of a chunk, as it goes over the wire: JSON types only."""
+    """The place of one tensor of a chunk, as it is sent: JSON types only."""
 
     name: str
     dtype: str
@@ -30,7 +30,7 @@ class Placed(NamedTuple):
 
 
 def chunks(tensors: Iterable[Named], limit: int = CHUNK_BYTES) -> Iterator[list[Named]]:
-    """Consecutive tensors whose bytes fit `limit`; a larger tensor is a chunk of its own."""
+    """Group consecutive tensors into chunks of at most `limit` bytes. A tensor larger than `limit` is a chunk by itself."""
     held: list[Named] = []
     used = 0
     for name, tensor in tensors:
@@ -45,7 +45,7 @@ def chunks(tensors: Iterable[Named], limit: int = CHUNK_BYTES) -> Iterator[list[
 
 
 def layout(chunk: Sequence[Named]) -> tuple[list[Placed], int]:
-    """Where each tensor of a chunk lies in a buffer, and how many bytes the buffer needs."""
+    """The place of each tensor of a chunk in a buffer, and the number of bytes that the buffer needs."""
     placed, offset = [], 0
     for name, tensor in chunk:
         placed.append(Placed(name, dtype_name(tensor.dtype), list(tensor.shape), offset))
@@ -69,7 +69,7 @@ def views(buffer: torch.Tensor, placed: Iterable[Sequence[object]]) -> list[Name
 
 
 def end_of(placed: Iterable[Sequence[object]]) -> int:
-    """Bytes that a buffer needs for a chunk."""
+    """The number of bytes that a buffer needs for a chunk."""
     entries = [Placed(*entry) for entry in placed]  # type: ignore[arg-type]
     return max((entry.offset + _bytes(entry.dtype, entry.shape) for entry in entries), default=0)
 
@@ -79,5 +79,5 @@ def _bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def aligned(size: int) -> int:
-    """Bytes from the start of a tensor to where the next may start."""
+    """`size` rounded up to the next offset at which a tensor may start, in bytes."""
     return -(-size // ALIGNMENT) * ALIGNMENT

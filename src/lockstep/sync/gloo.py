@@ -1,9 +1,10 @@
-"""Weights to servers on other machines over TCP, with torch.distributed's gloo: both ends.
+"""Both ends of the gloo transport: weights to servers on other machines over TCP, with torch.distributed.
 
-Every push meets anew: the trainer listens (at the address it was given, nowhere else), each server's worker connects, and all of
-them part when the push is over, so that a server which died or was restarted in between leaves nothing to mend. Tensors go out as
-they lie in the trainer's memory. They are cut into halves of a chunk, so that a server takes one while it loads the other and holds
-no more than a chunk, or one tensor that is larger. What travels is bytes: nothing is unpickled.
+Every push makes new connections. The trainer listens on the address that it was given and on no other. Each server's worker
+connects, and all connections close when the push is over. So a server that died or restarted between two pushes leaves
+nothing to repair. Tensors are sent directly from the trainer's memory. They are cut into half-chunks, so that a server can
+receive one while it loads the other. A server holds at most one chunk, or one tensor if that is larger. Only bytes are sent:
+nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ _LOOK_EVERY = 0.002
 
 
 class GlooTransport:
-    """The trainer's end.
+    """The trainer's end of the transport.
 
     Args:
-        host: this machine's address as the servers reach it.
-        port: where they meet; 0: a free port.
+        host: this machine's address, as the servers reach it.
+        port: port that the servers connect to; 0 means a free port.
         timeout: seconds that a whole push may take.
 
     Raises:
-        InputError: this machine cannot listen there.
+        InputError: this machine cannot listen on that address and port.
     """
 
     def __init__(self, host: str, port: int, timeout: float) -> None:
@@ -61,7 +62,7 @@ class GlooTransport:
             try:
                 self._broadcast(listener, size, tensors, pending)
             except RuntimeError:
-                # A server that went away says more about it than the connection that broke.
+                # If a server failed, its own error says more than the broken connection. `finish_all` raises it.
                 finish_all(pending)
                 raise
             finish_all(pending)
@@ -69,15 +70,15 @@ class GlooTransport:
             pool.shutdown(wait=False)
 
     def forget(self) -> None:
-        """Nothing outlives a push."""
+        """Does nothing: no state is kept between pushes."""
 
     def close(self) -> None:
-        """Nothing outlives a push."""
+        """Does nothing: no state is kept between pushes."""
 
     def _broadcast(
         self, listener: socket.socket, size: int, tensors: Iterable[Named], pending: Sequence[Future[None]]
     ) -> None:
-        # A second descriptor: the store closes its own.
+        # `detach` hands the file descriptor over: the store closes the one that it is given.
         store = _store(self._host, listener.getsockname()[1], self._timeout, listener.detach())
         self._await(store, size, pending)
         group = _group(store, _SENDER, size, self._host, self._timeout)
@@ -85,17 +86,17 @@ class GlooTransport:
         _everyone(group, raw, lambda: check_pending(pending))
 
     def _await(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
-        """Wait until every worker is there, or one of their servers says that it will not come."""
+        """Wait until every worker has connected, or raise as soon as a server reports an error."""
         deadline = time.monotonic() + self._timeout
         while not store.check([_here(rank) for rank in range(1, size)]):
             check_pending(pending)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"not every server came to {self._host} within {self._timeout:.0f} s")
+                raise RuntimeError(f"not every server connected to {self._host} within {self._timeout:.0f} s")
             time.sleep(_LOOK_EVERY)
 
 
 class Receiver:
-    """A worker's end. Takes the next chunk while one is being loaded, and keeps its memory from one push to the next."""
+    """A worker's end of the transport. It receives the next chunk while one is loaded, and keeps its buffer between pushes."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -103,14 +104,14 @@ class Receiver:
     def receive(
         self, info: Mapping[str, Any], parts: Sequence[Sequence[Sequence[object]]]
     ) -> Generator[list[Named], None, None]:
-        """The chunks of one push, one after the other; each is valid until the next is asked for.
+        """Yield the chunks of one push in order. Each chunk is valid until the next one is requested.
 
         Args:
-            info: what the trainer said of the meeting, and this worker's own rank in it.
-            parts: what each chunk holds (`chunks.Placed`).
+            info: the trainer's connection data, with this worker's own rank.
+            parts: the tensors that each chunk holds (`chunks.Placed`).
 
         Raises:
-            RuntimeError: the trainer did not come, or went away.
+            RuntimeError: the trainer did not connect, or its connection was lost.
         """
         host, port, timeout = info["host"], info["port"], info["timeout"]
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
@@ -124,7 +125,7 @@ class Receiver:
             _everyone(group, (tensor.flatten().view(torch.uint8) for _, tensor in arrived))
             return arrived
 
-        # Its end waits for what is on its way: nothing is written into the buffer after this.
+        # Leaving this block waits for the running receive, so that nothing is written into the buffer afterwards.
         with ThreadPoolExecutor(1, thread_name_prefix="lockstep-receive") as pool:
             ahead: Future[list[Named]] | None = None
             for number in range(len(parts)):
@@ -134,7 +135,7 @@ class Receiver:
                 yield arrived
 
     def _places(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Where each chunk lies: at the buffer's two ends in turn, which a chunk of more than half a buffer has for itself."""
+        """(start, end) of each chunk in the buffer: the two ends of the buffer in turn. Large chunks may overlap."""
         largest = max(sizes, default=0)
         needed = max(largest, min(2 * aligned(largest), CHUNK_BYTES))
         if self._buffer.numel() < needed:
@@ -150,17 +151,17 @@ def _apart(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def _everyone(group: dist.ProcessGroup, parts: Iterable[torch.Tensor], each: Callable[[], None] = lambda: None) -> None:
-    """Send bytes to all, or take them from the sender, in order, two on their way at a time.
+    """Broadcast bytes from the sender to every rank, in order, with two broadcasts in flight at a time.
 
     Args:
-        each: called before each of them.
+        each: called before each broadcast.
     """
     under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
     try:
         for data in parts:
             each()
             if data.numel():
-                # A tensor is kept for as long as gloo reads or writes it.
+                # The deque keeps each tensor alive while gloo reads or writes it.
                 under_way.append((group.broadcast([data], _FROM_SENDER), data))
             if len(under_way) == _UNDER_WAY:
                 under_way.popleft()[0].wait()
@@ -168,7 +169,7 @@ def _everyone(group: dist.ProcessGroup, parts: Iterable[torch.Tensor], each: Cal
             under_way.popleft()[0].wait()
     finally:
         for work, _ in under_way:
-            # After an error too, gloo is done with all memory when this returns.
+            # This also runs after an error: when the function returns, gloo no longer uses any of the memory.
             with contextlib.suppress(RuntimeError):
                 work.wait()
 
@@ -180,14 +181,14 @@ _FROM_SENDER.rootRank = _SENDER
 
 def _group(store: dist.Store, rank: int, size: int, host: str, timeout: float) -> dist.ProcessGroup:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # Gloo's own default would be whatever address this machine's name has.
+    # By default gloo would use whichever address this machine's host name resolves to.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout)
     return dist.ProcessGroupGloo(store, rank, size, options)  # type: ignore[return-value]
 
 
 def _store(host: str, port: int, timeout: float, listener: int) -> dist.TCPStore:
-    # With a socket of ours: the store's own would listen on every address of this machine.
+    # The store gets our socket, because its own would listen on every address of this machine.
     return dist.TCPStore(
         host,
         port,
@@ -217,7 +218,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _own_address(host: str, port: int, timeout: float) -> str:
-    """This machine's address on the way to the trainer."""
+    """This machine's address on the route to the trainer."""
     with socket.create_connection((host, port), timeout=timeout) as way:
         return str(way.getsockname()[0])
 

@@ -1,9 +1,9 @@
-"""One push of the trainer's weights into an engine, the same for every engine, in the only order that is safe:
+"""One push of the trainer's weights into an engine. The order of steps is the same for every engine, and it is the only safe one:
 
 stop serving → load → compare what arrived with the manifest → reset caches → commit the version → serve.
 
-Comes from: `sync/source.py`. Goes to: the receiving half of an engine. If any step fails the engine stays closed, since
-half an update must never serve a token.
+The weights come from `sync/source.py` and go to the receiving half of an engine. If a step fails, the engine stays closed,
+because a half-updated engine must never serve a token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lockstep.sync.source import DescribedSource, Manifest
 
 @dataclass(frozen=True, slots=True)
 class SyncRecord:
-    """What one push did; a line of the receipt."""
+    """The result of one push; one line of the receipt."""
 
     version: int
     digest: str
@@ -33,15 +33,15 @@ class SyncRecord:
 
 
 def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -> SyncRecord:
-    """Bring an engine to the weights of `model` and commit them as `version`.
+    """Load the weights of `model` into an engine and commit them as `version`.
 
-    The model is only read; one with an adapter is sent merged (`sync/adapters.py`). On failure the engine refuses to generate until
-    a later push succeeds.
+    The model is only read. A model with an adapter is sent merged (`sync/adapters.py`). After a failure the engine refuses to
+    generate until a later push succeeds.
 
     Raises:
         InputError: the model has an adapter of a kind that cannot be merged.
-        ProofError: the engine loaded something else than was sent, left parameters untouched, or did not confirm the reset of
-            its caches.
+        ProofError: what the engine loaded differs from what was sent, some parameters received nothing, or the engine did not
+            confirm the reset of its caches.
     """
     start = time.perf_counter()
     sent = DescribedSource(weights_of(model), engine.wire_dtype)
@@ -62,10 +62,11 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
 
 
 def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
-    """Compare an acknowledgement with the manifest it answers.
+    """Compare an engine's acknowledgement with the manifest of the push.
 
     Raises:
-        ProofError: a tensor is missing, extra or of another shape, dtype or content, or an engine parameter got nothing.
+        ProofError: a tensor is missing, unexpected, or of another shape, dtype or content, or an engine parameter received
+            nothing.
     """
     sent, arrived = {t.name: t for t in manifest.tensors}, {t.name: t for t in loaded.tensors}
     odd = [
@@ -84,14 +85,14 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
     if changed:
         raise ProofError(
             "digest",
-            f"the bytes of {len(changed)} of {len(sent)} tensors are not those that were sent, {changed[0]} first",
+            f"the bytes of {len(changed)} of {len(sent)} tensors differ from those that were sent; the first is {changed[0]}",
             "the transport damaged tensors, or the model was changed while it was being sent",
             "do not change the model during a push; otherwise this is a defect of the weight transport: report it",
         )
     if loaded.untouched:
         raise ProofError(
             "manifest",
-            f"{len(loaded.untouched)} engine parameters received nothing, {loaded.untouched[0]} first",
+            f"{len(loaded.untouched)} engine parameters received nothing; the first is {loaded.untouched[0]}",
             "the trained model lacks parameters that the engine serves, or names them differently",
             "give trainer and engine the same model; partial models are not supported",
         )

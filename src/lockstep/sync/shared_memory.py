@@ -1,7 +1,7 @@
-"""Weights to servers on this machine through shared memory: one copy by the trainer, none by the wire.
+"""Sends weights to servers on this machine through shared memory: the trainer copies them once, the transport does not copy them.
 
-While the servers load from one slot of a segment, the trainer fills the other (`sync/slots.py`). The segment is a file in
-`/dev/shm` that only this user can open, and has no name any more once every server has opened it.
+A segment has two slots. While the servers load from one slot, the trainer fills the other (`sync/slots.py`). The segment is a
+file in `/dev/shm` that only this user can open. Its name is removed as soon as every server has opened it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _PREFIX = "lockstep-"
 
 
 class SharedMemoryTransport:
-    """The trainer's end. Holds two chunks of memory, each at most `chunks.CHUNK_BYTES` or one tensor.
+    """The trainer's end of the transport. It holds two slots, each of `chunks.CHUNK_BYTES`, or of the largest tensor if that
+    is larger.
 
     Args:
         timeout: seconds that a push may take.
@@ -39,7 +40,7 @@ class SharedMemoryTransport:
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
         laid_out = [layout(chunk) for chunk in chunks(outline(tensors))]
-        # All servers take part at the same time, or none comes to an end.
+        # One thread per server: the push cannot finish unless all servers take part at the same time.
         with ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push") as pool:
             try:
                 largest = max((size for _, size in laid_out), default=0)
@@ -47,7 +48,7 @@ class SharedMemoryTransport:
                     self._slots = self._opened(largest, servers, pool)
                 self._send(tensors, [places for places, _ in laid_out], self._slots, servers, pool)
             except BaseException:
-                # Whoever still holds the segment, to load from or to count in, is not met again.
+                # A server may still load from the segment or write its counter there, so that the segment is never used again.
                 self.forget()
                 raise
 
@@ -73,7 +74,7 @@ class SharedMemoryTransport:
                 slots.filled(number)
         except BaseException as error:
             slots.give_up()
-            # No server reads on when this returns, and one that failed says more about it than the trainer saw.
+            # Wait until no server reads the segment any more. A server's own error says more than the one that the trainer saw.
             wait(pending)
             if type(error) is RuntimeError:
                 finish_all(pending)
@@ -106,10 +107,10 @@ class SharedMemoryTransport:
 
 
 class Segment:
-    """The worker's end: the trainer's segment, mapped, and its open file.
+    """The worker's end: the trainer's segment, mapped into memory, and its open file.
 
     Raises:
-        ValueError: the name is not that of a segment, or its owner is another user.
+        ValueError: the name is not the name of a segment, or another user owns the file.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -120,12 +121,12 @@ class Segment:
         self.handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
 
     def close(self) -> None:
-        """Let go of the file; the memory goes with the last view of it."""
+        """Close the file. The memory is released with the last view of it."""
         os.close(self.handle)
 
 
 def sees_this_memory(server: WeightReceiverCalls) -> bool:
-    """Whether a server's workers open the same shared memory as this process: shown by a file, not inferred from names."""
+    """Whether a server's workers open the same shared memory as this process. A test file decides it, not the host name."""
     secret = secrets.token_hex(16)
     path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
     handle = _private(path)
@@ -140,7 +141,7 @@ def sees_this_memory(server: WeightReceiverCalls) -> bool:
 
 
 def read_mark(name: str) -> str | None:
-    """The worker's answer to `sees_this_memory`: what a small file of this user holds; None where there is none."""
+    """The worker's answer to `sees_this_memory`: the content of a small file of this user, or None if there is no such file."""
     try:
         return _own_file(name).read_text()[:64]
     except (OSError, ValueError):
@@ -148,7 +149,7 @@ def read_mark(name: str) -> str | None:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy on this thread alone where both lie in main memory: the other cores are loading the chunk before."""
+    """Copy on this thread alone if both tensors are in main memory, because the other cores are loading the previous chunk."""
     if source.device.type == "cpu":
         raw = source.detach().contiguous().flatten().view(torch.uint8)
         target.flatten().view(torch.uint8).numpy()[:] = raw.numpy()
@@ -157,10 +158,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _own_file(name: str) -> Path:
-    """A file of this user's that a trainer made.
+    """The path of a file that a trainer made and this user owns.
 
     Raises:
-        ValueError: the name is not that of one, or its owner is another user.
+        ValueError: the name is not the name of such a file, or another user owns it.
     """
     path = _FOLDER / name
     if not name.startswith(_PREFIX) or not name.removeprefix(_PREFIX).isalnum() or path.stat().st_uid != os.geteuid():
@@ -169,10 +170,10 @@ def _own_file(name: str) -> Path:
 
 
 def _made(path: Path, size: int) -> int:
-    """An open file of this user's alone, with room for so many bytes."""
+    """An open file descriptor of a new file of `size` bytes that only this user can open."""
     handle = _private(path)
     try:
-        # Not `ftruncate`, which promises memory that is not there: the first write would kill this process.
+        # `ftruncate` would promise memory that may not exist, and then the first write would kill this process.
         os.posix_fallocate(handle, 0, size)
     except OSError as error:
         os.close(handle)

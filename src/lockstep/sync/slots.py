@@ -1,7 +1,8 @@
-"""A segment of shared memory as two slots that a trainer fills and workers load from, and the counters by which they take turns.
+"""A segment of shared memory with two slots that the trainer fills and workers load from, and the counters that order their
+turns.
 
-Used by both ends of `sync/shared_memory.py`. The counters lie in front of the slots, so that a whole push is one call to a server.
-Every wait is bounded, and ends early where the other end is gone or has given up.
+Both ends of `sync/shared_memory.py` use it. The counters are stored in front of the slots, so that a whole push is one call to a
+server. Every wait is bounded, and ends early if the other end is gone or has given up.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from lockstep.sync.chunks import Named, aligned, views
 
 SLOTS = 2
 _LOOK_EVERY, _LOOK_FOR_PEER_EVERY = 0.0002, 0.25
-# Places of counters: how many chunks have been filled, in which push, and from the third on how many each worker has taken.
+# Indices of counters: the number of filled chunks, the number of the push, then for each worker the number of chunks it has
+# loaded.
 _FILLED, _PUSH, _TAKEN = 0, 1, 2
 _GIVEN_UP = -1
 _LEFT = "a server's worker left the push before its end"
@@ -30,7 +32,7 @@ _FENCE = threading.Lock()
 
 
 def segment_bytes(slot: int, workers: int) -> int:
-    """Size of a segment whose slots hold so many bytes each."""
+    """Size in bytes of a segment whose slots hold `slot` bytes each."""
     return _header(workers) + SLOTS * slot
 
 
@@ -43,13 +45,13 @@ def _counters(memory: torch.Tensor, workers: int) -> Any:
 
 
 class FilledSlots:
-    """The trainer's end.
+    """The trainer's end of the slots.
 
     Args:
-        memory: (bytes,) uint8, of `segment_bytes`.
-        slot: bytes of a slot.
-        workers: how many load every chunk.
-        timeout: seconds that a slot may stay taken.
+        memory: (bytes,) uint8, of size `segment_bytes`.
+        slot: size of one slot in bytes.
+        workers: number of workers that load every chunk.
+        timeout: seconds that a slot may stay in use.
     """
 
     def __init__(self, memory: torch.Tensor, slot: int, workers: int, timeout: float) -> None:
@@ -57,24 +59,24 @@ class FilledSlots:
         self._memory, self._counters = memory, _counters(memory, workers)
 
     def begin(self) -> int:
-        """Begin a push, of a number that no call to a worker has named before."""
+        """Begin a push and return its number, which is random, so that no earlier call to a worker has named it."""
         push = secrets.randbits(62)
         self._counters[:] = 0
         self._counters[_PUSH] = push
         return push
 
     def offset(self, number: int) -> int:
-        """Where in the segment a chunk begins."""
+        """Offset in the segment at which a chunk begins, in bytes."""
         return _header(self.workers) + number % SLOTS * self.slot
 
     def free(self, number: int, check: Callable[[], None]) -> torch.Tensor:
-        """The slot of a chunk, once every worker has loaded what was in it before.
+        """The slot for a chunk, as soon as every worker has loaded the slot's previous content.
 
         Args:
-            check: raises where a worker will load no more.
+            check: raises if a worker will load no more.
 
         Raises:
-            RuntimeError: a worker did not take what was in it within the time limit, or left the push.
+            RuntimeError: a worker did not load the previous content within the time limit, or left the push.
         """
 
         def is_left() -> bool:
@@ -88,21 +90,21 @@ class FilledSlots:
         return self._memory[start : start + self.slot]
 
     def filled(self, number: int) -> None:
-        """Say that a chunk lies in its slot."""
+        """Announce that a chunk is in its slot."""
         _fence()
         self._counters[_FILLED] = number + 1
 
     def end(self, chunks: int) -> None:
-        """See that every worker has taken all that there was.
+        """Check that every worker has loaded all chunks.
 
         Raises:
-            RuntimeError: one left the push.
+            RuntimeError: a worker left the push.
         """
         if self._least_taken() != chunks:
             raise RuntimeError(_LEFT)
 
     def give_up(self) -> None:
-        """Say that nothing more will come."""
+        """Announce that no more chunks will come."""
         self._counters[_FILLED] = _GIVEN_UP
 
     def _least_taken(self) -> int:
@@ -119,18 +121,18 @@ def taken_chunks(
     workers: int,
     timeout: float,
 ) -> Generator[list[Named], None, None]:
-    """A worker's end: the chunks of one push as they are filled, each valid until the next is asked for.
+    """A worker's end of the slots: yield the chunks of one push as they are filled. Each is valid until the next is requested.
 
-    They end early, without an error, where the trainer is gone, has given up, is at another push, or fills nothing for `timeout`
-    seconds: vLLM does not hear the other workers of a server out when one of them fails, and the trainer is told by the
-    counter of this one. What arrived is then less than was sent.
+    The chunks end early and without an error if the trainer is gone, has given up, is at another push, or fills no slot for
+    `timeout` seconds. There is no error because vLLM does not wait for a server's other workers after one of them fails. The
+    worker's counter tells the trainer, and the acknowledgement then lists fewer tensors than were sent.
 
     Args:
-        memory: the whole segment, uint8.
-        handle: an open file of the segment, which its trainer keeps locked for as long as it lives.
-        chunks: what each holds (`chunks.Placed`), by its place in the segment.
-        push: its number.
-        worker: which of `workers` this is, from 0.
+        memory: (bytes,) the whole segment, uint8.
+        handle: an open file of the segment. The trainer keeps the file locked as long as it lives.
+        chunks: the tensors of each chunk (`chunks.Placed`), with their places in the segment.
+        push: number of the push.
+        worker: index of this worker among `workers`, from 0.
     """
     counters = _counters(memory, workers)
     is_gone = partial(_is_gone, counters, push, handle)
@@ -162,19 +164,20 @@ def _is_gone(counters: Any, push: int, handle: int) -> bool:
 
 
 def _tell(counters: Any, push: int, worker: int, taken: int) -> None:
-    """What a worker has taken, for the trainer that sent it: another push is none of its business."""
+    """Publish the number of chunks that a worker has loaded, unless the trainer is already at another push."""
     _fence()
     if int(counters[_PUSH]) == push:
         counters[_TAKEN + worker] = taken
 
 
 class TrainerLock:
-    """Marks a segment as one whose trainer lives: until it is closed, which the kernel does when the trainer dies.
+    """A lock on a segment that shows that its trainer lives. The kernel releases it when the trainer dies.
 
-    Children that the trainer forks (data loaders, say) let go of it at once, so that none keeps it for a trainer that is dead.
+    Child processes that the trainer forks (for example data loaders) close it at once, so that none of them holds the lock of
+    a dead trainer.
 
     Args:
-        handle: an open file of the segment, closed with this.
+        handle: an open file of the segment; `close` closes it.
     """
 
     def __init__(self, handle: int) -> None:
@@ -183,7 +186,7 @@ class TrainerLock:
         _HELD.add(self)
 
     def close(self) -> None:
-        """Say that the trainer has done with the segment; may be called twice."""
+        """Release the lock: the trainer no longer uses the segment. May be called twice."""
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
@@ -209,10 +212,10 @@ def _is_unlocked(handle: int) -> bool:
 
 
 def _comes(ready: Callable[[], bool], is_gone: Callable[[], bool], every: float, limit: float) -> bool:
-    """Wait for something: whether it came within so many seconds, and before whoever it comes from was gone.
+    """Wait until `ready()` is true. Returns False if `is_gone()` becomes true or `limit` seconds pass first.
 
     Args:
-        every: seconds between looks at the other end.
+        every: seconds between two calls of `is_gone`.
     """
     start = looked = time.monotonic()
     while not ready():
@@ -228,7 +231,8 @@ def _comes(ready: Callable[[], bool], is_gone: Callable[[], bool], every: float,
 
 
 def _fence() -> None:
-    """Order what lies before in memory before what comes after: leaving a lock and taking it again does, on every processor."""
+    """Memory fence: writes before it become visible before writes after it. Releasing and taking a lock is one on every
+    processor."""
     for _ in range(2):
         with _FENCE:
             pass

@@ -1,7 +1,7 @@
-"""The trainer's weights as a stream of named tensors, and the manifest that says what the stream holds.
+"""The trainer's weights as a stream of named tensors, and the manifest that describes the stream.
 
-Comes from: the trained model, which is only read. Goes to: `sync/push.py`, and to the module probe, which compares the engine with
-the same tensors. `sync/adapters.py` has the source for models with adapters, and chooses between the two.
+The trained model is the source and is only read. `sync/push.py` sends the stream, and the module probe compares the engine
+with the same tensors. `sync/adapters.py` has the source for models with adapters, and chooses between the two.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from lockstep.errors import LockstepError
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What one push sends: the version, and name, dtype, shape and byte digest of every tensor in order."""
+    """The content of one push: the version, and the name, dtype, shape and byte digest of every tensor, in order."""
 
     version: int
     tensors: tuple[TensorSpec, ...]
 
     @property
     def digest(self) -> str:
-        """Hex digest of the whole push: equal digests mean equal names, dtypes, shapes and bytes."""
+        """Hex digest of the whole push. Equal digests mean equal names, dtypes, shapes and bytes."""
         return hashlib.blake2b(json.dumps(self.tensors).encode(), digest_size=16).hexdigest()
 
 
 class PlainSource:
-    """Weights of a model that lies whole in this process. Tied parameters occur once, under their first name.
+    """Weights of a model that is whole in this process. Tied parameters occur once, under their first name.
 
-    May be read several times; equal weights give equal bytes. It is made anew for every push.
+    It may be read several times; equal weights give equal bytes. A new source is made for every push.
     """
 
-    # Whether what is read is the model's own memory, rather than tensors made to be read once.
+    # Whether the tensors are the model's own memory. If not, they are new tensors that are made to be read once.
     own_memory = True
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -48,15 +48,15 @@ class PlainSource:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name of every tensor, those of tied ones too."""
+        """All names of all tensors, including every name of a tied tensor."""
         return tuple(self._first)
 
     def first_name(self, name: str) -> str:
-        """The name that a tensor is sent under: its own, or the first of those tied to it."""
+        """The name under which a tensor is sent: its own, or the first name of the tensors tied to it."""
         return self._first[name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """What an engine should hold under `name`. Not to be written to."""
+        """The tensor that an engine should hold under `name`. It must not be written to."""
         return self._parameters[name].detach()
 
     def shape(self, name: str) -> torch.Size:
@@ -64,16 +64,16 @@ class PlainSource:
         return self._outline(name).shape
 
     def holder(self, name: str) -> torch.nn.Module:
-        """The plain module that has a tensor as its own."""
+        """The plain module that owns a tensor."""
         return self._model.get_submodule(name.rpartition(".")[0])
 
     def outline(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What iterating gives, as tensors without memory (device `meta`)."""
+        """The same names, shapes and dtypes as iterating, with tensors that have no memory (device `meta`)."""
         for name in self._sent():
             yield name, self._outline(name)
 
     def manifest(self, version: int) -> Manifest:
-        """What the source holds now, read to the last byte."""
+        """Read the whole source and describe its current content."""
         return Manifest(version, _read(self))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -88,13 +88,13 @@ class PlainSource:
 
 
 class DescribedSource:
-    """A source that a push reads once: its tensors are described while the engine is given them.
+    """A source that a push reads once. It describes its tensors while the engine receives them.
 
     Args:
-        dtype: what wider floating-point tensors are cast to, one by one, as they are read; None: nothing is cast.
+        dtype: dtype to which wider floating-point tensors are cast, one by one, when they are read; None: nothing is cast.
 
     Raises:
-        LockstepError: as it is read; a tensor could not be made.
+        LockstepError: a tensor could not be made. Raised while the source is read.
     """
 
     def __init__(self, source: PlainSource, dtype: torch.dtype | None = None) -> None:
@@ -103,20 +103,20 @@ class DescribedSource:
 
     @property
     def own_memory(self) -> bool:
-        """As the source has it, where nothing is cast."""
+        """Whether the tensors are the model's own memory: only if the source says so and nothing is cast."""
         return self._source.own_memory and self._dtype is None
 
     @property
     def bytes(self) -> int:
-        """Bytes of one push, as it is sent."""
+        """Size of one push in bytes, after the cast."""
         return sum(tensor.nbytes for _, tensor in self.outline())
 
     def outline(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As the source gives it, cast."""
+        """The outline of the source, after the cast."""
         return _cast(self._source.outline(), self._dtype)
 
     def manifest(self, version: int) -> Manifest:
-        """What was sent; of a source that was not read to its end, what should have been."""
+        """The manifest of what was sent, or of what should have been sent if the source was not read to its end."""
         return Manifest(version, _read(_cast(self._source, self._dtype)) if self._specs is None else self._specs)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -124,8 +124,8 @@ class DescribedSource:
         try:
             yield from described(_cast(self._source, self._dtype), specs)
         except RuntimeError as error:
-            # Running out of memory, say: the trainer's own, where the engine would be thought lost.
-            raise LockstepError(f"the weights could not be made ready to be sent: {error}") from error
+            # For example out of memory in the trainer: without this error, the engine would be thought lost.
+            raise LockstepError(f"the trainer could not prepare the weights for sending: {error}") from error
         self._specs = tuple(specs)
 
 
@@ -136,7 +136,7 @@ def _cast(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
 
 
 def _read(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorSpec, ...]:
-    """Descriptions of a stream, which is read to its end."""
+    """Read a stream to its end and describe its tensors."""
     specs: list[TensorSpec] = []
     for _ in described(tensors, specs):
         pass
@@ -144,5 +144,5 @@ def _read(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorSpec, ...]
 
 
 def outline(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Names, dtypes and shapes of a stream that will be read later: of a source without making its tensors."""
+    """Names, dtypes and shapes of a stream that will be read later. A source does not make its tensors for this."""
     return tensors.outline() if isinstance(tensors, PlainSource | DescribedSource) else tensors

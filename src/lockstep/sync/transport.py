@@ -1,7 +1,7 @@
-"""How the bytes of a push reach servers: the interface of every weight transport, and the choice between them.
+"""How the bytes of a push reach servers: the choice between the weight transports.
 
-Driven by `engines/vllm_server.py`. A transport moves bytes and says what it placed where; the version, the acknowledgement and the
-comparison are the same for all of them (`sync/push.py`).
+`engines/vllm_server.py` drives a transport. A transport moves bytes and reports what it placed where. The version, the
+acknowledgement and the comparison are the same for all transports (`sync/push.py`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ TRANSPORTS = ("auto", "shared_memory", "gloo")
 def choose_transport(
     name: str, servers: Sequence[WeightReceiverCalls], host: str, port: int, timeout: float
 ) -> WeightTransport:
-    """The transport that was asked for, or the fastest that every server can take part in.
+    """The transport that was asked for, or the fastest one that every server supports.
 
     Args:
         name: one of `TRANSPORTS`.
-        host: this machine's address as the servers reach it; gloo listens there and nowhere else.
-        port: port that gloo meets at; 0: a free one.
+        host: this machine's address, as the servers reach it. Gloo listens on it and on no other.
+        port: port that gloo listens on; 0 means a free port.
         timeout: seconds that any step of a push may take.
 
     Raises:
-        InputError: the name is unknown, or a server cannot take part.
+        InputError: the name is unknown, or a server cannot use the transport.
     """
     if name not in TRANSPORTS:
         raise InputError(f"vllm_weight_transport={name!r}; it must be one of {', '.join(TRANSPORTS)}")
@@ -41,7 +41,7 @@ def choose_transport(
         if away and is_local(host):
             raise InputError(
                 f"the server at {away[0]} cannot reach this machine at {host}: set vllm_group_host to this machine's address "
-                "as that one reaches it"
+                "as that server reaches it"
             )
         return GlooTransport(host, port, timeout)
     raise InputError(

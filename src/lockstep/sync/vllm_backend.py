@@ -1,7 +1,7 @@
-"""The engine's end of a push into vLLM: weight-transfer backends of ours, for one process and for servers.
+"""The engine's end of a push into vLLM: our weight-transfer backends, one for a single process and one for servers.
 
-Runs inside vLLM's worker, created by vLLM's factory. Tensors are copied (and cast) into the engine's layers by vLLM's layer-wise
-reload; what was written is kept as the acknowledgement that `sync/push.py` compares.
+It runs inside vLLM's worker; vLLM's factory creates it. vLLM's layer-wise reload copies (and casts) the tensors into the engine's
+layers. The backend records the tensors that were written, and `sync/push.py` compares this acknowledgement with the manifest.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from lockstep.sync.slots import taken_chunks
 from lockstep.sync.source import DescribedSource, PlainSource
 from lockstep.sync.vllm_reload import begin_reload, half_loaded, keep_pending, repack_heads
 
-# What is made for a push lies in memory up to here, twice, beside what vLLM still waits to use.
+# Merged or cast tensors are loaded in parts of this size. Up to two parts are in memory, beside tensors that vLLM still waits
+# to use.
 _PART_BYTES = 16 << 20
 
 
 @dataclass
 class InProcessInit(WeightTransferInitInfo):
-    """Nothing to agree on: both ends share an address space."""
+    """Empty: both ends share an address space, so that there is nothing to agree on."""
 
 
 @dataclass
 class InProcessUpdate(WeightTransferUpdateInfo):
-    """Named tensors of the trainer, by reference, made as they are read where the model has an adapter."""
+    """Named tensors of the trainer, by reference. With an adapter each tensor is made when it is read."""
 
     tensors: Iterable[Named]
 
@@ -55,13 +56,13 @@ class WireInit(WeightTransferInitInfo):
 
 @dataclass
 class WireUpdate(WeightTransferUpdateInfo):
-    """What comes: all chunks of a push, in the segment or over gloo.
+    """All chunks of one push, which arrive in the shared-memory segment or over gloo.
 
     Attributes:
-        chunks: what each holds (`chunks.Placed`).
-        rank: of this server's first worker among those that take part, `size` in all (over gloo the trainer is one of them).
-        push: which push this is, in the segment.
-        timeout: seconds that a chunk may take to come.
+        chunks: the tensors of each chunk (`chunks.Placed`).
+        rank: rank of this server's first worker among the `size` ranks of the push (over gloo the trainer is one of them).
+        push: number of the push, in the segment.
+        timeout: seconds to wait for one chunk.
     """
 
     transport: str
@@ -75,7 +76,7 @@ class WireUpdate(WeightTransferUpdateInfo):
 
 
 class _LayerwiseTransfer(WeightTransferEngine):
-    """What all of our backends share: one whole update through vLLM's layer-wise reload, acknowledged."""
+    """Shared by all our backends: one whole update through vLLM's layer-wise reload, with an acknowledgement."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -87,7 +88,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         if self._open:
-            # The update before failed half-way and left layers waiting for the rest: put them back before starting anew.
+            # The previous update failed half-way, and layers still wait for their rest: restore them before starting again.
             finalize_layerwise_reload(self.model, self.model_config)
         self._open = True
         self.acknowledgement = LoadedWeights((), ())
@@ -96,18 +97,18 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self._layers = begin_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # Not the base class's, which ends with an accelerator synchronise that fails on CPU.
+        # The base class's method ends with an accelerator synchronise that fails on CPU.
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
     def load(self, arrived: Sequence[Named]) -> None:
-        """Load some tensors and describe them, both at once."""
+        """Load some tensors, and compute their descriptions at the same time."""
         finish_specs = begin_specs(arrived)
         try:
             self._written |= set(self.model.load_weights(iter(arrived)) or ())
         finally:
-            # Nothing reads them any more when this returns.
+            # When this returns, nothing reads the tensors any more.
             specs = finish_specs()
         self.acknowledgement = LoadedWeights(self.acknowledgement.tensors + specs, ())
 
@@ -124,7 +125,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
 
 
 class InProcessWeightTransfer(_LayerwiseTransfer):
-    """Trainer and engine in one process: loads the trainer's tensors without a copy in between."""
+    """For trainer and engine in one process: loads the trainer's tensors without a copy in between."""
 
     init_info_cls = InProcessInit
     update_info_cls = InProcessUpdate
@@ -135,7 +136,7 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
     def receive_weights(self, update_info: InProcessUpdate) -> None:
         tensors = update_info.tensors
         if isinstance(tensors, PlainSource | DescribedSource) and tensors.own_memory:
-            # One load: vLLM looks through the whole model for tied weights at the start of each.
+            # One single load: vLLM searches the whole model for tied weights at the start of each load.
             self.load(list(tensors))
         else:
             for part in chunks(tensors, _PART_BYTES):
@@ -143,7 +144,7 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
 
 
 class ServerWeightTransfer(_LayerwiseTransfer):
-    """A server's worker: takes chunks from shared memory, or a whole push over gloo."""
+    """For a server's worker: receives chunks from shared memory, or a whole push over gloo."""
 
     init_info_cls = WireInit
     update_info_cls = WireUpdate
@@ -158,7 +159,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._segment = shared_memory.Segment(init_info.segment, init_info.bytes)
 
     def receive_weights(self, update_info: WireUpdate) -> None:
-        # The server's first worker has the rank that the trainer named, the others those after it.
+        # The trainer names the rank of the server's first worker; the other workers have the ranks after it.
         own = update_info.rank + self.parallel_config.rank
         if update_info.transport == gloo.NAME:
             coming = self._gloo.receive({**vars(update_info), "rank": own}, update_info.chunks)
@@ -174,11 +175,11 @@ class ServerWeightTransfer(_LayerwiseTransfer):
             )
         else:
             raise ValueError(f"transport {update_info.transport!r} was not agreed on")
-        # Closed at once also where a load fails: what is on its way then ends before the next push can begin.
+        # Close at once even if a load fails: transfers in flight then end before the next push can begin.
         with contextlib.closing(coming):
             for arrived in coming:
                 self.load(arrived)
-                # Their memory is used anew once the next are asked for.
+                # The memory of these tensors is reused as soon as the next chunk is requested.
                 keep_pending(self._layers, [tensor for _, tensor in arrived])
 
     def shutdown(self) -> None:

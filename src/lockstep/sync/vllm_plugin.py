@@ -8,11 +8,11 @@ _CLASSES = {IN_PROCESS_BACKEND: "InProcessWeightTransfer", SERVER_BACKEND: "Serv
 
 
 def register() -> None:
-    """Make our weight transfers known to vLLM; safe to call twice, as vLLM does."""
+    """Register our weight transfers with vLLM. vLLM calls this more than once; that is safe."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    # Linux lets a process use AMX once it has asked. oneDNN asks, vLLM's own bf16 kernels do not: where a model needs
-    # nothing but them, as small ones do, the worker died of an illegal instruction (vLLM 0.32.0).
+    # Linux lets a process use AMX only after it has asked. oneDNN asks; vLLM's own bf16 kernels do not. If a model uses only
+    # those kernels, as small models do, the worker died of an illegal instruction (vLLM 0.32.0).
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
     for backend, name in _CLASSES.items():

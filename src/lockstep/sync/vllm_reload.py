@@ -1,8 +1,8 @@
-"""vLLM's layer-wise reload, with less work: what a whole update begins and ends with in an engine.
+"""vLLM's layer-wise reload with less work: the beginning and the end of a whole update in an engine.
 
-vLLM loads a layer into new memory, packs it, and copies the result to where the layer was. An unquantised embedding or head ends
-as what arrived, so that it can be written where it lies, and those that share a weight need one packed copy of it, not one each.
-Used by `sync/vllm_backend.py`.
+vLLM loads a layer into new memory, packs it, and copies the result to the layer's old place. Packing does not change an
+unquantised embedding or head, so that it can be written directly into its place. Heads that share a weight then need one
+packed copy, not one each. Used by `sync/vllm_backend.py`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from lockstep.engines.tensor_specs import dtype_name
 
-# Where vLLM keeps a module's packed weight on a CPU: a function that multiplies by it.
+# The attribute in which vLLM keeps a module's packed weight on a CPU: a function that multiplies by it.
 _PACKED = "cpu_linear"
 
 
 def begin_reload(model: torch.nn.Module) -> tuple[LayerReloadingInfo, ...]:
-    """Make every layer ready for new weights; unquantised embeddings and heads to be written in place.
+    """Prepare every layer for new weights. Unquantised embeddings and heads are prepared for writing in place.
 
     Returns:
-        What vLLM notes of each layer while weights come.
+        vLLM's record of each layer, which it updates while weights arrive.
     """
     initialize_layerwise_reload(model)
     for layer in _vocabularies(model):
@@ -49,7 +49,7 @@ def begin_reload(model: torch.nn.Module) -> tuple[LayerReloadingInfo, ...]:
 
 
 def loaded_dtypes(model: torch.nn.Module) -> list[str]:
-    """Names of the dtypes that parameters have while they are loaded, whatever a layer makes of them after."""
+    """Names of the dtypes that parameters have while they are loaded, before a layer processes them."""
     recorded = (get_layerwise_info(layer).restore_metadata[0] for layer in model.modules())
     return sorted({dtype_name(tensor.dtype) for tensors in recorded for tensor in tensors.values()})
 
@@ -57,16 +57,16 @@ def loaded_dtypes(model: torch.nn.Module) -> list[str]:
 def repack_heads(model: torch.nn.Module) -> None:
     """Pack every embedding and output head again from its current weight, each weight once.
 
-    vLLM 0.32.0 processes a layer when its own weights have arrived. A tied head owns none, so on CPU it kept the packed
-    copy made at load, while the embedding it shares moved on (fault W2).
+    vLLM 0.32.0 processes a layer when the layer's own weights have arrived. A tied head owns no weights. So on CPU it kept
+    the packed copy that was made at load, while the embedding that it shares was updated (fault W2).
     """
     plain = [layer for layer in _vocabularies(model) if _is_plain(layer)]
     for layer in plain:
-        # The old copies go first, or there would be room needed for two.
+        # Drop the old copies first, so that there is never room needed for both.
         vars(layer).pop(_PACKED, None)
     packed: dict[int, Any] = {}
     for layer in plain:
-        # A bias may be changed by packing, so that such a layer is packed by itself.
+        # Packing may change a bias, so that a layer with a bias is packed by itself.
         first = packed.setdefault(id(layer.weight), layer) if getattr(layer, "bias", None) is None else layer
         if first is layer:
             layer.quant_method.process_weights_after_loading(layer)
@@ -78,13 +78,14 @@ def repack_heads(model: torch.nn.Module) -> None:
 
 
 def keep_pending(layers: Iterable[LayerReloadingInfo], passing: Sequence[torch.Tensor]) -> None:
-    """Copy what vLLM still waits to use.
+    """Copy the tensors that vLLM has received and not used yet.
 
-    A layer is written when all of it has arrived; until then vLLM keeps references to its parts, which the next chunk would
-    overwrite.
+    vLLM writes a layer when all of its tensors have arrived. Until then it keeps references to them, and the next chunk would
+    overwrite their memory.
 
     Args:
-        layers: what `begin_reload` gave.
+        layers: the result of `begin_reload`.
+        passing: tensors whose memory the next chunk will reuse.
     """
     memory = {tensor.untyped_storage().data_ptr() for tensor in passing}
     for info in layers:
@@ -95,10 +96,11 @@ def keep_pending(layers: Iterable[LayerReloadingInfo], passing: Sequence[torch.T
 
 
 def half_loaded(model: torch.nn.Module) -> tuple[str, ...]:
-    """Layers that got some of their elements and not all: one projection of a fused one, say.
+    """Layers that received only some of their elements, for example one projection of a fused layer.
 
-    To be asked before `finalize_layerwise_reload`, which forgets. vLLM counts a fused parameter as loaded with its first
-    part. Embeddings and heads may hold padding that is never sent; whole ones are covered by name.
+    Must be called before `finalize_layerwise_reload`, which discards the counts. vLLM counts a fused parameter as loaded as
+    soon as its first part arrives. Embeddings and heads are left out: they may hold padding that is never sent, and whole
+    missing ones are found by name.
     """
     half = []
     for name, layer in model.named_modules():
@@ -121,7 +123,7 @@ def _is_plain(layer: Any) -> bool:
 
 
 def _lies_as_it_arrives(info: LayerReloadingInfo) -> bool:
-    """Whether what the layer computes with has the shape and dtype of what is loaded."""
+    """Whether the tensors that the layer computes with have the shapes and dtypes of the tensors that are loaded."""
     return info.kernel_tensors is not None and all(
         name in now and (now[name].shape, now[name].dtype) == (tensor.shape, tensor.dtype)
         for now, recorded in zip(info.kernel_tensors, info.restore_metadata, strict=True)

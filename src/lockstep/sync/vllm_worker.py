@@ -1,7 +1,7 @@
-"""What a server's engine answers to a trainer beside vLLM's own endpoints: methods of the worker that runs the model.
+"""Methods that a trainer calls on a server's vLLM worker, in addition to vLLM's own endpoints.
 
-Given to vLLM as `--worker-extension-cls`; called by name over `/collective_rpc`. JSON in and JSON out, nothing is unpickled.
-`engines/vllm_server.py` is the other end.
+vLLM gets the class as `--worker-extension-cls`, and the trainer calls its methods by name over `/collective_rpc`. Arguments and
+results are JSON; nothing is unpickled. `engines/vllm_server.py` is the other end.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from lockstep.engines.probe import encode_floats
 from lockstep.engines.vllm_settings import effective_settings, splits_prompts
 from lockstep.sync.shared_memory import read_mark
 
-# Made when a worker's process starts: two URLs that lead to one server show by it.
+# Made when a worker's process starts. If two URLs lead to the same server, this value shows it.
 _INSTANCE = uuid.uuid4().hex
 
 
 class LockstepWorker:
-    """Mixed into vLLM's worker. Every method takes and returns JSON types."""
+    """Mixed into vLLM's worker class. Every method takes and returns JSON types."""
 
     vllm_config: Any
     model_runner: Any
@@ -28,7 +28,7 @@ class LockstepWorker:
     _weight_update_active: bool
 
     def lockstep_state(self) -> dict[str, Any]:
-        """Which engine this is, and what it runs with."""
+        """The identity of this engine, and the settings that it runs with."""
         from lockstep.sync.vllm_reload import loaded_dtypes
 
         return {
@@ -43,7 +43,7 @@ class LockstepWorker:
         }
 
     def lockstep_update(self) -> dict[str, bool]:
-        """Whether an update is open: one that its trainer left, where none has begun."""
+        """Whether a weight update is open. If no trainer has begun one, an earlier trainer left it open."""
         return {"open": self._weight_update_active}
 
     def lockstep_modules(self, checkpoint_names: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class LockstepWorker:
         return {"probed": [asdict(m) for m in found.probed.values()], "unreached": list(found.unreached)}
 
     def lockstep_probe(self, names: str, seed: str, every: str) -> dict[str, str]:
-        """Each named module's answer: float32 values, little-endian, base64."""
+        """The output of each named module: float32 values, little-endian, base64."""
         from lockstep.engines.vllm_probe import probe_modules
 
         answers = probe_modules(self, tuple(json.loads(names)), int(seed), json.loads(every))
@@ -66,5 +66,5 @@ class LockstepWorker:
         return {"tensors": [list(spec) for spec in found.tensors], "untouched": list(found.untouched)}
 
     def lockstep_sees(self, name: str) -> dict[str, str | None]:
-        """What a trainer left in this machine's shared memory, if it is this machine's."""
+        """The content of a trainer's file in shared memory, or None if this machine has no such file."""
         return {"read": read_mark(name)}

@@ -1,1 +1,1 @@
-"""Data to learn from and functions that score answers: built in, from reasoning-gym, or the user's own."""
+"""Datasets and reward functions: built in, from reasoning-gym, or the user's own."""

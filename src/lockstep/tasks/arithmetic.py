@@ -1,7 +1,7 @@
 """Small verifiable problems that a 135M model can learn in minutes on a CPU.
 
-Every problem is a chat with a system line and worked examples, so that answers are a few tokens long from the start. Training
-and evaluation draw from one shuffled list of all problems of the kind, so that no evaluation problem is ever trained on.
+Every problem is a chat with a system message and worked examples, so that answers have few tokens from the start. Training and
+evaluation problems come from one shuffled list of all problems of a kind, so that no evaluation problem is ever trained on.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Kind:
     """One kind of problem.
 
     Attributes:
-        system: the system line.
-        question: text of a problem from its two numbers.
-        answer: the right answer.
-        numbers: both numbers are drawn from 0 to this, inclusive.
-        examples: worked examples, shown in every prompt and never asked.
+        system: the system message.
+        question: makes the text of a problem from its two numbers.
+        answer: computes the right answer.
+        numbers: both numbers are drawn from 10 to this, inclusive.
+        examples: worked examples, shown in every prompt and never used as problems.
     """
 
     system: str
@@ -34,8 +34,8 @@ class Kind:
     examples: tuple[tuple[int, int], ...]
 
 
-# The prompts of `larger` have 97 tokens for the packaged model: three whole cache blocks and one token, so that vLLM computes one
-# prompt token a completion and takes the others from its cache.
+# The prompts of `larger` have 97 tokens for the packaged model: three whole cache blocks and one token. So vLLM computes one
+# prompt token per completion and takes the others from its cache.
 KINDS = {
     "larger": Kind(
         "You compare two numbers. Answer with just the larger of the two, and nothing else.",
@@ -58,12 +58,12 @@ def arithmetic(kind: str, train_size: int, eval_size: int, seed: int) -> tuple[D
     """Training and evaluation problems with columns `prompt` (messages) and `answer` (text).
 
     Raises:
-        InputError: no such kind, or more problems asked for than exist.
+        InputError: there is no such kind, or fewer problems than requested.
     """
     if kind not in KINDS:
         raise InputError(f"arithmetic has no problems of kind {kind!r}; it has {', '.join(KINDS)}")
     spec = KINDS[kind]
-    # Two digits each, so that all prompts have one length.
+    # Numbers have two digits each, so that all prompts have the same length.
     numbers = range(10, spec.numbers + 1)
     pairs = [(a, b) for a in numbers for b in numbers if a != b and (a, b) not in spec.examples]
     if train_size + eval_size > len(pairs):

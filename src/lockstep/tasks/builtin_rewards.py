@@ -1,6 +1,6 @@
-"""The reward functions that come with Lockstep, by the names that `--reward_funcs` knows them by.
+"""The reward functions that come with Lockstep, by the names that `--reward_funcs` accepts.
 
-Each takes what it needs by keyword and leaves the rest. docs/rollouts.md lists them.
+Each takes the arguments that it needs by keyword and ignores the others. docs/rollouts.md lists them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from lockstep.errors import InputError
 
 Reward = Callable[..., Any]
 
-# Seconds that math-verify may take for one expression and for one comparison.
+# Time limits of math-verify in seconds: for one expression, and for one comparison.
 _PARSE_LIMIT, _COMPARE_LIMIT = 10, 5
 
 
 def texts(completions: list[Any]) -> list[str]:
-    """Text of each completion, whether plain or a list of messages."""
+    """Text of each completion, which is plain text or a list of messages."""
     return [c if isinstance(c, str) else c[-1]["content"] for c in completions]
 
 
 def exact_match(completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
-    """1 where the completion, stripped of white space, is the `answer` column's value, else 0."""
+    """1 if the completion, without surrounding white space, equals the `answer` column's value, else 0."""
     return [float(text.strip() == str(right)) for text, right in zip(texts(completions), answer, strict=True)]
 
 
@@ -36,18 +36,19 @@ def accuracy(
     log_extra: Callable[[str, list[str]], None] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    r"""1 where the completion's final answer equals the reference as mathematics (math-verify), else 0.
+    r"""1 if the completion's final answer is mathematically equal to the reference (math-verify), else 0.
 
-    The final answer must be LaTeX, as for TRL's `accuracy_reward`: what stands in the last `\boxed{…}`, or else a formula that is
-    said to be the answer, as in "the answer is $4$". Boxes with little text between them are one answer of several values.
-    math-verify limits its own time by a signal, which only the main thread can have; in another thread there is no limit.
+    The final answer must be LaTeX, as for TRL's `accuracy_reward`. It is the content of the last `\boxed{…}`. Without a box
+    it is a formula that is said to be the answer, as in "the answer is $4$". Boxes with little text between them are one
+    answer with several values. math-verify limits its time with a signal, which only the main thread can receive; in another
+    thread there is no limit.
 
     Args:
-        solution: the reference, LaTeX or a plain number; may also hold a derivation that ends in it.
-        answer: the same, where the data has no `solution`.
+        solution: the reference, LaTeX or a plain number. It may also contain a derivation that ends in the result.
+        answer: the same, used if the data has no `solution`.
 
     Returns:
-        None where there is no reference, or none that math-verify can read.
+        1 or 0 per completion; None if there is no reference, or none that math-verify can read.
 
     Raises:
         InputError: the data has neither column.
@@ -67,9 +68,9 @@ def accuracy(
 
 
 def format(completions: list[Any], **_: Any) -> list[float]:
-    """1 where the completion starts with `<think>`, closes it with `</think>`, and opens it only once, else 0.
+    """1 if the completion starts with `<think>`, closes it with `</think>`, and opens it only once, else 0.
 
-    What follows the closing tag is free. The same as TRL's `think_format_reward`.
+    Any text may follow the closing tag. The same as TRL's `think_format_reward`.
     """
     return [float(_thinks_once(text)) for text in texts(completions)]
 
@@ -77,17 +78,18 @@ def format(completions: list[Any], **_: Any) -> list[float]:
 def length(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Minus the number of completion tokens: shorter is better.
 
-    Alone it teaches to say nothing, so it needs another reward beside it and a small weight (`reward_weights`), such as 0.001.
+    Alone it teaches the policy to say nothing. So it needs another reward function, and a small weight (`reward_weights`),
+    such as 0.001.
     """
     return [-float(len(ids)) for ids in completion_ids]
 
 
 def soft_overlong(max_completion_length: int, cache: int) -> Reward:
-    """Punishment of completions that are nearly or quite too long (DAPO, arXiv 2503.14476, eq. 13).
+    """A penalty for completions that are too long or nearly so (DAPO, arXiv 2503.14476, eq. 13).
 
     Args:
-        max_completion_length: tokens from which the punishment is −1.
-        cache: tokens before that over which it grows from 0, in a straight line.
+        max_completion_length: number of tokens from which the penalty is −1.
+        cache: number of tokens before that, over which the penalty changes linearly from 0 to −1.
 
     Raises:
         InputError: not `0 <= cache <= max_completion_length`.
@@ -106,10 +108,10 @@ def soft_overlong(max_completion_length: int, cache: int) -> Reward:
 
 
 def reasoning_gym(completions: list[Any], entry: list[Any], **_: Any) -> list[float]:
-    """The score that the reasoning-gym data set of each row gives the completion, usually between 0 and 1.
+    """The score that each row's reasoning-gym data set gives the completion, usually between 0 and 1.
 
     Args:
-        entry: the problem as reasoning-gym made it, as JSON or as a dictionary; its `metadata.source_dataset` names the data set.
+        entry: the problem as reasoning-gym made it, as JSON or as a dictionary. Its `metadata.source_dataset` names the data set.
 
     Raises:
         InputError: an entry names no data set, or one that reasoning-gym does not have.
@@ -141,7 +143,7 @@ def _limit(seconds: int) -> int | None:
 
 
 def _reference(text: str) -> list[Any]:
-    # Imported where they are used: sympy takes a second.
+    # Imported here because importing sympy takes a second.
     from math_verify import parse
 
     return parse(text, parsing_timeout=_limit(_PARSE_LIMIT))

@@ -1,4 +1,4 @@
-"""The data that a config names: built-in problems, reasoning-gym, a file, a saved `datasets` directory, or a hub id."""
+"""Loads the data that a config names: built-in problems, reasoning-gym, a file, a saved `datasets` directory, or a hub id."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parqu
 
 @dataclass(frozen=True, slots=True)
 class TaskData:
-    """What a run learns from and is measured on.
+    """The training and evaluation data of a run.
 
     Attributes:
-        evaluation: held-out rows, never trained on; None where none were asked for.
-        rewards: reward functions that belong to the data; empty where the user must name some.
+        evaluation: held-out rows, never trained on; None if none were requested.
+        rewards: reward functions that belong to the data; empty if the user must name some.
     """
 
     train: Dataset
@@ -45,15 +45,15 @@ def load_data(
     Args:
         name: `arithmetic`, `reasoning_gym`, a `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory written by
             `datasets`, or a hub id.
-        subset: kind of arithmetic problems, reasoning-gym data set, or hub configuration.
-        train_split: split to train on, where the data has splits.
-        test_split: split to evaluate on; by default `eval_size` rows are held out of the training split.
-        train_size: rows to train on where problems are generated; otherwise a limit, 0 for all.
-        eval_size: held-out rows; 0 for none.
-        seed: of generated problems and of the choice of held-out rows.
+        subset: kind of arithmetic problems, name of a reasoning-gym data set, or hub configuration.
+        train_split: split to train on, if the data has splits.
+        test_split: split to evaluate on. By default `eval_size` rows are held out of the training split.
+        train_size: number of training rows if problems are generated; otherwise a limit, 0 for all.
+        eval_size: number of held-out rows; 0 for none.
+        seed: seed of generated problems and of the choice of held-out rows.
 
     Raises:
-        InputError: nothing by that name, a format that is not read, or too few rows.
+        InputError: there is no data of that name, its format cannot be read, or it has too few rows.
     """
     if name in ("arithmetic", "reasoning_gym") and test_split is not None:
         raise InputError(f"{name} has no splits; drop dataset_test_split and set eval_size")
@@ -100,7 +100,7 @@ def _load_split(name: str, subset: str | None, split: str) -> Dataset:
 
 
 def _no_split(name: str, split: str) -> None:
-    """A split named for data that has none would silently be the same rows again."""
+    """Refuse a split name for data without splits: it would silently give the same rows again."""
     if split != "train":
         raise InputError(f"{name} has no split {split!r}, only one set of rows; hold some out with eval_size instead")
 

@@ -1,4 +1,4 @@
-"""reasoning-gym as a source of problems, by the name of one of its data sets; its own scorer is the reward."""
+"""reasoning-gym as a source of problems, by the name of one of its data sets. Its own scorer is the reward function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.tasks.builtin_rewards import Reward, texts
 
 SYSTEM = "Answer with just the result."
 
-# Far apart, so that the problems of one are not those of another.
+# Seed offsets. They are far apart, so that training, evaluation and example problems differ.
 _EVAL_OFFSET, _EXAMPLE_OFFSET = 1_000_000, 2_000_000
 
 
@@ -24,12 +24,12 @@ def reasoning_gym_problems(
     """Training and evaluation problems of a reasoning-gym data set, and its scorer as a reward function.
 
     Args:
-        name: such as `letter_counting`, `chain_sum`, `gcd`.
-        examples: worked examples shown before every question, from problems of their own.
+        name: for example `letter_counting`, `chain_sum` or `gcd`.
+        examples: number of worked examples before every question. They are separate problems.
 
     Returns:
-        Two data sets with columns `prompt`, `answer` and `entry` (the problem as JSON), and the reward function. Problems of the
-        training set that occur in the evaluation set are left out of it.
+        Two data sets with columns `prompt`, `answer` and `entry` (the problem as JSON), and the reward function. A training
+        problem that also occurs in the evaluation set is dropped from the training set.
 
     Raises:
         InputError: reasoning-gym has no such data set.

@@ -1,7 +1,7 @@
 """Reward functions by name.
 
-A name is one of the built-in ones, `soft_overlong(MAX, CACHE)`, `path/to/file.py:function`, or `package.module.function`. A name
-that is a directory, or has a slash and no colon, is a reward model's and is loaded elsewhere.
+A name is a built-in one, `soft_overlong(MAX, CACHE)`, `path/to/file.py:function`, or `package.module.function`. A name that is a
+directory, or has a slash and no colon, names a reward model, which is loaded elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SOFT_OVERLONG = re.compile(r"soft_overlong\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 
 
 def names_model(name: str) -> bool:
-    """Whether a name is that of a reward model (a directory, or a hub id such as `user/model`) rather than of a function."""
+    """Whether a name is that of a reward model (a directory, or a hub id such as `user/model`) and not of a function."""
     if name in BUILT_IN or ":" in name or name.endswith(".py"):
         return False
     return "/" in name or Path(name).expanduser().is_dir()
@@ -30,7 +30,7 @@ def load_reward(name: str) -> Reward:
     """Reward function by name.
 
     Raises:
-        InputError: there is no such function; the message says what was looked for.
+        InputError: there is no such function. The message says where it was searched.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -64,7 +64,7 @@ def _from_file(path: Path) -> Any:
 
 
 def _from_package(name: str) -> Any:
-    # TRL's commands look there first. Here it comes last, so that no folder here hides an installed package.
+    # TRL's commands search the working directory first. Here it comes last, so that no local folder hides an installed package.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:

@@ -1,1 +1,1 @@
-"""Where text becomes token ids, once."""
+"""Turns text into token ids, once."""

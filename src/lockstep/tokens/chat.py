@@ -1,6 +1,6 @@
-"""A dataset's prompt (text or messages) becomes token ids here, and nowhere else.
+"""The only place where a dataset's prompt (text or messages) becomes token ids.
 
-Comes from: the `prompt` column. Goes to: requests to an engine. What an engine answers is never rendered again.
+The prompt comes from the `prompt` column, and the ids go into requests to an engine. An engine's answer is never tokenized again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Message = dict[str, Any]
 
 
 def is_conversational(prompt: str | list[Message]) -> bool:
-    """Whether a prompt is a list of messages (`role`, `content`) rather than plain text."""
+    """Whether a prompt is a list of messages (`role`, `content`). Otherwise it is plain text."""
     return isinstance(prompt, list)
 
 
@@ -27,11 +27,12 @@ def render_prompt(
 ) -> tuple[int, ...]:
     """Token ids of one prompt.
 
-    Plain text is encoded with the tokenizer's own special tokens. Messages go through the chat template with the
-    generation prompt, or, where the last message is the assistant's, continue that message (TRL's convention).
+    Plain text is encoded with the tokenizer's own special tokens. Messages go through the chat template, with the generation
+    prompt. If the last message is the assistant's, the ids continue that message instead (TRL's convention).
 
     Raises:
-        InputError: the prompt is empty, of another type or holds more than text, or there is no chat template for messages.
+        InputError: the prompt is empty, is of another type, contains more than text, or has messages and there is no chat
+            template.
     """
     if isinstance(prompt, str):
         ids = list(tokenizer(prompt)["input_ids"])

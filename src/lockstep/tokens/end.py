@@ -1,4 +1,4 @@
-"""The tokens that end a completion: the ones that vLLM uses, for every place that must know them."""
+"""The tokens that end a completion. They are the tokens that vLLM uses, for every place that must know them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's end token, then those of the model's generation config, each once."""
+    """The tokenizer's end token, then the end tokens of the model's generation config, each once."""
     ids = [tokenizer.eos_token_id]
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids += configured if isinstance(configured, list) else [configured]

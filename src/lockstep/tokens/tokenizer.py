@@ -1,7 +1,7 @@
-"""The tokenizer, loaded in one place, with the guards that keep trainer and engine on one vocabulary.
+"""Loads the tokenizer, and checks that trainer and engine use one vocabulary.
 
-Comes from: the string of `models/resolve.py`. Goes to: `tokens/chat.py`, which makes ids, and to reward calls, which
-read text. Nothing here ever resizes an embedding: a missing pad token becomes an existing one.
+`models/resolve.py` gives the path. `tokens/chat.py` makes ids with the tokenizer, and reward calls read text with it.
+Embeddings are never resized: an existing token becomes the pad token if there is none.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.t
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """Tokenizer of a model, with its pad token set.
+    """The tokenizer of a model, with its pad token set.
 
     Raises:
-        InputError: the model comes without a tokenizer, or the tokenizer has no end-of-sequence token.
+        InputError: the model has no tokenizer, or the tokenizer has no end-of-sequence token.
     """
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _VOCABULARY_FILES):
-        # transformers would make an empty tokenizer of the model's kind.
+        # transformers would make an empty tokenizer of the model's type.
         raise InputError(
             f"model {path} comes without a usable tokenizer: none of {', '.join(_VOCABULARY_FILES)} is there"
         )
@@ -36,7 +36,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def guard_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """Give a tokenizer without a pad token its end-of-sequence token as one; the vocabulary does not change.
+    """Use the end-of-sequence token as the pad token if there is none. The vocabulary does not change.
 
     Raises:
         InputError: there is no end-of-sequence token either.
@@ -56,8 +56,8 @@ def embedding_rows(model: PreTrainedModel) -> int:
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that every id of the tokenizer has an embedding, and write the pad id into the model's config.
 
-    A tokenizer smaller than the embedding is usual (rows padded to a round number); a larger one means that tokens were
-    added without a trained embedding, which an engine cannot follow.
+    A tokenizer smaller than the embedding is usual, because rows are padded to a round number. A larger tokenizer means that
+    tokens were added without a trained embedding, which an engine cannot represent.
 
     Raises:
         InputError: the tokenizer has ids that the model cannot embed.

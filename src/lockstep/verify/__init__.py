@@ -1,1 +1,1 @@
-"""`lockstep verify`: every proof on a user's own model, engine and settings, and the proofs put to the test by injected faults."""
+"""`lockstep verify`: runs every proof on a user's own model, engine and settings, and tests the proofs with injected faults."""

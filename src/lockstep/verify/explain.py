@@ -1,4 +1,4 @@
-"""`lockstep verify --explain RUN_DIR`: where a run's gap comes from, read from what the run left."""
+"""`lockstep verify --explain RUN_DIR`: explains a run's parity gap from the receipt and metrics of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PARTS = ("semantics", "numerics", "staleness", "defect")
 
 
 def explain_run(folder: Path) -> str:
-    """A page of text about the receipt and the metrics of a run.
+    """A page of text about a run's receipt and metrics.
 
     Raises:
         InputError: there is no receipt, or its chain is broken.
@@ -48,7 +48,7 @@ def _about(starts: list[Line]) -> list[str]:
 def _gaps(steps: list[Line], start: Line) -> list[str]:
     checked = sum(s["checked_tokens"] for s in steps)
     if not checked:
-        return ["gap         no token was as new as the weights that learned from it", *_canaries(steps)]
+        return ["gap         no token was sampled by the weights that learned from it", *_canaries(steps)]
     mean = _mean(steps)
     worst = max(steps, key=lambda s: s["max_abs_gap"])
     compared = [s for s in steps if s["checked_tokens"]]
@@ -66,21 +66,21 @@ def _gaps(steps: list[Line], start: Line) -> list[str]:
 
 
 def _canaries(steps: list[Line]) -> list[str]:
-    """What stands for the tokens that older weights have sampled, where there are any."""
-    sung = [s for s in steps if "canary" in s]
-    if not sung:
+    """The canary's result, which stands in for tokens that older weights sampled; empty if there are none."""
+    with_canary = [s for s in steps if "canary" in s]
+    if not with_canary:
         return []
-    worst = max(sung, key=lambda s: s["canary"]["max_abs_gap"])
+    worst = max(with_canary, key=lambda s: s["canary"]["max_abs_gap"])
     return [
-        f"stale       {sum(s['stale_tokens'] for s in sung)} tokens were older than the weights that learned from them; the canary "
-        f"of {len(sung)} steps: gap max {worst['canary']['max_abs_gap']:.1e} at step {worst['step']}"
+        f"stale       {sum(s['stale_tokens'] for s in with_canary)} tokens were older than the weights that learned from "
+        f"them; the canary of {len(with_canary)} steps: gap max {worst['canary']['max_abs_gap']:.1e} at step {worst['step']}"
     ]
 
 
 def _parts(folder: Path) -> list[str]:
-    """Means of the decomposition's columns in the metrics, where the run wrote them."""
+    """Means of the gap's decomposition, from the columns in the metrics; empty if the run did not write them."""
     path = folder / "metrics.jsonl"
-    # A last line that a kill has cut short is no line.
+    # A kill may have cut the last line short. It is ignored.
     lines = [line for line in path.read_text().splitlines() if line.endswith("}")] if path.is_file() else []
     logged = [json.loads(line) for line in lines]
     logged = [line for line in logged if f"parity/gap_{_PARTS[0]}" in line]
@@ -89,8 +89,8 @@ def _parts(folder: Path) -> list[str]:
     means = {part: sum(line[f"parity/gap_{part}"] for line in logged) / len(logged) for part in _PARTS}
     reasons = {
         "semantics": "settings: trainer and engine score different distributions",
-        "numerics": "numerics: dtypes and the order of sums; nothing to mend",
-        "staleness": "staleness: the policy has moved on since tokens were sampled",
+        "numerics": "numerics: dtypes and the order of sums; nothing to fix",
+        "staleness": "staleness: the policy was updated after the tokens were sampled",
         "defect": "a defect, which no setting explains",
     }
     largest = max(means, key=lambda part: means[part])
@@ -104,7 +104,7 @@ def _weights(steps: list[Line], starts: list[Line]) -> list[str]:
     worst = max(steps, key=lambda s: s["worst_module"]["error"])
     stale = [s["step"] for s in steps if s["version"] != s["step"] - 1]
     lines = [
-        f"weights     {steps[-1]['tensors']} tensors a push; worst module of all probes: {worst['worst_module']['name']} "
+        f"weights     {steps[-1]['tensors']} tensors per push; worst module of all probes: {worst['worst_module']['name']} "
         f"{worst['worst_module']['error']:.1e} at step {worst['step']}"
     ]
     if stale:
@@ -113,7 +113,7 @@ def _weights(steps: list[Line], starts: list[Line]) -> list[str]:
         )
     unreached = starts[-1]["modules"]["unreached"]
     if unreached:
-        lines.append(f"            no probe reaches {', '.join(unreached[:4])}: only the gap speaks for them")
+        lines.append(f"            no probe reaches {', '.join(unreached[:4])}: only the gap covers them")
     return lines
 
 

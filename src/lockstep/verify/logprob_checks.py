@@ -1,4 +1,4 @@
-"""Proofs about log-probs: which distribution, how close by dtype, and that a step adds up."""
+"""Proofs about log-probs: the right distribution, a small gap in each dtype, and gradients that do not depend on the split."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lockstep.training.step.update import UpdateSums, learn
 from lockstep.verify.rows import Row, gap_row
 from lockstep.verify.stage import Stage
 
-# Relative distance of two gradients of the same rollouts; measured: 1e-7 to 1e-6 in float32.
+# Largest relative distance of two gradients of the same rollouts. Measured: 1e-7 to 1e-6 in float32.
 _ACCOUNTING_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def semantics(stage: Stage) -> list[Row]:
-    """The engine's log-probs are those of the distribution that was sampled, whatever it is."""
+    """The engine's log-probs belong to the distribution that was sampled, for several sampling settings."""
     tokens = stage.config.max_completion_length
     cases = {
         "T = 1": Sampling(tokens),
@@ -56,7 +56,7 @@ def _semantics_row(stage: Stage, name: str, sampling: Sampling) -> Row:
 
 
 def _gap_inside(stage: Stage, completions: Sequence[Completion], sampling: Sampling) -> tuple[GapStats, int]:
-    """The gap over tokens that both sides give a probability, and how many the trainer gives none."""
+    """The gap over tokens to which both sides give a probability, and the number of tokens to which the trainer gives none."""
     gap, outside = GapStats(), 0
     for c in completions:
         own = completion_logps(stage.model, c.prompt_ids, c.token_ids, sampling, stage.precision)
@@ -67,7 +67,7 @@ def _gap_inside(stage: Stage, completions: Sequence[Completion], sampling: Sampl
 
 
 def parity_by_dtype(stage: Stage) -> list[Row]:
-    """The same tokens, scored by the trainer in each dtype that it could compute in."""
+    """The same tokens, scored by the trainer in each dtype in which it can compute."""
     sampling = stage.sampling()
     completions = stage.sample(sampling)
     engine = stage.trainer.proofs.engine_dtype
@@ -81,7 +81,7 @@ def parity_by_dtype(stage: Stage) -> list[Row]:
 
 
 def training_step(stage: Stage) -> list[Row]:
-    """One step of the real trainer: every sampled token through the packed forward."""
+    """One step of the real trainer: every sampled token goes through the packed forward."""
     tokens = stage.step()
     noted = stage.trainer.step_log
     mean, largest = noted.values("parity/mean_abs_gap")[-1], noted.values("parity/max_abs_gap")[-1]
@@ -91,7 +91,7 @@ def training_step(stage: Stage) -> list[Row]:
 
 
 def accounting(stage: Stage) -> list[Row]:
-    """The same rollouts in one micro-batch and in several give the same gradient."""
+    """The same rollouts give the same gradient in one micro-batch and in several."""
     groups = _uneven_groups(stage)
     whole = _gradient(stage, groups, 1)
     apart = max(_distance(whole, _gradient(stage, groups, parts)) for parts in (2, 4))
@@ -108,7 +108,8 @@ def accounting(stage: Stage) -> list[Row]:
 
 
 def _uneven_groups(stage: Stage) -> list[RolloutGroup]:
-    """A group a prompt with mixed rewards, each of another length: equal lengths would hide a mean over a part."""
+    """One group per prompt, with mixed rewards and a different length for each prompt. Equal lengths would hide a mean over a
+    part."""
     made = []
     for i, prompt in enumerate(stage.prompts):
         most = max(stage.config.max_completion_length * (i + 1) // len(stage.prompts), 1)
@@ -121,7 +122,7 @@ def _gradient(stage: Stage, groups: Sequence[RolloutGroup], parts: int) -> list[
     config = copy.copy(stage.config)
     config.per_device_train_batch_size = stage.config.per_device_train_batch_size // parts
     config.gradient_accumulation_steps = config.steps_per_generation = parts
-    # Short completions are all cut at the limit, and cold ones all alike: neither would leave a gradient to compare.
+    # Without this nothing would be left to compare: short completions are all truncated, and at a low temperature all equal.
     config.mask_truncated_completions, config.temperature = False, 1.0
     objective = GRPOObjective(config)
     generation = prepare_generation(groups, objective, stage.version)

@@ -1,4 +1,4 @@
-"""What `lockstep verify` found: one row a proof, as a table for people and as JSON for programs."""
+"""Results of `lockstep verify`: one row per proof, as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from lockstep.parity.tolerances import Tolerance
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One proof.
+    """The result of one proof.
 
     Attributes:
-        proof: its name.
-        figure: what was measured.
-        limit: what it may be.
-        fix: what to change, where it failed.
-        details: figures for the JSON file only (every layer, say).
+        proof: name of the proof.
+        figure: the measured value.
+        limit: the allowed value.
+        fix: what to change if the proof failed.
+        details: figures for the JSON file only (for example every layer).
     """
 
     proof: str
@@ -46,7 +46,7 @@ def gap_row(proof: str, gap: GapStats, limit: Tolerance, fix: str, note: str = "
 
 
 def print_rows(rows: list[Row], console: Console) -> None:
-    """The table, and under it what to change."""
+    """Print the table, and below it what to change."""
     table = Table(box=None, pad_edge=False)
     for name in ("proof", "found", "limit", ""):
         table.add_column(name, overflow="fold")
@@ -62,7 +62,7 @@ def print_rows(rows: list[Row], console: Console) -> None:
 
 
 def write_json(path: Path, rows: list[Row], settings: dict[str, Any]) -> None:
-    """The rows with their details, and what they were found on. Numbers that JSON does not have become text."""
+    """Write the rows with their details, and the settings of the run. Numbers that JSON cannot represent become text."""
     content = {"passed": all(row.passed for row in rows), "settings": settings, "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(_plain(content), indent=1, default=str) + "\n")
 

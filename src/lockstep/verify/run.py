@@ -1,6 +1,6 @@
-"""`lockstep verify`: every proof in turn, each failure a row instead of the end.
+"""`lockstep verify`: runs every proof in turn. A failure is a row and does not end the run.
 
-Comes from: `verify/stage.py`. Goes to: `cli/verify.py`, which prints the rows.
+`verify/stage.py` gives the stage, and `cli/verify.py` prints the rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lockstep.verify.stage import Stage
 
 Check = Callable[[Stage], list[Row]]
 
-# From what is cheap and comes first in the way of the data, to what needs all of it.
+# Cheap checks that come first in the data's path run first; checks that need everything run last.
 CHECKS: dict[str, Check] = {
     "tokenizer guards": token_checks.tokenizer_guards,
     "vocabulary": token_checks.vocabulary,
@@ -40,7 +40,7 @@ def run_checks(stage: Stage, progress: Callable[[str], None], checks: dict[str, 
     """The rows of every check, in order.
 
     Args:
-        progress: told the name of each check as it begins.
+        progress: called with the name of each check when it begins.
     """
     rows: list[Row] = []
     for name, check in checks.items():
@@ -54,14 +54,14 @@ def run_checks(stage: Stage, progress: Callable[[str], None], checks: dict[str, 
 
 
 def failed_row(name: str, error: LockstepError) -> Row:
-    """A check that ended in an error."""
+    """The row of a check that ended in an error."""
     if not isinstance(error, ProofError):
         return Row(name, str(error), "no error", False, "see the message")
     return Row(name, f"{error.check}: {error.found}", "no error", False, f"{error.cause}; {error.fix}")
 
 
 def recover(stage: Stage) -> None:
-    """Bring the engine back to the model's weights after a failed check; if that fails too, the next check says so."""
+    """Load the model's weights into the engine again after a failed check. If that fails too, the next check reports it."""
     stage.model.zero_grad(set_to_none=True)
     try:
         stage.push()

@@ -1,7 +1,7 @@
-"""`lockstep verify --self-test`: the proofs themselves, tested by the faults that they exist for.
+"""`lockstep verify --self-test`: tests the proofs themselves, with the faults that they should catch.
 
-Each fault is injected into the running stage; then the trainer takes steps, and, where a step has no reason to stop, the check of
-`lockstep verify` that is named for it runs. A fault that goes through is a failure of Lockstep.
+Each fault is injected into the running stage. Then the trainer takes steps. If a step has no reason to stop, the check of
+`lockstep verify` that the fault names runs next. A fault that is not caught is a failure of Lockstep.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from lockstep.verify.stage import Stage
 FAULTS = (*tokens.FAULTS, *weights.FAULTS, *logprobs.FAULTS, *steps.FAULTS)
 
 _CONTROL = Fault("-", "nothing: a control", lambda stage: nullcontext())
-# Steps that a fault gets to be caught in.
+# Number of steps in which a fault can be caught.
 _STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one fault.
+    """The result for one fault.
 
     Attributes:
         caught_by: the proof that stopped it; empty if none did.
-        message: what that proof said.
-        tokens: tokens that the engine had answered by then.
-        steps: optimizer steps that had been let through.
+        message: the message of that proof.
+        tokens: number of tokens that the engine had answered by then.
+        steps: number of optimizer steps that were completed.
         skipped: why the fault cannot happen here, or empty.
     """
 
@@ -51,10 +51,10 @@ class Verdict:
 
 
 def run_self_test(stage: Stage, progress: Callable[[str], None], faults: tuple[Fault, ...] = FAULTS) -> list[Verdict]:
-    """The verdict on nothing at all and on every fault; the stage is as before afterwards."""
+    """The results without a fault and with each fault. The stage's weights are restored afterwards."""
     progress("nothing injected")
     with stage.kept_weights():
-        # The control: what stops a step without a fault is a false alarm.
+        # The control: a proof that stops a step without a fault is a false alarm.
         verdicts = [_put_to_the_test(stage, _CONTROL)]
     for fault in faults:
         progress(f"{fault.id} {fault.what}")
@@ -91,7 +91,7 @@ def _put_to_the_test(stage: Stage, fault: Fault) -> Verdict:
 
 
 def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) -> int:
-    """The table, "N injected, N caught", and the JSON file; returns the exit code."""
+    """Print the table and "N injected, N caught", and write the JSON file. Returns the exit code."""
     table = Table(box=None, pad_edge=False)
     for name in ("fault", "injected", "caught by", "after"):
         table.add_column(name, overflow="fold")

@@ -1,7 +1,7 @@
-"""The user's model, engine and settings, set up as a training run of a few prompts, for the proofs to be played on.
+"""The user's model, engine and settings, set up as a training run with a few prompts, on which the proofs run.
 
-A real `GRPOTrainer` on a real engine: what passes or fails here is the code that trains. Nothing is learned: weights are moved
-by small random amounts where a step would move them, and put back.
+It is a real `GRPOTrainer` with a real engine: the code that passes or fails here is the code that trains. Nothing is learned.
+Where an optimizer step would change the weights, they are changed by small random amounts and restored later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lockstep.training.data.prompt_order import MicroBatch
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.trainers.grpo import GRPOTrainer
 
-# What the command line adds to the user's own words: sizes that finish in a minute, and no files.
+# Defaults of the command line, which the user can change: sizes that finish in a minute, and no files.
 SIZES = {
     "num_generations": 4,
     "per_device_train_batch_size": 12,
@@ -53,8 +53,8 @@ _QUESTIONS = (
 
 @dataclass
 class StageConfig(GRPOConfig):
-    """A run's configuration on a stage, whose completions are too short to be interrupted; each part of one that is interrupted is
-    a plain answer of the engine's."""
+    """A run's configuration on a stage. Its completions are too short to be interrupted. Each part of an interrupted completion
+    would be an ordinary answer of the engine."""
 
     def __post_init__(self) -> None:
         self.max_thinking_length = self.min_thinking_length = None
@@ -63,12 +63,12 @@ class StageConfig(GRPOConfig):
 
 @dataclass
 class Stage:
-    """What every check plays on.
+    """The trainer, engine and prompts that every check uses.
 
     Attributes:
-        trainer: a trainer whose engine runs; its `global_step` is the weight version.
-        prompts: a short one, one longer than a cache block, and one whose ids no tokenizer would make of its text.
-        scale: how far weights move between two steps, relative to their size.
+        trainer: a trainer whose engine runs. Its `global_step` is the weight version.
+        prompts: a short prompt, one longer than a cache block, and one whose ids no tokenizer would make from its text.
+        scale: how far the weights change between two steps, relative to their size.
     """
 
     trainer: GRPOTrainer
@@ -100,15 +100,16 @@ class Stage:
         return self.trainer.proofs.precision
 
     def push(self, *, every_module: bool = False) -> ProbeRecord:
-        """A new version of the weights as they are, proven as in training."""
+        """Push the current weights as a new version, with the proofs of training."""
         self.trainer.state.global_step += 1
         return self.trainer.proofs.sync(self.version, every_module=every_module)
 
     def step(self) -> int:
-        """One training step up to where the optimizer would move the weights; tokens that it proved.
+        """One training step, up to the point at which the optimizer would change the weights. Returns the number of proven
+        tokens.
 
         Raises:
-            ProofError: as training would.
+            ProofError: as in training.
         """
         self.trainer.state.global_step += 1
         self.trainer.training_step(self.trainer.model, MicroBatch(self.prompts, 0))
@@ -117,7 +118,7 @@ class Stage:
         return generation.sampled_tokens if generation is not None else 0
 
     def groups(self, sampling: Sampling, prompts: Sequence[Prompt], samples: int) -> list[RolloutGroup]:
-        """Rollout groups by the engine as it is."""
+        """Rollout groups, sampled by the engine with its current weights."""
         return collect(
             prompts,
             self.engine,
@@ -129,18 +130,18 @@ class Stage:
         )
 
     def sample(self, sampling: Sampling, prompts: Sequence[Prompt] | None = None, samples: int = 2) -> list[Completion]:
-        """Completions by the engine as it is."""
+        """Completions, sampled by the engine with its current weights."""
         groups = self.groups(sampling, self.prompts if prompts is None else prompts, samples)
         return [rollout.completion for group in groups for rollout in group.rollouts]
 
     def encoded_again(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """What becomes of ids that are decoded and encoded."""
+        """The ids after decoding to text and encoding again."""
         return tuple(self.tokenizer(self.tokenizer.decode(ids), add_special_tokens=False)["input_ids"])
 
     def gap(
         self, completions: Sequence[Completion], sampling: Sampling, precision: Precision | None = None
     ) -> GapStats:
-        """Gap of completions to the trainer's plain forward."""
+        """Parity gap between completions and the trainer's plain forward."""
         stats = GapStats()
         for c in completions:
             own = completion_logps(self.model, c.prompt_ids, c.token_ids, sampling, precision or self.precision)
@@ -148,11 +149,11 @@ class Stage:
         return stats
 
     def sampling(self, **changes: Any) -> Sampling:
-        """The run's distribution, or another one."""
+        """The run's sampling settings, with changes."""
         return replace(Sampling(self.config.max_completion_length, temperature=self.config.temperature), **changes)
 
     def move(self, scale: float, seed: int | None = None) -> None:
-        """Move every weight by `scale` times its tensor's mean size, another way each time."""
+        """Add noise to every weight: `scale` times its tensor's mean absolute value, with a new seed for each version."""
         generator = torch.Generator().manual_seed(self.version if seed is None else seed)
         with torch.no_grad():
             for p in self.model.parameters():
@@ -160,7 +161,7 @@ class Stage:
 
     @contextmanager
     def kept_weights(self) -> Iterator[None]:
-        """Whatever happens to the weights inside, they are put back bit for bit."""
+        """Restore the weights bit for bit at the end, whatever happens to them inside."""
         parameters = list(self.model.parameters())
         kept = [p.detach().clone() for p in parameters]
         try:
@@ -172,14 +173,14 @@ class Stage:
 
     @contextmanager
     def moved(self, scale: float, seed: int = 0) -> Iterator[None]:
-        """Weights that are `move`d inside and put back at the end."""
+        """Weights are changed with `move` inside the context, and restored at the end."""
         with self.kept_weights():
             self.move(scale, seed)
             yield
 
     @contextmanager
     def counted_tokens(self) -> Iterator[Callable[[], int]]:
-        """Gives the number of tokens that the engine has answered since."""
+        """Yields a function that returns the number of tokens that the engine has answered since then."""
         real, answered = self.engine.generate, 0
 
         def counting(requests: Sequence[GenerationRequest], *more: Any) -> dict[RequestKey, Completion]:
@@ -193,7 +194,7 @@ class Stage:
 
 
 def stage_config(output_dir: str, **changes: Any) -> GRPOConfig:
-    """The configuration of a stage, as the command line makes it of no words at all."""
+    """The configuration of a stage, with the defaults of the command line."""
     return GRPOConfig(output_dir=output_dir, **{**SIZES, **changes})
 
 
@@ -201,12 +202,12 @@ def stage_config(output_dir: str, **changes: Any) -> GRPOConfig:
 def open_stage(
     model: str, config: GRPOConfig, dataset: Any | None = None, *, plain: bool = False, engine: Engine | None = None
 ) -> Iterator[Stage]:
-    """Load both sides, shake hands, and prove the first push.
+    """Load both sides, check the handshake, and prove the first push.
 
     Args:
-        dataset: the user's own prompts (the first is used, beside a long one that fills cache blocks), or None.
-        plain: whether the built-in prompts are text rather than messages.
-        engine: a running engine to use; it stays the caller's to close.
+        dataset: the user's own prompts (the first one is used, beside a long one that fills cache blocks), or None.
+        plain: whether the built-in prompts are text instead of messages.
+        engine: a running engine to use. The caller closes it.
 
     Raises:
         InputError: model, engine or tokenizer cannot be used.
@@ -237,7 +238,8 @@ def open_stage(
 
 
 def _visible_scale(stage: Stage) -> float:
-    """A move of the weights that changes log-probs by more than the engine's dtype may."""
+    """The smallest of the scales that changes log-probs by more than the tolerance of the engine's dtype, or the largest
+    scale."""
     prompt = min(stage.prompts, key=lambda p: len(p.ids)).ids
 
     def scores() -> torch.Tensor:
@@ -252,7 +254,7 @@ def _visible_scale(stage: Stage) -> float:
 
 
 def _with_foreign_ids(trainer: GRPOTrainer) -> tuple[Prompt, ...]:
-    """The trainer's prompts, the last one in ids that its tokenizer would not make of their text: letter by letter."""
+    """The trainer's prompts. The last one gets ids that its tokenizer would not make from its text: encoded letter by letter."""
     *first, last = trainer._train_prompts
     tokenizer = trainer.processing_class
     letters = [i for letter in "Which is it?" for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]
@@ -260,5 +262,5 @@ def _with_foreign_ids(trainer: GRPOTrainer) -> tuple[Prompt, ...]:
 
 
 def _alternating(completions: list, **columns: Any) -> list[float]:
-    """A reward that every group disagrees on, so that every group has a gradient."""
+    """A reward that differs within every group, so that every group has a gradient."""
     return [float(i % 2) for i in range(len(completions))]

@@ -17,7 +17,7 @@ from lockstep.verify.stage import Stage
 
 
 def tokenizer_guards(stage: Stage) -> list[Row]:
-    """The pad token is an existing one, and completions can end."""
+    """The pad token and the end tokens exist in the vocabulary."""
     tokenizer = stage.tokenizer
     pad, end, ids = tokenizer.pad_token_id, end_ids(stage.model, tokenizer), set(tokenizer.get_vocab().values())
     passed = pad in ids and bool(end) and set(end) <= ids
@@ -33,7 +33,7 @@ def tokenizer_guards(stage: Stage) -> list[Row]:
 
 
 def vocabulary(stage: Stage) -> list[Row]:
-    """Tokenizer ≤ model = engine."""
+    """Every tokenizer id has an embedding, and model and engine have equally many."""
     largest, rows = max(stage.tokenizer.get_vocab().values()), embedding_rows(stage.model)
     engine = stage.engine.settings().vocab_size
     return [
@@ -48,7 +48,7 @@ def vocabulary(stage: Stage) -> list[Row]:
 
 
 def chat_template(stage: Stage) -> list[Row]:
-    """An answered conversation starts with the ids of the open one, and ends its answer with an end token."""
+    """The ids of an answered conversation begin with the ids of the open one, and an end token closes the answer."""
     if stage.tokenizer.chat_template is None:
         return [Row("chat template", "none: prompts are plain text", "-", True)]
     question = [{"role": "user", "content": "Which number is larger, 38 or 61?"}]
@@ -58,7 +58,7 @@ def chat_template(stage: Stage) -> list[Row]:
         [*question, {"role": "assistant", "content": "61"}], tokenize=True, return_dict=True, **kwargs
     )["input_ids"]
     keeps = tuple(answered[: len(opened)]) == opened
-    # What comes after the answer; the user's own turn may end with the same token.
+    # The ids after the open conversation: the user's own turn may end with the same token.
     tail = answered[len(opened) :] if keeps else answered[-3:]
     ends = [i for i in tail if i in end_ids(stage.model, stage.tokenizer)]
     closing = stage.tokenizer.decode(answered[-2:])
@@ -75,7 +75,7 @@ def chat_template(stage: Stage) -> list[Row]:
 
 
 def handshake(stage: Stage) -> list[Row]:
-    """The engine's effective settings are what training assumes."""
+    """The engine's effective settings are the ones that training assumes."""
     longest = max(len(p.ids) for p in stage.prompts) + stage.config.max_completion_length
     dtypes = (stage.config.engine_torch_dtype, longest, stage.config.engine_head_dtype)
     shake_hands(stage.engine, stage.model, stage.trainer.model_path, *dtypes)
@@ -92,7 +92,7 @@ def handshake(stage: Stage) -> list[Row]:
 
 
 def echo(stage: Stage) -> list[Row]:
-    """Ids come back as they were sent, also those that decoding and encoding would change."""
+    """Ids come back exactly as they were sent, also ids that decoding and encoding would change."""
     draw = random.Random(1)
     rows = embedding_rows(stage.model)
     longest = max(len(p.ids) for p in stage.prompts)
@@ -113,7 +113,7 @@ def echo(stage: Stage) -> list[Row]:
 
 
 def finish_reasons(stage: Stage) -> list[Row]:
-    """The length limit, an end token and a stop string each give their own reason."""
+    """The length limit, an end token and a stop string each give the right finish reason."""
     limit = stage.config.max_completion_length
     found = stage.sample(stage.sampling(temperature=1.0), samples=4)
     short = stage.sample(stage.sampling(temperature=1.0, max_tokens=1), samples=4)
@@ -161,7 +161,7 @@ def groups(stage: Stage) -> list[Row]:
 
 def repetition(stage: Stage) -> list[Row]:
     """The same requests at the same weights give the same tokens."""
-    # A push before each, as in training: what the cache holds changes the shapes of the forward.
+    # A push before each, as in training, because the content of the cache changes the shapes of the forward.
     stage.trainer.proofs.sync(stage.version)
     first = stage.sample(stage.sampling(temperature=1.0))
     stage.trainer.proofs.sync(stage.version)
@@ -181,11 +181,11 @@ def repetition(stage: Stage) -> list[Row]:
 
 
 def _stopped_by_string(stage: Stage, found: list[Completion]) -> Completion | None:
-    """A completion asked for again with some of its own text as a stop string."""
+    """Request a completion again, with a character of its own text as a stop string."""
     for c in found:
-        # Without its last token: it must end before it would have ended anyway.
+        # Without the last token, because the completion must end earlier than it did.
         text = stage.tokenizer.decode(c.token_ids[:-1], skip_special_tokens=True)
-        # Not a piece of a character that is spread over several tokens.
+        # Skip pieces of a character that is spread over several tokens.
         whole = [letter for letter in text if letter != "\ufffd" and not letter.isspace()]
         if whole:
             (prompt,) = [p for p in stage.prompts if p.prompt_id == c.key.prompt_id]

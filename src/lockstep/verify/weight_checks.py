@@ -11,17 +11,17 @@ from lockstep.parity.tolerances import Tolerance
 from lockstep.verify.rows import Row, gap_row
 from lockstep.verify.stage import Stage
 
-_SYNC_FIX = "the engine does not compute with the weights it was sent; see which layers the module probe names"
+_SYNC_FIX = "the engine does not compute with the weights that it received; see which layers the module probe names"
 
 
 def canary(stage: Stage) -> list[Row]:
-    """Fixed sequences, scored by both sides."""
+    """Both sides score fixed sequences."""
     found = score_canary(stage.model, stage.engine, stage.engine.settings().max_model_len, stage.precision)
     return [gap_row("canary", found, stage.trainer.proofs.limit, _SYNC_FIX)]
 
 
 def module_probe(stage: Stage) -> list[Row]:
-    """Every module that the engine runs, for two probe vectors."""
+    """Every module that the engine runs, with two probe vectors."""
     probe = stage.trainer.proofs.probe
     records = [probe.measure(seed, every=True) for seed in (1, 2)]
     errors = {name: max(r.errors[name] for r in records) for name in records[0].errors}
@@ -42,7 +42,7 @@ def module_probe(stage: Stage) -> list[Row]:
 
 
 def sync(stage: Stage) -> list[Row]:
-    """Moved weights are pushed and sampled from, then the first ones are pushed back."""
+    """Changed weights are pushed and sampled from. Then the original weights are pushed back."""
     limit = stage.trainer.proofs.limit
     sampling = stage.sampling(temperature=1.0)
     with stage.moved(stage.scale):
@@ -60,7 +60,7 @@ def sync(stage: Stage) -> list[Row]:
 
 
 def caches(stage: Stage) -> list[Row]:
-    """A prompt longer than a cache block, before and after a push: nothing of the old weights is left."""
+    """Sample a prompt longer than a cache block before and after a push: no cache of the old weights may be used."""
     sampling = stage.sampling(temperature=1.0)
     longest = max(stage.prompts, key=lambda p: len(p.ids))
     stage.sample(sampling, [longest], samples=4)
@@ -79,7 +79,7 @@ def caches(stage: Stage) -> list[Row]:
 
 
 def versions(stage: Stage) -> list[Row]:
-    """Tokens carry the version that sampled them, and no token is served between two versions."""
+    """Tokens carry the version that sampled them, and the engine serves no token during an update."""
     stage.push()
     found = stage.sample(stage.sampling(), samples=1)
     stamped = all(set(c.weight_versions) == {stage.version} for c in found)
@@ -97,13 +97,13 @@ def versions(stage: Stage) -> list[Row]:
             f"{'closed' if closed else 'open'} during an update",
             "stamped, closed",
             stamped and closed,
-            "the engine serves tokens whose weights nobody can name",
+            "the engine serves tokens whose weight version is unknown",
         )
     ]
 
 
 def _conclusive(row: Row, apart: GapStats, limit: Tolerance) -> Row:
-    """The row, failed if the weights before the move would have passed too."""
+    """The row. It fails if the weights before the change would have passed too."""
     if apart.mean_abs > limit.mean:
         return row
     return replace(

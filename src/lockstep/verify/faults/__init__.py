@@ -1,1 +1,1 @@
-"""The faults of this field, injected into the real code on a user's own model and engine, to see which proof catches each."""
+"""Known faults of this field, injected into the real code on a user's model and engine, to see which proof catches each."""

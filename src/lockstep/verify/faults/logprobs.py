@@ -1,4 +1,4 @@
-"""Faults of log-probs: P1 to P5."""
+"""Log-prob faults: P1 to P5."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lockstep.verify.stage import Stage
 
 @contextlib.contextmanager
 def _raw(stage: Stage) -> Iterator[None]:
-    """Log-probs before the temperature, at a temperature that is not 1."""
+    """The engine reports log-probs before the temperature, at a temperature that is not 1."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(stage.config, "temperature", 0.7))
         if is_vllm(stage):
@@ -51,7 +51,7 @@ def _top_k_unasked(stage: Stage) -> Patch:
 
 def _first_becomes(stage: Stage, value: float) -> Patch:
     def changed(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
-        # The least likely token: one that the model is sure of has a log-prob near 0 by right.
+        # The least likely token, because a token of which the model is sure rightly has a log-prob near 0.
         unsure = min(answers, key=lambda a: min(a.logprobs))
         place = unsure.logprobs.index(min(unsure.logprobs))
         logprobs = (*unsure.logprobs[:place], value, *unsure.logprobs[place + 1 :])
@@ -69,7 +69,7 @@ def _default_value(stage: Stage) -> Patch:
 
 
 def _top_one(stage: Stage) -> Patch:
-    """The most likely token's log-prob passes for the sampled one's."""
+    """The engine reports the most likely token's log-prob as the sampled token's."""
     if not is_vllm(stage):
 
         def top(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
@@ -104,7 +104,7 @@ def _best(stage: Stage, answer: Completion) -> tuple[float, ...]:
 
 @contextlib.contextmanager
 def _half_head(stage: Stage) -> Iterator[None]:
-    """The engine computes its head in bf16 while everything else is fp32."""
+    """The engine computes its output head in bf16 and everything else in fp32."""
 
     def half(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()).to(x.dtype)

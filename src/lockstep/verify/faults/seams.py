@@ -1,7 +1,7 @@
-"""The places where faults get in, each as a patch that goes away again.
+"""The places at which faults are injected, each as a patch that is removed again.
 
-A fault is put below the proof that should catch it: into what an engine is asked, what it answers, what it loads, or what the
-trainer makes of it. No proof is patched.
+A fault is injected below the proof that should catch it: into the requests to the engine, its answers, the weights that it
+loads, or the trainer's use of the answers. No proof is patched.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Fault:
     """One fault.
 
     Attributes:
-        id: its name in the list of known faults (docs/proof.md), or `small-…`.
-        what: what goes wrong, in a line.
-        inject: makes it happen as long as the context lasts.
-        needs: why it cannot happen on a stage, or an empty string where it can.
-        check: the check of `lockstep verify` that sees it, where a training step has no reason to stop.
+        id: name of the fault in the list of known faults (docs/proof.md), or `small-…`.
+        what: the fault in one line.
+        inject: returns a context in which the fault happens.
+        needs: why the fault cannot happen on a stage, or an empty string if it can.
+        check: the check of `lockstep verify` that detects the fault, if a training step does not stop on it.
     """
 
     id: str
@@ -47,7 +47,7 @@ class Fault:
 
 
 def requests_become(stage: Stage, change: Callable[[list[GenerationRequest]], list[GenerationRequest]]) -> Patch:
-    """Something between trainer and engine rewrites requests."""
+    """A program between trainer and engine rewrites requests."""
     real = stage.engine.generate
     return patch.object(stage.engine, "generate", lambda requests, *more: real(change(list(requests)), *more))
 
@@ -55,7 +55,7 @@ def requests_become(stage: Stage, change: Callable[[list[GenerationRequest]], li
 def answers_become(
     stage: Stage, change: Callable[[Sequence[GenerationRequest], list[Completion]], list[Completion]]
 ) -> Patch:
-    """The engine answers something else than it computed."""
+    """The engine's answers differ from what it computed."""
     module = sys.modules[type(stage.engine).__module__]
     real = module.check_answers
 
@@ -66,7 +66,7 @@ def answers_become(
 
 
 def loads_instead(stage: Stage, change: Callable[[Named], Named]) -> Patch:
-    """The engine loads other tensors than it was sent, and acknowledges those that it was sent."""
+    """The engine loads other tensors than those it received, and acknowledges those it received."""
     real = stage.engine.load
 
     def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
@@ -78,7 +78,7 @@ def loads_instead(stage: Stage, change: Callable[[Named], Named]) -> Patch:
 
 @contextmanager
 def generations_become(change: Callable[[Generation], Generation]) -> Iterator[None]:
-    """The trainer makes something else of scored groups; in its steps, and where a check makes steps of its own."""
+    """The trainer makes a wrong generation from scored groups, in its own steps and in the steps of a check."""
     real = trainer_module.prepare_generation
 
     def changed(*args: Any) -> Generation:
@@ -93,7 +93,7 @@ def generations_become(change: Callable[[Generation], Generation]) -> Iterator[N
 
 @contextmanager
 def at_temperature_one(stage: Stage, inject: Callable[[Stage], Patch]) -> Iterator[None]:
-    """A fault that a cold or very sure model would not show."""
+    """Inject a fault at temperature 1. At a lower temperature, a very certain model would not show it."""
     with patch.object(stage.config, "temperature", 1.0), inject(stage):
         yield
 

@@ -1,4 +1,4 @@
-"""Faults of the trainer's own step: A1 to A6."""
+"""Faults of the trainer's own optimizer step: A1 to A6."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Batch = tuple[TrainingSequence, ...]
 
 
 def _mean_of_parts(generation: Generation, share: float) -> Generation:
-    """Every micro-batch normalised by its own tokens, and counted with `share`."""
+    """Each micro-batch is normalised by its own number of tokens, and counts with `share`."""
 
     def weighted(batch: Batch) -> Batch:
         tokens = sum(s.length for s in batch)
@@ -39,7 +39,7 @@ def _averaged(stage: Stage) -> Patch:
 
 
 def _attends_to_others(stage: Stage) -> Patch:
-    """A token sees every token before it in its row, its siblings' and the padding's too."""
+    """A token sees every token before it in its row, also those of sibling completions and the padding."""
     real = updating.pack_sequences
 
     def packed(sequences: Sequence[TrainingSequence], budget: int) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Faults of tokens and of identity: T1, T2, T4 and L1 to L5."""
+"""Faults of tokens and of request identity: T1, T2, T4 and L1 to L5."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _special_token_doubled(stage: Stage) -> Patch:
 
 
 def _masked_by_value(stage: Stage) -> Patch:
-    """Tokens that equal the pad token are masked; here that is the token that the first completion ended with."""
+    """Tokens that equal the pad token are masked. Here the pad token is the last token of the first completion."""
 
     def masked(generation: Generation) -> Generation:
         pad = generation.completions[0].token_ids[-1]
@@ -73,7 +73,7 @@ def _half_dropped(stage: Stage) -> Patch:
 
 
 def _across_prompts(stage: Stage) -> Patch:
-    """Completions of one prompt under the keys of another, echo and all else in order."""
+    """Completions of one prompt get the keys and the echoed prompt of another."""
 
     def across(requests: Requests, answers: Answers) -> Answers:
         asked = {r.key: r.prompt_ids for r in requests}
@@ -91,7 +91,7 @@ def _another_ranks(stage: Stage) -> Patch:
 
 
 def _the_call_before(stage: Stage) -> Patch:
-    """The second call gets the first call's completions, under its own keys and versions."""
+    """The second call gets the first call's completions, with its own keys and versions."""
     first: dict[tuple[str, int], Completion] = {}
 
     def earlier(requests: Requests, answers: Answers) -> Answers:

@@ -1,4 +1,4 @@
-"""Faults of weights: W1 to W8, and small ones that log-probs hardly show."""
+"""Weight faults: W1 to W8, and small ones that log-probs hardly show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _never_arrived(stage: Stage) -> Patch:
 def _stale_head(stage: Stage) -> Patch:
     if is_vllm(stage) and _tied(stage):
         if stage.trainer.proofs.engine_dtype == torch.float32 and not torch.cuda.is_available():
-            # As it is in vLLM 0.32.0 without our mend; elsewhere the head is not packed into a copy.
+            # vLLM 0.32.0 behaves like this without our fix. With other dtypes or devices the head is not packed into a copy.
             return patch.object(backend, "repack_heads", lambda model: None)
         layer = vllm_worker(stage).model_runner.model.lm_head
         kept = layer.weight.detach().clone()
@@ -37,7 +37,7 @@ def _stale_head(stage: Stage) -> Patch:
 
 
 def _wrong_place(stage: Stage) -> Patch:
-    """Two tensors of one shape change places, as when a fused layer is filled in the wrong order."""
+    """Two tensors of the same shape change places, as happens when a fused layer is filled in the wrong order."""
     one, other = _twins(stage)
 
     def swapped(sent: Named) -> Named:
@@ -49,7 +49,7 @@ def _wrong_place(stage: Stage) -> Patch:
 
 
 def _damaged_on_the_way(stage: Stage) -> Patch:
-    """One bit of one tensor flips in the transport; the engine reports what it got."""
+    """One bit of one tensor flips in the transport. The engine reports the bytes that it received."""
     name, real = _twins(stage)[0], stage.engine.load
 
     def flipped(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ def _reset_refused(stage: Stage) -> Patch:
 
 
 def _drift(stage: Stage) -> Patch:
-    """Each sync leaves the policy rounded, as a bf16 merge and unmerge of an adapter does."""
+    """Each sync leaves the policy itself rounded, as merging and unmerging an adapter in bf16 does."""
     real = stage.engine.commit_version
 
     def commit(version: int) -> None:
@@ -94,7 +94,7 @@ def _half_an_update(stage: Stage) -> Patch:
 
 
 def _restarted(stage: Stage) -> Patch:
-    """The engine comes back with its first weights, and claims the current version."""
+    """The engine restarts with its first weights, and reports the current version."""
     first, real = weights_now(stage), stage.engine.commit_version
 
     def commit(version: int) -> None:
@@ -128,7 +128,7 @@ def _rows_swapped(stage: Stage) -> Patch:
 
 @contextlib.contextmanager
 def _sync_skipped(stage: Stage) -> Iterator[None]:
-    """One push of two is left out, at a step so small (1e-6) that no log-prob shows it."""
+    """Every second push is skipped, after a change of the weights so small (1e-6) that no log-prob shows it."""
     real, calls = proofs_module.push_weights, iter(range(1_000_000))
 
     def every_second(model: torch.nn.Module, engine: WeightReceiver, version: int) -> SyncRecord:
@@ -137,7 +137,7 @@ def _sync_skipped(stage: Stage) -> Iterator[None]:
                 p += 1e-6 * p.sign()
         return SyncRecord(version, "", 0, 0, 0.0) if next(calls) % 2 else real(model, engine, version)
 
-    # The step that a fault is given moves the weights by far more; here only by this.
+    # The self-test changes the weights by far more before each step. Here only this small change counts.
     with patch.object(proofs_module, "push_weights", every_second), patch.object(stage, "scale", 0.0):
         yield
 
@@ -147,7 +147,7 @@ def _tied(stage: Stage) -> bool:
 
 
 def _twins(stage: Stage) -> tuple[str, str]:
-    """Two matrices of one shape in the middle of the model that an engine may mix up."""
+    """Two matrices of the same shape in the middle of the model, which an engine may mix up."""
     layers = [
         (n, p.shape) for n, p in stage.model.named_parameters() if (p.dim() == 2 and ".layers." in n) or ".h." in n
     ]
