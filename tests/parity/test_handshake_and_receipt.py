@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,3 +104,30 @@ def test_a_new_run_keeps_the_earlier_ones_receipt_beside_its_own(tmp_path: Path)
     Receipt(tmp_path / "receipt.jsonl", 0).append({"step": 1, "max_abs_gap": 0.0})
     assert (tmp_path / "receipt.previous.jsonl").read_text().splitlines() == lines
     assert len((tmp_path / "receipt.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_disk_that_is_full_when_a_run_goes_on_leaves_the_receipt_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    lines = written(tmp_path, 4)
+    before = (tmp_path / "receipt.jsonl").read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def half(path: Path, text: str, *_: object, **__: object) -> None:
+        path.write_bytes(text[: len(text) // 2].encode())
+        full()
+
+    with monkeypatch.context() as patched:
+        if call == "write":
+            patched.setattr(Path, "write_text", half)
+        else:
+            patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            Receipt(tmp_path / "receipt.jsonl", 2)
+    assert (tmp_path / "receipt.jsonl").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["receipt.jsonl"]
+    Receipt(tmp_path / "receipt.jsonl", 2).append({"step": 3, "max_abs_gap": 2e-6})
+    assert (tmp_path / "receipt.jsonl").read_text().splitlines() == lines[:3]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,9 @@ import torch
 
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError
+from lockstep.rollouts import coroutines
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.rollouts.judges import judge_pairs
 from lockstep.rollouts.reward_log import RewardLog
 from lockstep.rollouts.rewards import score_groups
 
@@ -200,3 +204,87 @@ def test_a_rollout_of_another_prompt_cannot_enter_a_group() -> None:
     first, second = groups()
     with pytest.raises(ValueError, match="does not belong to prompt row/0"):
         RolloutGroup(first.prompt, second.rollouts)
+
+
+class _Stop(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("ending", [SystemExit(0), _Stop("enough")])
+@pytest.mark.parametrize("kind", ["plain", "coroutine", "judge"])
+def test_user_code_that_ends_the_program_is_an_error_that_names_it(ending: BaseException, kind: str) -> None:
+    def ends(**_: Any) -> list[float]:
+        raise ending
+
+    async def ends_later(**_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        raise ending
+
+    class Ends:
+        def judge(self, *_: Any, **__: Any) -> list[int]:
+            raise ending
+
+    pairs = [replace(group, rollouts=group.rollouts[:2]) for group in groups()]
+    calls = {
+        "plain": lambda: rewards_of(ends),
+        "coroutine": lambda: rewards_of(ends_later),
+        "judge": lambda: judge_pairs(pairs, Ends()),
+    }
+    with pytest.raises(InputError, match=f"(?i)ends.* raised {type(ending).__name__}"):
+        calls[kind]()
+
+
+def test_ctrl_c_within_a_reward_function_stays_one() -> None:
+    def interrupted(**_: Any) -> list[float]:
+        raise KeyboardInterrupt
+
+    async def interrupted_later(**_: Any) -> list[float]:
+        raise KeyboardInterrupt
+
+    for function in (interrupted, interrupted_later):
+        with pytest.raises(KeyboardInterrupt):
+            rewards_of(function)
+
+
+def test_coroutine_rewards_run_beside_an_event_loop_that_runs_already() -> None:
+    """As in a notebook, whose cells are run by a loop."""
+
+    async def waits(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    async def fails(**_: Any) -> list[float]:
+        raise KeyError("oops")
+
+    async def stuck(**_: Any) -> list[float]:
+        await asyncio.Event().wait()
+        return []
+
+    async def cell() -> list[list[float]]:
+        for function, message in ((fails, "fails raised KeyError"), (stuck, "stuck took longer than 0.01 s")):
+            with pytest.raises(InputError, match=message):
+                rewards_of(function, timeout=0.01)
+        return rewards_of(waits)
+
+    assert asyncio.run(cell()) == [[1.0] * 3] * 2
+
+
+def test_a_coroutine_reward_that_blocks_its_loop_is_waited_for_no_longer_than_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its loop cannot cancel it."""
+    monkeypatch.setattr(coroutines, "_GRACE", 0.01)
+    done = threading.Event()
+
+    async def blocks(**_: Any) -> list[float]:
+        done.wait(60)
+        return []
+
+    async def cell() -> None:
+        rewards_of(blocks, timeout=0.01)
+
+    try:
+        with pytest.raises(InputError, match="blocks did not give way"):
+            asyncio.run(cell())
+    finally:
+        done.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,68 @@ def test_a_reward_file_that_cannot_be_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import nothing_like_this\n")
     with pytest.raises(InputError, match=r"bad\.py cannot be run: ModuleNotFoundError"):
         load_reward(f"{tmp_path / 'bad.py'}:f")
+
+
+_WITH_A_DATACLASS = """\
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Scale:
+    factor: float = {factor}
+
+calls = []
+
+def scaled(completions, **_):
+    calls.append(1)
+    return [Scale().factor * len(calls)] * len(completions)
+
+def called(completions, **_):
+    return [float(len(calls))] * len(completions)
+"""
+
+
+def test_a_reward_file_may_hold_a_dataclass_whose_annotations_are_strings(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(_WITH_A_DATACLASS.format(factor=2.0))
+    assert load_reward(f"{file}:scaled")(completions=["a"]) == [2.0]
+
+
+def test_two_functions_of_a_reward_file_share_its_module_and_a_changed_file_is_read_anew(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(_WITH_A_DATACLASS.format(factor=2.0))
+    scaled, called = load_reward(f"{file}:scaled"), load_reward(f"{file}:called")
+    scaled(completions=["a"])
+    assert called(completions=["a"]) == [1.0]
+    file.write_text(_WITH_A_DATACLASS.format(factor=3.0))
+    assert load_reward(f"{file}:scaled")(completions=["a"]) == [3.0]
+
+
+def test_a_reward_file_hides_no_installed_module_and_no_other_reward_file(tmp_path: Path) -> None:
+    text = "def own(completions, **_):\n    return [{}] * len(completions)\n"
+    files = [tmp_path / folder / "json.py" for folder in ("one", "two")]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_text(text.format(float(number)))
+    functions = [load_reward(f"{file}:own") for file in files]
+    assert [function(completions=["a"]) for function in functions] == [[0.0], [1.0]]
+    assert sys.modules["json"] is json
+    assert [sys.modules[function.__module__].__file__ for function in functions] == [str(file) for file in files]
+
+
+@pytest.mark.parametrize(
+    "ending", ["raise SystemExit(0)", "raise BaseException(1)", "raise ValueError(1)", "import nothing_like_this"]
+)
+def test_a_reward_module_that_ends_the_program_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    (tmp_path / "module_that_ends.py").write_text(ending + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (f"{tmp_path / 'module_that_ends.py'}:f", "module_that_ends.f"):
+        with pytest.raises(InputError, match=r"module_that_ends.*cannot be"):
+            load_reward(name)
+    assert not [name for name in sys.modules if "module_that_ends" in name]
 
 
 def test_exact_match_reads_text_and_messages() -> None:

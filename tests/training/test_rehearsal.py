@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def test_scores_of_the_wrong_number_are_named_before_a_model_is_loaded(tmp_path:
         (lambda completions, answer, **_: [1.0 for _ in completions], "raised TypeError: .*'answer'"),
         (lambda **_: None, "returned NoneType, not a list of numbers"),
         (lambda completions: [1.0 for _ in completions], "raised TypeError: .*unexpected keyword argument"),
+        (lambda **_: sys.exit(0), "raised SystemExit: 0"),
         ([lambda completions, **_: [1.0] * len(completions), late], "reward function late returned 0 scores"),
     ],
 )

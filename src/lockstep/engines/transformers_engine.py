@@ -222,7 +222,7 @@ class TransformersEngine:
 
     def close(self) -> None:
         self._version = None
-        del self._model
+        self.__dict__.pop("_model", None)
 
 
 class _SampleRows(LogitsProcessor):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class Receipt:
                 return
             lines = lines_up_to(lines, step)
             check_chain(lines)
-            path.write_text("".join(f"{line}\n" for line in lines))
+            replace_text(path, "".join(f"{line}\n" for line in lines))
             if lines:
                 self._last = json.loads(lines[-1])["hash"]
 
@@ -53,9 +54,10 @@ class Receipt:
     def append(self, entry: dict[str, Any]) -> None:
         """Write one entry and flush it."""
         body = {**entry, "previous": self._last}
-        self._last = _hash(body)
+        own = _hash(body)
         with self._path.open("a") as file:
-            file.write(json.dumps({**body, "hash": self._last}) + "\n")
+            file.write(json.dumps({**body, "hash": own}) + "\n")
+        self._last = own
 
 
 def read_receipt(path: Path) -> list[dict[str, Any]]:
@@ -91,6 +93,23 @@ def check_receipt(path: Path) -> int:
                 f"{head.parent.name} was written with another receipt: lines were cut off or all written anew"
             )
     return len(entries)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Give a file other text in one step: at every moment, and after a crash, it holds either all of the old or all of the new.
+
+    Raises:
+        OSError: the text cannot be written (the disk is full, say). The file is as it was.
+    """
+    beside = path.with_name(f".{path.name}.new")
+    try:
+        beside.write_text(text)
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def lines_up_to(lines: list[str], step: int) -> list[str]:

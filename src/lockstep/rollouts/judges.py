@@ -60,7 +60,9 @@ def judge_pairs(groups: Sequence[RolloutGroup], judge: PairwiseJudge, *, shuffle
     completions = [[rollout.text for rollout in group.rollouts] for group in groups]
     try:
         answer = judge.judge(prompts, completions, shuffle_order=shuffle_order)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise RewardRaised(f"judge {name} raised {type(error).__name__}: {error}") from error
     return _checked(name, answer, len(groups))
 

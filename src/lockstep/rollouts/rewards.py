@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.errors import InputError
+from lockstep.rollouts.coroutines import run_coroutine
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.rollouts.reward_log import Extras, RewardLog
 
@@ -78,7 +79,8 @@ def call_functions(
     }
     plain = {i: _call(f, arguments) for i, f in enumerate(functions) if not _is_coroutine_function(f)}
     pending = {i: f for i, f in enumerate(functions) if i not in plain}
-    answers = plain | (asyncio.run(_call_all(pending, arguments, timeout)) if pending else {})
+    called = ", ".join(reward_name(function) for function in pending.values())
+    answers = plain | (run_coroutine(_call_all(pending, arguments, timeout), timeout, called) if pending else {})
     names = _unique([reward_name(function) for function in functions])
     columns = {name: _checked(name, answers[i], len(arguments["completions"])) for i, name in enumerate(names)}
     return _attach(groups, columns, extras)
@@ -163,26 +165,36 @@ def _arguments(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
 def _call(function: RewardFunction, arguments: dict[str, Any]) -> Any:
     try:
         return function(**arguments)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # SystemExit too: a reward function does not end the run without a word.
         raise _raised(function, error) from error
 
 
 async def _call_all(functions: dict[int, RewardFunction], arguments: dict[str, Any], timeout: float) -> dict[int, Any]:
     async def one(function: RewardFunction) -> Any:
-        answer = function(**arguments)
-        assert inspect.isawaitable(answer)
         try:
-            return await asyncio.wait_for(answer, timeout)
+            return await asyncio.wait_for(_awaited(function, arguments), timeout)
         except TimeoutError as error:
-            raise InputError(f"reward function {reward_name(function)} took longer than {timeout:.0f} s") from error
-        except Exception as error:
-            raise _raised(function, error) from error
+            raise InputError(f"reward function {reward_name(function)} took longer than {timeout:g} s") from error
 
     answers = await asyncio.gather(*(one(function) for function in functions.values()))
     return dict(zip(functions, answers, strict=True))
 
 
-def _raised(function: RewardFunction, error: Exception) -> RewardRaised:
+async def _awaited(function: RewardFunction, arguments: dict[str, Any]) -> Any:
+    try:
+        answer = function(**arguments)
+        assert inspect.isawaitable(answer)
+        return await answer
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        raise _raised(function, error) from error
+
+
+def _raised(function: RewardFunction, error: BaseException) -> RewardRaised:
     return RewardRaised(f"reward function {reward_name(function)} raised {type(error).__name__}: {error}")
 
 

@@ -6,6 +6,7 @@ directory, or has a slash and no colon, names a reward model, which is loaded el
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import re
@@ -50,15 +51,26 @@ def load_reward(name: str) -> Reward:
 
 
 def _from_file(path: Path) -> Any:
+    """The module of a file. Its name holds a digest of path and text: one file is one module, and hides no other."""
     if not path.is_file():
         raise InputError(f"reward file {path} does not exist")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    text = path.read_bytes()
+    digest = hashlib.blake2b(str(path.resolve()).encode() + b"\0" + text, digest_size=8).hexdigest()
+    name = f"lockstep_reward_file_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look a class's module up there.
+    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        # Not by its loader, which may take bytecode of an older text for that of this one.
+        exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
         raise InputError(f"reward file {path} cannot be run: {type(error).__name__}: {error}") from error
     return module
 
@@ -69,5 +81,7 @@ def _from_package(name: str) -> Any:
         sys.path.append(here)
     try:
         return importlib.import_module(name)
-    except (ImportError, SyntaxError) as error:
-        raise InputError(f"reward module {name!r} cannot be imported: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise InputError(f"reward module {name!r} cannot be imported: {type(error).__name__}: {error}") from error

@@ -27,10 +27,11 @@ def rehearse_functions(entries: Sequence[Any], dataset: Dataset, config: OnlineC
     """Call the reward functions among a trainer's `reward_funcs`; reward models are left out.
 
     A function that raises is only told of, since made-up text may be what it raises at; but for a TypeError, which is as a rule
-    about what a function takes.
+    about what a function takes, and for what ends a program (SystemExit).
 
     Raises:
-        InputError: a function returned the wrong number of scores, or something else than numbers; or it raised a TypeError.
+        InputError: a function returned the wrong number of scores, or something else than numbers; or it raised a TypeError or
+            what ends a program.
     """
     functions = [entry for entry in entries if callable(entry) and not isinstance(entry, torch.nn.Module)]
     group = made_up_group(dataset, config)
@@ -82,7 +83,8 @@ def _named() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        if not isinstance(error, RewardRaised) or isinstance(error.__cause__, TypeError):
+        told = isinstance(error, RewardRaised) and isinstance(error.__cause__, Exception)
+        if not told or isinstance(error.__cause__, TypeError):
             raise InputError(f"{error} ({where}; rehearse_rewards=False goes without)") from error
         print(f"lockstep: {error} ({where}); raised in training, it ends the run", flush=True)
 

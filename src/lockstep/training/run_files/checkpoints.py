@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import sort_checkpoints
 
 from lockstep.errors import LockstepError
-from lockstep.parity.receipt import RECEIPT, lines_up_to
+from lockstep.parity.receipt import RECEIPT, lines_up_to, replace_text
 
 # The last file that a checkpoint gets: what has it is whole.
 TRAINER_STATE = "trainer_state.json"
@@ -81,7 +81,7 @@ def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
             path.unlink(missing_ok=True)
         elif path.exists():
             kept = lines_up_to(path.read_text().splitlines(), step)
-            path.write_text("".join(f"{line}\n" for line in kept))
+            replace_text(path, "".join(f"{line}\n" for line in kept))
 
 
 def _is_complete(checkpoint: Path) -> bool:
