@@ -42,13 +42,13 @@ def test_a_dry_run_can_be_used_as_a_config(tmp_path: Path, capsys: pytest.Captur
 def test_words_win_over_the_file(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(
-        "learning_rate: 1.0e-5\nmax_steps: 7\nreward_funcs: [a, b]\nbf16: false\nmodel_init_kwargs: {revision: x}\n"
+        "learning_rate: 1.0e-5\nmax_steps: 7\nreward_funcs: [a, b]\nbf16: false\nmodel_init_kwargs: {dtype: float64}\n"
     )
     run, made, dry = parse(
         ["--config", str(config), "--learning_rate", "2e-5", "--output_dir", str(tmp_path)], GRPOConfig, RunArguments
     )
     assert (made.learning_rate, made.max_steps, made.bf16, dry) == (2e-5, 7, False, False)
-    assert made.model_init_kwargs == {"revision": "x"}
+    assert made.model_init_kwargs == {"dtype": "float64"}
     assert run.reward_funcs == ["a", "b"]
 
 

@@ -197,7 +197,7 @@ def test_a_model_from_nowhere_needs_its_tokenizer() -> None:
 
 def test_a_language_models_directory_is_refused_and_not_given_a_random_head(tmp_path: Path) -> None:
     save_model(tmp_path / "lm", kind="llama")
-    with pytest.raises(InputError, match=r"does not hold score\.weight, which would be random"):
+    with pytest.raises(InputError, match=r"its files lack score\.weight, which would be random"):
         reward_functions(str(tmp_path / "lm"))
 
 

@@ -48,6 +48,8 @@ def config(**fields: Any) -> GRPOConfig:
         ({"optim": "schedule_free_adamw"}, "optim=schedule_free_adamw"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
         ({"model_init_kwargs": "foo"}, "model_init_kwargs"),
+        ({"model_init_kwargs": {"trust_remote_code": True}}, "code that comes with a model is not run"),
+        ({"model_init_kwargs": {"revision": "x"}}, "give the directory of that revision"),
         ({"loss_type": "reinforce"}, "loss_type"),
         ({"scale_rewards": "sometimes"}, "scale_rewards"),
         ({"max_completion_length": 0}, "max_completion_length"),

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lockstep.errors import InputError
+from lockstep.models.whole import refuse_incomplete
 
 
 def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> PreTrainedModel:
@@ -19,22 +22,41 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
     With a `quantization_config` in `model_init_kwargs`, full-precision weights are quantised when they are loaded.
 
     Raises:
-        InputError: the directory or id holds no causal language model, or the stored weights are quantised, so that an engine
-            would load them quantised too.
+        InputError: the directory or id holds no causal language model; its files lack a tensor, or hold one that is not the
+            model's; its weights are stored quantised (an engine would load them so); or an argument is refused.
     """
-    if "revision" in (model_init_kwargs or {}):
-        # The tokenizer and the engine would load the default revision.
-        raise InputError("model_init_kwargs.revision is not supported; give the directory of that revision")
-    kwargs = {"dtype": torch.float32, **(model_init_kwargs or {})}
+    check_init_kwargs(model_init_kwargs or {})
+    # False, and not left out: transformers would ask on the terminal.
+    kwargs = {"dtype": torch.float32, **(model_init_kwargs or {}), "trust_remote_code": False}
+    # So that tensors of another shape are named here.
+    kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=kwargs.get("trust_remote_code", False))
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:
             raise InputError(f"model {path} is quantised; training needs its full-precision weights")
-        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
-    except (OSError, ValueError, ImportError) as error:
+        model, report = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"cannot load a causal language model from {path}: {_first_line(error)}") from error
+    refuse_incomplete(f"model {path}", report)
+    return model
+
+
+def check_init_kwargs(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of `from_pretrained` that would make the trainer's model another one than the engine's, or run its code.
+
+    Raises:
+        InputError: one is there.
+    """
+    if "revision" in given:
+        # The tokenizer and the engine would load another one.
+        raise InputError("model_init_kwargs.revision is not supported; give the directory of that revision")
+    if given.get("trust_remote_code"):
+        raise InputError(
+            f"model_init_kwargs.trust_remote_code={given['trust_remote_code']!r} is not supported, only False is: code that comes "
+            "with a model is not run"
+        )
 
 
 def context_length(config: PreTrainedConfig) -> int | None:

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.models.policy import switch_off_dropout
+from lockstep.models.whole import check_finite, refuse_incomplete
 
 # Limit of tokens, padding included, in one forward pass, which bounds the activations. A longer text is a batch by itself.
 _TOKENS_PER_BATCH = 16384
@@ -31,7 +33,8 @@ class RewardModel:
         tokens_per_batch: limit of rows × longest row in one forward pass.
 
     Raises:
-        InputError: the model has several outputs, or the tokenizer has neither a pad nor an end-of-sequence token.
+        InputError: the model has several outputs, weights that are NaN or infinite, or a tokenizer with neither a pad nor an
+            end-of-sequence token.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class RewardModel:
                 raise InputError(f"the tokenizer of reward model {self.__name__} has neither a pad nor an end token")
             tokenizer.pad_token = tokenizer.eos_token
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        check_finite(f"reward model {self.__name__}", model.named_parameters())
         switch_off_dropout(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -135,20 +139,17 @@ def load_reward_model(path: str) -> PreTrainedModel:
         path: a result of `lockstep.models.resolve.resolve_model`.
 
     Raises:
-        InputError: there is no such model, or its head is not in the files (as for a language model) and would be random.
+        InputError: there is no such model; or a tensor is missing from its files (the head, in a language model's directory).
     """
     try:
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype="auto", output_loading_info=True
+            path, num_labels=1, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise InputError(f"cannot load a reward model with one output from {path}: {lines[0]}") from error
-    random = sorted({*report["missing_keys"], *(str(entry[0]) for entry in report["mismatched_keys"])})
-    if random:
-        raise InputError(
-            f"{path} is no reward model with one output: its files lack {', '.join(random[:3])}, which would be random numbers"
-        )
+    # A classifier made from a language model may still carry that model's output head, which it never calls.
+    refuse_incomplete(f"reward model {path} (with one output)", report, unused=("lm_head.",))
     return model
 
 

@@ -16,6 +16,7 @@ from lockstep.algorithms.corrections import CorrectionMode
 from lockstep.engines.server_calls import server_urls
 from lockstep.errors import InputError
 from lockstep.models.liger import liger_config
+from lockstep.models.policy import check_init_kwargs
 from lockstep.training.config.interruption_fields import InterruptionFields
 from lockstep.training.config.precision import has_fast_bf16
 from lockstep.training.config.trl_fields import OneValueFields, doc
@@ -283,6 +284,7 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
         for name in ("model_init_kwargs", "chat_template_kwargs", "vllm_engine_kwargs"):
             if not isinstance(getattr(self, name), dict | None):
                 raise InputError(f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}')
+        check_init_kwargs(self.model_init_kwargs or {})  # type: ignore[arg-type]
 
     @property
     def server_urls(self) -> list[str]:

@@ -17,6 +17,7 @@ from lockstep.models.liger import check_kernels
 from lockstep.models.policy import load_policy, switch_off_dropout
 from lockstep.models.quantised import check_quantization, keep_order
 from lockstep.models.resolve import resolve_model
+from lockstep.models.whole import check_finite
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.config.interruption import check_end_of_thinking
@@ -51,8 +52,8 @@ def open_policy(
 
     Raises:
         InputError: the model or its tokenizer cannot be loaded, do not fit each other, or carry an adapter that no engine could
-            be given; thinking cannot be interrupted in the tokenizer's ids as `args` has it; or FlexAttention is asked for
-            and does not run here.
+            be given; weights are NaN or infinite; thinking cannot be interrupted in the tokenizer's ids as `args` has it; or
+            FlexAttention is asked for and does not run here.
         ProofError: FlexAttention is asked for and computes something else than SDPA does.
     """
     path = resolve_model(model if isinstance(model, str) else model.config.name_or_path)
@@ -66,6 +67,7 @@ def open_policy(
         )
     else:
         policy = model
+    check_finite(f"model {path}", policy.named_parameters())
     keep_order(policy)
     fit_vocabulary(policy, guarded)
     policy = with_adapter(policy, peft_config, seed=args.seed)

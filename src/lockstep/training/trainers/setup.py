@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.policy import context_length
+from lockstep.models.whole import check_finite
 from lockstep.training.forward.scoring import check_scorable, why_plain_rows
 
 # Arguments of TRL's trainers that nothing here does yet.
@@ -73,9 +74,10 @@ def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel) ->
     """Refuse a reference model that cannot be scored correctly, or that has another vocabulary than the policy.
 
     Raises:
-        InputError: as `check_scorable`, or the vocabularies differ.
+        InputError: as `check_scorable`; or the vocabularies differ; or a weight is NaN or infinite.
     """
     check_scorable(causal_model(ref_model))
+    check_finite("ref_model", ref_model.named_parameters())
     sizes = [m.get_input_embeddings().weight.shape[0] for m in (causal_model(model), causal_model(ref_model))]
     if sizes[0] != sizes[1]:
         raise InputError(
