@@ -147,7 +147,7 @@ def warn_of_other_scores(sampling: Sampling) -> None:
     other = [name for name in Sampling.__slots__ if getattr(sampling, name) != getattr(neutral, name)]
     if other:
         warnings.warn(
-            f"{', '.join(other)}: the log-probs belong to the sampling distribution, but TRL's trainers score the whole distribution; "
-            "their importance-sampling ratios contain the difference at every token (TRL issue 6789)",
+            f"{', '.join(other)}: the log-probs belong to the sampling distribution, but TRL's trainers score the whole "
+            "distribution; their importance-sampling ratios contain the difference at every token (TRL issue 6789)",
             stacklevel=3,
         )
