@@ -1,1 +1,1 @@
-"""The proof that trainer and engine agree, and the receipt that it leaves."""
+"""The proof that trainer and engine agree, and the receipt of the proof."""

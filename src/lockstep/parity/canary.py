@@ -1,7 +1,7 @@
-"""The canary: a few fixed sequences, scored by both sides at one version.
+"""The canary: a few fixed sequences that both sides score at the same weight version.
 
-Comes from: `Engine.score`, which computes anew, and the trainer's plain forward. It needs no rollouts: it speaks before the first
-one is paid for, and it is what is left where rollouts are older than the weights.
+The log-probs come from `Engine.score`, which uses no cache, and from the trainer's plain forward. The canary needs no
+rollouts. So it can run before the first rollout is sampled, and it stands in for rollouts that are older than the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SEQUENCES, _LENGTH = 4, 24
 
 
 def canary_sequences(vocab_size: int, max_model_len: int) -> dict[str, tuple[int, ...]]:
-    """Sequences of ids drawn from the whole vocabulary, always the same for a model and an engine."""
+    """Sequences of ids drawn from the whole vocabulary. They are always the same for a model and an engine."""
     draw = random.Random(0)
     length = max(2, min(_LENGTH, max_model_len - 1))
     return {f"canary{i}": tuple(draw.randrange(vocab_size) for _ in range(length)) for i in range(_SEQUENCES)}
@@ -35,11 +35,11 @@ def canary_gap(
     scores: Mapping[str, tuple[float, ...]],
     precision: Precision,
 ) -> GapStats:
-    """Gap between what an engine scored and the trainer's own log-probs at temperature 1, with its weights as they are now.
+    """Parity gap between an engine's scores and the trainer's own log-probs at temperature 1, with the trainer's current weights.
 
     Args:
-        sequences: what was scored, by name.
-        scores: the engine's log-probs of every id but the first of each.
+        sequences: the scored sequences, by name.
+        scores: the engine's log-probs of every id of each sequence, except the first id.
 
     Raises:
         ProofError: a log-prob is not finite.
@@ -52,7 +52,7 @@ def canary_gap(
 
 
 def score_canary(model: PreTrainedModel, engine: ProbedEngine, max_model_len: int, precision: Precision) -> GapStats:
-    """Gap between engine and trainer over the canary's tokens, at temperature 1.
+    """Parity gap between engine and trainer over the canary's tokens, at temperature 1.
 
     Raises:
         ProofError: the engine holds no committed weights, or a log-prob is not finite.
@@ -62,7 +62,7 @@ def score_canary(model: PreTrainedModel, engine: ProbedEngine, max_model_len: in
 
 
 def check_canary(gap: GapStats, limit: Tolerance, version: int) -> None:
-    """Pass or stop on what the canary found.
+    """Check the canary's parity gap against its limits.
 
     Raises:
         ProofError: the gap is over a limit.
@@ -73,7 +73,7 @@ def check_canary(gap: GapStats, limit: Tolerance, version: int) -> None:
             limit,
             version,
             str(split_gap(gap.mean_abs, 0.0, limit)),
-            "the canary's tokens, which nobody sampled, score differently although every probed module agrees: positions, "
+            "the canary's tokens, which no policy sampled, score differently although every probed module agrees: positions, "
             "attention mask, or a part of the model that no probe reaches",
             "compare the model's configuration on both sides (rope scaling, sliding window, soft-capping)",
         )

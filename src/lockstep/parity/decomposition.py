@@ -1,8 +1,8 @@
-"""Where a parity gap comes from: settings, dtypes, old weights, or a defect.
+"""Explains where a parity gap comes from: settings, dtypes, old weights, or a defect.
 
-Comes from: completions whose gap is to be explained, the policy, and the engine at the same version. The same tokens are scored
-again in other ways, one change at a time; the way that makes the gap vanish names its origin. Goes to: the error that stops a
-run, and `lockstep verify`.
+It takes completions with a gap, the policy, and the engine at the same weight version. The same tokens are scored again in
+other ways, with one change at a time. The change that makes the gap vanish is its cause. The error that stops a run contains
+the result, and so does `lockstep verify`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from lockstep.parity.module_probe import ModuleProbe
 from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.parity.tolerances import Tolerance
 
-# An explanation must leave less than this share of the gap.
+# An explanation counts only if it leaves less than this share of the gap.
 _EXPLAINS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class GapParts:
-    """Parts of a mean |g|, in nats; they add up to `total`.
+    """The parts of a mean |g|, in nats. They add up to `total`.
 
     Attributes:
-        semantics: vanishes when the trainer scores another distribution (raw instead of processed).
-        numerics: vanishes when the trainer computes in another dtype, or lies within the dtypes' limit on the mean.
-        staleness: from tokens sampled at another version.
-        defect: what nothing explains.
+        semantics: part that vanishes if the trainer scores another distribution (raw instead of processed).
+        numerics: part that vanishes if the trainer computes in another dtype, or that lies within the dtypes' limit on the mean.
+        staleness: part from tokens that were sampled at another version.
+        defect: part that nothing explains.
     """
 
     total: float
@@ -41,7 +41,7 @@ class GapParts:
     defect: float
 
     def metrics(self) -> dict[str, float]:
-        """Columns of the metrics."""
+        """The parts as columns of the metrics."""
         names = ("semantics", "numerics", "staleness", "defect")
         return {f"parity/gap_{name}": getattr(self, name) for name in names}
 
@@ -54,7 +54,7 @@ class GapParts:
 
 @dataclass(frozen=True, slots=True)
 class Decomposition:
-    """An explained gap: its parts, the layers that a full module probe named, and what to do."""
+    """An explained gap: its parts, the layers that a full module probe found, the likely cause, and what to do."""
 
     parts: GapParts
     layers: tuple[str, ...]
@@ -65,14 +65,14 @@ class Decomposition:
 def split_gap(
     fresh: float, stale: float, limit: Tolerance, *, raw: float | None = None, other_dtype: float | None = None
 ) -> GapParts:
-    """Attribute a mean gap.
+    """Split a mean gap into its parts.
 
     Args:
         fresh: part of mean |g| from tokens of the current version.
         stale: part of mean |g| from tokens of other versions.
-        limit: what dtypes alone may do.
-        raw: mean gap of the fresh tokens against the raw distribution, where that is another one.
-        other_dtype: their smallest mean gap when the trainer computes in another dtype.
+        limit: the gap that dtypes alone may cause.
+        raw: mean gap of the fresh tokens against the raw distribution; None if it equals the sampled one.
+        other_dtype: smallest mean gap of the fresh tokens if the trainer computes in another dtype.
     """
     semantics = fresh - raw if raw is not None and raw < _EXPLAINS * fresh else 0.0
     rest = fresh - semantics
@@ -94,14 +94,14 @@ def decompose(
     *,
     stale_by_design: bool = False,
 ) -> Decomposition:
-    """Explain the gap of a few completions (a handful is enough: every way of scoring is a forward each).
+    """Explain the gap of a few completions. A handful is enough, because each way of scoring is one forward per completion.
 
     Args:
         sampling: the distribution that the trainer assumes was sampled.
-        precision: how the trainer computed the gap.
+        precision: precision in which the trainer computed the gap.
         probe: compares the modules of `model` and `engine`.
-        version: the current one, which the engine still holds.
-        stale_by_design: tokens of older weights are as they should be: what is explained is the gap of the others.
+        version: the current weight version, which the engine still holds.
+        stale_by_design: whether tokens of older weights are expected; then only the gap of the other tokens is explained.
     """
     behaviour = torch.tensor([c.logprobs[i] for c in completions for i in c.sampled_places])
     fresh = torch.tensor([c.weight_versions[i] == version for c in completions for i in c.sampled_places])
@@ -118,7 +118,7 @@ def decompose(
     layers = tuple(probe.measure(version, every=True).failed)
     gap, stale = mean_gap(own, fresh), 0.0 if stale_by_design else mean_gap(own, ~fresh)
     explained = raw is not None and raw < _EXPLAINS * gap
-    # Another dtype can only be the reason where no layer but the head is off.
+    # Another dtype can be the cause only if no layer, or only the output head, differs.
     dtypes = {} if explained or len(layers) > 1 else _other_precisions(precision)
     gaps = {name: mean_gap(scores(how), fresh) for name, how in dtypes.items()}
     nearest = min(gaps, key=lambda name: gaps[name], default="")
@@ -128,7 +128,7 @@ def decompose(
 
 
 def _other_precisions(precision: Precision) -> dict[str, Precision]:
-    """One change at a time, by what it would mean for the engine."""
+    """Precisions that differ from `precision` in one respect, named by what each would mean for the engine."""
     half, single = torch.bfloat16, torch.float32
     others = {
         "everything in bfloat16": Precision(autocast=half),
@@ -142,7 +142,7 @@ def _other_precisions(precision: Precision) -> dict[str, Precision]:
 def _answers_again(
     model: PreTrainedModel, engine: ProbedEngine, completions: Sequence[Completion], precision: Precision
 ) -> float | None:
-    """Mean gap when the engine scores the same tokens anew at temperature 1; None if it cannot (no room for a token)."""
+    """Mean gap if the engine scores the same tokens again at temperature 1; None if it cannot (no room for another token)."""
     try:
         found = engine.score({str(c.key): (*c.prompt_ids, *c.token_ids) for c in completions})
     except InputError:
@@ -166,7 +166,7 @@ def _sampled_logps(
 def _reading(
     parts: GapParts, nearest: str, layers: tuple[str, ...], again: float | None, limit: Tolerance
 ) -> tuple[str, str]:
-    """Cause and fix, from the largest of what was found."""
+    """The cause and the fix for the largest part."""
     if parts.numerics > limit.mean:
         return (
             f"trainer and engine compute in different dtypes: the engine seems to compute {nearest}",
@@ -180,7 +180,7 @@ def _reading(
     if layers:
         return (
             f"the engine computes with other weights than the trainer in {len(layers)} places, {layers[0]} worst",
-            "push the weights again; if it comes back, report the model, this layer and the engine's version",
+            "push the weights again; if it happens again, report the model, this layer and the engine's version",
         )
     if parts.staleness > parts.defect:
         return (

@@ -1,7 +1,7 @@
-"""The gap between the engine's and the trainer's log-prob of the same token at the same weights.
+"""The parity gap: the difference between the engine's and the trainer's log-prob of the same token at the same weights.
 
-Comes from: completions (behaviour log-probs) and the policy's forward in `training/`. Goes to: the optimizer step, which
-is not taken before `check_gap` has passed, and the receipt.
+It is computed from completions (behaviour log-probs) and from the policy's forward in `training/`. The optimizer step is
+taken only if the gap is within its limits. The gap goes into the receipt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lockstep.parity.tolerances import Tolerance
 
 @dataclass(frozen=True, slots=True)
 class GapStats:
-    """Sums over tokens, so that the parts of a step add up.
+    """Sums over tokens. The sums of a step's parts can be added.
 
     Attributes:
         tokens: number of tokens compared.
@@ -57,7 +57,7 @@ def measure_gap(behaviour: torch.Tensor, policy: torch.Tensor, names: list[str])
     Args:
         behaviour: (N,) the engine's log-probs.
         policy: (N,) the trainer's log-probs of the same tokens.
-        names: N request names, to say which token is worst.
+        names: N request names, used to name the worst token's request.
 
     Raises:
         ProofError: a log-prob of either side is not finite.
@@ -90,42 +90,42 @@ def check_count(stats: GapStats, expected_tokens: int, version: int) -> None:
     """Check that every sampled token was compared.
 
     Raises:
-        ProofError: it was not.
+        ProofError: the number of compared tokens differs from the number of sampled tokens.
     """
     if stats.tokens != expected_tokens:
         raise ProofError(
             "gap",
             f"{stats.tokens} tokens were compared at version {version}, {expected_tokens} were sampled",
-            "the training batch does not hold what the engine sampled",
+            "the training batch does not hold the tokens that the engine sampled",
             "this is a defect of Lockstep: report it with this message",
         )
 
 
 def over_limits(stats: GapStats, limit: Tolerance) -> list[str]:
-    """The limits that a gap exceeds, with its figures; empty if it passes."""
+    """The limits that a gap exceeds, with the figures; empty if the gap passes."""
     figures = (
         ("mean_abs_gap", stats.mean_abs, limit.mean),
         ("max_abs_gap", stats.max_abs, limit.max),
         ("k3", stats.k3, limit.k3),
     )
-    # Not `value > bound`: NaN must fail.
+    # `not value <= bound` instead of `value > bound`, so that NaN fails.
     return [f"{name} {value:.3g} > {bound:.3g}" for name, value, bound in figures if not value <= bound]
 
 
 class PooledGap:
-    """A gap over steps that may have few tokens each: the largest is held to its limit at once, the means once they are many."""
+    """Pools the gaps of steps with few tokens. The largest gap is checked at once; the means are checked after enough tokens."""
 
-    # From here on means and k3 of bf16's rounding are as steady as a whole step's.
+    # From this number of tokens on, the mean and k3 of bf16 rounding are as steady as those of a whole step.
     enough = 256
 
     def __init__(self) -> None:
         self._gap = GapStats()
 
     def add(self, stats: GapStats, limit: Tolerance) -> GapStats:
-        """Take in a step's gap.
+        """Add a step's gap to the pool.
 
         Returns:
-            What is to be held to `limit`: over its limits, or not.
+            The gap to check against `limit`. It is empty if the pool has too few tokens and no single token is over its limit.
         """
         pooled = self._gap + stats
         if pooled.tokens >= self.enough or not stats.max_abs <= limit.max:
@@ -136,7 +136,7 @@ class PooledGap:
 
 
 def gap_error(stats: GapStats, limit: Tolerance, version: int, parts: str, cause: str, fix: str) -> ProofError:
-    """The error for a gap over its limits, with where it comes from (`parity/decomposition.py`)."""
+    """The error for a gap over its limits. `parts`, `cause` and `fix` come from `parity/decomposition.py`."""
     return ProofError(
         "gap",
         f"at version {version}, over {stats.tokens} sampled tokens: {', '.join(over_limits(stats, limit))} nats "

@@ -1,6 +1,6 @@
-"""The settings handshake: what the engine really runs with, against what training assumes.
+"""The settings handshake: compares the settings that the engine really runs with to those that training assumes.
 
-Comes from: `Engine.settings()`. Runs at start, before the first push, and after every reconnect.
+The settings come from `Engine.settings()`. The handshake runs at start, before the first push, and after every reconnect.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lockstep.tokens.tokenizer import embedding_rows
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSettings:
-    """What the trainer assumes of the engine.
+    """The settings that the trainer assumes of the engine.
 
     Attributes:
-        model: what both programs loaded; None where the engine's machine may name it otherwise.
+        model: the path or id that both programs loaded; None if the engine's machine may use another name.
         model_config: fields of the trained model's config (`engines/model_fields.py`).
     """
 
@@ -44,7 +44,7 @@ def expected_settings(
     min_model_len: int,
     head_dtype: torch.dtype | None = None,
 ) -> ExpectedSettings:
-    """What a trainer of `model` assumes of an engine that computes in `dtype`, and its output head in `head_dtype` (None: too)."""
+    """The settings of an engine for `model` that computes in `dtype`, and its output head in `head_dtype` (None: in `dtype`)."""
     return ExpectedSettings(
         model=model_path,
         architecture=type(causal_model(model)).__name__,
@@ -57,10 +57,10 @@ def expected_settings(
 
 
 def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
-    """Compare both sides and name every difference at once.
+    """Compare both sides, and report all differences together.
 
     Raises:
-        ProofError: any setting differs in a way that changes tokens or log-probs.
+        ProofError: a setting differs in a way that changes tokens or log-probs.
     """
     wrong: list[str] = []
 

@@ -1,9 +1,9 @@
-"""The module probe: each module that the engine really runs, against the same product with the trainer's weights.
+"""The module probe: compares the output of each engine module with the same product, computed with the trainer's weights.
 
-Comes from: the trained model's weights as they are sent (`sync/source.py`; merged, if it has an adapter) and `Engine.probe`, both
-given the same input (`engines/probe.py`). Goes to: every push, which does not serve training before its probe has passed, and
-`lockstep verify`, which probes every module. It sees what a comparison of stored tensors cannot: weights that are packed, fused,
-tied, padded or quantised, as the engine computes with them.
+The trainer's weights are those that are sent (`sync/source.py`; merged if the model has an adapter). `Engine.probe` gives the
+engine's outputs. Both sides get the same input (`engines/probe.py`). A push may be used for training only after its probe has
+passed, and `lockstep verify` probes every module. The probe finds faults that a comparison of stored tensors cannot find,
+because it uses the weights as the engine computes with them: packed, fused, tied, padded or quantised.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from lockstep.models.adapters import head_name
 from lockstep.parity.tolerances import output_rounding, probe_limit
 from lockstep.sync.adapters import weights_of
 
-# Linear layers, and vectors (norms), that a sampled probe takes beside embeddings and heads, which it always does.
+# Number of linear layers, and of vectors (norms), in a sampled probe. It always contains all embeddings and heads as well.
 _SAMPLE = 6
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeRecord:
-    """What one probe found; figures of the receipt.
+    """The result of one probe, for the receipt.
 
     Attributes:
-        errors: for each checkpoint tensor probed, the largest difference of its outputs, less their rounding, ÷ their rms.
-        modules: how many modules were probed, of how many that can be.
+        errors: per probed checkpoint tensor, the largest difference of its outputs, minus their rounding, ÷ their rms.
+        modules: number of modules that were probed, of the `of_modules` that can be.
         unreached: engine parameters that no probe reaches.
     """
 
@@ -51,7 +51,7 @@ class ProbeRecord:
 
     @property
     def failed(self) -> list[str]:
-        """Tensors over the limit, worst first; an error that is not a number is one."""
+        """Tensors over the limit, worst first. A NaN error is over the limit."""
         over = [(name, error) for name, error in self.errors.items() if not error <= self.limit]
         return [name for name, _ in sorted(over, key=lambda item: -item[1])]
 
@@ -61,11 +61,12 @@ class ModuleProbe:
 
     Args:
         model: the trained model; only read.
-        engine: holds, supposedly, the same weights.
-        engine_dtype: dtype that the engine casts weights to.
+        engine: an engine that should hold the same weights.
+        engine_dtype: dtype to which the engine casts weights.
 
     Raises:
-        InputError: the engine runs no module under the model's names, or the model has an adapter of a kind that cannot be merged.
+        InputError: the engine runs no module under the model's names, or the model has an adapter of a kind that cannot be
+            merged.
     """
 
     def __init__(self, model: PreTrainedModel, engine: ProbedEngine, engine_dtype: torch.dtype) -> None:
@@ -82,10 +83,10 @@ class ModuleProbe:
         """Errors of the modules for the probe input of `seed`.
 
         Args:
-            every: probe all modules and compare all of their outputs; else a sample, as at a push of a run.
+            every: whether to probe all modules and compare all their outputs; otherwise a sample, as at a push during a run.
         """
         start = time.perf_counter()
-        # Anew, as for every push: an adapter may have been switched in between.
+        # Made again for every probe, as for every push: the active adapter may have changed.
         self._source = weights_of(self._model)
         names = list(self._modules.probed) if every else self._sample(seed)
         answers = self._engine.probe(names, seed, every=every)
@@ -100,7 +101,7 @@ class ModuleProbe:
         return ProbeRecord(errors, len(names), len(self._modules.probed), self._modules.unreached, limit, seconds)
 
     def reached(self) -> float:
-        """Share of the trainer's weights (their elements) that a probe reaches."""
+        """Share of the trainer's weights, counted in elements, that a probe reaches."""
         source = self._source
         names = {source.first_name(name) for name in source.names if not name.endswith("bias")}
         reached = {source.first_name(tensor) for module in self._modules.probed.values() for tensor in module.tensors}
@@ -108,7 +109,7 @@ class ModuleProbe:
         return sum(size for name, size in weights.items() if name in reached) / sum(weights.values())
 
     def _comparable(self, found: EngineModules) -> EngineModules:
-        """Without modules whose outputs are not those of the named weights one after the other (a loader that pads or merges)."""
+        """Leave out modules whose outputs are not the outputs of the named weights in order (a loader that pads or merges)."""
         probed, unreached = {}, list(found.unreached)
         for name, module in found.probed.items():
             if sum(self._outputs(module, tensor) for tensor in module.tensors) == module.outputs:
@@ -118,7 +119,7 @@ class ModuleProbe:
         return EngineModules(probed, tuple(unreached))
 
     def _sample(self, seed: int) -> list[str]:
-        """Embeddings and heads, and some of the layers and of the vectors."""
+        """Names of all embeddings and heads, and of a sample of the layers and of the vectors."""
         probed, head = self._modules.probed, self._source.first_name(head_name(self._model))
         layers = [
             name
@@ -131,14 +132,15 @@ class ModuleProbe:
         return [name for name in probed if name in drawn or name not in {*layers, *vectors}]
 
     def _outputs(self, module: ProbedModule, tensor: str) -> int:
-        """How many outputs of a module belong to one of its tensors."""
+        """Number of outputs of a module that belong to one of its tensors."""
         shape = self._source.shape(tensor)
         if module.kind == "values":
             return shape.numel()
         return shape[1] if self._transposed(tensor) else shape[0]
 
     def _parts(self, module: ProbedModule, answer: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """An answer cut into those of the module's tensors, (inputs, outputs) each; None where its size is wrong."""
+        """An answer split by the module's tensors, (inputs, outputs) each. None for every tensor if the answer has the wrong
+        size."""
         if module.kind == "embedding":
             return {module.tensors[0]: answer}
         inputs = 2 if module.biased else 1
@@ -148,7 +150,7 @@ class ModuleProbe:
         return dict(zip(module.tensors, parts, strict=True))
 
     def _error(self, module: ProbedModule, tensor: str, seed: int, found: torch.Tensor, every: bool) -> float:
-        """Error of one tensor's outputs (see `_distance`), the bias's own included."""
+        """Error of one tensor's outputs (see `_distance`). The error of the bias is included."""
         beside = tensor.removesuffix("weight") + "bias"
         weight = self._source.tensor(tensor)
         bias = self._source.tensor(beside) if beside in self._source.names else None
@@ -163,7 +165,7 @@ class ModuleProbe:
         if self._transposed(tensor):
             weight = weight.T
         elif not every and len(weight) > 2 * SAMPLED_ROWS:
-            # A vocabulary's worth of outputs: a sample of them tells a stale head as well.
+            # One output per vocabulary entry is too many: a sample shows a stale head as well.
             rows = probe_rows(seed, module.name, len(weight), every=False).to(weight.device)
             weight, found, bias = weight[rows], found[:, rows.cpu()], None if bias is None else bias[rows]
         product = self._cast(weight) @ vector.to(self._dtype).float()
@@ -176,15 +178,15 @@ class ModuleProbe:
         return self._source.shape(tensor)[0 if self._transposed(tensor) else 1]
 
     def _distance(self, found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> float:
-        """max over outputs of |engine − trainer|, less what rounding does to the output itself, ÷ rms(size)."""
+        """max over outputs of |engine − trainer|, minus the rounding of the output itself, ÷ rms(size)."""
         expected = expected.cpu()
         beyond = ((found - expected).abs() - output_rounding(self._dtype) * expected.abs()).max().clamp(min=0.0)
         error = float(beyond) / (float(size.norm()) / len(size) ** 0.5 or 1.0)
-        # NaN passes every comparison with a limit.
+        # A NaN would pass every comparison with a limit.
         return error if error == error else float("inf")
 
     def _transposed(self, tensor: str) -> bool:
-        """Whether the trainer keeps this weight as (inputs, outputs), as GPT-2 does."""
+        """Whether the trainer stores this weight as (inputs, outputs), as GPT-2 does."""
         return isinstance(self._source.holder(tensor), Conv1D)
 
     def _cast(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -193,10 +195,10 @@ class ModuleProbe:
 
 
 def check_probe(record: ProbeRecord, version: int) -> None:
-    """Pass or stop.
+    """Check a probe's errors against their limit.
 
     Raises:
-        ProofError: a module computes something else than the trainer's weights would; names the layers.
+        ProofError: a module's outputs differ from those of the trainer's weights. The message names the layers.
     """
     failed = record.failed
     if not failed:

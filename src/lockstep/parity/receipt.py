@@ -1,7 +1,6 @@
-"""The receipt: one line a step in `receipt.jsonl`, each carrying the hash of the line before.
+"""The receipt: one line per step in `receipt.jsonl`. Each line contains the hash of the line before.
 
-Comes from: the trainer, after each optimizer step's proofs have passed. Goes to: whoever wants to know later on what
-proofs a run was based.
+The trainer writes a line after the proofs of each optimizer step have passed. Later the receipt shows which proofs a run passed.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from typing import Any
 from lockstep.errors import InputError
 
 RECEIPT = "receipt.jsonl"
-# In a checkpoint: the hash of the receipt's last line when it was written.
+# A file in each checkpoint: the hash of the receipt's last line at that time.
 RECEIPT_HEAD = "receipt_head.txt"
 _FIRST = "0" * 32
 
 
 class Receipt:
-    """Appends chained lines to a file; continues the chain of an existing one.
+    """Appends chained lines to a file, and continues the chain of an existing file.
 
     Args:
         path: the receipt's file.
-        step: the optimizer step that the run stands at; lines after it are dropped, they will be written again. At step 0 an
-            earlier run's receipt is kept beside it as `receipt.previous.jsonl`.
+        step: the run's current optimizer step. Later lines are dropped, because they will be written again. At step 0 an earlier
+            run's receipt is kept beside it as `receipt.previous.jsonl`.
 
     Raises:
         InputError: the existing chain is broken.
@@ -61,10 +60,10 @@ class Receipt:
 
 
 def read_receipt(path: Path) -> list[dict[str, Any]]:
-    """The entries of a receipt whose chain is whole.
+    """The entries of a receipt with an unbroken chain.
 
     Raises:
-        InputError: it is empty or no text, or a line was changed, removed or added.
+        InputError: the file is empty or not text, or a line was changed, removed or added.
     """
     try:
         lines = path.read_text().splitlines()
@@ -77,13 +76,13 @@ def read_receipt(path: Path) -> list[dict[str, Any]]:
 
 
 def check_receipt(path: Path) -> int:
-    """Re-compute a receipt's chain, and look in it for the heads that the checkpoints beside it remember.
+    """Compute a receipt's chain again, and look in it for the hashes that the checkpoints beside it hold.
 
     Returns:
         Number of lines.
 
     Raises:
-        InputError: a line was changed, removed or added, or the receipt is not the one the checkpoints were written with.
+        InputError: a line was changed, removed or added, or the checkpoints were written with another receipt.
     """
     entries = read_receipt(path)
     hashes = {entry["hash"] for entry in entries}
@@ -113,15 +112,15 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def lines_up_to(lines: list[str], step: int) -> list[str]:
-    """The entries of a run's log up to and including a step, without a last line that a kill cut short."""
+    """The entries of a run's log up to and including a step. A last line that a kill cut short is dropped."""
     return [line for line in lines if _step_of(line, otherwise=step + 1) <= step]
 
 
 def check_chain(lines: list[str]) -> None:
-    """Re-compute the chain of a receipt.
+    """Compute the chain of a receipt again, and compare.
 
     Raises:
-        InputError: a line was changed, removed or added, by its number.
+        InputError: a line was changed, removed or added. The message contains its number.
     """
     previous = _FIRST
     for number, line in enumerate(lines, start=1):

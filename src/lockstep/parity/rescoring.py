@@ -1,7 +1,7 @@
 """The trainer's log-probs of given tokens, one plain sequence at a time: no packing, no shared prefixes, no chunks.
 
-A second way to the same numbers, for proofs that must not lean on the fast path: the canary, the decomposition of a gap, and
-`lockstep verify`.
+It is a second way to compute the same numbers, for proofs that must not depend on the fast path: the canary, the
+decomposition of a gap, and `lockstep verify`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lockstep.sync.adapters import weights_of
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How the trainer computes a forward.
+    """The precision in which the trainer computes a forward.
 
     Attributes:
-        autocast: dtype of autocast, or None to compute in the weights' own dtype.
-        head: dtype of the output head's product, or None for that of the trunk.
+        autocast: dtype of autocast; None: the weights' own dtype.
+        head: dtype in which the output head computes; None: as the rest of the model.
     """
 
     autocast: torch.dtype | None = None
@@ -61,7 +61,7 @@ def completion_logps(
 ) -> torch.Tensor:
     """(len(token_ids),) log-probs of a completion under the distribution that `sampling` describes.
 
-    −inf for a token that the settings leave no probability.
+    −inf for a token to which the settings give no probability.
     """
     logits = sequence_logits(model, [*prompt_ids, *token_ids[:-1]], precision)[len(prompt_ids) - 1 :].cpu()
     scores = [

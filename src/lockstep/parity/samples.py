@@ -1,8 +1,8 @@
-"""Whether the samples of a group are independent draws.
+"""Checks that the samples of a group are independent draws.
 
-With one seed for all requests every completion of a group is the same (fault A5), and the advantages are zero for ever. That a
-model without doubt repeats itself is no fault: what is tested is the chance of the repetition under the engine's own log-probs
-(in which tokens that nobody sampled have a chance of 1).
+With one seed for all requests, all completions of a group are equal (fault A5), and the advantages are always zero. A very
+certain model may rightly repeat itself. So the check computes the probability of the repetition under the engine's own
+log-probs (in which inserted tokens have probability 1).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterable, Sequence
 from lockstep.engines.protocol import Completion
 from lockstep.errors import ProofError
 
-# Chance of stopping without a fault, for a group and for a generation.
-# A group: P(all n equal and p(s)^(n−1) ≤ α) ≤ α for independent samples.
-# A generation: e = ½ + ½·[all equal]·p(s)^(−(n−1)/2) has mean ≤ 1, so the product over its groups exceeds 1/α with chance ≤ α.
+# Probability of a false alarm, for one group and for one generation. A group: P(all n equal and p(s)^(n−1) ≤ α) ≤ α for
+# independent samples. A generation: e = ½ + ½·[all equal]·p(s)^(−(n−1)/2) has mean ≤ 1, so P(product over its groups > 1/α) ≤
+# α.
 _ALPHA = 1e-9
 
 
 def check_samples(groups: Iterable[Sequence[Completion]]) -> None:
-    """Check that no group repeats one completion against all odds.
+    """Check that no group repeats one completion although that is very improbable.
 
     Raises:
         ProofError: the samples of a prompt are equal, and by their log-probs they should not be.

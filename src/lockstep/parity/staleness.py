@@ -1,7 +1,7 @@
-"""How old tokens are: the current weight version less the one that each was sampled at. A pure check of completions.
+"""Checks the age of tokens: the current weight version minus the version that sampled each token. A pure function.
 
-Comes from: completions that an engine sampled while the trainer went on (`training/generate/source.py`). What is too old was lost
-from sight somewhere, and is not learned from.
+The completions come from an engine that samples while the trainer continues (`training/generate/source.py`). A token that is
+older than allowed shows that a request was lost or delayed, and the trainer does not learn from it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from lockstep.errors import ProofError
 
 
 def check_staleness(completions: Iterable[Completion], version: int, most: int) -> None:
-    """Pass or stop on the age of tokens.
+    """Check the age of tokens against a limit.
 
     Args:
-        version: the weights that the engine holds, and that learn from these tokens first.
-        most: versions that a token may be older.
+        version: the weight version that the engine holds, and that learns from these tokens first.
+        most: largest allowed age of a token, in versions.
 
     Raises:
+        ProofError: a token is older than allowed, or newer than `version`.
         ProofError: a token is older than that, or newer than `version`.
     """
     for completion in completions:
@@ -30,5 +31,5 @@ def check_staleness(completions: Iterable[Completion], version: int, most: int) 
                 f"request {completion.key} has tokens of versions {oldest} to {newest}, at version {version} with a staleness of "
                 f"at most {most}",
                 "a generation was taken out of its turn, or the engine held a request back over more pushes than it should",
-                "report it with this message; max_staleness=0 goes without generations ahead",
+                "report it with this message; max_staleness=0 runs without generations ahead",
             )

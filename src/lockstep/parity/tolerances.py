@@ -1,4 +1,4 @@
-"""Every limit of every proof, by the dtypes on both sides, with the measurement that set it.
+"""All limits of all proofs, by the dtypes on both sides, with the measurements behind them.
 
 Measured with SmolLM2-135M-Instruct on vLLM 0.32.0's CPU build: `make false-alarms` (500 syncs, 500 steps) and `lockstep verify`.
 """
@@ -26,10 +26,10 @@ class Tolerance:
 
 
 # fp32 on both sides: steps of the recipe mean 6e-6 to 2e-5, max 1.4e-4, k3 2e-9; canary over 500 syncs mean 1.4e-5, max 1.3e-4.
-# A tied head left stale by one update: mean 0.22 to 0.33.
+# With a tied head that missed one update: mean 0.22 to 0.33.
 _SINGLE = Tolerance(mean=1e-4, max=1e-3, k3=1e-6)
-# bf16 in the engine, against bf16 autocast or fp32: mean 0.034 to 0.056, max 0.14 to 0.52, k3 1e-3 to 4e-3; the canary's unlikely
-# tokens mean 0.075, max 0.47, k3 6e-3.
+# bf16 in the engine, against bf16 autocast or fp32: mean 0.034 to 0.056, max 0.14 to 0.52, k3 1e-3 to 4e-3; the canary, whose
+# tokens are unlikely: mean 0.075, max 0.47, k3 6e-3.
 _HALF = Tolerance(mean=0.15, max=2.0, k3=0.02)
 
 
@@ -39,18 +39,19 @@ def tolerance(engine: torch.dtype, trainer: torch.dtype) -> Tolerance:
 
 
 def probe_limit(engine: torch.dtype) -> float:
-    """Limit on the largest difference of a module's outputs, less their own rounding, ÷ their rms, by the engine's dtype."""
-    # Over 500 syncs of every module: fp32 1.7e-5. bf16: 2e-7, since its rounding is already taken off.
+    """Limit on the largest difference of a module's outputs, minus their own rounding, ÷ their rms, for the engine's dtype."""
+    # Largest values over 500 syncs of every module: fp32 1.7e-5; bf16 2e-7, because its rounding is already subtracted.
     return 1e-4 if engine in (torch.float32, torch.float64) else 0.01
 
 
 def output_rounding(engine: torch.dtype) -> float:
-    """Relative rounding of a single output: one far above the others may be off by more than their common size allows."""
-    # bf16 has 8 bits: half a unit is 2^-9, and some kernels round twice.
+    """Relative rounding of a single output: the rounding of a very large output can exceed the limit relative to the common
+    rms."""
+    # bf16 has 8 bits of precision: half a unit is 2^-9, and some kernels round twice.
     return 2.0**-20 if engine in (torch.float32, torch.float64) else 2.0**-7
 
 
 def outside_limit(engine: torch.dtype) -> float:
-    """Share of sampled tokens that the trainer's top-k, top-p or min-p may exclude: rounding moves the border of the support."""
-    # bf16: 1 of 72 tokens with top-p 0.9 and with min-p 0.05; fp32: none.
+    """Share of sampled tokens that the trainer's top-k, top-p or min-p may exclude, because rounding moves the border."""
+    # Measured: bf16 1 of 72 tokens with top-p 0.9 and with min-p 0.05; fp32 none.
     return 0.0 if engine in (torch.float32, torch.float64) else 0.05
