@@ -1,8 +1,8 @@
-"""What a push of a merged adapter costs beside a plain one: the packaged model, LoRA of rank 16 on every linear layer.
+"""Compare a push of a merged adapter with a push without an adapter: packaged model, LoRA of rank 16 on every linear layer.
 
     python benchmarks/adapter_sync.py
 
-Prints seconds for each part (median of five). The engine is transformers', fp32.
+Prints the seconds of each part (median of five). The engine is the transformers engine, in fp32.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How often a proof stops what is right: clean syncs of the real model, and clean training steps, each with every proof on.
+"""Count false alarms: how often a proof stops a clean sync of the real model, or a clean training step, with every proof on.
 
     make false-alarms       (500 syncs of the 135M model, 500 steps of a tiny one, real vLLM; a quarter of an hour on two cores)
 
-Before each sync every weight moves by 1e-3 of its size; then all modules are probed and the canary is scored. The steps are those
-of a `GRPOTrainer` that learns. Printed: alarms, and the largest figure of each proof against its limit.
+Before each sync every weight changes by 1e-3 of its size. After the sync all modules are probed and the canary is scored. The steps
+are those of a `GRPOTrainer` that learns. The program prints the alarms, and the largest figure of each proof beside its limit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def clean_syncs(model: str, count: int, dtype: str) -> dict[str, float]:
-    """Pushes of moved weights, each probed at every module and heard by the canary."""
+    """Push changed weights; after each push probe every module and score the canary."""
     from lockstep.errors import ProofError
     from lockstep.parity.canary import score_canary
     from lockstep.parity.gap import over_limits
@@ -82,7 +82,7 @@ def clean_syncs(model: str, count: int, dtype: str) -> dict[str, float]:
 
 
 def _nudge(model: torch.nn.Module, noise: torch.Tensor, turn: int) -> None:
-    """Move every weight by 1e-3 of its tensor's mean size; cheaper than fresh noise, and never twice the same."""
+    """Change every weight by 1e-3 of its tensor's mean size. This is cheaper than fresh noise, and no two changes are equal."""
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             shifted = noise.roll(7919 * turn + 104729 * i).repeat(-(-p.numel() // len(noise)))
@@ -90,7 +90,7 @@ def _nudge(model: torch.nn.Module, noise: torch.Tensor, turn: int) -> None:
 
 
 def clean_steps(count: int, dtype: str) -> dict[str, float]:
-    """Optimizer steps of a tiny model that learns, on real vLLM. An alarm would end the run."""
+    """Train a tiny model on real vLLM. An alarm would end the run."""
     import datasets
     from tiny import save_model
     from transformers import PrinterCallback

@@ -1,13 +1,13 @@
-"""Every method learns: a tiny model made here, a task that it cannot do at first, one curve a method.
+"""Show that every method learns: a tiny model made here, a task that it cannot do at first, one curve per method.
 
     make learning      (two cores, no download; about five minutes; ARGS="--methods ppo" for one)
 
-The task: the prompt names a letter, the completion should repeat it. A completion's reward is the share of its tokens that are the
-letter. Writes `runs/bench/learning.json` and draws `runs/bench/learning.svg`. (docs/methods.md)
+The task: the prompt names a letter, and the completion should repeat this letter. The reward of a completion is the share of its
+tokens that are the letter. Writes `runs/bench/learning.json` and draws `runs/bench/learning.svg`. (docs/methods.md)
 
     make learning ARGS="--runs runs/rloo runs/online_dpo runs/scalerl runs/lora"
 
-draws what is in the directories of runs that `lockstep` has made, as `runs/bench/runs.json` and `runs.svg`.
+draws the curves of runs that `lockstep` has made, from their directories, and writes `runs/bench/runs.json` and `runs.svg`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WIDTH, _HEIGHT, _COLUMNS = 260, 120, 4
 
 GROUPS = {"num_generations": 8, "per_device_train_batch_size": 64, "max_completion_length": TOKENS}
 SINGLES = {"num_generations": 1, "per_device_train_batch_size": 64, "max_completion_length": TOKENS}
-# Name: trainer, its fields.
+# By the name of a method: its trainer, and the fields of its config.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("GRPO", GROUPS | {"loss_type": name}) for name in ("grpo", "dr_grpo", "dapo", "bnpo", "sapo", "vespo")},
     "cispo": ("GRPO", GROUPS | {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch"}),
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def train(methods: Sequence[str], steps: int) -> dict[str, list[float]]:
-    """A run of each method, and its curve."""
+    """Run each method and draw its curve."""
     curves = {}
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
@@ -152,7 +152,7 @@ def curve(name: str, model: str, folder: Path, steps: int) -> list[float]:
     trainer = getattr(lockstep, f"{trainer_name}Trainer")(
         model=model, reward_funcs=repeats, args=config, train_dataset=data
     )
-    # One line a method is enough.
+    # One line per method is enough.
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     trainer.close()

@@ -1,10 +1,10 @@
-"""What the proofs cost on the recipe of the main job: as a share of a sync, and of a training step.
+"""Measure the cost of the proofs on the main recipe: as a share of a sync, and as a share of a training step.
 
     make proof-overhead   (recipes/arithmetic.yaml, without its evaluations; about five minutes on two cores)
 
-The recipe runs as it is, on real vLLM, in this process; nothing is switched off to make a baseline. Seconds are those of the run
-itself; those of the transport digest, which two threads make inside a push beside its own work, are added up. Seconds are medians
-over the steps after the first two, shares are of their sums.
+The recipe runs unchanged, on real vLLM, in this process. Nothing is switched off to make a baseline. Seconds are those of the run
+itself. Two threads make the transport digest during a push; their seconds are added up. Seconds are medians over the steps after
+the first two. Shares are computed from the sums over these steps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def measure(steps: int, folder: str) -> list[dict[str, float]]:
-    """Seconds by part of every step of a run."""
+    """The seconds of every step of a run, by part."""
     from transformers import PrinterCallback
 
     import lockstep.engines.tensor_specs as reading
@@ -72,13 +72,13 @@ def measure(steps: int, folder: str) -> list[dict[str, float]]:
 
     with contextlib.ExitStack() as stack:
         stack.callback(trainer.close)
-        # In threads of their own, beside what is done with the tensors.
+        # Digests are made in threads of their own while the tensors are sent and loaded.
         stack.enter_context(timed(reading, "tensor_digest", digests))
         stack.enter_context(patch.object(proofs, "push_weights", counted))
         stack.enter_context(timed(ModuleProbe, "measure", probes))
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    # The first push is the start of training.
+    # The first push belongs to the start of training.
     return [
         {
             **{name.removeprefix("time/"): value for name, value in entry.items() if name.startswith("time/")},
@@ -107,7 +107,7 @@ def timed(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
 
 
 def shares(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds a step (medians) and shares of the whole."""
+    """Seconds per step (medians), and shares of the whole step."""
 
     def median(part: Callable[[dict[str, float]], float]) -> float:
         return statistics.median(part(row) for row in rows)
@@ -130,7 +130,7 @@ def shares(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def show(figures: dict[str, float]) -> None:
-    """The figures for people."""
+    """The figures as text."""
     f = figures
     print(
         f"sync {f['sync_s']:.3f} s, of which transport digest {f['digest_s']:.3f} s and module probe {f['probe_s']:.3f} s: "

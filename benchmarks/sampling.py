@@ -1,12 +1,13 @@
-"""Tokens a second of vLLM in this process under the settings that a run can choose: what Lockstep's defaults rest on.
+"""Measure the tokens per second of vLLM under the settings that a run can choose. Lockstep's defaults are based on these figures.
 
     make sampling                                    (two cores: about twelve minutes; quiet machine)
-    make sampling ARGS="--parts prefix --rounds 2"   (a look)
+    make sampling ARGS="--parts prefix --rounds 2"   (a quick look)
 
-Each setting has an engine of Lockstep's in a process of its own (`sampling_engine.py`), started one after the other; then those of
-a part sample the same requests in turn, each waiting while another works. SmolLM2-135M with an end that it never samples, in the
-dtype that training chooses here, on a CPU. Every round begins with an empty prefix cache, as every step does after its push.
-Figures are medians of the rounds after the first. Prints a table a part and writes `runs/bench/sampling.json`. (docs/speed.md)
+Each setting has a Lockstep engine in a process of its own (`sampling_engine.py`). The engines start one after the other. The
+engines of a part then sample the same requests in turn; each waits while another one works. The model is SmolLM2-135M with an end
+token that it never samples, in the dtype that training chooses on this machine, on a CPU. Every round begins with an empty prefix
+cache, like every step after its push. Figures are medians of the rounds after the first. Prints one table per part and writes
+`runs/bench/sampling.json`. (docs/speed.md)
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Round = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """How an engine is started and asked.
+    """How an engine is started, and what it samples.
 
     Attributes:
         vllm: further arguments of `vllm.LLM`, as `vllm_engine_kwargs` takes them.
@@ -55,7 +56,7 @@ class Part:
 
 
 PARTS = {
-    # A second start finds what the first one compiled.
+    # A second start finds in the cache what the first start compiled.
     "compile": Part(
         {
             "eager": Setting(),
@@ -96,7 +97,7 @@ def main() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures are of."""
+    """The machine and the versions that the figures belong to."""
     dtype = str(engine_dtype("auto")).removeprefix("torch.")
     return {"name": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "dtype": dtype}
 
@@ -128,7 +129,7 @@ def measure(part: Part, model: str, rounds: int, folder: Path) -> dict[str, Any]
 
 
 def in_turn(engines: Mapping[str, Engine], workload: str, rounds: int) -> dict[str, list[Round]]:
-    """Rounds of every engine that runs, after one of each that is left out; every round another engine goes first."""
+    """Rounds of every engine that runs. The first round of each is left out, and in every round another engine goes first."""
     names = [name for name, engine in engines.items() if engine.runs]
     found: dict[str, list[Round]] = {name: [] for name in names}
     for number in range(rounds + 1):
@@ -141,7 +142,10 @@ def in_turn(engines: Mapping[str, Engine], workload: str, rounds: int) -> dict[s
 
 
 class Engine(AnsweringProcess):
-    """An engine (`sampling_engine.py`); it says first the seconds that it took to start, or why vLLM refused to."""
+    """An engine (`sampling_engine.py`).
+
+    Its first answer is the seconds that its start took, or the reason why vLLM refused to start.
+    """
 
     def __init__(self, setting: Setting, model: str, folder: Path, name: str) -> None:
         command = [str(HERE / "sampling_engine.py"), model, json.dumps(asdict(setting))]
@@ -152,12 +156,12 @@ class Engine(AnsweringProcess):
         return "refused" not in self.said
 
     def sample(self, workload: str, number: int) -> Round:
-        """One round of a workload; another number gives other seeds."""
+        """Sample one round of a workload; another number gives other seeds."""
         return self.ask(json.dumps([workload, number]))
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """What an engine is started with: as by a `lockstep` command, and with nothing compiled but by the engines before it."""
+    """The environment of an engine: that of a `lockstep` command, with a compile cache that only earlier engines have filled."""
     caches = {"VLLM_CACHE_ROOT": str(folder / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **caches}
     return with_huge_pages(given, kernel_setting()) or given
@@ -167,12 +171,12 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def rate(taken: Round) -> float:
-    """Tokens sampled a second."""
+    """Sampled tokens per second."""
     return taken["sampled"] / taken["seconds"]
 
 
 def figures(rounds: Sequence[Round]) -> dict[str, float]:
-    """What is printed and kept of a setting's rounds: medians, and the slowest and fastest."""
+    """The printed and saved figures of a setting's rounds: medians, and the slowest and fastest round."""
     rates = [rate(taken) for taken in rounds]
     return {
         "tokens_per_s": statistics.median(rates),

@@ -1,7 +1,7 @@
-"""One engine in a process of its own, which samples a workload whenever it is told to, and says what that took.
+"""One engine in a process of its own. It samples a workload on request and reports how long this took.
 
-Started by `sampling.py`, which writes a line for each round wanted ([workload, number]) and reads one JSON line back. The engine
-is `VLLMInProcess` as a run starts it; what vLLM found in its prefix cache is what its outputs say.
+Started by `sampling.py`, which writes one line per round ([workload, number]) and reads one JSON line back. The engine is
+`VLLMInProcess` as a run starts it. The number of tokens that vLLM found in its prefix cache is read from vLLM's outputs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-# The longest prompt and completion of the workloads, in whole blocks of any size that is tried.
+# The longest prompt and completion of the workloads, rounded up to whole blocks of every tried size.
 _CONTEXT = 640
 
 
 def main() -> None:
     model, setting = sys.argv[1], json.loads(sys.argv[2])
-    # What the libraries print must not stand between the answers.
+    # The output of libraries must not be mixed with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
-    """An engine that holds the model's weights, as after a trainer's first push; and the seconds it took without them."""
+    """An engine that holds the model's weights, as after a trainer's first push; and the seconds of its start without this push."""
     from lockstep.engines.vllm_inprocess import VLLMInProcess
     from lockstep.models.policy import load_policy
     from lockstep.sync.push import push_weights
@@ -68,7 +68,7 @@ def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
 
 
 def requests(model: str, name: str, number: int) -> list[Any]:
-    """A step's requests: all completions of a prompt side by side, each with a seed of its own."""
+    """The requests of a step: the completions of a prompt follow each other, each with a seed of its own."""
     from against_trl.workloads import prompts, workload
 
     from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling, request_seed
@@ -87,7 +87,7 @@ def one_round(engine: Any, asked: Sequence[Any]) -> dict[str, float]:
     """Answer requests from an empty prefix cache.
 
     Returns:
-        Seconds, also of processor time; tokens sampled; prompt tokens, and how many of them vLLM found in its cache.
+        Wall time and processor time in seconds; sampled tokens; prompt tokens, and how many of them vLLM found in its cache.
     """
     import lockstep.engines.vllm_inprocess as inside
 
@@ -99,7 +99,7 @@ def one_round(engine: Any, asked: Sequence[Any]) -> dict[str, float]:
         cached += output.num_cached_tokens
         return completion(key, output)
 
-    # Left from the round before; no step finds any.
+    # Remove the blocks of the previous round; a training step never finds such blocks.
     assert engine.reset_caches(), "vLLM did not empty its prefix cache"
     with patch.object(inside, "completion", counted):
         start, used = time.perf_counter(), time.process_time()

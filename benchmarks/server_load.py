@@ -1,9 +1,12 @@
-"""64 concurrent rollouts of mixed lengths on a server for ten minutes: throughput beside vLLM in this process, and memory.
+"""Run 64 concurrent rollouts of mixed lengths on a server for ten minutes.
 
-    make server-load      (real vLLM server, SmolLM2-135M; about thirteen minutes on two cores; ARGS="--minutes 2" for a look)
+Measure its memory, and its throughput beside vLLM in process.
 
-The same requests with the same seeds, in the same order, at most 64 decoded together, with the same threads: first by vLLM in a
-process like a trainer's, then by the server over HTTP, for as many rounds as the minutes hold. (docs/server.md)
+    make server-load      (real vLLM server, SmolLM2-135M; about thirteen minutes on two cores; ARGS="--minutes 2" for a quick look)
+
+Both get the same requests with the same seeds in the same order. Both decode at most 64 requests together, with the same threads.
+First vLLM runs in a process like a trainer's. Then the server runs, over HTTP, for as many rounds as fit into the minutes.
+(docs/server.md)
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 CONCURRENT, ROLLOUTS = 64, 160
 LENGTHS, PROMPTS = (8, 96), (16, 160)
-# One whose memory the others are compared with, and one of these.
+# The memory of the first round is the reference for the others, so two rounds are the minimum.
 _FEWEST_ROUNDS = 2
 
 
@@ -41,7 +44,7 @@ def main() -> None:
     alone = in_a_process_of_its_own()
     served = on_a_server(asked.minutes)
     own = statistics.median(alone)
-    # The first round of each is slower: every number of tokens in a step is seen for the first time.
+    # The first round of each is slower, because every number of tokens in a step occurs for the first time.
     rate = statistics.median(row["rate"] for row in served[1:])
     first, last = served[0]["bytes"], served[-1]["bytes"]
     print(f"in process {own:.0f} tokens/s; server {rate:.0f} tokens/s: {rate / own:.2f} of it")
@@ -53,7 +56,7 @@ def main() -> None:
 
 
 def requests(seed: int) -> list[Any]:
-    """Rollouts of a round: like those of training, several to a prompt, of very different lengths."""
+    """The rollouts of a round. As in training there are several per prompt, with very different lengths."""
     from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 
     draw = random.Random(seed)
@@ -67,7 +70,7 @@ def requests(seed: int) -> list[Any]:
 
 
 def fillers() -> list[Any]:
-    """Prompts that share nothing with any other, of as many tokens as the cache holds."""
+    """Prompts that share no tokens with other prompts, with as many tokens as the cache holds."""
     from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 
     draw = random.Random(-1)
@@ -99,7 +102,7 @@ def in_process() -> list[float]:
 
 
 def in_a_process_of_its_own() -> list[float]:
-    """The figure in process, with a machine of its own: two engines at once would slow each other."""
+    """The figure of vLLM in process. It runs while no server runs, because two engines would slow each other down."""
     found = subprocess.run([sys.executable, __file__, "--in_process"], stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(found.stdout.splitlines()[-1])
 
@@ -116,7 +119,7 @@ def on_a_server(minutes: float) -> list[dict[str, float]]:
     with serving("--dtype", "float32", *sizes) as (url, pid):
         engine = connect(url).engine
         push_weights(load_policy(resolve_model(MODEL), None), engine, 0)
-        # The whole key-value cache is used once, or its first use would look like a leak.
+        # Use the whole key-value cache once; otherwise its first use would look like a leak.
         engine.generate(fillers())
         rows: list[dict[str, float]] = []
         start = time.monotonic()

@@ -1,11 +1,11 @@
-"""What a push to a server costs, beside copying its bytes once. (docs/server.md)
+"""Compare the time of a push to a server with the time of copying its bytes once. (docs/server.md)
 
     make server-sync      (real vLLM server, SmolLM2-135M; about four minutes on two cores)
 
-In turn, in one run: the bytes copied into memory that is newly allocated and into memory that is already there; a whole push
-through each transport, with digests, caches and version; after each of them every module is probed, and the parity gap measured
-on tokens that the server then samples. A probe or gap outside its limits ends the benchmark. Memory is the most that trainer and
-server held during a push beyond what they held before it.
+One run measures in turn: a copy of the bytes into newly allocated memory and into memory that is already there, and a whole push
+through each transport, with digests, caches and version. After each push every module is probed, and the parity gap is measured
+on tokens that the server then samples. A probe or gap outside its limits ends the benchmark. Memory is the maximum that trainer
+and server held during a push, minus what they held before it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROUNDS, WARM_UP = 12, 2
-# Issue 4: a push takes at most so many times as long as copying its bytes once.
+# The goal: a push takes at most this many times as long as copying its bytes once.
 ASKED = {"shared_memory": 3.0, "gloo": 6.0}
 NEW, OLD = "copy, new memory", "copy, old memory"
 
@@ -67,7 +67,7 @@ def report(medians: dict[str, float]) -> None:
 
 
 def measure(url: str, server: int, dtype: str, rounds: int) -> list[dict[str, float]]:
-    """Seconds of each part, by round, and the memory and the gap that belong to it."""
+    """The seconds of each part, by round, with the memory and the gap of each push."""
     import torch
     from servers import MODEL, Peak
 

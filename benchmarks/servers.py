@@ -1,4 +1,4 @@
-"""A server for a benchmark, in processes of its own, and what its processes use."""
+"""A server for a benchmark, in processes of its own, and the memory that its processes use."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def serving(*arguments: str) -> Iterator[tuple[str, int]]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Proportional memory of a process and all below it: shared pages are counted once."""
+    """The proportional memory of a process and all its children: shared pages are counted once."""
     return sum(_proportional(p) for p in [pid, *_below(pid)])
 
 
 class Peak:
-    """The most memory that a process held since this was made, beyond what it held then (Linux)."""
+    """The maximum memory that a process has held since this object was made, minus what it held then (Linux)."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

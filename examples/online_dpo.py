@@ -1,10 +1,11 @@
-"""Online DPO on a running server: two completions a prompt, and the longer one is preferred.
+"""Online DPO on a running server: two completions per prompt, and the longer one is preferred.
 
     lockstep serve Qwen/Qwen2-0.5B-Instruct
     python examples/online_dpo.py Qwen/Qwen2-0.5B-Instruct
 
-A script of TRL's that does this changes two lines: its imports. Both completions of a prompt are asked for under the prompt's own
-name, and compared within it, however many prompts a batch has and in whatever order the server answers.
+To port a script from TRL, change two lines: its imports. The requests of both completions carry the name of their prompt, and the
+two completions are compared under this name. So the number of prompts in a batch and the order of the server's answers do not
+matter.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ TOPICS = [
 
 
 def longer(completions: list[str], **columns: Any) -> list[float]:
-    """A completion is worth its length in characters."""
+    """The reward of a completion is its length in characters."""
     return [float(len(text)) for text in completions]
 
 
 def main(words: list[str] | None = None) -> OnlineDPOTrainer:
-    """Train, and give the trainer back."""
+    """Train, and return the trainer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("model", help="the model that is served: a directory or a hub id")
     parser.add_argument("--server", default="http://127.0.0.1:8000", help="the server's URL")

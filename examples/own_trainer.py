@@ -1,9 +1,10 @@
-"""A trainer of one's own on a running server: sample, learn, update, prove. (docs/server.md)
+"""A trainer of your own on a running server: sample, learn, update, prove. (docs/server.md)
 
-    lockstep serve smollm2-135m-instruct --max_model_len 256 &        # says when it is ready
+    lockstep serve smollm2-135m-instruct --max_model_len 256 &        # prints a line when it is ready
     python examples/own_trainer.py http://127.0.0.1:8000              # two minutes on two CPU cores
 
-The loop is REINFORCE in its plainest form, on "answer with the word yes". What Lockstep adds are four calls.
+The loop is REINFORCE in its simplest form. The task is to answer with the word "yes". Lockstep adds four calls:
+`connect`, `update_weights`, `generate` and `verify`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main() -> None:
     servers = connect(url)
     try:
         for step in range(STEPS):
-            # Every byte digested, every module of the engine probed; an error if anything differs.
+            # Both ends digest every byte, and every module of the engine is probed. Any difference raises an error.
             servers.update_weights(model, version=step)
             keys = [RequestKey("wet", sample) for sample in range(SAMPLES)]
             answers = servers.generate(

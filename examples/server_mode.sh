@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The recipe of `make train` with vLLM in a process of its own: a few steps, then the server is stopped. (docs/server.md)
+# Runs a few steps of the recipe of `make train` with vLLM in a process of its own, and then stops the server. (docs/server.md)
 #
 #     examples/server_mode.sh            three minutes on two CPU cores
 #
-# On two machines, start the first command there with a key of your own, and the second here with its URL.
+# With two machines, run `lockstep serve` on the other machine with a key of your own, and `lockstep grpo` here with its URL.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
@@ -12,7 +12,7 @@ port=${LOCKSTEP_EXAMPLE_PORT:-8077}
 lockstep serve "$model" --port "$port" --max_model_len 512 &
 server=$!
 trap 'kill $server; wait $server' EXIT
-# Waits for the server by itself; the key is found in the file that the server left on this machine.
+# This command waits for the server itself. It finds the key in the file that the server has written on this machine.
 lockstep grpo --config recipes/arithmetic.yaml --model_name_or_path "$model" \
     --vllm_server_base_url "http://127.0.0.1:$port" \
     --max_steps 5 --save_steps 5 --eval_size 16 --output_dir runs/server_mode "$@"

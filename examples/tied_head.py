@@ -1,8 +1,8 @@
-"""A defect in a released engine that every report calls a success, and what sees it (docs/proof.md tells the story).
+"""A defect in a released engine: every call reports success, but the proofs find it (docs/proof.md has the story).
 
     make tied-head         (real vLLM, SmolLM2-135M; about a minute on two CPU cores)
 
-Moved weights are pushed twice: as Lockstep does it, and with Lockstep's mend taken out, as vLLM 0.32.0 is.
+Changed weights are pushed twice: first with Lockstep's repair, and then without it, as in vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def show(stage, title: str) -> None:  # type: ignore[no-untyped-def]
-    """Push the weights as they are, and print what each side has to say about it."""
+    """Push the weights, and print what vLLM, the gap and the probe report."""
     from lockstep.sync.push import push_weights
 
     stage.trainer.state.global_step += 1

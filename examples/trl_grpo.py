@@ -1,9 +1,10 @@
-"""TRL's own GRPOTrainer, unchanged, on Lockstep's proven engine: one assignment before the trainer is made.
+"""TRL's own GRPOTrainer, unchanged, on Lockstep's proven engine. It needs one assignment before the trainer is made.
 
     python examples/trl_grpo.py [MODEL]      (trl==1.16.0; vLLM in this process where it is installed, else transformers)
 
-Three steps of GRPO on additions, by default with the packaged SmolLM2-135M-Instruct. For every step it prints what proved the push
-before it, and TRL's own measure of how far the engine's log-probs are from the trainer's. On two CPU cores, in two minutes:
+The script takes three steps of GRPO on additions, by default with the packaged SmolLM2-135M-Instruct. For every step it prints
+the proofs of the push before it, and TRL's own measure of the difference between engine and trainer log-probs. It takes two
+minutes on two CPU cores:
 
     step 1: version 1, 272 tensors as sent, 183 of 183 modules within 4e-06, canary within 6e-05; reward 0.12, …
     step 2: version 2, 272 tensors as sent, 14 of 183 modules within 2e-06, canary within 4e-05; reward 0.25, …
@@ -22,7 +23,7 @@ from typing import Any
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# TRL 1.16 knows vLLM up to 0.31; what it calls of vLLM is Lockstep's.
+# TRL 1.16 supports vLLM up to 0.31, and warns about 0.32. Here Lockstep makes the calls to vLLM, so the warning does not apply.
 warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
 
 SETTINGS: dict[str, Any] = {
@@ -87,7 +88,7 @@ def first_number(completions: list, answer: list[str], **columns: Any) -> list[f
 
 
 def reporter(generation: Any) -> Any:
-    """A callback that prints what proved each step's push, and what TRL measured of its tokens."""
+    """A callback that prints the proofs of each step's push, and what TRL measured for the tokens."""
     from transformers import TrainerCallback
 
     class Reporter(TrainerCallback):

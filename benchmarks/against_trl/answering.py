@@ -1,4 +1,7 @@
-"""A program in a process of its own that answers each line it is sent with a line of JSON: how benchmarks keep programs apart."""
+"""A program in a process of its own.
+
+It answers each line with one line of JSON. Benchmarks use it to separate the compared programs.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from typing import Any
 
 
 class AnsweringProcess:
-    """A Python program, started.
+    """A running Python program.
 
     Args:
         command: the script and its arguments.
-        log: where its errors go.
+        log: the file that receives its error output.
 
     Attributes:
-        said: what it answered when it had started.
+        said: its first answer, after its start.
 
     Raises:
-        SystemExit: it ended instead of answering; with the end of its log.
+        SystemExit: the program ended instead of answering; the message has the end of its log.
     """
 
     def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str], cwd: str | None = None) -> None:
@@ -38,14 +41,14 @@ class AnsweringProcess:
         self.said = self._answer()
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Send a line and wait for the answer to it."""
+        """Send a line and wait for its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
         return self._answer()
 
     def close(self) -> None:
-        """Let it end, and see that it has."""
+        """Ask the program to end, and check that it has ended."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

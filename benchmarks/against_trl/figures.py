@@ -1,7 +1,7 @@
-"""Figures of recorded steps: what `run.py` prints and keeps in its JSON file, computed once for both.
+"""Compute the figures of recorded steps that `run.py` prints and writes to its JSON file.
 
-Steps come from the programs of `play.py`, one dict a step; figures are plain dicts of numbers. Every figure is a median over steps,
-but for the smallest and largest step and peak memory, which is the most of all steps.
+Steps come from the programs of `play.py`, one dict per step. Figures are plain dicts of numbers. Every figure is a median over
+steps, except the smallest and largest step, and peak memory, which is the maximum over all steps.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ Steps = list[Step]
 
 
 def measured(rounds: Sequence[Mapping[str, Step]]) -> dict[str, Steps]:
-    """Each program's steps, of rounds in which every program took one; the first round is warm-up."""
+    """The steps of each program, from rounds in which every program took a step; the first round is warm-up and left out."""
     return {program: [taken[program] for taken in rounds[1:]] for program in (rounds[0] if rounds else ())}
 
 
 def whole_steps(steps: Mapping[str, Steps], floors: Mapping[str, float]) -> dict[str, Any]:
-    """A whole step of each program, the fastest rival's over Lockstep's, and Lockstep's phases over their floors.
+    """A whole step of each program, the ratio of the fastest rival to Lockstep, and Lockstep's phases divided by their floors.
 
     Args:
         floors: seconds by phase of Lockstep's step.
@@ -35,7 +35,7 @@ def whole_steps(steps: Mapping[str, Steps], floors: Mapping[str, float]) -> dict
 
 
 def learning_halves(steps: Mapping[str, Steps]) -> dict[str, Any]:
-    """The rest of a step beside sampling, rewards and push, of both programs, and their peak memory."""
+    """The part of a step without sampling, rewards and push, for both programs, and their peak memory."""
     programs = {
         program: {**_spread(taken, _rest, "rest_s"), "peak_bytes": max(step["peak_bytes"] for step in taken)}
         for program, taken in steps.items()
@@ -49,7 +49,7 @@ def learning_halves(steps: Mapping[str, Steps]) -> dict[str, Any]:
 
 
 def growth(steps: Mapping[str, Steps]) -> dict[str, Any]:
-    """Each size's step, its milliseconds a sampled token, and the share of each phase."""
+    """For each size: the step, its milliseconds per sampled token, and the share of each phase."""
     return {
         name: {
             **_spread(taken, _whole, "step_s"),
@@ -74,7 +74,7 @@ def _program(steps: Steps) -> dict[str, float]:
 
 
 def _over_floors(steps: Steps, floors: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
-    """Seconds of each phase, its floor, and how many times the floor that is; None where there is nothing to divide by."""
+    """For each phase: its seconds, its floor, and their ratio; None where there is no floor."""
     found: dict[str, dict[str, float | None]] = {}
     for phase, floor in floors.items():
         seconds = _median(steps, lambda step, phase=phase: step["phases"][phase])
@@ -100,5 +100,5 @@ def _rest(step: Step) -> float:
 
 
 def _rate(step: Step) -> float:
-    """Tokens sampled, by the seconds of the whole step."""
+    """Sampled tokens divided by the seconds of the whole step."""
     return step["sampled_tokens"] / step["step"]

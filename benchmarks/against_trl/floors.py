@@ -1,7 +1,7 @@
-"""What a step must do at least, over what this machine's cores reach: floors of its phases.
+"""Floors (lower bounds) of the phases of a step: the necessary work divided by the speed that this machine reaches.
 
-Operations are counted from the model's matrices and the tokens that must go through them once; norms, activations, attention
-scores and everything else are left out, so that a floor is never above what must be done.
+Operations are counted from the model's matrices and the tokens that must go through them once. Norms, activations, attention
+scores and everything else are not counted, so that a floor is never above the necessary work.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import torch
 
 from lockstep.training.config.precision import has_fast_bf16
 
-# The 135M model: rows that multiply every token, and those that only a predicting token meets.
+# The 135M model: the weights that multiply every token, and those that multiply only a predicting token.
 _TRUNK, _HEAD = 106_168_320, 28_311_552
 _WEIGHTS = _TRUNK + _HEAD + 35_136
 
 
 def measure_machine() -> dict[str, Any]:
-    """Operations a second of a large matrix product and bytes a second to and from memory, the best of several."""
+    """Operations per second of a large matrix product, and bytes per second to and from memory: the best of several tries."""
     return {
         "name": cpu_name(),
         "cores": os.cpu_count(),
-        # Where bf16 is emulated a large product would take minutes.
+        # On a machine that emulates bf16 a large product would take minutes.
         "flops": {
             "float32": _flops(torch.float32, 2048),
             "bfloat16": _flops(torch.bfloat16, 2048 if has_fast_bf16() else 512),
         },
         "bytes": _bandwidth(),
-        # Weights, gradients and two moments, in fp32.
+        # The size of weights, gradients and two moments, in fp32.
         "state_bytes": 4 * 4 * _WEIGHTS,
     }
 
@@ -46,11 +46,14 @@ def _flops(dtype: torch.dtype, size: int) -> float:
 
 
 def _bandwidth() -> float:
-    """The most of several ways: what a floor divides by must be as fast as any phase, and one array that is summed is not."""
+    """The fastest of several ways to use memory.
+
+    A floor needs a speed that no phase exceeds, and one sum over one array is too slow.
+    """
     arrays = [torch.ones(2**27 // 4) for _ in range(4)]
     first, second, third, _ = arrays
     with ThreadPoolExecutor(len(arrays)) as threads:
-        # How many arrays are read or written. In place, so that what is written was read before, as an optimizer does it.
+        # The number of arrays that are read or written. They are changed in place, as by an optimizer.
         ways: list[tuple[int, Callable[[], object]]] = [
             (1, lambda: first.sum()),
             (2, lambda: first.mul_(1.0)),
@@ -71,19 +74,19 @@ def _best(work: Callable[[], object]) -> float:
 
 
 def cpu_name() -> str:
-    """What Linux calls the processor, or Python."""
+    """The name of the processor as Linux gives it, or else as Python gives it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def floors(work: Any, dtype: str, machine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds below which each phase of a Lockstep step cannot be, for the median of what the steps had to do.
+    """The lower bound in seconds of each phase of a Lockstep step, for the median of the steps' work.
 
-    Generation multiplies every sampled token with all matrices once, and reads them once a decoding step (all sequences decode
-    together); its prompts are left out. Learning multiplies every position of the shared-prefix rows three times (forward,
-    gradient of the input, gradient of the weights), and verifying multiplies those that nothing is learned from once; what else is
-    verified (a probe of the engine, comparisons) is left out. A reference, where a step has one, multiplies all of them once. The
-    optimizer reads four and writes three fp32 numbers a weight. A push reads every fp32 weight and writes it in the engine's dtype.
+    Generation multiplies every sampled token with all matrices once, and reads the matrices once per decoding step (all sequences
+    decode together). Its prompts are not counted. Learning multiplies every position of the packs three times (forward, gradient
+    of the input, gradient of the weights). Verifying multiplies every position without a gradient once; its other work (a probe
+    of the engine, comparisons) is not counted. A reference model, if there is one, multiplies all positions once. The optimizer
+    reads four and writes three fp32 numbers per weight. A push reads every fp32 weight and writes it in the engine's dtype.
     """
     sampled = work.sequences * work.tokens
     positions, still, unmoved, whole = (

@@ -1,7 +1,7 @@
-"""One program in a process of its own: a trainer that takes a step whenever it is told to, and says what it took.
+"""One program in a process of its own: a trainer that takes a step on request and reports how long it took.
 
-Started by `run.py`, which writes a line for each step wanted and reads one JSON line a step back. A step lasts from the moment at
-which the base class's loop begins it to the one at which it would begin the next, so that nothing is left out.
+Started by `run.py`, which writes one line per step and reads one JSON line back. A step lasts from the moment when the base class's
+loop begins it to the moment when the loop would begin the next one, so that nothing is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-# Any step count that is never reached.
+# A number of steps that is never reached.
 _MANY = 10_000
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     words.add_argument("--rollouts", type=Path, help="learn from these instead of sampling")
     words.add_argument("--record", type=Path, help="keep the rollouts of the first step (lockstep)")
     asked = words.parse_args()
-    # What the libraries print must not stand between the answers.
+    # The output of libraries must not be mixed with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from workloads import workload
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 class Gate:
-    """Lets the trainer through to its next step when a line comes in."""
+    """Holds the trainer before each step until a line comes in."""
 
     def __init__(self, answers: TextIO, take: Callable[[], dict[str, Any]], after: Callable[[], None]) -> None:
         self._answers = answers
@@ -55,7 +55,7 @@ class Gate:
         self._since: float | None = None
 
     def wait(self) -> None:
-        """Say what the step before took; wait; begin the next one."""
+        """Report the time of the previous step, wait for a line, and begin the next step."""
         if self._since is not None:
             seconds = time.perf_counter() - self._since
             self._say({"step": seconds, "peak_bytes": peak_bytes(), **self._take()})
@@ -73,7 +73,7 @@ class Gate:
 
 
 class Timer:
-    """Adds up the seconds of calls, by name."""
+    """Adds up the seconds of calls by the name of the called function."""
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = {}
@@ -113,7 +113,7 @@ def common(work: Any, dtype: str, rollouts: Path | None) -> dict[str, Any]:
         "num_generations": work.completions,
         "max_completion_length": work.tokens,
         "max_steps": _MANY,
-        # Given rollouts stay the policy's own only where it stays as it is; the optimizer does the same work at any rate.
+        # The given rollouts belong to the policy only if the policy does not change. The optimizer does the same work at any rate.
         "learning_rate": 0.0 if rollouts else 1e-6,
         "lr_scheduler_type": "constant",
         "save_strategy": "no",
@@ -134,7 +134,7 @@ def dataset(work: Any, model: str) -> Any:
 
 
 class Lockstep:
-    """Lockstep's GRPOTrainer; every default that is not a size of the workload."""
+    """Lockstep's GRPOTrainer, with its defaults for everything except the sizes of the workload."""
 
     def __init__(self, work: Any, model: str, dtype: str, rollouts: Path | None, program: str) -> None:
         from workloads import reward
@@ -174,7 +174,7 @@ class Lockstep:
         }
 
     def _positions(self) -> dict[str, int]:
-        """Positions of the last step, a shared beginning once: learned from, only verified, all; and tokens only verified."""
+        """Positions of the last step (a shared beginning counts once): learned from, only verified, all; and tokens only verified."""
         from lockstep.training.batch.pack import pack_sequences
 
         generation, objective = self.trainer.loop.generation, self.trainer.objective
@@ -243,7 +243,7 @@ def recorded_engine(model: str, dtype: str, path: Path) -> Any:
 
 
 class TRL:
-    """TRL's GRPOTrainer, as fast as it is here: no gradient checkpointing, transformers generating."""
+    """TRL's GRPOTrainer with its fastest settings on this machine: no gradient checkpointing, and transformers generates."""
 
     def __init__(self, work: Any, model: str, dtype: str, rollouts: Path | None, program: str) -> None:
         from trl import GRPOConfig, GRPOTrainer
@@ -257,7 +257,7 @@ class TRL:
             gradient_checkpointing=False,
             logging_steps=_MANY,
             use_transformers_continuous_batching=program == "trl-continuous",
-            # TRL's own default, but for the rival that gives up fp32 weights.
+            # TRL's own default, except for the rival with weights that are not fp32.
             model_init_kwargs={"dtype": "bfloat16" if program == "trl-bf16-weights" else "float32"},
         )
         rollout_func = recorded_rollouts(rollouts) if rollouts else None
@@ -304,7 +304,7 @@ def recorded_rollouts(path: Path) -> Callable[[list[str], Any], dict[str, Any]]:
 
 
 def gated(gate: Gate) -> Any:
-    """The gate as a callback of the loop."""
+    """A callback of the loop that uses the gate."""
     from transformers import TrainerCallback
 
     class Gated(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Draws how a step grows: milliseconds a sampled token, by phase, over completions and over lengths."""
+"""Draws how a step grows: milliseconds per sampled token, by phase, over the number of completions and over their length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTH, _HEIGHT, _BAR, _MARGIN = 760, 300, 44, 50
 
 
 def drawing(growth: dict[str, list[dict[str, Any]]]) -> str:
-    """A bar a size, its parts the phases; both panels have one scale."""
+    """One bar per size, with one part per phase; both panels have the same scale."""
     bars = {name: _parts(steps) for name, steps in growth.items()}
     highest = max(sum(parts.values()) for parts in bars.values())
     lines = [
@@ -51,7 +51,7 @@ def drawing(growth: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def _parts(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds a sampled token, by phase."""
+    """Milliseconds per sampled token, by phase."""
     parts: dict[str, float] = {}
     tokens = statistics.median(step["sampled_tokens"] for step in steps)
     for phase in _COLOURS:

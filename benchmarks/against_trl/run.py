@@ -1,10 +1,10 @@
-"""A whole training step of Lockstep and of TRL on the same work, step by step in turn; and how Lockstep's grows.
+"""Compare a whole training step of Lockstep with TRL's on the same work, in turn, and measure how Lockstep's step grows.
 
     make bench                                         (two cores: some hours; quiet machine)
     make bench ARGS="--parts short learning-short"     (ten minutes)
 
-Each program lives in a process of its own and waits while the other one works. Figures are medians of the steps after the first.
-With fast bf16 everything is run in both dtypes: fp32 alone, and bf16 autocast over fp32 weights.
+Each program runs in a process of its own and waits while the other one works. Figures are medians of the steps after the first.
+On a machine with fast bf16 everything is run in both dtypes: fp32 alone, and bf16 autocast over fp32 weights.
 Prints the tables of docs/speed.md. Writes `runs/bench/step.json` after every part (machine, every step, and the figures that are
 printed), and `runs/bench/growth-DTYPE.svg`.
 """
@@ -37,7 +37,7 @@ GROWTH = [f"completions-{n}" for n in (8, 16, 32, 64, 128, 256)] + [
 PARTS = ("short", "learning-short", "long", "learning-long", "growth")
 DTYPES = ("float32", "bfloat16")
 RIVALS = ("trl", "trl-continuous", "trl-bf16-weights", "trl-huge-pages")
-# `lockstep` starts its commands so; a script of TRL's does not.
+# `lockstep` starts its commands with this; a script that uses TRL does not.
 HUGE_PAGES = ("lockstep", "trl-huge-pages")
 
 
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def steps_of(part: str, model: str, dtype: str, asked: argparse.Namespace, folder: Path) -> dict[str, Steps]:
-    """Steps of a part, by program; those of growth by size."""
+    """The steps of a part, by program; for the part `growth`, by size."""
     if part == "growth":
         return {name: side_by_side(["lockstep"], name, model, dtype, asked.steps)["lockstep"] for name in GROWTH}
     if part.startswith("learning-"):
@@ -79,7 +79,7 @@ def steps_of(part: str, model: str, dtype: str, asked: argparse.Namespace, folde
 
 
 def figures_of(part: str, dtype: str, steps: dict[str, Steps], machine: dict[str, Any]) -> dict[str, Any]:
-    """All that is printed of a part."""
+    """The printed text of a part."""
     if part == "growth":
         return growth(steps)
     if part.startswith("learning-"):
@@ -102,8 +102,8 @@ class Player(AnsweringProcess):
 
 
 def environment(program: str) -> dict[str, str]:
-    """What a program is started with."""
-    # The comparison is of CPUs: TRL's vLLM and ours would not be the same thing on a GPU.
+    """The environment of a program."""
+    # The comparison is for CPUs. On a GPU, TRL's vLLM and ours would not be comparable.
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     return (with_huge_pages(given, kernel_setting()) if program in HUGE_PAGES else None) or given
 
@@ -122,7 +122,7 @@ def playing(program: str, name: str, model: str, dtype: str, *more: str) -> Iter
 def side_by_side(
     programs: Sequence[str], name: str, model: str, dtype: str, steps: int, *more: str
 ) -> dict[str, Steps]:
-    """Steps of all programs, taken in turn; the first of each is left out."""
+    """The steps of all programs, taken in turn; the first step of each program is left out."""
     with ExitStack() as stack:
         players = {program: stack.enter_context(playing(program, name, model, dtype, *more)) for program in programs}
         rounds: list[dict[str, Any]] = []
@@ -134,7 +134,7 @@ def side_by_side(
 
 
 def recorded(name: str, model: str, dtype: str, path: Path) -> Path:
-    """Rollouts of a workload, sampled by vLLM from the model as it is."""
+    """The rollouts of a workload, sampled by vLLM from the unchanged model."""
     with playing("lockstep", name, model, dtype, "--record", str(path)) as player:
         player.step()
     return path

@@ -1,4 +1,4 @@
-"""What both programs are given: a model that never ends early, prompts of known length, a reward, and rollouts to learn from.
+"""The input of both programs: a model that never ends early, prompts of known length, a reward, and rollouts to learn from.
 
 Made by `run.py` in a folder of its own; read by the programs of `play.py`.
 """
@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# A token of the model's vocabulary that it practically never samples: with it as the end, every completion is as long as allowed,
-# and both programs do the same work.
+# A token that the model practically never samples. With it as the end token, every completion reaches the length limit, so both
+# programs do the same work.
 _NEVER = "<file_sep>"
 _TEXT = "the river town winter carried seven letters under an old bridge while nobody asked why it had grown"
 
@@ -22,10 +22,10 @@ class Workload:
     """Sizes of a step.
 
     Attributes:
-        prompt_tokens: of every prompt; None: the prompts of the arithmetic recipe, with its worked examples.
-        trl_batch: completions in one forward of TRL's. Its default is 8, which the long ones of a whole step, beside another
-            program with an engine, do not leave memory for in 24 GiB.
-        trl_learning_batch: the same where rollouts are given.
+        prompt_tokens: tokens of every prompt; None: the prompts of the arithmetic recipe, with its worked examples.
+        trl_batch: completions in one forward of TRL. TRL's default is 8. In a whole step, beside another program with an engine,
+            8 long completions need more than 24 GiB of memory.
+        trl_learning_batch: the same number, for steps with given rollouts.
     """
 
     prompts: int
@@ -49,7 +49,7 @@ WORKLOADS = {
 
 
 def growth(name: str) -> Workload:
-    """`completions-N`: N completions of 32 tokens, 8 a prompt; `length-N`: 8 completions of N tokens."""
+    """`completions-N`: N completions of 32 tokens, 8 per prompt; `length-N`: 8 completions of N tokens."""
     kind, number = name.rsplit("-", 1)
     completions, tokens = (int(number), 32) if kind == "completions" else (8, int(number))
     return Workload(completions // 8, 8, tokens, None, 8, 8)
@@ -61,7 +61,7 @@ def workload(name: str) -> Workload:
 
 
 def make_model(folder: Path) -> str:
-    """The 135M model with another end token; its directory, which both programs load."""
+    """The directory of the 135M model with another end token, which both programs load."""
     from lockstep.models.policy import load_policy
     from lockstep.models.resolve import resolve_model
     from lockstep.tokens.tokenizer import load_tokenizer
@@ -90,7 +90,7 @@ def prompts(work: Workload, model: str) -> list[str]:
 
 
 def _of_length(tokenizer: Any, tokens: int, seed: int) -> str:
-    """Words at random that are exactly so many tokens."""
+    """Random words that are exactly this many tokens."""
     words = _TEXT.split()
     drawn = random.Random(seed)
     text = ""
@@ -101,7 +101,7 @@ def _of_length(tokenizer: Any, tokens: int, seed: int) -> str:
 
 
 def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """A number that differs inside every group, so that there is no group that either program could leave out."""
+    """A reward that differs inside every group, so that no program can skip a group."""
     return [sum(ids) % 101 / 101 for ids in completion_ids]
 
 
@@ -116,10 +116,10 @@ class Recorded:
 
 
 def write_rollouts(path: Path, rollouts: list[Recorded]) -> None:
-    """Keep rollouts for the programs."""
+    """Write rollouts to a file for the programs."""
     path.write_text(json.dumps([asdict(rollout) for rollout in rollouts]))
 
 
 def read_rollouts(path: Path) -> list[Recorded]:
-    """Rollouts that were kept."""
+    """Read the rollouts from the file."""
     return [Recorded(**found) for found in json.loads(path.read_text())]
