@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
+import hypothesis
 import pytest
 import torch
 
@@ -31,6 +33,13 @@ from lockstep.engines.vllm_inprocess import VLLMInProcess, vllm_installed
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.verify.stage import Stage
 
+pytest_plugins = ["schedule"]
+
+# `ci` draws the same few examples every time; HYPOTHESIS_PROFILE=thorough draws many, others each time.
+hypothesis.settings.register_profile("ci", max_examples=50, derandomize=True, database=None, deadline=None)
+hypothesis.settings.register_profile("thorough", max_examples=2000, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
 needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed here")
 
 
@@ -41,6 +50,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_collections() -> None:
+    """Each run of a trainer ends by collecting garbage. Without this it looks at all that was imported, for up to a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

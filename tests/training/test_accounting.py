@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def engine(untied_dir: str) -> Engine:
     return shifted_engine(untied_dir)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Every run ends by collecting garbage, among all that the libraries have made, which takes as long as all the rest."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
