@@ -12,10 +12,9 @@ from pathlib import Path
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TQDM_DISABLE", "1")
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # A core each: threads that wait for others on a core that is taken wait long.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# One thread in every process: the tensors are small, and a result must not depend on the cores that are free.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import hypothesis
 import pytest
@@ -23,6 +22,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "training")]
 
+from schedule import check_served
 from servers import Server, connect, serve
 from stages import stage_on
 from tiny import CONTEXT, save_model, talkative
@@ -41,15 +41,6 @@ hypothesis.settings.register_profile("thorough", max_examples=2000, deadline=Non
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed here")
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """For tests of tensors so small that they only lose by being shared out."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,6 +85,7 @@ def hf_engine(untied_dir: str) -> Engine:
 @pytest.fixture(scope="session")
 def server(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real vLLM server with the untied tiny model; tests leave it running."""
+    check_served(os.environ["PYTEST_CURRENT_TEST"])
     with serve(untied_dir, tmp_path_factory.mktemp("server")) as running:
         yield running
 

@@ -20,7 +20,6 @@ from lockstep.training.trainers.online import OnlineTrainer
 CUTS: list[tuple[int, dict[str, Any]]] = [(4, {}), (2, {"token_budget": 48, "logits_chunk_size": 5}), (1, {})]
 OPTIONS = [(case, option) for case, made in CASES.items() for option in made.without]
 Whole = Callable[[str], Steps]
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

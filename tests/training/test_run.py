@@ -23,8 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lockstep.cli.main import main
 from lockstep.parity.receipt import check_chain
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 STEPS = 8
 REWARD = """
 import os, resource, signal
