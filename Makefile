@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env train test test-long lint verify bench sampling proof-overhead learning false-alarms server-sync server-load tied-head
+.PHONY: env train test test-long test-release mutations lint verify bench sampling proof-overhead learning false-alarms server-sync server-load tied-head
 
 # Made once; made anew when pyproject.toml or the script changes.
 env:
@@ -45,13 +45,23 @@ server-load: env
 tied-head: env
 	@$(BIN)/python examples/tied_head.py $(ARGS)
 
-# Two files at a time: most tests keep one core busy and no more.
-test: env
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not long" $(ARGS)
+# Two files at a time: most tests keep one core busy and no more. At the end: the seconds of each folder and the slowest tests.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations 20
 
-# Runs that take many minutes: servers killed again and again, hours of load in small.
+test: env
+	@$(PYTEST) -m "not long and not release" $(ARGS)
+
+# What CI runs as well, and what takes longer: servers that are killed, started again, or split over two workers.
 test-long: env
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m long $(ARGS)
+	@$(PYTEST) -m "long and not release" $(ARGS)
+
+# What takes minutes and is run by hand before a release, not by CI.
+test-release: env
+	@$(PYTEST) -m release $(ARGS)
+
+# Breaks a copy of the source in one place at a time; the tests that are named for that place must fail.
+mutations: env
+	@$(BIN)/python scripts/mutations.py $(ARGS)
 
 lint: env
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -11,16 +12,17 @@ from pathlib import Path
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TQDM_DISABLE", "1")
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # A core each: threads that wait for others on a core that is taken wait long.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# One thread in every process: the tensors are small, and a result must not depend on the cores that are free.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
+import hypothesis
 import pytest
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "training")]
 
+from schedule import check_served
 from servers import Server, connect, serve
 from stages import stage_on
 from tiny import CONTEXT, save_model, talkative
@@ -31,16 +33,25 @@ from lockstep.engines.vllm_inprocess import VLLMInProcess, vllm_installed
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.verify.stage import Stage
 
+pytest_plugins = ["schedule"]
+
+# `ci` draws the same few examples every time; HYPOTHESIS_PROFILE=thorough draws many, others each time.
+hypothesis.settings.register_profile("ci", max_examples=50, derandomize=True, database=None, deadline=None)
+hypothesis.settings.register_profile("thorough", max_examples=2000, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
 needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed here")
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """For tests of tensors so small that they only lose by being shared out."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture(scope="module", autouse=True)
+def _short_collections() -> None:
+    """Each run of a trainer ends by collecting garbage. Without this it looks at all that was imported, for up to a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +85,7 @@ def hf_engine(untied_dir: str) -> Engine:
 @pytest.fixture(scope="session")
 def server(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real vLLM server with the untied tiny model; tests leave it running."""
+    check_served(os.environ["PYTEST_CURRENT_TEST"])
     with serve(untied_dir, tmp_path_factory.mktemp("server")) as running:
         yield running
 

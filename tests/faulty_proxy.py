@@ -33,6 +33,11 @@ class FaultyProxy:
         self.calls: dict[str, int] = {}
         # Every call's path as it begins, and again with "!" when it has its answer.
         self.order: list[str] = []
+        # Paths that must have begun before a path with the fault "slow" is answered.
+        self.together: dict[str, set[str]] = {}
+        # How many other calls of its path are answered before a call with the fault "last".
+        self.others = 0
+        self.answered: dict[str, int] = {}
         self.faults = 0
         self.lock = threading.Lock()
         self.held: tuple[threading.Event, list[bytes]] | None = None
@@ -54,6 +59,12 @@ class FaultyProxy:
             return left.pop() if left and called == path else None
 
         self.rule = rule
+
+    def wait_until(self, seen: Callable[[], bool], limit: float = 60.0) -> None:
+        """Wait until something can be seen here; without it the call is answered all the same, and the test finds out."""
+        deadline = time.monotonic() + limit
+        while not seen() and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def close(self) -> None:
         self._server.shutdown()
@@ -92,6 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
         # The trainer may have hung up.
         with suppress(OSError):
             getattr(self, f"fault_{fault}")(body) if fault else self._answer(*self._forward(body))
+        with self.owner.lock:
+            self.owner.answered[path] = self.owner.answered.get(path, 0) + 1
 
     def _forward(self, body: bytes) -> tuple[int, bytes]:
         headers = {k: v for k, v in self.headers.items() if k.lower() in ("authorization", "content-type")}
@@ -126,15 +139,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def fault_last(self, body: bytes) -> None:
         """In time, and after the answers to calls that came later."""
+        path, owner = self.path.partition("?")[0], self.owner
+        before = owner.answered.get(path, 0)
         answer = self._forward(body)
-        time.sleep(1.0)
+        owner.wait_until(lambda: owner.answered.get(path, 0) >= before + owner.others)
         self._answer(*answer)
 
     def fault_slow(self, body: bytes) -> None:
-        answer = self._forward(body)
-        time.sleep(0.5)
+        """Answered when the paths that go together with it have begun; a call that wrongly does not wait has time to begin."""
+        answer, path = self._forward(body), self.path.partition("?")[0]
+        self.owner.wait_until(lambda: self.owner.together.get(path, set()) <= set(self.owner.order))
+        time.sleep(0.1)
         with self.owner.lock:
-            self.owner.order.append(self.path.partition("?")[0] + "!")
+            self.owner.order.append(path + "!")
         self._answer(*answer)
 
     def fault_asked_twice(self, body: bytes) -> None:

@@ -11,7 +11,6 @@ from methods import PROMPTS
 from pairs import PAIRS, SAMPLERS, Sampled, assert_same_gradients, both, decided
 
 pytest.importorskip("trl", reason="TRL is not installed here")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_online_dpo_on_messages_is_trls_and_gives_its_reward_function_what_trl_gives_it(

@@ -35,7 +35,6 @@ from lockstep.errors import InputError
 from lockstep.sync.push import push_weights
 
 pytest.importorskip("trl", reason="TRL is not installed here")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Prompts of several lengths in every generation.
 UNEVEN = Dataset.from_dict({"prompt": ["what is 1" + " + 1" * i for i in range(8)]})

@@ -28,7 +28,6 @@ from pairs import (
 from lockstep.engines.protocol import Engine
 
 pytest.importorskip("trl", reason="TRL is not installed here")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 LEVELS = ["token", "sequence"]

@@ -27,7 +27,6 @@ from pairs import (
 from lockstep.engines.protocol import Engine
 
 pytest.importorskip("trl", reason="TRL is not installed here")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 RLOO: dict[str, Any] = {
     "per_device_train_batch_size": 8,

@@ -26,7 +26,6 @@ from pairs import (
 from lockstep.engines.protocol import Engine
 
 pytest.importorskip("trl", reason="TRL is not installed here")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 # One step is of one group: every step has completions of its own.
 GROUPS: dict[str, Any] = {

@@ -18,7 +18,6 @@ from lockstep.errors import InputError
 from lockstep.models import quantised
 from lockstep.training.methods.grpo_config import GRPOConfig
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 __all__ = ["home"]
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "up_proj"]}

@@ -21,8 +21,6 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.tasks.builtin_rewards import accuracy
 from lockstep.training.trainers.online import OnlineTrainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 RESULTS = range(2, 6)
 SPOKEN = [*(rf"\boxed{{{n}}}" for n in RESULTS), "<think>", "</think>"]
 Expected = Callable[[str, dict[str, Any]], float | None]

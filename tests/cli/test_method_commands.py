@@ -14,8 +14,6 @@ from methods import timeless
 
 from lockstep.cli.main import main
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 REWARD = """
 import os, signal
 calls = 0

@@ -18,8 +18,6 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from lockstep.cli.main import main
 from lockstep.models.reward_model import RewardModel
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Writes down what it gave: a function's own word against the log's.
 REWARD = """
 import json

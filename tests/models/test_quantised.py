@@ -100,7 +100,7 @@ def test_a_plain_model_with_what_is_sent_computes_what_the_quantised_one_does(
         assert float((plain(ids).logits - before).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize("pushes", [20, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("pushes", [20, pytest.param(1000, marks=pytest.mark.release)])
 def test_many_pushes_leave_every_code_as_it_was(untied_dir: str, pushes: int) -> None:
     engine, model = start("transformers", untied_dir), adapted(quantised(untied_dir))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

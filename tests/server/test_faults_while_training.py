@@ -55,7 +55,7 @@ SETTINGS: dict[str, Any] = {
     # So that a run's first steps do not depend on how many there are.
     "lr_scheduler_type": "constant",
     "max_completion_length": 24,
-    "vllm_server_timeout": 8.0,
+    "vllm_server_timeout": 5.0,
 }
 Weights = dict[str, torch.Tensor]
 
@@ -91,7 +91,10 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def proxy(server: Server) -> Iterator[FaultyProxy]:
     with faulty_proxy(server.url) as made:
-        made.late = 11.0
+        # Later than the time limit.
+        made.late = 8.0
+        # Each step asks for eight completions.
+        made.others = 7
         yield made
 
 

@@ -20,7 +20,7 @@ from lockstep.errors import InputError, ProofError
 from lockstep.parity.receipt import check_receipt
 from lockstep.server.keys import KEY_VARIABLE
 
-pytestmark = [*VLLM, pytest.mark.long]
+pytestmark = VLLM
 
 DEVELOPER = "VLLM_SERVER_DEV_MODE"
 # As our errors name them.
@@ -61,6 +61,7 @@ def without(name: str) -> list[str]:
     return NAMED[:place] + NAMED[place + 1 + values :]
 
 
+@pytest.mark.long
 def test_a_server_started_with_the_arguments_that_errors_name_trains_like_any_other(
     server: Server, untied_dir: str, tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ LACKING = {
 }
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("lacking", LACKING)
 def test_a_server_that_lacks_one_of_them_is_refused_with_what_to_change(
     lacking: str, untied_dir: str, tmp_path: Path
@@ -94,6 +96,7 @@ def test_a_server_that_lacks_one_of_them_is_refused_with_what_to_change(
         assert hand.supervisor.poll() is None
 
 
+@pytest.mark.long
 def test_the_handshake_names_everything_that_differs_at_once(tied_dir: str, untied_dir: str, tmp_path: Path) -> None:
     """Another model, dtype and log-probs than the run assumes."""
     arguments = [*NAMED[: NAMED.index("--logprobs-mode")], "--no-enable-chunked-prefill"]

@@ -91,8 +91,10 @@ def test_requests_wait_while_an_update_is_open_and_are_not_answered_by_half_of_i
     answers: dict[RequestKey, Completion] = {}
     worker = begin(server, lambda: answers.update(engine.generate(asked)))
     engine.begin_update()
-    time.sleep(5.0)
-    # Far longer than they need: a server that went on would have answered, by version 1 alone.
+    engine._await_pauses()
+    # Each answer of the worker takes a turn of the loop that would also compute tokens.
+    turns = [(engine._servers[0].workers("lockstep_state"), server.sampled_tokens())[1] for _ in range(20)]
+    assert turns[0] == turns[-1]
     assert worker.is_alive()
     moved = perturbed(model, scale=0.5)
     push_weights(moved, engine, 2)

@@ -244,46 +244,55 @@ class TestRefusals:
         assert KEY not in out
 
 
+# Answers that it is healthy twice, and ends when it is asked again.
 HEALTHY = """
-import http.server, os, sys, threading, time
+import http.server, os, sys
+asked = 0
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        global asked
+        asked += self.path == "/health"
+        if asked > 2:
+            os._exit(3)
         self.send_response(200 if self.path == "/health" else 401); self.end_headers()
     def log_message(self, *args): pass
-threading.Timer(float(sys.argv[2]), lambda: os._exit(3)).start()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 """
 
-# Healthy for some seconds; then it refuses connections, or says that it fails, and does not end.
+# Answers that it is healthy three times; then it refuses connections, or says that it fails, and does not end.
 DYING = """
 import sys, time, threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-start = time.monotonic()
+asked, ill = 0, threading.Event()
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self):
-        well = time.monotonic() - start < 4
-        self.send_response(401 if self.path == "/" else 200 if well else 503)
+        global asked
+        asked += self.path == "/health"
+        self.send_response(401 if self.path == "/" else 200 if asked <= 3 else 503)
         self.end_headers()
+        if asked >= 3:
+            ill.set()
     def log_message(self, *args):
         pass
 server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 if sys.argv[2] == "closed":
-    time.sleep(4)
+    ill.wait()
     server.shutdown()
     server.server_close()
-time.sleep(60)
+time.sleep(600)
 """
 
 
 class TestSupervisor:
     """With a small real process in place of vLLM; the real one is killed in test_killed_servers.py."""
 
-    def test_a_server_that_dies_is_started_again_and_said_so(self) -> None:
+    def test_a_server_that_dies_is_started_again_and_said_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from servers import free_port
 
+        monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.2)
         port, lines, ready = free_port(), [], []
-        command = [sys.executable, "-c", HEALTHY, str(port), "1.5"]
+        command = [sys.executable, "-c", HEALTHY, str(port)]
 
         def say(line: str) -> None:
             lines.append(line)

@@ -53,7 +53,7 @@ class Killer:
 
     @contextmanager
     def __call__(self, trainer: GRPOTrainer, step: int) -> Iterator[None]:
-        moment, role = MOMENTS[step % 3], ROLES[(step // 3) % 2]
+        moment, role = MOMENTS[step % 3], ROLES[step % 2]
         if moment == "pushing" and step % 12 >= 6:
             with self.pushing_over_gloo(trainer, role):
                 yield
@@ -197,12 +197,12 @@ def check(untied_dir: str, tmp_path: Path, steps: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
-def test_a_kill_in_the_middle_of_a_generation_changes_nothing(untied_dir: str, tmp_path: Path) -> None:
-    check(untied_dir, tmp_path, 1)
+@pytest.mark.timeout(1800)
+def test_a_kill_at_each_moment_of_a_step_changes_nothing(untied_dir: str, tmp_path: Path) -> None:
+    check(untied_dir, tmp_path, len(MOMENTS))
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3000)
+@pytest.mark.release
+@pytest.mark.timeout(7200)
 def test_twenty_kills_in_one_run_change_nothing(untied_dir: str, tmp_path: Path) -> None:
     check(untied_dir, tmp_path, 20)

@@ -30,6 +30,7 @@ def test_no_step_begins_before_the_one_that_it_needs_has_ended(server: Server, t
     with faulty_proxy(server.url) as proxy:
         engine = connect(proxy.url, transport=transport)
         proxy.order.clear()
+        proxy.together = {"/pause": {"/start_weight_update"}, **{path: set(RESETS) for path in RESETS}}
         proxy.rule = lambda path: "slow" if path == "/pause" or any(path in step for step in STEPS) else None
         push_weights(make_model(), engine, 1)
         engine.close()

@@ -7,7 +7,6 @@ very tokens that it gives without a fault. No call is ever repeated by itself.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -37,7 +36,7 @@ def proxy(server: Server) -> Iterator[FaultyProxy]:
 @pytest.fixture
 def engine(proxy: FaultyProxy) -> Iterator[VLLMServer]:
     proxy.rule = lambda path: None
-    made = connect(proxy.url, timeout=8.0)
+    made = connect(proxy.url, timeout=5.0)
     push_weights(make_model(), made, 1)
     yield made
     proxy.rule = lambda path: None
@@ -124,18 +123,18 @@ def test_a_push_that_loses_a_call_is_not_repeated_by_itself_and_a_new_one_is_who
     check_probe(record, 3)
 
 
+# The transport's own limit is longer than the test's: it is never waited for.
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", ["cut", "500"])
 def test_a_push_over_gloo_that_loses_its_call_is_given_up_at_once_and_a_new_one_is_whole(
     fault: str, proxy: FaultyProxy
 ) -> None:
     proxy.rule = lambda path: None
-    engine, model = connect(proxy.url, timeout=30.0, transport="gloo"), make_model(seed=3)
+    engine, model = connect(proxy.url, timeout=600.0, transport="gloo"), make_model(seed=3)
     push_weights(model, engine, 1)
     proxy.once(fault, "/update_weights")
-    start = time.monotonic()
     with pytest.raises(EngineLost) as lost:
         push_weights(model, engine, 2)
-    assert time.monotonic() - start < 15
     lost.value.recover()
     push_weights(model, engine, 3)
     check_probe(ModuleProbe(model, engine, torch.float32).measure(1, every=True), 3)
@@ -146,7 +145,7 @@ def test_closing_ends_what_is_waited_for_and_may_be_done_twice(proxy: FaultyProx
     proxy.rule = lambda path: None
     engine = connect(proxy.url, timeout=60.0)
     push_weights(make_model(), engine, 1)
-    proxy.rule = lambda path: "late"
+    proxy.rule, faults = lambda path: "late", proxy.faults
     ended: list[Exception] = []
 
     def ask() -> None:
@@ -157,10 +156,11 @@ def test_closing_ends_what_is_waited_for_and_may_be_done_twice(proxy: FaultyProx
 
     waiting = threading.Thread(target=ask)
     waiting.start()
-    time.sleep(0.5)
+    proxy.wait_until(lambda: proxy.faults > faults)
     engine.close()
     engine.close()
-    waiting.join(5)
+    # Less than the time limit of the call.
+    waiting.join(30)
     assert not waiting.is_alive()
     assert "closed" in str(ended[0])
     with pytest.raises(LockstepError):
@@ -173,7 +173,7 @@ def test_a_server_that_stays_away_is_waited_for_no_longer_than_the_limit(
     proxy.rule = lambda path: "503"
     with pytest.raises(EngineLost) as lost:
         engine.generate(REQUESTS)
-    with pytest.raises(LockstepError, match="within 8 s"):
+    with pytest.raises(LockstepError, match="within 5 s"):
         lost.value.recover()
 
 

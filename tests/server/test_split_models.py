@@ -18,12 +18,13 @@ from lockstep.sync.chunks import chunks
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource
 
-pytestmark = [*VLLM, pytest.mark.long]
+pytestmark = VLLM
+KINDS = [pytest.param("untied", marks=pytest.mark.long), pytest.param("tied", marks=pytest.mark.release)]
 
 REQUESTS = [GenerationRequest(RequestKey(f"p{i}", 0), (7, 8, 9 + i), Sampling(16), 50 + i) for i in range(6)]
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
+@pytest.fixture(scope="module", params=KINDS)
 def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
     model = request.getfixturevalue(f"{request.param}_dir")
     with serve(model, tmp_path_factory.mktemp("split"), "--tensor_parallel_size", "2") as running:

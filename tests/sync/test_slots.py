@@ -16,6 +16,8 @@ from lockstep.sync.chunks import Named
 from lockstep.sync.slots import FilledSlots, TrainerLock, _is_unlocked, segment_bytes, taken_chunks
 
 SLOT, WORKERS = 256, 2
+# A wait that lasts to its limit of NEVER seconds runs into the limit of the test.
+NEVER, TEST_LIMIT = 3600.0, 60
 
 
 class Pair:
@@ -47,12 +49,6 @@ def nothing() -> None:
 @pytest.fixture
 def pair(tmp_path: Path) -> Pair:
     return Pair(tmp_path)
-
-
-def seconds(work: Callable[[], object]) -> float:
-    start = time.monotonic()
-    work()
-    return time.monotonic() - start
 
 
 def test_every_worker_reads_every_chunk_whole_however_slow_it_is(pair: Pair) -> None:
@@ -89,30 +85,32 @@ def test_a_slot_is_not_filled_again_before_the_last_worker_has_left_it(tmp_path:
     pair.slots.free(2, nothing)
 
 
+@pytest.mark.timeout(TEST_LIMIT)
 @pytest.mark.parametrize(
-    ("end", "within"),
+    ("end", "limit"),
     [
-        (lambda pair: pair.slots.give_up(), 1.0),
-        (lambda pair: pair.slots.begin(), 1.0),
-        (lambda pair: pair.lock.close(), 1.5),
-        (lambda pair: None, 4.0),
+        (lambda pair: pair.slots.give_up(), NEVER),
+        (lambda pair: pair.slots.begin(), NEVER),
+        (lambda pair: pair.lock.close(), NEVER),
+        (lambda pair: None, 0.5),
     ],
     ids=["gives up", "begins another", "dies", "fills nothing"],
 )
 def test_a_worker_waits_no_longer_than_its_trainer_goes_on(
-    tmp_path: Path, end: Callable[[Pair], None], within: float
+    tmp_path: Path, end: Callable[[Pair], None], limit: float
 ) -> None:
-    pair = Pair(tmp_path, timeout=3.0)
+    pair = Pair(tmp_path, timeout=limit)
     worker = pair.worker(0, pair.slots.begin(), 3)
     pair.fill(0)
     next(worker)
     end(pair)
     # Without an error: vLLM would not hear the other workers of a server out.
-    assert seconds(lambda: list(worker)) < within
+    assert list(worker) == []
 
 
+@pytest.mark.timeout(TEST_LIMIT)
 def test_a_child_of_a_trainer_does_not_stand_in_for_it_when_it_dies(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, timeout=20.0)
+    pair = Pair(tmp_path, timeout=NEVER)
     worker = pair.worker(0, pair.slots.begin(), 2)
     pair.fill(0)
     next(worker)
@@ -125,13 +123,15 @@ def test_a_child_of_a_trainer_does_not_stand_in_for_it_when_it_dies(tmp_path: Pa
     try:
         assert not _is_unlocked(pair.other), "the child took the trainer's lock away"
         pair.lock.close()
-        assert seconds(lambda: list(worker)) < 2.0
+        assert list(worker) == []
     finally:
         os.close(done)
         os.waitpid(child, 0)
 
 
-def test_a_trainer_does_not_wait_for_a_worker_that_has_left(pair: Pair) -> None:
+@pytest.mark.timeout(TEST_LIMIT)
+def test_a_trainer_does_not_wait_for_a_worker_that_has_left(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, timeout=NEVER)
     push = pair.slots.begin()
     leaving, staying = pair.worker(0, push, 4), pair.worker(1, push, 4)
     pair.fill(0)
@@ -139,12 +139,8 @@ def test_a_trainer_does_not_wait_for_a_worker_that_has_left(pair: Pair) -> None:
     for worker in (leaving, staying):
         next(worker)
     leaving.close()
-
-    def fill() -> None:
-        with pytest.raises(RuntimeError, match="left the push before its end"):
-            pair.fill(2)
-
-    assert seconds(fill) < pair.timeout / 4
+    with pytest.raises(RuntimeError, match="left the push before its end"):
+        pair.fill(2)
     with pytest.raises(RuntimeError, match="left the push before its end"):
         pair.slots.end(4)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,11 @@ from lockstep.training.trainers.online import OnlineTrainer
 CUTS: list[tuple[int, dict[str, Any]]] = [(4, {}), (2, {"token_budget": 48, "logits_chunk_size": 5}), (1, {})]
 OPTIONS = [(case, option) for case, made in CASES.items() for option in made.without]
 Whole = Callable[[str], Steps]
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def engine(untied_dir: str) -> Engine:
     return shifted_engine(untied_dir)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Every run ends by collecting garbage, among all that the libraries have made, which takes as long as all the rest."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,6 @@ from lockstep.engines.protocol import Engine
 from lockstep.models.quantised import is_quantised
 from lockstep.sync.adapters import weights_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # With a reference where there can be one: the model without the adapter.
 METHODS = {method: fields if method == "OnlineDPO" else {**fields, "beta": 0.1} for method, fields in FIELDS.items()}
 BASES: dict[str, dict[str, Any]] = {

@@ -13,8 +13,6 @@ from shifted_engine import ShiftedEngine
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError, ProofError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 METHODS = {**FIELDS, "PPO": {**ALONE, "num_iterations": 2}}
 # What a rehearsal does not find.
 LATE = {"rehearse_rewards": False}

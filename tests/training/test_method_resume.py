@@ -19,8 +19,6 @@ from lockstep.models.policy import load_policy
 from lockstep.parity.receipt import RECEIPT, read_receipt
 from lockstep.training.trainers.online import OnlineTrainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO whose reference follows": (
         "GRPO",

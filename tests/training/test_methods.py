@@ -20,7 +20,7 @@ from lockstep.rollouts.judges import judge_pairs, judged
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.online_dpo import OnlineDPOObjective
 
-pytestmark = pytest.mark.usefixtures("one_thread", "trees")
+pytestmark = pytest.mark.usefixtures("trees")
 
 SUBJECTS = {kind: in_double(kind) for kind in ARCHITECTURES}
 SUBJECT = SUBJECTS["qwen2"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from method_variants import SIZES, VARIANTS, fit
 from subjects import ARCHITECTURES, ROWS, in_single
 
-pytestmark = pytest.mark.usefixtures("one_thread", "trees")
+pytestmark = pytest.mark.usefixtures("trees")
 
 SUBJECTS = {kind: in_single(kind) for kind in ARCHITECTURES | ROWS}
 

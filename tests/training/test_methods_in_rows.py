@@ -18,8 +18,6 @@ from tiny import make_model, make_stateful, save
 from lockstep.models.adapters import causal_model
 from lockstep.training.forward.scoring import why_plain_rows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SUBJECTS = {kind: in_double(kind) for kind in ROWS}
 
 

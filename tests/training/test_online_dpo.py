@@ -15,8 +15,6 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Longer:
     """A judge that prefers the longer text, and has no verdict where the first prompt's number is odd."""

@@ -13,8 +13,6 @@ from transformers import AutoTokenizer
 from lockstep.engines.protocol import Engine
 from lockstep.rollouts.group import RolloutGroup
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 Messages = list[dict[str, str]]
 SYSTEM = {"role": "system", "content": "hello world"}
 # Of several shapes: with a system's message, with a history, and with an answer that is to be continued.

@@ -157,7 +157,6 @@ def run_of(model: str, folder: Path, engine: Engine, **fields: Any) -> tuple[Any
     return run, seen
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_run_leaves_solved_prompts_out_and_one_that_is_resumed_goes_on_to_the_bit(
     hf_engine: Engine, untied_dir: str, tmp_path: Path
 ) -> None:
@@ -186,7 +185,6 @@ def test_a_run_leaves_solved_prompts_out_and_one_that_is_resumed_goes_on_to_the_
         again.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_run_ends_where_too_few_prompts_are_left(
     hf_engine: Engine, untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,7 +244,6 @@ def test_a_checkpoint_of_another_number_of_generations_ahead_is_refused() -> Non
     order_of(6, 2, at=0.9, ahead=2).load_state(json.loads(json.dumps(state)))
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_run_that_ends_early_keeps_its_last_step_and_is_at_its_end_when_it_is_resumed(
     hf_engine: Engine, untied_dir: str, tmp_path: Path
 ) -> None:

@@ -18,8 +18,6 @@ from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
 from lockstep.training.forward.reference import Reference
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WITH_REFERENCE: dict[str, dict[str, Any]] = {
     "GRPO": {**GROUPS, "beta": 0.2},
     "RLOO": GROUPS,

@@ -139,7 +139,6 @@ def test_a_row_that_is_no_prompt_is_left_to_the_check_that_names_it(tmp_path: Pa
         make("GRPO", NOWHERE, tmp_path, ENGINE, FIELDS["GRPO"], train_dataset=data)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_what_is_said_in_a_rehearsal_is_not_logged(untied_dir: str, tmp_path: Path) -> None:
     engine: Engine = start("transformers", untied_dir)
     told: list[float] = []

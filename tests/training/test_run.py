@@ -1,6 +1,7 @@
-"""Whole runs as a user starts them, in processes of their own: the same again, interrupted, killed, and out of disk.
+"""Whole runs as a user starts them: the same again, interrupted, killed, and out of disk.
 
-Real vLLM generates, with a tiny model. What decides is `metrics.jsonl`, which must be the same up to its times.
+Real vLLM generates, with a tiny model. What decides is `metrics.jsonl`, which must be the same up to its times. A run that is sent
+a signal, or that runs out of disk, has a process of its own; the others are calls of the command line in this process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,20 @@ from datasets import Dataset
 from methods import timeless
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lockstep.cli.main import main
 from lockstep.parity.receipt import check_chain
 
 STEPS = 8
-# Slow enough that a signal lands between two steps of one's choice.
 REWARD = """
-import os, resource, time
+import os, resource, signal
 calls = 0
 
 def by_length(completion_ids, answer, **_):
     global calls
     calls += 1
-    time.sleep(float(os.environ.get("TEST_REWARD_SLEEP", "0")))
+    number, _, at = os.environ.get("TEST_SIGNAL_AT", "SIGINT:-1").partition(":")
+    if calls == int(at):
+        os.kill(os.getpid(), getattr(signal, number))
     if calls == int(os.environ.get("TEST_DISK_FULL_AT", "-1")):
         # No file may grow beyond this from here on, as on a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
@@ -66,37 +68,13 @@ def command(home: Path, model: str, name: str, **fields: Any) -> list[str]:
         "bf16": False,
     }
     words = [word for key, value in {**base, **fields}.items() for word in (f"--{key}", str(value))]
-    return [sys.executable, "-m", "lockstep.cli.main", "grpo", *words]
+    return ["grpo", *words]
 
 
 def finish(words: list[str], **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, env={**os.environ, **env}, capture_output=True, text=True, timeout=300, check=False)
-
-
-def interrupt(words: list[str], metrics: Path, step: int, number: signal.Signals) -> tuple[int, str]:
-    """Start a run and send it a signal once it has logged `step`."""
-    run = subprocess.Popen(
-        words,
-        env={**os.environ, "TEST_REWARD_SLEEP": "0.4"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and run.poll() is None:
-        if metrics.exists() and any(
-            '"loss"' in line and json.loads(line)["step"] >= step for line in whole_lines(metrics)
-        ):
-            break
-        time.sleep(0.05)
-    assert run.poll() is None, run.communicate()[0]
-    run.send_signal(number)
-    output, _ = run.communicate(timeout=100)
-    return run.returncode, output
-
-
-def whole_lines(path: Path) -> list[str]:
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    """Run the command in a process of its own."""
+    command = [sys.executable, "-m", "lockstep.cli.main", *words]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=600, check=False)
 
 
 def curve(folder: Path) -> list[dict[str, Any]]:
@@ -104,10 +82,14 @@ def curve(folder: Path) -> list[dict[str, Any]]:
     return [timeless(line) for line in lines]
 
 
+def steps(folder: Path) -> list[int]:
+    """Steps whose loss was logged."""
+    return [line["step"] for line in curve(folder) if "loss" in line]
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(home: Path, untied_dir: str) -> Path:
-    done = finish(command(home, untied_dir, "whole"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert main(command(home, untied_dir, "whole")) == 0
     return home / "whole"
 
 
@@ -148,35 +130,36 @@ class TestRuns:
         assert AutoModelForCausalLM.from_pretrained(last).num_parameters() > 0
         assert AutoTokenizer.from_pretrained(last).eos_token == "<|end|>"
 
-    def test_the_same_seed_gives_the_same_run(self, home: Path, untied_dir: str, uninterrupted: Path) -> None:
-        assert finish(command(home, untied_dir, "again")).returncode == 0
-        assert curve(home / "again") == curve(uninterrupted)
-
-    def test_another_seed_gives_another_run(self, home: Path, untied_dir: str, uninterrupted: Path) -> None:
-        assert finish(command(home, untied_dir, "other", seed=5, max_steps=2)).returncode == 0
-        assert curve(home / "other")[1] != curve(uninterrupted)[1]
-
-    def test_killed_in_the_middle_it_goes_on_as_if_nothing_had_been(
+    def test_interrupted_and_then_killed_it_goes_on_each_time_as_if_nothing_had_been(
         self, home: Path, untied_dir: str, uninterrupted: Path
     ) -> None:
-        words = command(home, untied_dir, "killed")
-        code, _ = interrupt(words, home / "killed" / "metrics.jsonl", 5, signal.SIGKILL)
-        assert code == -signal.SIGKILL
+        words, folder = command(home, untied_dir, "stopped"), home / "stopped"
+        # Calls of the reward function: the rehearsal, the evaluation, then one per step.
+        stopped = finish(words, TEST_SIGNAL_AT="SIGINT:5")
+        assert stopped.returncode == 130, stopped.stdout + stopped.stderr
+        assert "the same command goes on from there" in stopped.stderr
+        assert not (folder / "summary.json").exists()
+        assert steps(folder) == [1, 2, 3]
+
+        # It goes on with step 4, and its third step is not finished.
+        killed = finish(words, TEST_SIGNAL_AT="SIGKILL:4")
+        assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+        assert "going on from" in killed.stdout
+        assert steps(folder)[-1] in range(5, STEPS)
+
         done = finish(words)
         assert done.returncode == 0, done.stderr
         assert "going on from" in done.stdout
-        assert curve(home / "killed") == curve(uninterrupted)
-        check_chain((home / "killed" / "receipt.jsonl").read_text().splitlines())
+        # A run in another process gives the same bits, too.
+        assert curve(folder) == curve(uninterrupted)
+        check_chain((folder / "receipt.jsonl").read_text().splitlines())
 
-    def test_interrupted_it_saves_stops_and_goes_on(self, home: Path, untied_dir: str, uninterrupted: Path) -> None:
-        words = command(home, untied_dir, "stopped")
-        code, output = interrupt(words, home / "stopped" / "metrics.jsonl", 3, signal.SIGINT)
-        assert code == 130, output
-        assert "the same command goes on from there" in output
-        assert not (home / "stopped" / "summary.json").exists()
-        done = finish(words)
-        assert done.returncode == 0, done.stderr
-        assert curve(home / "stopped") == curve(uninterrupted)
+
+def test_another_seed_gives_another_run_and_the_same_seed_the_same(home: Path, untied_dir: str) -> None:
+    for name, seed in (("one", 1), ("same", 1), ("other", 2)):
+        assert main(command(home, untied_dir, name, use_vllm=False, max_steps=2, eval_size=0, seed=seed)) == 0
+    assert curve(home / "same") == curve(home / "one")
+    assert curve(home / "other")[0] != curve(home / "one")[0]
 
 
 def test_a_full_disk_is_one_error_and_keeps_the_last_good_checkpoint(home: Path, untied_dir: str) -> None:
@@ -188,36 +171,34 @@ def test_a_full_disk_is_one_error_and_keeps_the_last_good_checkpoint(home: Path,
     assert line.startswith("lockstep: checkpoint-4 could not be written")
     assert "checkpoint-2" in line
     assert not (home / "full" / "checkpoint-4").exists()
-    done = finish(words)
-    assert done.returncode == 0, done.stderr
-    assert [entry["step"] for entry in curve(home / "full")] == [1, 2, 3, 4]
+    assert main(words) == 0
+    assert steps(home / "full") == [1, 2, 3, 4]
 
 
 def test_a_run_that_only_lacks_its_last_evaluation_takes_no_further_step(home: Path, untied_dir: str) -> None:
     words = command(home, untied_dir, "nearly", use_vllm=False, max_steps=2)
-    assert finish(words).returncode == 0
+    assert main(words) == 0
     whole = curve(home / "nearly")
     # As if killed between the last checkpoint and the summary.
     (home / "nearly" / "summary.json").unlink()
-    done = finish(words)
-    assert done.returncode == 0, done.stderr
+    assert main(words) == 0
     assert json.loads((home / "nearly" / "summary.json").read_text())["steps"] == 2
     assert curve(home / "nearly") == whole
 
 
 def test_several_updates_a_generation_run_through_the_command_line(home: Path, untied_dir: str) -> None:
-    done = finish(command(home, untied_dir, "twice", use_vllm=False, max_steps=4, num_iterations=2))
-    assert done.returncode == 0, done.stderr
+    assert main(command(home, untied_dir, "twice", use_vllm=False, max_steps=4, num_iterations=2)) == 0
     summary = json.loads((home / "twice" / "summary.json").read_text())
     lines = [line for line in curve(home / "twice") if "completions/mean_length" in line and "loss" in line]
     # Two generations, each learned from twice and counted once.
     assert summary["parity"]["checked_tokens"] == round(sum(8 * line["completions/mean_length"] for line in lines))
 
 
-def test_without_vllm_the_same_command_runs_and_says_so(home: Path, untied_dir: str) -> None:
-    done = finish(command(home, untied_dir, "plain", use_vllm=False, max_steps=1))
-    assert done.returncode == 0, done.stderr
-    assert "engine: transformers" in done.stdout
+def test_without_vllm_the_same_command_runs_and_says_so(
+    home: Path, untied_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(home, untied_dir, "plain", use_vllm=False, max_steps=1)) == 0
+    assert "engine: transformers" in capsys.readouterr().out
     assert json.loads((home / "plain" / "summary.json").read_text())["parity"]["failed"] == 0
 
 
@@ -233,10 +214,9 @@ def test_without_vllm_the_same_command_runs_and_says_so(home: Path, untied_dir: 
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    home: Path, untied_dir: str, fields: dict[str, Any], code: int, message: str
+    home: Path, untied_dir: str, fields: dict[str, Any], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = finish(command(home, untied_dir, "bad", use_vllm=False, **fields))
-    assert done.returncode == code
-    (line,) = done.stderr.strip().splitlines()
+    assert main(command(home, untied_dir, "bad", use_vllm=False, **fields)) == code
+    (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("lockstep: ")
     assert message in line

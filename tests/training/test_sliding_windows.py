@@ -21,8 +21,6 @@ from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.scoring import score_pack, why_plain_rows
 from lockstep.training.forward.tree_attention import adopt_tree_attention
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 BUILDS: dict[str, Callable[[], PreTrainedModel]] = {
     "every layer": lambda: make_model("mistral", sliding_window=6),
     "one layer": lambda: make_model("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1),

@@ -11,7 +11,6 @@ from methods import GROUPS, PAIRS, PROMPTS, make
 from lockstep.engines.protocol import Engine
 
 tensorboard = pytest.importorskip("tensorboard", reason="TensorBoard is not installed here")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 Curves = dict[str, list[tuple[int, float]]]
 RUNS: dict[str, dict[str, Any]] = {"GRPO": {**GROUPS, "beta": 0.04}, "OnlineDPO": PAIRS}

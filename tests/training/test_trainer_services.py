@@ -17,8 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from lockstep.engines.protocol import Engine
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Listener(TrainerCallback):
     """Stands for a tracker: hears what one would."""

@@ -18,14 +18,12 @@ from typing import Any
 import pytest
 import torch
 from accounts import CASES, PROMPTS, difference
-from conftest import needs_vllm
 from methods import INTERRUPTED
-from servers import KEY, Server, free_port
+from servers import free_port
 from tiny import make_tokenizer
 from two_ranks import ALONE, CLIPPED, WORK
 
 from lockstep.parity.receipt import check_chain
-from lockstep.server.keys import KEY_VARIABLE
 from lockstep.training.run_files.checkpoints import last_checkpoint
 
 SCRIPT = Path(__file__).parent / "two_ranks.py"
@@ -233,7 +231,6 @@ def test_a_rank_that_is_killed_is_missed_at_once(found: Found) -> None:
     (left,) = found("reward:killed")
     assert left["raised"] == "LockstepError"
     assert "waited at 'rewards' for every rank" in left["message"]
-    assert left["seconds"] < 30
 
 
 def test_the_rank_without_the_engine_prints_nothing_of_its_own(found: Found, folder: Path) -> None:
@@ -265,24 +262,3 @@ def test_the_command_runs_on_two_ranks_and_leaves_and_says_everything_once(untie
     assert [entry["kind"] for entry in check_entries(tmp_path / "run")] == ["start", "step", "step"]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["processes"] == 2
     assert (tmp_path / "run" / "report.html").exists()
-
-
-@pytest.mark.long
-@pytest.mark.vllm
-@needs_vllm
-def test_two_ranks_train_with_one_server(
-    untied_dir: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TEST_SERVER_URL", server.url)
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
-    work = ["data:image", "data:fewer", "served"]
-    run_ranks([sys.executable, str(SCRIPT)], [untied_dir, str(tmp_path), *work], tmp_path, codes=[0, 0])
-    for name in work[:2]:
-        refused = [torch.load(tmp_path / f"{name.replace(':', '-')}.{rank}.pt") for rank in (0, 1)]
-        assert refused[0]["raised"] == refused[1]["raised"] == "InputError"
-        assert refused[0]["message"] == refused[1]["message"]
-    one, other = (torch.load(tmp_path / f"served.{rank}.pt") for rank in (0, 1))
-    assert "raised" not in one, one
-    assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())
-    assert one["logs"][0]["parity/max_abs_gap"] < 1e-3
-    assert [entry["kind"] for entry in check_entries(tmp_path / "served")] == ["start", "step"]

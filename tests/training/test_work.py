@@ -23,8 +23,6 @@ from lockstep.training.methods.objective import Entropies
 from lockstep.training.step.optimizer_step import OptimizerStep
 from lockstep.training.step.update import Policy
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("of", ["the policy", "its trunk", "the reference"])
 def test_a_pass_that_scores_no_pack_is_counted_too(

@@ -73,6 +73,7 @@ def test_a_good_model_passes_every_row(
 
 
 @pytest.mark.vllm
+@pytest.mark.release
 @pytest.mark.real_model
 @needs_vllm
 def test_the_packaged_model_passes_every_row(tmp_path: Path) -> None:
