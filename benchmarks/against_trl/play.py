@@ -174,7 +174,7 @@ class Lockstep:
         }
 
     def _positions(self) -> dict[str, int]:
-        """Positions of the last step (a shared beginning counts once): learned from, only verified, all; and tokens only verified."""
+        """Positions of the last step: learned from, only verified, and all (shared ones once). Also tokens only verified."""
         from lockstep.training.batch.pack import pack_sequences
 
         generation, objective = self.trainer.loop.generation, self.trainer.objective
