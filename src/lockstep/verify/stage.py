@@ -29,7 +29,7 @@ from lockstep.training.data.prompt_order import MicroBatch
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.trainers.grpo import GRPOTrainer
 
-# Defaults of the command line, which the user can change: sizes that finish in a minute, and no files.
+# Settings that `lockstep verify` always uses: sizes that finish in a minute, and no files.
 SIZES = {
     "num_generations": 4,
     "per_device_train_batch_size": 12,

@@ -121,7 +121,7 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
         default=False, metadata=doc("Compute the output head in float32 on both sides, while the rest is bfloat16.")
     )
     token_budget: int = field(
-        default=2048, metadata=doc("Largest number of positions per forward (after sharing prompts and prefixes).")
+        default=2048, metadata=doc("Largest number of positions per forward (tokens after sharing).")
     )
     logits_chunk_size: int = field(default=512, metadata=doc("Rows of logits in memory at a time."))
 
