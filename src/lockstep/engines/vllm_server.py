@@ -96,8 +96,7 @@ class VLLMServer:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The common dtype of all parameters of the servers' model: wider tensors need not be sent. None if there are several
-        dtypes."""
+        """The common dtype of the servers' parameters: wider tensors need not be sent. None if there are several dtypes."""
         return self._wire_dtype
 
     @property

@@ -22,7 +22,7 @@ REFERENCE = "ref"
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
-    """Whether a model is a `PeftModel`, or has PEFT layers. If the program has not imported PEFT, no model has one."""
+    """Whether a model is a `PeftModel`, or has PEFT layers. Without PEFT imported, there are none."""
     peft = sys.modules.get("peft")
     if peft is None or not hasattr(peft, "PeftModel"):
         return False

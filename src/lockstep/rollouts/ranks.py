@@ -37,8 +37,7 @@ class Ranks:
         self._limit = limit
         self.rank = dist.get_rank() if several else _OWNER
         self.count = dist.get_world_size() if several else 1
-        # A separate process group. If a rank has already gone on to the trainer's collectives, this call times out instead of
-        # mixing them.
+        # A separate group: if a rank has gone on to the trainer's collectives, a call here times out and does not mix with them.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit)) if several else None
 
     @property

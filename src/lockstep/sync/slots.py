@@ -23,8 +23,7 @@ from lockstep.sync.chunks import Named, aligned, views
 
 SLOTS = 2
 _LOOK_EVERY, _LOOK_FOR_PEER_EVERY = 0.0002, 0.25
-# Indices of counters: the number of filled chunks, the number of the push, then for each worker the number of chunks it has
-# loaded.
+# Indices of counters: number of filled chunks, number of the push, then per worker its number of loaded chunks.
 _FILLED, _PUSH, _TAKEN = 0, 1, 2
 _GIVEN_UP = -1
 _LEFT = "a server's worker left the push before its end"
@@ -231,8 +230,7 @@ def _comes(ready: Callable[[], bool], is_gone: Callable[[], bool], every: float,
 
 
 def _fence() -> None:
-    """Memory fence: writes before it become visible before writes after it. Releasing and taking a lock is one on every
-    processor."""
+    """Memory fence: earlier writes become visible before later ones. Releasing and taking a lock is one on every processor."""
     for _ in range(2):
         with _FENCE:
             pass

@@ -28,8 +28,7 @@ from lockstep.sync.slots import taken_chunks
 from lockstep.sync.source import DescribedSource, PlainSource
 from lockstep.sync.vllm_reload import begin_reload, half_loaded, keep_pending, repack_heads
 
-# Merged or cast tensors are loaded in parts of this size. Up to two parts are in memory, beside tensors that vLLM still waits
-# to use.
+# Merged or cast tensors are loaded in parts of this size. Two parts may be in memory, beside tensors that vLLM still needs.
 _PART_BYTES = 16 << 20
 
 

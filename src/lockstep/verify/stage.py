@@ -238,8 +238,7 @@ def open_stage(
 
 
 def _visible_scale(stage: Stage) -> float:
-    """The smallest of the scales that changes log-probs by more than the tolerance of the engine's dtype, or the largest
-    scale."""
+    """The smallest scale that changes log-probs by more than the tolerance of the engine's dtype, else the largest."""
     prompt = min(stage.prompts, key=lambda p: len(p.ids)).ids
 
     def scores() -> torch.Tensor:

@@ -163,8 +163,7 @@ class PromptOrder:
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + number)
             order = torch.randperm(len(order), generator=generator).tolist()
-        # The solved prompts that were known when the pass's first generation was begun, so that the result does not depend on
-        # the time.
+        # Prompts that were known to be solved when the pass's first generation was begun: the same at every call.
         known = start - self._ahead
         left = [place for place in order if self._solved.get(self._names[place], known) >= known]
         return _Pass(number, start, left[: len(left) // self.size * self.size])

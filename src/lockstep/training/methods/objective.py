@@ -114,8 +114,7 @@ class Objective(ABC, Generic[Config]):
 
     @property
     def scores_first(self) -> bool:
-        """Whether the policy must score the rollouts before they are split into steps, because advantages or masks need its
-        scores."""
+        """Whether the policy must score rollouts before they are split into steps, because advantages or masks need the scores."""
         return self.kl_in_reward
 
     @abstractmethod
@@ -150,8 +149,7 @@ class Objective(ABC, Generic[Config]):
         return sequence.weight != 0.0 and any(advantage != 0.0 for advantage in sequence.advantages)
 
     def is_masked(self, rollout: Rollout) -> bool:
-        """Whether a rollout is left out of the loss, because it was cut at the length limit and the config masks such
-        rollouts."""
+        """Whether a rollout is left out of the loss: it was cut at the length limit, and the config masks such rollouts."""
         masks = getattr(self.config, "mask_truncated_completions", False)
         return masks and rollout.completion.finish_reason == "length"
 
@@ -179,8 +177,7 @@ class Objective(ABC, Generic[Config]):
         """Continue from a checkpoint's state."""
 
     def correction(self, batch: TokenBatch) -> torch.Tensor | None:
-        """(N,) importance weights for the difference between engine and trainer, after the gap has passed; None if switched
-        off."""
+        """(N,) importance weights for the difference between engine and trainer, after the gap has passed; None if off."""
         config = self.config
         if not config.vllm_importance_sampling_correction:
             return None

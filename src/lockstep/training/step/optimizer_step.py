@@ -70,8 +70,7 @@ class OptimizerStep:
 
         total = UpdateSums.of([self._ranks.call("step", offer, work)])
         for parameter in trained:
-            # In a step where all rewards agree the gradient is zero. AdamW still updates with a zero gradient; with None it
-            # would not.
+            # If all rewards agree, the gradient is zero. AdamW still updates with a zero gradient; with None it would not.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         sum_gradients(trained, self._ranks)

@@ -86,8 +86,7 @@ class Preparation:
             return self._score(replace(policy, model=model, critic=None), sequences, measure=False).logps
 
     def _to_be_scored(self, sequence: TrainingSequence) -> TrainingSequence:
-        """Drop the old log-probs of a sequence with a gradient: the policy does not change until the step, whose forward
-        gives them."""
+        """Drop old log-probs of a sequence with a gradient: the policy stays the same until the step, whose forward gives them."""
         return replace(sequence, old_logps=None) if self._objective.has_gradient(sequence) else sequence
 
     def _policy_scores(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
