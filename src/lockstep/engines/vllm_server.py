@@ -275,7 +275,7 @@ class VLLMServer:
         if self._settings != before:
             raise ProofError(
                 "handshake",
-                f"a server came back with other settings than it had: {changed_settings(before, self._settings)}",
+                f"a server came back with other settings: {changed_settings(before, self._settings)}",
                 "it was started again with another command line or model",
                 "start it with its former command line, and resume from the last checkpoint",
             )

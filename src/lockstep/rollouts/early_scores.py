@@ -74,7 +74,7 @@ class EarlyScores:
             if [r.completion for r in own.rollouts] != [r.completion for r in group.rollouts]:
                 raise ProofError(
                     "answers",
-                    f"the completions of prompt {group.prompt.prompt_id} are not those that were scored while others were sampled",
+                    f"the completions of prompt {group.prompt.prompt_id} are not those that were scored during sampling",
                     "the engine answered a request twice",
                     "report it with this message; overlap_rewards=false scores after sampling instead",
                 )

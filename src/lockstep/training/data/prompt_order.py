@@ -144,7 +144,7 @@ class PromptOrder:
         if state.get("ahead", 0) != self._ahead:
             raise InputError(
                 f"the checkpoint is of a run with {state.get('ahead', 0)} generations ahead, this one has {self._ahead}: with "
-                "no_positive_resampling its prompts would be others; give it the same max_staleness"
+                "no_positive_resampling the prompts would differ; use the same max_staleness"
             )
         self.forget()
         self._noted, self._solved = state["noted"], dict(state["solved"])

@@ -83,7 +83,7 @@ def _named() -> Iterator[None]:
         yield
     except InputError as error:
         if not isinstance(error, RewardRaised) or isinstance(error.__cause__, TypeError):
-            raise InputError(f"{error} ({where}; rehearse_rewards=False goes without)") from error
+            raise InputError(f"{error} ({where}; rehearse_rewards=False skips this)") from error
         print(f"lockstep: {error} ({where}); raised in training, it ends the run", flush=True)
 
 
