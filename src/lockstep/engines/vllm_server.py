@@ -77,7 +77,7 @@ class VLLMServer:
         self._committed: list[int] = []
         self._transport: WeightTransport | None = None
         try:
-            self._settings = self._greet()
+            self._settings = self._checked_settings()
             self._transport = transport(self._servers)
         except EngineLost as lost:
             # There is no agreement yet that could be recovered. If a healthy server refused, its workers do not know our methods.
@@ -266,7 +266,7 @@ class VLLMServer:
         before, deadline = self._settings, time.monotonic() + self._timeout
         while True:
             try:
-                self._settings = self._greet()
+                self._settings = self._checked_settings()
                 break
             except EngineLost as lost:
                 # The server was healthy only for a moment: it may be stopping or starting.
@@ -295,9 +295,9 @@ class VLLMServer:
         self._loop.close()
         self._pool.shutdown(wait=False)
 
-    def _greet(self) -> EngineSettings:
+    def _checked_settings(self) -> EngineSettings:
         self._each(self._await_health)
-        states = [self._introduced(server) for server in self._servers]
+        states = [self._checked_state(server) for server in self._servers]
         if len({state["instance"] for state in states}) < len(states):
             raise InputError("two of the servers' URLs lead to the same server; give each server once")
         found = [settings_from(state["settings"]) for state in states]
@@ -323,7 +323,7 @@ class VLLMServer:
                     f"answer: {ailment}"
                 )
 
-    def _introduced(self, server: ServerCalls) -> dict[str, Any]:
+    def _checked_state(self, server: ServerCalls) -> dict[str, Any]:
         workers = server.workers("lockstep_state")
         state = workers[0]
         if state["backend"] != SERVER_BACKEND:

@@ -154,7 +154,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._gloo = gloo.Receiver()
 
     def init_transfer_engine(self, init_info: WireInit) -> None:
-        self._let_go()
+        self._close_segment()
         self._segment = shared_memory.Segment(init_info.segment, init_info.bytes)
 
     def receive_weights(self, update_info: WireUpdate) -> None:
@@ -182,9 +182,9 @@ class ServerWeightTransfer(_LayerwiseTransfer):
                 keep_pending(self._layers, [tensor for _, tensor in arrived])
 
     def shutdown(self) -> None:
-        self._let_go()
+        self._close_segment()
 
-    def _let_go(self) -> None:
+    def _close_segment(self) -> None:
         if self._segment is not None:
             self._segment.close()
         self._segment = None
