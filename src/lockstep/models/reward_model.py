@@ -147,7 +147,7 @@ def load_reward_model(path: str) -> PreTrainedModel:
     random = sorted({*report["missing_keys"], *(str(entry[0]) for entry in report["mismatched_keys"])})
     if random:
         raise InputError(
-            f"{path} is not a reward model with one output: its files lack {', '.join(random[:3])}, which would be random numbers"
+            f"{path} is no reward model with one output: it does not hold {', '.join(random[:3])}, which would be random numbers"
         )
     return model
 
