@@ -124,7 +124,7 @@ def connect(
         url: one base URL or several. Requests go to the least busy server, weights to all.
         key_file: file with the servers' key. Default: the variable LOCKSTEP_SERVER_KEY, or the key that a server on this
             machine saved.
-        timeout: seconds that any call may take, and that the call waits for a server to start.
+        timeout: seconds that any call may take, and that the trainer waits for a server.
         transport: `shared_memory` (one machine), `gloo` (TCP), or `auto`: the fastest that all servers support.
         group_host: this machine's address as servers on other machines reach it. Gloo listens on it and on no other.
         group_port: port that gloo listens on; 0 means a free port.

@@ -64,7 +64,7 @@ def test_scores_reach_their_rollouts_in_whatever_order_they_come() -> None:
 
 @pytest.mark.parametrize("parts", [[slice(0, 2)], [slice(0, 2), slice(1, 3)], [slice(0, 0)]])
 def test_a_rollout_that_is_scored_nowhere_or_twice_is_refused(parts: list[slice]) -> None:
-    with pytest.raises(ProofError, match="share the rollouts out"):
+    with pytest.raises(ProofError, match="disagree on which rank"):
         scores_from_wire([scores_to_wire([scored(g) for g in groups()[part]]) for part in parts], groups())
 
 

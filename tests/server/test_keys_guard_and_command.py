@@ -330,4 +330,4 @@ class TestSupervisor:
         command = [sys.executable, "-c", DYING, str(port), ill]
         supervisor = Supervisor(command, {}, f"http://127.0.0.1:{port}", ready=lambda seconds: None, say=say)
         supervisor.run()
-        assert lines == ["the server said for 1 s that it fails; starting it again in 1 s"]
+        assert lines == ["the server reported errors for 1 s; starting it again in 1 s"]

@@ -77,8 +77,7 @@ def clipped_value_loss(
 
 
 def _discounted_sums(values: torch.Tensor, decay: float, segments: Segments) -> torch.Tensor:
-    """(N,) Σ over k of decay^k × the value k tokens later, up to the completion's end. One vector operation per token
-    position."""
+    """(N,) Σ over k of decay^k × the value k tokens later, up to the completion's end. One vector operation per position."""
     if len(values) == 0:
         return values.clone()
     ends = segments.lengths.cumsum(0)

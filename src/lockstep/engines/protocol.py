@@ -74,8 +74,7 @@ class Completion:
         weight_versions: per token, version of the weights that sampled it.
         finish_reason: the engine's own: `stop` for an end token or a stop string, `length` for the token limit.
         sampled: per id, whether it was sampled. Other ids were inserted (`rollouts/interruptions.py`) with probability 1, so
-        that their
-            log-prob is 0. None: all ids were sampled.
+            that their log-prob is 0. None: all ids were sampled.
     """
 
     key: RequestKey
@@ -209,9 +208,8 @@ class Engine(WeightReceiver, ProbedEngine, Protocol):
         """Answer every request. The result is keyed by request.
 
         Args:
-            on_answer: called with each completion as soon as it is finished, before all answers are checked together. The
-                calls come
-                from one thread, which may differ from the caller's. The function must not block.
+            on_answer: called with each completion as soon as it is finished, before all answers are checked together. The calls
+                come from one thread, which may differ from the caller's. The function must not block.
 
         Raises:
             InputError: a prompt is empty or longer than the engine's context; then no request has been started.

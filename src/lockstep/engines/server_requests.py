@@ -149,7 +149,7 @@ class ServerRequests:
         if answer is None:
             raise EngineLost(f"the server at {url} sent an empty answer", self._recover)
         if INITIAL_WEIGHTS in stamps_of(answer):
-            raise EngineLost(f"the server at {url} was restarted and holds its initial weights", self._recover)
+            raise EngineLost(f"the server at {url} was restarted with its first weights", self._recover)
         return answer
 
 

@@ -99,7 +99,6 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    """Equal for two tensors only if they are the same view of the same memory, without a write in between (by autograd's
-    count)."""
+    """Equal only for the same view of the same memory without a write in between (by autograd's count of writes)."""
     writes = object() if tensor.is_inference() else tensor._version
     return (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), writes)

@@ -226,8 +226,7 @@ class TransformersEngine:
 
 
 class _SampleRows(LogitsProcessor):
-    """Samples every unfinished row. It leaves only the sampled token finite, so that transformers' greedy choice takes that
-    token."""
+    """Samples every unfinished row. Only the sampled token stays finite, so that transformers' greedy choice takes it."""
 
     def __init__(self, rows: list[_Row], pad: int) -> None:
         self._rows = rows

@@ -29,8 +29,7 @@ def check_pending(pending: Sequence[Future[None]]) -> None:
 
 
 def worker_ranks(servers: Sequence[WeightReceiverCalls], first: int) -> list[int]:
-    """Rank of each server's first worker; the workers of all servers are counted from `first`. The last entry is the end of
-    the count."""
+    """Rank of each server's first worker, counting all workers from `first`. The last entry is the end of the count."""
     return list(accumulate((server.world_size for server in servers), initial=first))
 
 

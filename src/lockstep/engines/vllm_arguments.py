@@ -80,8 +80,7 @@ def engine_arguments(
 
 
 def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:
-    """Size in bytes of the key-value cache that these sequences can fill. By default vLLM would take most of the machine's
-    memory."""
+    """Bytes of the key-value cache that these sequences can fill. By default vLLM would take most of the machine's memory."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model).get_text_config()

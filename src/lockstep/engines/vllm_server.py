@@ -75,7 +75,7 @@ class VLLMServer:
         self._committed: list[int] = []
         self._transport: WeightTransport | None = None
         try:
-            self._settings = self._greet()
+            self._settings = self._checked_settings()
             self._transport = transport(self._servers)
         except EngineLost as lost:
             # There is no agreement yet that could be recovered. If a healthy server refused, its workers do not know our methods.
@@ -94,8 +94,7 @@ class VLLMServer:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The common dtype of all parameters of the servers' model: wider tensors need not be sent. None if there are several
-        dtypes."""
+        """The common dtype of the servers' parameters: wider tensors need not be sent. None if there are several dtypes."""
         return self._wire_dtype
 
     @property
@@ -265,7 +264,7 @@ class VLLMServer:
         before, deadline = self._settings, time.monotonic() + self._timeout
         while True:
             try:
-                self._settings = self._greet()
+                self._settings = self._checked_settings()
                 break
             except EngineLost as lost:
                 # The server was healthy only for a moment: it may be stopping or starting.
@@ -274,7 +273,7 @@ class VLLMServer:
         if self._settings != before:
             raise ProofError(
                 "handshake",
-                f"a server came back with other settings than it had: {changed_settings(before, self._settings)}",
+                f"a server came back with other settings: {changed_settings(before, self._settings)}",
                 "it was started again with another command line or model",
                 "start it with its former command line, and resume from the last checkpoint",
             )
@@ -288,9 +287,9 @@ class VLLMServer:
         self._loop.close()
         self._pool.shutdown(wait=False)
 
-    def _greet(self) -> EngineSettings:
+    def _checked_settings(self) -> EngineSettings:
         self._each(self._await_health)
-        states = [self._introduced(server) for server in self._servers]
+        states = [self._checked_state(server) for server in self._servers]
         if len({state["instance"] for state in states}) < len(states):
             raise InputError("two of the servers' URLs lead to the same server; give each server once")
         found = [settings_from(state["settings"]) for state in states]
@@ -316,7 +315,7 @@ class VLLMServer:
                     f"answer: {ailment}"
                 )
 
-    def _introduced(self, server: ServerCalls) -> dict[str, Any]:
+    def _checked_state(self, server: ServerCalls) -> dict[str, Any]:
         workers = server.workers("lockstep_state")
         state = workers[0]
         if state["backend"] != SERVER_BACKEND:

@@ -175,7 +175,7 @@ class LockstepGeneration:
             are None if `logprobs` is None.
 
         Raises:
-            InputError: on every rank; a prompt is not a list of token ids, is empty or fills the context, or there are images.
+            InputError: on every rank; a prompt is no list of token ids, is empty or fills the context, or there are images.
             ProofError: on every rank; trainer and engine do not agree.
             LockstepError: on every rank; the engine was lost and did not come back in time.
         """

@@ -22,7 +22,7 @@ REFERENCE = "ref"
 
 
 def is_adapted(model: torch.nn.Module) -> bool:
-    """Whether a model is a `PeftModel`, or has PEFT layers. PEFT is not imported: if it is not, no model has an adapter."""
+    """Whether a model is a `PeftModel`, or has PEFT layers. Without PEFT imported, there are none."""
     peft = sys.modules.get("peft")
     if peft is None or not hasattr(peft, "PeftModel"):
         return False

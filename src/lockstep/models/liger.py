@@ -66,5 +66,5 @@ def check_kernels(model: PreTrainedModel, chosen: Mapping[str, bool]) -> None:
     for name in chosen:
         if name not in names and name not in _LOSSES:
             raise InputError(
-                f"liger_kernel_config has {name!r}, but Liger's kernels for {kind!r} are {', '.join(names)}"
+                f"liger_kernel_config has {name!r}, and Liger's kernels for {kind!r} are {', '.join(names)}"
             )

@@ -174,7 +174,7 @@ def _reading(
         )
     if parts.semantics > max(parts.staleness, parts.defect):
         return (
-            "the engine's log-probs are those of the raw distribution, not of the one that was sampled",
+            "the engine's log-probs are those of the raw distribution, but it sampled from another one",
             "start the engine with logprobs_mode=processed_logprobs and without sampling settings of its own",
         )
     if layers:

@@ -139,8 +139,7 @@ class ModuleProbe:
         return shape[1] if self._transposed(tensor) else shape[0]
 
     def _parts(self, module: ProbedModule, answer: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """An answer split by the module's tensors, (inputs, outputs) each. None for every tensor if the answer has the wrong
-        size."""
+        """An answer split by the module's tensors, (inputs, outputs) each. All are None if the answer has the wrong size."""
         if module.kind == "embedding":
             return {module.tensors[0]: answer}
         inputs = 2 if module.biased else 1

@@ -88,9 +88,7 @@ def check_receipt(path: Path) -> int:
     hashes = {entry["hash"] for entry in entries}
     for head in sorted(path.parent.glob(f"checkpoint-*/{RECEIPT_HEAD}")):
         if head.read_text().strip() not in hashes:
-            raise InputError(
-                f"{head.parent.name} was written with another receipt: lines were cut off or all written anew"
-            )
+            raise InputError(f"{head.parent.name} was written with another receipt: lines were removed or replaced")
     return len(entries)
 
 

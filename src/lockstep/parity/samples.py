@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from lockstep.engines.protocol import Completion
 from lockstep.errors import ProofError
 
-# Probability of a false alarm, for one group and for one generation. A group: P(all n equal and p(s)^(n−1) ≤ α) ≤ α for
-# independent samples. A generation: e = ½ + ½·[all equal]·p(s)^(−(n−1)/2) has mean ≤ 1, so P(product over its groups > 1/α) ≤
-# α.
+# Probability of a false alarm, for one group and for one generation.
+# A group: P(all n equal and p(s)^(n−1) ≤ α) ≤ α for independent samples.
+# A generation: e = ½ + ½·[all equal]·p(s)^(−(n−1)/2) has mean ≤ 1, so P(product over groups > 1/α) ≤ α.
 _ALPHA = 1e-9
 
 

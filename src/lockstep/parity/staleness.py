@@ -30,6 +30,6 @@ def check_staleness(completions: Iterable[Completion], version: int, most: int) 
                 "staleness",
                 f"request {completion.key} has tokens of versions {oldest} to {newest}, at version {version} with a staleness of "
                 f"at most {most}",
-                "a generation was taken out of its turn, or the engine held a request back over more pushes than it should",
+                "generations were not used in order, or the engine delayed a request over too many pushes",
                 "report it with this message; max_staleness=0 runs without generations ahead",
             )

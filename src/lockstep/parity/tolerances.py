@@ -39,14 +39,13 @@ def tolerance(engine: torch.dtype, trainer: torch.dtype) -> Tolerance:
 
 
 def probe_limit(engine: torch.dtype) -> float:
-    """Limit on the largest difference of a module's outputs, minus their own rounding, ÷ their rms, for the engine's dtype."""
+    """Limit on the largest difference of a module's outputs, minus their own rounding, ÷ their rms, per engine dtype."""
     # Largest values over 500 syncs of every module: fp32 1.7e-5; bf16 2e-7, because its rounding is already subtracted.
     return 1e-4 if engine in (torch.float32, torch.float64) else 0.01
 
 
 def output_rounding(engine: torch.dtype) -> float:
-    """Relative rounding of a single output: the rounding of a very large output can exceed the limit relative to the common
-    rms."""
+    """Relative rounding of a single output. For a very large output it can exceed the limit, which is relative to the rms."""
     # bf16 has 8 bits of precision: half a unit is 2^-9, and some kernels round twice.
     return 2.0**-20 if engine in (torch.float32, torch.float64) else 2.0**-7
 

@@ -1,1 +1,1 @@
-"""Prompts become scored rollout groups."""
+"""From prompts to scored rollout groups."""

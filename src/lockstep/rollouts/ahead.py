@@ -1,8 +1,8 @@
 """Generations that an engine samples while the trainer still learns from earlier ones.
 
-Comes from: `training/generate/source.py`, which begins each generation some steps before it is learned from and pushes weights
-meanwhile. Goes back there, generation by generation. A push lands in the middle of what is running: the tokens after it are the
-new weights', keys and values included, and every token says which weights sampled it.
+`training/generate/source.py` begins each generation some optimizer steps before it is used, pushes weights in the meantime,
+and takes the generations one by one. A push can happen in the middle of a running generation. The new weights then sample all
+later tokens, with keys and values that they computed themselves. Every token carries the weight version that sampled it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Answers = dict[RequestKey, Completion]
 
 @dataclass(slots=True)
 class _Running:
-    """A generation on its way: its call in the engine, and what comes of it."""
+    """A running generation: its calls in the engine, and its future answers."""
 
     calls: list[Pending] = field(default_factory=list)
     started: threading.Event = field(default_factory=threading.Event)
@@ -32,11 +32,11 @@ class _Running:
 
 
 class GenerationsAhead:
-    """Generations under way, by their number.
+    """The generations that are running, by their number.
 
     Args:
-        engine: a server, or several, which go on while the trainer works.
-        limit: seconds that one may take, from its beginning and beside the others.
+        engine: one or several servers, which sample while the trainer works.
+        limit: seconds that one generation may take from its beginning, beside the others.
     """
 
     def __init__(self, engine: VLLMServer, limit: float) -> None:
@@ -49,7 +49,7 @@ class GenerationsAhead:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While weights are pushed: no request is taken on. The engine keeps those that it has, and goes on with them after."""
+        """While weights are pushed: start no new request. The engine keeps its running requests and continues them afterwards."""
         with self._gate:
             yield
 
@@ -57,7 +57,8 @@ class GenerationsAhead:
         """Begin a generation.
 
         Args:
-            ask: gets what asks the engine, and gives the generation's answers. Called in a thread of its own.
+            ask: receives a function that sends requests to the engine, and returns the generation's answers. It runs in its
+                own thread.
         """
         running = self._running[number] = _Running()
 
@@ -73,30 +74,30 @@ class GenerationsAhead:
         def work() -> None:
             try:
                 running.answers.set_result(ask(generate))
-            except BaseException as error:  # noqa: BLE001 - whoever takes the generation gets it
+            except BaseException as error:  # noqa: BLE001 - `take` raises it
                 running.answers.set_exception(error)
             finally:
                 running.started.set()
 
-        # A program that ends must not wait for it.
+        # A daemon thread, so that a program that ends does not wait for it.
         threading.Thread(target=work, name=f"lockstep-generation-{number}", daemon=True).start()
-        # In order: the engine serves first what was asked for first.
+        # Generations start in order, because the engine serves requests in the order in which it gets them.
         if not running.started.wait(self._limit):
             raise LockstepError(f"generation {number} could not be begun within {self._limit:.0f} s")
 
     def at_once(self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None) -> Answers:
-        """Answer requests that nothing was begun for, those of an evaluation: they wait in the engine behind what was begun."""
+        """Answer requests of an evaluation. In the engine they wait behind the generations that were begun before."""
         return self.engine.submit(requests, on_answer, limit=self._limit).result()
 
     def take(self, number: int) -> Mapping[RequestKey, Completion]:
-        """The answers of a generation, waited for; it is under way no longer once they are there.
+        """Wait for the answers of a generation. Afterwards the generation no longer counts as running.
 
         Raises:
-            EngineLost: the engine was lost meanwhile.
-            ProofError: the answers are not to what was asked.
-            LockstepError: the engine was closed, or took longer than it may.
+            EngineLost: the engine was lost in the meantime.
+            ProofError: the answers do not match the requests.
+            LockstepError: the engine was closed, or exceeded the time limit.
         """
-        # Every call within has the limit itself, from when it was begun.
+        # Every call inside the generation has this limit itself, from its own start.
         limit = 2 * self._limit
         try:
             answers = self._running[number].answers.result(limit)
@@ -106,13 +107,13 @@ class GenerationsAhead:
         return answers
 
     def forget_unfinished(self) -> None:
-        """Give up what is not answered whole: the engine was lost, and knows nothing of it any more."""
+        """Drop generations that are not completely answered: the engine was lost, and no longer knows them."""
         for number, running in list(self._running.items()):
             if not running.answers.done() or running.answers.exception() is not None:
                 self._forget(number)
 
     def forget(self) -> None:
-        """Give up everything; its requests end in the engine too."""
+        """Drop all generations, and cancel their requests in the engine."""
         for number in list(self._running):
             self._forget(number)
 

@@ -1,6 +1,6 @@
-"""From prompts to groups of completions: one request a sample, each with its own key and seed.
+"""From prompts to groups of completions: one request per sample, each with its own key and seed.
 
-Comes from: `tokens/chat.py` (ids). Goes to: `rollouts/rewards.py`, then training.
+`tokens/chat.py` gives the ids. `rollouts/rewards.py` scores the groups, and then training uses them.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ def collect(
     """Sample `num_generations` completions of every prompt.
 
     Args:
-        version: the version the trainer last pushed; the engine must hold it.
-        on_answer: given each completion when it is finished.
-        interruption: ends thinking that is too long; None: none is.
-        generate: asks the engine in place of its own `generate`, with another time limit, say.
+        version: the version that the trainer pushed last; the engine must hold it.
+        on_answer: called with each completion when it is finished.
+        interruption: ends thinking that is too long; None: thinking is never interrupted.
+        generate: sends requests to the engine instead of its own `generate`, for example with another time limit.
 
     Returns:
-        One unscored group a prompt, in the order of `prompts`.
+        One unscored group per prompt, in the order of `prompts`.
 
     Raises:
         ProofError: the engine holds another version, or an answer fails its checks.
-        InputError: a prompt does not fit the engine's context, or nothing is left for an answer behind an interruption.
+        InputError: a prompt does not fit the engine's context, or no tokens are left for an answer after an interruption.
     """
     if engine.version != version:
         raise ProofError(
             "version",
             f"the engine holds version {engine.version}, the trainer last pushed {version}",
-            "a sync was skipped or failed, or something else updated the engine",
+            "a sync was skipped or failed, or another program updated the engine",
             "push the weights before collecting rollouts",
         )
     requests = requests_for(prompts, sampling, num_generations=num_generations, run_seed=run_seed, version=version)
     if interruption is not None:
         check_whole(requests, engine)
     found = answers_to(requests, generate or engine.generate, tokenizer, interruption, on_answer)
-    # The engine has checked its own answers; this end checks that they are to what it asked.
+    # The engine has checked its own answers. This checks that they match these requests.
     answers = check_answers(requests, found.values(), [version])
     return groups_from(prompts, answers, num_generations, tokenizer)
 
@@ -71,10 +71,11 @@ def collect(
 def requests_for(
     prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int, run_seed: int, version: int
 ) -> list[GenerationRequest]:
-    """One request a sample.
+    """One request per sample.
 
     Args:
-        version: what seeds depend on beside run, prompt and sample: of the weights that learn from these completions first.
+        version: weight version that learns from these completions first. Seeds depend on it, on the run, the prompt and the
+            sample.
     """
     return [
         GenerationRequest(key, prompt.ids, sampling, request_seed(run_seed, version, key))
@@ -84,7 +85,7 @@ def requests_for(
 
 
 def check_whole(requests: Sequence[GenerationRequest], engine: Engine) -> None:
-    """`check_requests` of requests that an engine will be asked in two halves, each of which it checks by itself."""
+    """`check_requests` for requests that are sent in two halves. The engine itself checks only each half."""
     check_requests(requests, engine.version, engine.settings().max_model_len)
 
 
@@ -95,10 +96,10 @@ def answers_to(
     interruption: Interruption | None,
     on_answer: OnAnswer | None = None,
 ) -> dict[RequestKey, Completion]:
-    """Answers by key, of an engine that is asked once, or twice where thinking may be interrupted.
+    """Answers by key. The engine is asked once, or twice if thinking may be interrupted.
 
     Args:
-        generate: the engine's. With an interruption it sees each half of what is asked: see `check_whole`.
+        generate: the engine's `generate`. With an interruption it gets each half of a request: see `check_whole`.
     """
     if interruption is None:
         return generate(requests, on_answer)
@@ -111,7 +112,7 @@ def groups_from(
     num_generations: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[RolloutGroup]:
-    """One unscored group a prompt, in the order of `prompts`, from answers that have been checked."""
+    """One unscored group per prompt, in the order of `prompts`, from checked answers."""
     return [
         group_of(prompt, [answers[RequestKey(prompt.prompt_id, i)] for i in range(num_generations)], tokenizer)
         for prompt in prompts
@@ -119,7 +120,7 @@ def groups_from(
 
 
 def group_of(prompt: Prompt, completions: Sequence[Completion], tokenizer: PreTrainedTokenizerBase) -> RolloutGroup:
-    """An unscored group, its completions in the order of their samples, with their texts."""
+    """An unscored group. Its completions are in the order of their samples, with their texts."""
     decode = _decoding(tokenizer)
     return RolloutGroup(prompt, tuple(Rollout(c, decode(c.token_ids)) for c in completions))
 

@@ -1,7 +1,7 @@
-"""Rewards while the engine is still sampling: a group is scored as soon as its last completion is there.
+"""Scores groups while the engine is still sampling: a group is scored as soon as its last completion has arrived.
 
-Comes from: an engine's answers, one by one, in whatever order they arrive. Goes to: `training/generate/source.py`, which takes the
-scores once the whole generation has been checked. Groups are scored one at a time, in one thread beside the engine's.
+The engine's answers arrive one by one, in any order. `training/generate/source.py` takes the scores after the whole
+generation has been checked. Groups are scored one at a time, in one thread beside the engine's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Score = Callable[[Sequence[RolloutGroup], RewardLog], list[RolloutGroup]]
 
 
 class EarlyScores:
-    """Scores of groups that are complete before their generation is.
+    """Scores of groups that are complete before their generation is complete.
 
     Args:
-        score: scores groups; gets a log for what reward functions say beside scores.
+        score: scores groups, and gets a log for metrics and extras of the reward functions.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class EarlyScores:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def answered(self, completion: Completion) -> None:
-        """Take an answer; called by one thread of the engine's."""
+        """Take one answer. Called from one thread of the engine."""
         name = completion.key.prompt_id
         found = self._answers[name]
         found[completion.key.sample] = completion
@@ -57,15 +57,15 @@ class EarlyScores:
             self._scored[name] = self._thread.submit(self._one, group)
 
     def take(self, groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
-        """The groups with their scores, waited for.
+        """Wait for the scores, and return the groups with them.
 
         Args:
             groups: the whole generation, checked.
-            log: receives what reward functions said, in the order of the groups.
+            log: receives the metrics of the reward functions, in the order of the groups.
 
         Raises:
-            InputError: as the reward functions' own call.
-            ProofError: a group was scored on other completions than those that the engine gave in the end.
+            InputError: as in a direct call of the reward functions.
+            ProofError: a group was scored with completions that differ from the engine's final answers.
         """
         scored = []
         for group in groups:
@@ -74,9 +74,9 @@ class EarlyScores:
             if [r.completion for r in own.rollouts] != [r.completion for r in group.rollouts]:
                 raise ProofError(
                     "answers",
-                    f"the completions of prompt {group.prompt.prompt_id} are not those that were scored while others were sampled",
+                    f"the completions of prompt {group.prompt.prompt_id} are not those that were scored during sampling",
                     "the engine answered a request twice",
-                    "report it with this message; overlap_rewards=false goes without",
+                    "report it with this message; overlap_rewards=false scores after sampling instead",
                 )
             scored.append(own)
             log.add(said.values())

@@ -1,4 +1,4 @@
-"""The objects that rollouts are made of. Grouping is one of them, never a matter of order."""
+"""The types of rollouts: prompt, rollout and group. A group is an object of its own and never a matter of order."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Prompt:
     """One row of a dataset, ready for an engine.
 
     Attributes:
-        prompt_id: names the row in every request; unique within a dataset.
+        prompt_id: name of the row in every request; unique within a dataset.
         ids: the prompt's token ids.
-        source: the row's `prompt` as the dataset has it (text or messages), for reward functions.
+        source: the row's `prompt` as in the dataset (text or messages), for reward functions.
         columns: the row's other columns, for reward functions.
     """
 
@@ -29,14 +29,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One completion of a prompt, with what the reward functions said of it.
+    """One completion of a prompt, with its scores and reward.
 
     Attributes:
-        text: the completion decoded for reward functions and reports; never encoded again.
-        scores: by reward function name; None where a function gave no score.
-        reward: weighted sum of the scores; NaN where no function gave one, and before scoring. Such a rollout is part of no
-            baseline and has no advantage (a KL or entropy term in the loss is over its tokens too).
-        extra: what reward functions logged of it with `log_extra`, by column.
+        text: the decoded completion, for reward functions and reports. It is never encoded again.
+        scores: score per reward function, by name; None if the function gave none.
+        reward: weighted sum of the scores; NaN if there is none, and before scoring. A rollout without a reward is in no
+            baseline and has no advantage. (A KL or entropy term in the loss also covers its tokens.)
+        extra: values that reward functions logged for it with `log_extra`, by column.
     """
 
     completion: Completion
@@ -47,7 +47,7 @@ class Rollout:
 
     @property
     def scored(self) -> bool:
-        """Whether a reward function gave a score."""
+        """Whether a reward function gave this rollout a score."""
         return not math.isnan(self.reward)
 
 
@@ -65,10 +65,10 @@ class RolloutGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """Reward of each rollout, in their order; NaN where none was given."""
+        """Reward of each rollout, in order; NaN if there is none."""
         return [rollout.reward for rollout in self.rollouts]
 
     @property
     def given_rewards(self) -> list[float]:
-        """Rewards of the rollouts that have one, in their order."""
+        """Rewards of the rollouts that have one, in order."""
         return [rollout.reward for rollout in self.rollouts if rollout.scored]

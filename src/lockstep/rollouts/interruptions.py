@@ -1,7 +1,8 @@
-"""Completions that think for too long are told to stop: an end of thinking is put behind their ids, and they go on to an answer.
+"""Interrupts completions that think for too long: an end of thinking is inserted after their ids, and they continue to an answer.
 
-The forced-length interruptions of ScaleRL (arXiv 2510.13786). Called by `rollouts/collect.py` in an engine's place. What is put in
-is context like a prompt: it was not sampled, so nothing is learned from it and it has no part in the proof (`Completion.sampled`).
+These are the forced-length interruptions of ScaleRL (arXiv 2510.13786). `rollouts/collect.py` calls this module instead of an
+engine. The inserted ids are context, like a prompt. They were not sampled, so the policy does not learn from them and the
+proof leaves them out (`Completion.sampled`).
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """When thinking is interrupted, and by what.
+    """When thinking is interrupted, and the ids that are inserted.
 
-    Whether a completion has ended its thinking is read off its ids, never off its text. That is exact where the end of thinking is
-    one token, as it is in models that are trained to think. An end of several tokens is missed where the model spells it by others
-    (a piece of it joined to the word before), and such a completion is interrupted though it has ended its thinking.
+    The ids of a completion decide whether it has ended its thinking; its text does not. That is exact if the end of thinking
+    is one token, as in models that are trained to think. An end of several tokens is missed if the model writes it with other
+    tokens (for example with a part joined to the word before). Such a completion is interrupted although it has ended its
+    thinking.
 
     Attributes:
-        after: tokens at which a completion that is still thinking is interrupted.
-        ids: what is put behind them.
-        end_ids: ids that stand side by side in a completion that has ended its thinking.
-        earliest: the tokens at which it is are drawn between this and `after`, for each request (ScaleRL has 10k and 12k, so that
-            answers are learned for many lengths); None: always `after`.
+        after: number of tokens after which a completion that still thinks is interrupted.
+        ids: ids that are inserted there.
+        end_ids: consecutive ids that mark the end of thinking in a completion.
+        earliest: if given, the number of tokens is drawn for each request between this and `after` (ScaleRL uses 10k and 12k, so
+            that the policy learns answers at many lengths). None: always `after`.
 
     Raises:
-        ValueError: a number of tokens is below 1, `earliest` is behind `after`, or there are no ids.
+        ValueError: a number of tokens is below 1, `earliest` is above `after`, or there are no ids.
     """
 
     after: int
@@ -48,7 +50,7 @@ class Interruption:
             raise ValueError(f"interrupted by the ids {self.ids}, ended by {self.end_ids}")
 
     def place(self, request: GenerationRequest) -> int:
-        """Tokens at which a request's completion is interrupted: a function of its seed."""
+        """Number of tokens after which a request's completion is interrupted. It is a function of the request's seed."""
         return self._earliest + derived_seed(request.seed, "interrupted") % (self.after - self._earliest + 1)
 
     @property
@@ -56,15 +58,15 @@ class Interruption:
         return self.after if self.earliest is None else self.earliest
 
     def thinks(self, completion: Completion) -> bool:
-        """Whether a completion has not ended its thinking."""
+        """Whether a completion has not yet ended its thinking."""
         ids, size = completion.token_ids, len(self.end_ids)
         return all(ids[i : i + size] != self.end_ids for i in range(len(ids) - size + 1))
 
     def check_room(self, limit: int) -> None:
-        """Refuse a limit on a completion's tokens that leaves none for an answer; one that no thinking reaches is right.
+        """Refuse a length limit that leaves no tokens for an answer. A limit that ends before every interruption is accepted.
 
         Raises:
-            InputError: it does.
+            InputError: the limit leaves no tokens for an answer.
         """
         if self._earliest < limit <= self.after + len(self.ids):
             raise InputError(
@@ -80,30 +82,31 @@ def generate_interrupted(
     decode: Decode,
     on_answer: OnAnswer | None = None,
 ) -> dict[RequestKey, Completion]:
-    """Answer every request, by key, with thinking interrupted.
+    """Answer every request, by key, and interrupt thinking.
 
-    All are asked for the tokens before their interruption first. Those that have not finished by themselves are asked to go on,
-    id for id, for what is left of their `max_tokens`; those that still think, behind the interruption. The distribution of what is
-    sampled is as if it had been sampled at once.
+    First all requests are limited to the tokens before their interruption. Then the unfinished completions are continued, id
+    for id, for the rest of their `max_tokens`. If a completion still thinks, the interruption is inserted before its
+    continuation. The sampling distribution is the same as without the split.
 
     Args:
-        generate: an engine's; called twice at most.
-        decode: text of ids without special tokens, as engines look for stop strings in it. What is put in is no part of that text.
-        on_answer: given each completion when it is finished.
+        generate: an engine's `generate`; called at most twice.
+        decode: text of ids without special tokens, in which engines look for stop strings. Inserted ids are not part of that
+            text.
+        on_answer: called with each completion when it is finished.
 
     Returns:
-        Completions under the keys and prompts of the requests. What was put in counts towards `max_tokens`.
+        Completions with the keys and prompts of the requests. Inserted ids count towards `max_tokens`.
 
     Raises:
-        InputError: a request leaves no room for an answer, or has penalties that look at a completion alone.
-        ProofError: as an engine's `generate`.
+        InputError: a request leaves no room for an answer, or has penalties that count the tokens of a completion.
+        ProofError: as in an engine's `generate`.
     """
     for request in requests:
         interruption.check_room(request.sampling.max_tokens)
         if request.sampling.presence_penalty or request.sampling.frequency_penalty:
             raise InputError(
-                "presence_penalty and frequency_penalty would count anew where a completion goes on: with max_thinking_length "
-                "they are not supported"
+                "presence_penalty and frequency_penalty would start counting again when a completion continues: they are not "
+                "supported with max_thinking_length"
             )
     asked = {request.key: request for request in requests}
     begun = [_limited(request, interruption.place(request)) for request in requests]
@@ -130,7 +133,7 @@ def generate_interrupted(
 def _asked_of(
     generate: Generate, requests: Sequence[GenerationRequest], on_answer: OnAnswer
 ) -> dict[RequestKey, Completion]:
-    """An engine's answers, checked to be to what was asked; of which versions they may be is for the whole to be asked of."""
+    """An engine's answers, checked against their requests. The versions are checked later, on the joined completions."""
     answers = generate(requests, on_answer).values()
     return check_answers(requests, answers, sorted({v for answer in answers for v in answer.weight_versions}))
 
@@ -157,14 +160,14 @@ def _joined(
 ) -> Completion:
     inserted = _inserted(first, interruption)
     if not inserted:
-        # The engine has looked for stop strings in each part; one may stand across both.
+        # The engine has looked for stop strings in each part. A stop string may also span both parts.
         second = _stopped(first, second, request.sampling.stop, decode)
     count = len(inserted)
     return replace(
         first,
         token_ids=first.token_ids + inserted + second.token_ids,
         logprobs=first.logprobs + (0.0,) * count + second.logprobs,
-        # What was put in was first read by the weights that went on behind it.
+        # The weights that continued after the inserted ids were the first to read them.
         weight_versions=first.weight_versions + second.weight_versions[:1] * count + second.weight_versions,
         finish_reason=second.finish_reason,
         sampled=_mask(first, count, second) if inserted else None,
@@ -176,11 +179,11 @@ def _mask(first: Completion, inserted: int, second: Completion) -> tuple[bool, .
 
 
 def _stopped(first: Completion, second: Completion, stop: tuple[str, ...], decode: Decode) -> Completion:
-    """The part that goes on, up to the token that completes a stop string which the part before has begun."""
+    """The second part, cut after the token that completes a stop string which began in the first part."""
     longest = max(map(len, stop), default=0)
     for count in range(1, len(second.token_ids) + 1):
         if len(decode(second.token_ids[: count - 1])) >= longest - 1:
-            # What is still to come stands behind all that a string from before can reach.
+            # Later tokens are too far from the first part to complete such a stop string.
             break
         own = second.token_ids[:count]
         text = decode(first.token_ids + own)

@@ -1,7 +1,7 @@
-"""Judges: of the two completions of a prompt, which is better. For trainers that learn from pairs (Online DPO).
+"""Judges: which of the two completions of a prompt is better. For trainers that learn from pairs (Online DPO).
 
-Comes from: rollout groups of two. Goes to: the trainer's choice of chosen and rejected. The interface is that of
-`BasePairwiseJudge`, which TRL had until it dropped its judges: one that was written for it works here.
+A judge gets rollout groups of two, and the trainer uses the verdicts to select chosen and rejected. The interface is that of
+`BasePairwiseJudge`, which TRL had until it dropped its judges. A judge that was written for it works here.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ class PairwiseJudge(Protocol):
     """Compares the two completions of each prompt."""
 
     def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> Sequence[int]:
-        """Index of the better completion of each pair: 0 or 1, or −1 where the judge came to no verdict.
+        """Index of the better completion of each pair: 0 or 1, or −1 if the judge gives no verdict.
 
         Args:
             prompts: text of each prompt.
-            completions: for each prompt, its two completions as text.
-            shuffle_order: whether the judge may show itself the two in either order, against a liking for one place. The
-                verdict is about the order given, all the same.
+            completions: for each prompt, the texts of its two completions.
+            shuffle_order: whether the judge may change the order of the two internally, against a preference for one position.
+                The verdict always refers to the given order.
         """
         ...
 
 
 def judge_pairs(groups: Sequence[RolloutGroup], judge: PairwiseJudge, *, shuffle_order: bool = True) -> list[int]:
-    """Which rollout of each group the judge prefers.
+    """The rollout that the judge prefers in each group.
 
     Args:
-        groups: of two rollouts each. Prompts that are messages are shown as paragraphs, `Role: content`.
+        groups: groups of two rollouts each. Prompts that are messages are shown as paragraphs, `Role: content`.
 
     Returns:
-        One number a group, in their order: 0 or 1, the better rollout's place in the group, or −1 for no verdict.
+        One number per group, in order: 0 or 1, the index of the better rollout, or −1 for no verdict.
 
     Raises:
-        InputError: a group has not two rollouts; the judge raised, or returned another number of verdicts or something that is
-            none.
+        InputError: a group does not have two rollouts; or the judge raised, or returned a wrong number of verdicts or an invalid
+            one.
     """
     for group in groups:
         if len(group.rollouts) != 2:
@@ -68,7 +68,7 @@ def judge_pairs(groups: Sequence[RolloutGroup], judge: PairwiseJudge, *, shuffle
 
 
 def judged(group: RolloutGroup, verdict: int) -> RolloutGroup:
-    """A pair with a reward of 1 for the better rollout and 0 for the other; with a score of None where there is no verdict."""
+    """A pair with reward 1 for the better rollout and 0 for the other. Without a verdict, both scores are None."""
     scores = [None if verdict == NO_VERDICT else float(place == verdict) for place in range(len(group.rollouts))]
     pairs = zip(group.rollouts, scores, strict=True)
     return replace(
@@ -91,7 +91,7 @@ def _checked(name: str, answer: Any, count: int) -> list[int]:
 
 def _verdict(name: str, value: Any) -> int:
     try:
-        # True would say that the first is better, 1 that the second is.
+        # Bools are refused: True could mean "the first is better", while 1 means that the second is.
         verdict = None if "bool" in type(value).__name__ else operator.index(value)
     except TypeError:
         verdict = None

@@ -1,8 +1,9 @@
-"""Several trainer ranks, one owner of the engine: every rank offers its part, the owner works on all parts, each gets its answer.
+"""Several trainer ranks with one owner of the engine: every rank gives its part, the owner works on all parts, each gets an
+answer.
 
-Comes from: trainers and `integrations/`, which every rank calls alike. One call is one gather and one scatter, whatever the ranks
-bring: a rank with nothing takes part, an error on any rank is raised on all, and no answer is found by its position. What travels
-is JSON: nothing is unpickled.
+Trainers and `integrations/` use it, and every rank makes the same calls. One call is one gather and one scatter, for any
+parts. A rank without data takes part too. An error on any rank is raised on all ranks. No answer is found by its position.
+The ranks exchange JSON: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _OWNER = 0
 
 
 class Ranks:
-    """The ranks of a run, or the only one.
+    """The ranks of a run. There may be only one.
 
     Args:
-        limit: seconds that a rank waits for the others in one call; more than the owner's longest work takes.
+        limit: seconds that a rank waits for the others in one call. It must exceed the longest work of the owner.
     """
 
     def __init__(self, limit: float) -> None:
@@ -36,7 +37,7 @@ class Ranks:
         self._limit = limit
         self.rank = dist.get_rank() if several else _OWNER
         self.count = dist.get_world_size() if several else 1
-        # Of its own, so that a rank which has gone on to the trainer's collectives is missed here and not mistaken.
+        # A separate group: if a rank has gone on to the trainer's collectives, a call here times out and does not mix with them.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit)) if several else None
 
     @property
@@ -45,17 +46,17 @@ class Ranks:
         return self.rank == _OWNER
 
     def call(self, name: str, offer: Callable[[], T], work: Callable[[Sequence[T]], Sequence[R]]) -> R:
-        """Do something together; every rank must call.
+        """Do one thing together. Every rank must make this call.
 
         Args:
-            name: what is done; all ranks must mean the same.
-            offer: makes this rank's part, of JSON types, and refuses it where it is bad.
-            work: run by the owner alone, on the parts of all ranks by rank; gives each rank's answer by rank, of JSON types
-                (tuples arrive as lists).
+            name: name of the call, which must be the same on all ranks.
+            offer: makes this rank's part, of JSON types. It raises if the part is bad.
+            work: runs on the owner alone, with the parts of all ranks in order of rank. It returns one answer per rank, of
+                JSON types (tuples arrive as lists).
 
         Raises:
-            LockstepError: on every rank, where a part was refused or the work failed (`InputError` and `ProofError` stay what
-                they are); or a rank did not come within the limit.
+            LockstepError: on every rank: a part was refused, or the work failed (`InputError` and `ProofError` keep their
+                type); or a rank did not arrive within the limit.
         """
         if self._group is None:
             (answer,) = work([offer()])
@@ -69,44 +70,44 @@ class Ranks:
         cause = done.error or mine.error
         if outcome.failure is not None:
             if cause is not None and not isinstance(cause, LockstepError):
-                # An interrupt, or running out of memory: only where it happened does it stay what it is.
+                # An interrupt, or running out of memory, keeps its type only on the rank on which it happened.
                 raise cause
             raise outcome.failure.rebuilt() from cause
         return outcome.value
 
     def from_owner(self, name: str, make: Callable[[], T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> T:
-        """What the owner makes, on every rank; every rank must call.
+        """The value that the owner makes, on every rank. Every rank must make this call.
 
         Args:
-            make: run by the owner alone.
-            pack, unpack: to JSON types and back, for the other ranks.
+            make: runs on the owner alone.
+            pack, unpack: convert the value to JSON types and back, for the other ranks.
 
         Raises:
-            LockstepError: as `call`.
+            LockstepError: as in `call`.
         """
         made: list[T] = []
 
         def work(parts: Sequence[None]) -> list[Any]:
             made.append(make())
-            # Packed for the others alone.
+            # Packed only if there are other ranks.
             return [pack(made[0])] * len(parts) if len(parts) > 1 else [None]
 
         answer = self.call(name, lambda: None, work)
         return made[0] if made else unpack(answer)
 
     def on_owner(self, name: str, work: Callable[[], Any]) -> None:
-        """Done by the owner alone, while the others wait; every rank must call.
+        """Do something on the owner alone while the other ranks wait. Every rank must make this call.
 
         Raises:
-            LockstepError: as `call`.
+            LockstepError: as in `call`.
         """
         self.from_owner(name, work, lambda _: None, lambda _: None)
 
     def share(self, name: str, part: Callable[[], T]) -> list[T]:
-        """Every rank's part, by rank, on every rank; of JSON types.
+        """The parts of all ranks, in order of rank, on every rank. The parts are of JSON types.
 
         Raises:
-            LockstepError: as `call`.
+            LockstepError: as in `call`.
         """
         return self.call(name, part, lambda parts: [list(parts)] * len(parts))
 
@@ -119,7 +120,7 @@ class Ranks:
             return _Tried(_Outcome(name, None, _Failure.of(error, self.rank)), error)
 
     def _answers(self, name: str, parts: Sequence[_Outcome], work: Callable[[Sequence[Any]], Sequence[Any]]) -> list:
-        """The owner's work, once every part is there."""
+        """Run the owner's work after every part has arrived."""
         for part in parts:
             if part.failure is not None:
                 raise _RefusedPart(part.failure)
@@ -159,12 +160,12 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            # gloo has no kind of error of its own for a peer that is late or gone.
+            # gloo has no error type of its own for a peer that is late or gone.
             said = str(error).partition(". This is typically")[0].strip()[-160:]
             raise LockstepError(
                 f"rank {self.rank} waited at {name!r} for {whom}, which is gone or did not come within {self._limit:.0f} s "
-                f"({said}); look at the other ranks' output, and see that all make the same calls (loops over tools that some "
-                "ranks leave earlier do not)"
+                f"({said}); look at the other ranks' output, and check that all ranks make the same calls (a loop over tools must "
+                "not end earlier on some ranks)"
             ) from error
 
 
@@ -174,10 +175,10 @@ def _padded(data: bytes, width: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error in a form that reaches other processes whole.
+    """An error in a form that can be sent to other processes completely.
 
     Attributes:
-        fields: the arguments that make the error again, its message first.
+        fields: the arguments from which the error is made again. The message is the first.
     """
 
     rank: int
@@ -201,7 +202,7 @@ class _Failure:
 
 
 class _RefusedPart(LockstepError):
-    """A rank refused its part; the failure is passed on as it is."""
+    """A rank refused its part. The failure is passed on unchanged."""
 
     def __init__(self, failure: _Failure) -> None:
         self.failure = failure
@@ -210,7 +211,7 @@ class _RefusedPart(LockstepError):
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a rank sends: a value, or why there is none."""
+    """What a rank sends: a value, or the failure that prevented it."""
 
     name: str
     value: Any
@@ -230,7 +231,7 @@ class _Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """An outcome, and the error behind its failure where it happened on this rank."""
+    """An outcome, and the error behind its failure if the error happened on this rank."""
 
     outcome: _Outcome
     error: BaseException | None

@@ -1,6 +1,6 @@
-"""What a user gives as `reward_funcs` becomes reward functions: functions stay, names and models become reward models.
+"""Makes reward functions from `reward_funcs`: functions stay as they are, names and models become reward models.
 
-Comes from: a trainer's constructor. Goes to: `rollouts/rewards.py`.
+A trainer's constructor calls it, and `rollouts/rewards.py` calls the functions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ProcessingClasses: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedToke
 
 
 def entries_of(given: Any) -> list[Any]:
-    """What a trainer was given as `reward_funcs`, one or several, as a list."""
+    """The `reward_funcs` of a trainer, one or several, as a list."""
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
@@ -37,14 +37,14 @@ def reward_functions(
 
     Args:
         given: one or several of: a function; a loaded sequence classifier with one output; a directory or hub id of one.
-        processing_classes: the tokenizers of the reward models, one an entry of `given` (None: the model's own, and for
-            functions), or a single one where `given` is one entry.
-        chat_template_kwargs: for reward models' chat templates.
-        device: where models that are loaded here go; a model that is given loaded stays where it is.
+        processing_classes: tokenizers of the reward models: one per entry of `given` (None for functions, and for a model's own
+            tokenizer), or a single one if `given` is one entry.
+        chat_template_kwargs: arguments for the chat templates of reward models.
+        device: device for models that are loaded here. A model that is given loaded stays on its device.
 
     Raises:
-        InputError: nothing given, an entry that is none of these, a model that is no reward model, one that has no tokenizer, or
-            another number of tokenizers than entries.
+        InputError: there is no entry, an entry is none of these, a model is not a reward model or has no tokenizer, or the
+            number of tokenizers differs from the number of entries.
     """
     entries = entries_of(given)
     if not entries:
@@ -54,8 +54,8 @@ def reward_functions(
         tokenizers = list(processing_classes) if isinstance(processing_classes, list | tuple) else [processing_classes]
     if len(tokenizers) != len(entries):
         raise InputError(
-            f"reward_processing_classes has {len(tokenizers)} entries for {len(entries)} reward functions; give one an entry, None "
-            "for functions"
+            f"reward_processing_classes has {len(tokenizers)} entries for {len(entries)} reward functions; give one per entry, "
+            "None for functions"
         )
     _check_kinds(entries)
     return [
@@ -65,7 +65,7 @@ def reward_functions(
 
 
 def _check_kinds(entries: list[Any]) -> None:
-    """All of them before any model is loaded."""
+    """Check all entries before any model is loaded."""
     for entry in entries:
         module = isinstance(entry, torch.nn.Module) and not isinstance(entry, PreTrainedModel)
         if module or not (isinstance(entry, str | PreTrainedModel) or callable(entry)):
@@ -83,7 +83,7 @@ def _model(
 ) -> RewardModel:
     if isinstance(entry, str):
         path = resolve_model(entry)
-        # The tokenizer first: it is found missing in no time.
+        # The tokenizer first, because a missing tokenizer is found quickly.
         tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path)
         model = load_reward_model(path)
         return RewardModel(

@@ -1,6 +1,6 @@
-"""What reward functions say beside their scores: TRL's `log_metric` and `log_extra`.
+"""Values that reward functions log beside their scores, with TRL's `log_metric` and `log_extra`.
 
-Comes from: reward functions, which get both as keyword arguments. Goes to: the trainer's logs (metrics) and the rollouts (extras).
+Reward functions get both as keyword arguments. Metrics go to the trainer's logs, extras to the rollouts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.errors import InputError
 
-# Names that a log line has already: a reward function that took one would hide what the trainer says.
+# Names that a log line already has. A reward function that used one would hide the trainer's value.
 _TAKEN = ("loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens")
 _TAKEN_FAMILIES = ("parity/", "time/", "engine/", "completions/")
 
@@ -23,10 +23,10 @@ class RewardLog:
         self._values: dict[str, list[float]] = {}
 
     def log_metric(self, name: str, value: float) -> None:
-        """Keep one value of a metric.
+        """Store one value of a metric.
 
         Raises:
-            InputError: the name is the trainer's own, or the value is not a finite number.
+            InputError: the name belongs to the trainer, or the value is not a finite number.
         """
         if not isinstance(name, str) or name in _TAKEN or name.startswith(_TAKEN_FAMILIES):
             raise InputError(f"log_metric: {name!r:.80} cannot be a metric's name here; choose another")
@@ -39,19 +39,19 @@ class RewardLog:
         self._values.setdefault(name, []).append(number)
 
     def values(self) -> dict[str, list[float]]:
-        """Every value that is kept, by metric."""
+        """All stored values, by metric."""
         return dict(self._values)
 
     def add(self, values: Mapping[str, Sequence[float]]) -> None:
-        """Keep what another log's `values` holds, too."""
+        """Add the values of another log."""
         for name, more in values.items():
             self._values.setdefault(name, []).extend(more)
 
     def take(self, own: Iterable[str] = ()) -> dict[str, float]:
-        """Mean of each metric over the calls since it was last taken.
+        """Mean of each metric over the calls since the last `take`.
 
         Args:
-            own: names of the trainer's own metrics that these are logged beside.
+            own: names of the trainer's own metrics in the same log line.
 
         Raises:
             InputError: a reward function logged one of `own`.
@@ -65,10 +65,10 @@ class RewardLog:
 
 
 class Extras:
-    """Columns that reward functions add to the rollouts of one call, one value a completion.
+    """Columns that reward functions add to the rollouts of one call: one value per completion.
 
     Args:
-        count: completions of the call.
+        count: number of completions of the call.
     """
 
     def __init__(self, count: int) -> None:
@@ -76,10 +76,10 @@ class Extras:
         self._columns: dict[str, list[Any]] = {}
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
-        """Keep a column; one that is logged again replaces the earlier one.
+        """Store a column. If it is logged again, the new values replace the old ones.
 
         Raises:
-            InputError: not one value a completion.
+            InputError: the number of values differs from the number of completions.
         """
         kept = list(values)
         if len(kept) != self._count:

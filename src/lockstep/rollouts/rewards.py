@@ -1,8 +1,8 @@
-"""Calls reward functions with TRL's convention and turns what they return into one reward a rollout.
+"""Calls reward functions with TRL's convention, and makes one reward per rollout from their results.
 
-A reward function takes `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and the dataset's
-other columns, all by keyword, and returns one number a completion, or None for "no score". It may be a coroutine function, or an
-object whose `__call__` is one.
+A reward function takes `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and the
+dataset's other columns, all by keyword. It returns one number per completion, or None for "no score". It may be a coroutine
+function, or an object whose `__call__` is one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Scores = list[float | None]
 
 
 class RewardRaised(InputError):
-    """A reward function or a judge raised; its own error is the cause."""
+    """A reward function or a judge raised an error. That error is the cause of this one."""
 
 
 def reward_name(function: RewardFunction) -> str:
@@ -46,14 +46,14 @@ def score_groups(
     """Score every rollout of every group.
 
     Args:
-        weights: one a function; a rollout's reward is the weighted sum of the scores it got, NaN where it got none.
-        trainer_state: passed on to the functions.
+        weights: one weight per function. The reward of a rollout is the weighted sum of its scores, and NaN if it has none.
+        trainer_state: passed to the functions.
         timeout: seconds that coroutine functions may take together. (A plain function cannot be interrupted.)
-        log: receives what the functions give to `log_metric`; what they give to `log_extra` goes to the rollouts.
+        log: receives the values of `log_metric`. The values of `log_extra` go to the rollouts.
 
     Raises:
-        InputError: a function raised, or returned the wrong number of scores or something else than numbers; or no function
-            scored any rollout.
+        InputError: a function raised, or returned a wrong number of scores or values that are not numbers; or no function scored
+            any rollout.
     """
     return weigh_scores(call_functions(groups, functions, trainer_state, timeout, log), weights)
 
@@ -65,10 +65,10 @@ def call_functions(
     timeout: float = 600.0,
     log: RewardLog | None = None,
 ) -> list[RolloutGroup]:
-    """The first half of `score_groups`, for any part of the groups: their scores, not yet rewards; NaN where it was returned.
+    """First half of `score_groups`, for any part of the groups: compute their scores, without rewards. A returned NaN stays NaN.
 
     Raises:
-        InputError: a function raised, or returned the wrong number of scores or something else than numbers.
+        InputError: a function raised, or returned a wrong number of scores or values that are not numbers.
     """
     extras = Extras(sum(len(group.rollouts) for group in groups))
     log_metric = (log if log is not None else RewardLog()).log_metric
@@ -87,10 +87,10 @@ def call_functions(
 
 
 def weigh_scores(groups: Sequence[RolloutGroup], weights: Sequence[float]) -> list[RolloutGroup]:
-    """The second half of `score_groups`, for all groups together: rewards from scores.
+    """Second half of `score_groups`, for all groups together: compute rewards from scores.
 
     Raises:
-        InputError: a function returned NaN for every rollout, or no function scored any.
+        InputError: a function returned NaN for every rollout, or no function scored any rollout.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     names = list(rollouts[0].scores) if rollouts else []
@@ -109,7 +109,7 @@ def weigh_scores(groups: Sequence[RolloutGroup], weights: Sequence[float]) -> li
 
 
 def check_scored(groups: Sequence[RolloutGroup], nobody: str) -> None:
-    """Check that a generation has something to learn from.
+    """Check that at least one rollout of a generation has a reward.
 
     Raises:
         InputError: no rollout has a reward.
@@ -134,7 +134,7 @@ def _is_nan(score: float | None) -> bool:
 
 
 def _is_coroutine_function(function: Any) -> bool:
-    """Whether a call returns a coroutine: a coroutine function, an object with such a `__call__`, or a partial of either."""
+    """Whether a call returns a coroutine: for a coroutine function, an object with such a `__call__`, or a partial of either."""
     function = _unwrapped(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 

@@ -1,6 +1,7 @@
-"""Rollout groups and their scores in JSON types and back, for ranks that did not sample or score them.
+"""Converts rollout groups and their scores to JSON types and back, for ranks that did not sample or score them.
 
-Comes from and goes to: `training/generate/source.py`, through `rollouts/ranks.py`. Prompts do not travel: every rank has the same.
+`training/generate/source.py` sends them through `rollouts/ranks.py`. Prompts are not sent, because every rank has the same
+prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 
 
 def groups_to_wire(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
-    """Groups by the ids of their prompts."""
+    """Groups as JSON types; a prompt is named by its id."""
     return [
         {
             "prompt": group.prompt.prompt_id,
@@ -38,16 +39,16 @@ def groups_to_wire(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
 
 
 def groups_from_wire(data: Sequence[dict[str, Any]], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-    """The groups of these prompts, in their order.
+    """The groups of these prompts, in the order of the prompts.
 
     Raises:
-        ProofError: what has come belongs to other prompts.
+        ProofError: the data belong to other prompts.
     """
     by_id = {group["prompt"]: group for group in data}
     if sorted(by_id) != sorted(prompt.prompt_id for prompt in prompts):
         raise ProofError(
             "keys",
-            "rollouts have come for other prompts than this rank is at",
+            "rollouts arrived for other prompts than those of this rank",
             "the ranks do not read the same data in the same order",
             "give every rank the same dataset, seed and configuration",
         )
@@ -68,7 +69,7 @@ def _rollout(prompt: Prompt, data: dict[str, Any]) -> Rollout:
 
 
 def scores_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, dict[str, Any]]:
-    """What scoring has added to each rollout, by the name of its request.
+    """Scores, reward and extras of each rollout, by the name of its request.
 
     Raises:
         InputError: a reward function logged an extra that cannot be sent.
@@ -88,10 +89,10 @@ def scores_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, dict[str, Any]]:
 
 
 def scores_from_wire(data: Sequence[Mapping[str, Any]], groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-    """The groups with the scores that the ranks have given them.
+    """The groups with the scores from all ranks.
 
     Args:
-        data: each rank's `scores_to_wire`.
+        data: the `scores_to_wire` of each rank.
 
     Raises:
         ProofError: a rollout was scored on no rank, or on several.
@@ -101,8 +102,8 @@ def scores_from_wire(data: Sequence[Mapping[str, Any]], groups: Sequence[Rollout
     if sorted(name for part in data for name in part) != names:
         raise ProofError(
             "keys",
-            f"{len(found)} scores have come for {len(names)} rollouts",
-            "the ranks do not share the rollouts out alike",
+            f"{len(found)} scores arrived for {len(names)} rollouts",
+            "the ranks disagree on which rank scores which rollouts",
             "this is a defect of Lockstep: report it",
         )
     return [replace(g, rollouts=tuple(replace(r, **found[str(r.completion.key)]) for r in g.rollouts)) for g in groups]

@@ -108,8 +108,7 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
             # The user has set the wait policy, and the next setting would override it.
             del defaults["GOMP_SPINCOUNT"]
         if options.tensor_parallel_size == 1 and not _SEVERAL_WORKERS & names:
-            # Run the model in the scheduler's process. With a process of its own, the scheduler spins while it waits for the
-            # model.
+            # Run the model in the scheduler's process. Otherwise the scheduler spins while it waits for the model.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return {**defaults, **ours, KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1"}
 

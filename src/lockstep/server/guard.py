@@ -1,8 +1,7 @@
 """The guard inside vLLM's API server: every request except `/health` needs the key.
 
 vLLM's own `--api-key` leaves the weight, cache and RPC endpoints open. vLLM gets the guard as `--middleware`. The key comes
-from the
-environment, so that no list of processes shows it.
+from the environment, so that no list of processes shows it.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def check_known(words: list[str], known: set[str]) -> None:
     """
     for word in words:
         if word.startswith("--") and word.partition("=")[0].partition(".")[0] not in known:
-            raise InputError(f"{word.partition('=')[0]} is no argument of vLLM's server (give its whole name)")
+            raise InputError(f"{word.partition('=')[0]} is not an argument of vLLM's server (give the whole name)")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ class Supervisor:
         """
         wait, ever_healthy = _FIRST_WAIT, False
         while not self._stop:
-            healthy_for, end = self._one_life()
+            healthy_for, end = self._run_once()
             if self._stop:
                 return
             if not ever_healthy and healthy_for is None:
@@ -103,7 +103,7 @@ class Supervisor:
         """End the server and `run`; may be called from a signal handler."""
         self._stop = True
 
-    def _one_life(self) -> tuple[float | None, str]:
+    def _run_once(self) -> tuple[float | None, str]:
         """Run the server once. Returns its seconds in good health (None: it was never healthy), and how it ended."""
         start, healthy_since, next_question = time.monotonic(), None, 0.0
         last_well = last_silent = start

@@ -214,8 +214,7 @@ def _check_ties(found: list[_Found]) -> None:
 
 
 def _memory(f: _Found) -> object:
-    """A key that is equal for two parameters only if both use the same memory in the same way, so that their values stay
-    equal."""
+    """A key that is equal only for parameters that use the same memory in the same way: their values stay equal."""
     if f.layer is None:
         return f.parameter.data_ptr()
     adapter = _active(f.layer)[0]

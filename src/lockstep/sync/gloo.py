@@ -28,7 +28,7 @@ from lockstep.sync.source import outline
 
 NAME = "gloo"
 _SENDER = 0
-_LOOK_EVERY = 0.002
+_POLL_EVERY = 0.002
 
 
 class GlooTransport:
@@ -83,16 +83,16 @@ class GlooTransport:
         self._await(store, size, pending)
         group = _group(store, _SENDER, size, self._host, self._timeout)
         raw = (tensor.detach().contiguous().cpu().flatten().view(torch.uint8) for _, tensor in tensors)
-        _everyone(group, raw, lambda: check_pending(pending))
+        _broadcast_parts(group, raw, lambda: check_pending(pending))
 
     def _await(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
         """Wait until every worker has connected, or raise as soon as a server reports an error."""
         deadline = time.monotonic() + self._timeout
-        while not store.check([_here(rank) for rank in range(1, size)]):
+        while not store.check([_ready_key(rank) for rank in range(1, size)]):
             check_pending(pending)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not every server connected to {self._host} within {self._timeout:.0f} s")
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_POLL_EVERY)
 
 
 class Receiver:
@@ -115,14 +115,14 @@ class Receiver:
         """
         host, port, timeout = info["host"], info["port"], info["timeout"]
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
-        store.set(_here(info["rank"]), "")
+        store.set(_ready_key(info["rank"]), "")
         group = _group(store, info["rank"], info["size"], _own_address(host, port, timeout), timeout)
         places = self._places([end_of(part) for part in parts])
 
         def take(number: int) -> list[Named]:
             start, end = places[number]
             arrived = views(self._buffer[start:end], parts[number])
-            _everyone(group, (tensor.flatten().view(torch.uint8) for _, tensor in arrived))
+            _broadcast_parts(group, (tensor.flatten().view(torch.uint8) for _, tensor in arrived))
             return arrived
 
         # Leaving this block waits for the running receive, so that nothing is written into the buffer afterwards.
@@ -130,8 +130,8 @@ class Receiver:
             ahead: Future[list[Named]] | None = None
             for number in range(len(parts)):
                 arrived = take(number) if ahead is None else ahead.result()
-                apart = number + 1 < len(parts) and _apart(places[number], places[number + 1])
-                ahead = pool.submit(take, number + 1) if apart else None
+                is_disjoint = number + 1 < len(parts) and _disjoint(places[number], places[number + 1])
+                ahead = pool.submit(take, number + 1) if is_disjoint else None
                 yield arrived
 
     def _places(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -146,35 +146,37 @@ class Receiver:
         return [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def _apart(one: tuple[int, int], other: tuple[int, int]) -> bool:
+def _disjoint(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return one[1] <= other[0] or other[1] <= one[0]
 
 
-def _everyone(group: dist.ProcessGroup, parts: Iterable[torch.Tensor], each: Callable[[], None] = lambda: None) -> None:
+def _broadcast_parts(
+    group: dist.ProcessGroup, parts: Iterable[torch.Tensor], each: Callable[[], None] = lambda: None
+) -> None:
     """Broadcast bytes from the sender to every rank, in order, with two broadcasts in flight at a time.
 
     Args:
         each: called before each broadcast.
     """
-    under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+    in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
     try:
         for data in parts:
             each()
             if data.numel():
                 # The deque keeps each tensor alive while gloo reads or writes it.
-                under_way.append((group.broadcast([data], _FROM_SENDER), data))
-            if len(under_way) == _UNDER_WAY:
-                under_way.popleft()[0].wait()
-        while under_way:
-            under_way.popleft()[0].wait()
+                in_flight.append((group.broadcast([data], _FROM_SENDER), data))
+            if len(in_flight) == _IN_FLIGHT:
+                in_flight.popleft()[0].wait()
+        while in_flight:
+            in_flight.popleft()[0].wait()
     finally:
-        for work, _ in under_way:
+        for work, _ in in_flight:
             # This also runs after an error: when the function returns, gloo no longer uses any of the memory.
             with contextlib.suppress(RuntimeError):
                 work.wait()
 
 
-_UNDER_WAY = 2
+_IN_FLIGHT = 2
 _FROM_SENDER = dist.BroadcastOptions()
 _FROM_SENDER.rootRank = _SENDER
 
@@ -223,5 +225,5 @@ def _own_address(host: str, port: int, timeout: float) -> str:
         return str(way.getsockname()[0])
 
 
-def _here(rank: int) -> str:
+def _ready_key(rank: int) -> str:
     return f"here/{rank}"

@@ -22,9 +22,8 @@ import torch
 from lockstep.sync.chunks import Named, aligned, views
 
 SLOTS = 2
-_LOOK_EVERY, _LOOK_FOR_PEER_EVERY = 0.0002, 0.25
-# Indices of counters: the number of filled chunks, the number of the push, then for each worker the number of chunks it has
-# loaded.
+_POLL_EVERY, _CHECK_PEER_EVERY = 0.0002, 0.25
+# Indices of counters: number of filled chunks, number of the push, then per worker its number of loaded chunks.
 _FILLED, _PUSH, _TAKEN = 0, 1, 2
 _GIVEN_UP = -1
 _LEFT = "a server's worker left the push before its end"
@@ -83,7 +82,7 @@ class FilledSlots:
             check()
             return self._least_taken() == _GIVEN_UP
 
-        if not _comes(lambda: self._least_taken() > number - SLOTS, is_left, 0.0, self._timeout):
+        if not _wait_for(lambda: self._least_taken() > number - SLOTS, is_left, 0.0, self._timeout):
             late = f"a server did not load a chunk within {self._timeout:.0f} s"
             raise RuntimeError(_LEFT if self._least_taken() == _GIVEN_UP else late)
         start = self.offset(number)
@@ -140,15 +139,15 @@ def taken_chunks(
     try:
         for number, placed in enumerate(chunks):
             is_filled = partial(_is_filled, counters, number)
-            if not _comes(is_filled, is_gone, _LOOK_FOR_PEER_EVERY, timeout) or not _is_at(counters, push):
+            if not _wait_for(is_filled, is_gone, _CHECK_PEER_EVERY, timeout) or not _is_at(counters, push):
                 return
             _fence()
             yield views(memory, placed)
             taken = number + 1
-            _tell(counters, push, worker, taken)
+            _publish(counters, push, worker, taken)
     finally:
         if taken < len(chunks):
-            _tell(counters, push, worker, _GIVEN_UP)
+            _publish(counters, push, worker, _GIVEN_UP)
 
 
 def _is_filled(counters: Any, number: int) -> bool:
@@ -163,7 +162,7 @@ def _is_gone(counters: Any, push: int, handle: int) -> bool:
     return not _is_at(counters, push) or _is_unlocked(handle)
 
 
-def _tell(counters: Any, push: int, worker: int, taken: int) -> None:
+def _publish(counters: Any, push: int, worker: int, taken: int) -> None:
     """Publish the number of chunks that a worker has loaded, unless the trainer is already at another push."""
     _fence()
     if int(counters[_PUSH]) == push:
@@ -183,7 +182,7 @@ class TrainerLock:
     def __init__(self, handle: int) -> None:
         self._handle: int | None = handle
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _HELD.add(self)
+        _OPEN_LOCKS.add(self)
 
     def close(self) -> None:
         """Release the lock: the trainer no longer uses the segment. May be called twice."""
@@ -192,15 +191,15 @@ class TrainerLock:
             os.close(handle)
 
 
-_HELD: weakref.WeakSet[TrainerLock] = weakref.WeakSet()
+_OPEN_LOCKS: weakref.WeakSet[TrainerLock] = weakref.WeakSet()
 
 
-def _let_go() -> None:
-    for held in list(_HELD):
+def _close_in_child() -> None:
+    for held in list(_OPEN_LOCKS):
         held.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _is_unlocked(handle: int) -> bool:
@@ -211,7 +210,7 @@ def _is_unlocked(handle: int) -> bool:
     return True
 
 
-def _comes(ready: Callable[[], bool], is_gone: Callable[[], bool], every: float, limit: float) -> bool:
+def _wait_for(ready: Callable[[], bool], is_gone: Callable[[], bool], every: float, limit: float) -> bool:
     """Wait until `ready()` is true. Returns False if `is_gone()` becomes true or `limit` seconds pass first.
 
     Args:
@@ -226,13 +225,12 @@ def _comes(ready: Callable[[], bool], is_gone: Callable[[], bool], every: float,
             looked = now
         if now - start > limit:
             return False
-        time.sleep(_LOOK_EVERY)
+        time.sleep(_POLL_EVERY)
     return True
 
 
 def _fence() -> None:
-    """Memory fence: writes before it become visible before writes after it. Releasing and taking a lock is one on every
-    processor."""
+    """Memory fence: earlier writes become visible before later ones. Releasing and taking a lock is one on every processor."""
     for _ in range(2):
         with _FENCE:
             pass

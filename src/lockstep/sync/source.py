@@ -125,7 +125,7 @@ class DescribedSource:
             yield from described(_cast(self._source, self._dtype), specs)
         except RuntimeError as error:
             # For example out of memory in the trainer: without this error, the engine would be thought lost.
-            raise LockstepError(f"the trainer could not prepare the weights for sending: {error}") from error
+            raise LockstepError(f"the weights could not be made ready to be sent: {error}") from error
         self._specs = tuple(specs)
 
 

@@ -28,8 +28,7 @@ from lockstep.sync.slots import taken_chunks
 from lockstep.sync.source import DescribedSource, PlainSource
 from lockstep.sync.vllm_reload import begin_reload, half_loaded, keep_pending, repack_heads
 
-# Merged or cast tensors are loaded in parts of this size. Up to two parts are in memory, beside tensors that vLLM still waits
-# to use.
+# Merged or cast tensors are loaded in parts of this size. Two parts may be in memory, beside tensors that vLLM still needs.
 _PART_BYTES = 16 << 20
 
 
@@ -155,7 +154,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._gloo = gloo.Receiver()
 
     def init_transfer_engine(self, init_info: WireInit) -> None:
-        self._let_go()
+        self._close_segment()
         self._segment = shared_memory.Segment(init_info.segment, init_info.bytes)
 
     def receive_weights(self, update_info: WireUpdate) -> None:
@@ -183,9 +182,9 @@ class ServerWeightTransfer(_LayerwiseTransfer):
                 keep_pending(self._layers, [tensor for _, tensor in arrived])
 
     def shutdown(self) -> None:
-        self._let_go()
+        self._close_segment()
 
-    def _let_go(self) -> None:
+    def _close_segment(self) -> None:
         if self._segment is not None:
             self._segment.close()
         self._segment = None

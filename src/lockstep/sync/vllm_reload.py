@@ -40,7 +40,7 @@ def begin_reload(model: torch.nn.Module) -> tuple[LayerReloadingInfo, ...]:
     initialize_layerwise_reload(model)
     for layer in _vocabularies(model):
         info = get_layerwise_info(layer)
-        if _is_plain(layer) and _lies_as_it_arrives(info):
+        if _is_plain(layer) and _has_loaded_layout(info):
             _place_kernel_tensors(layer, info)
             for tensor in get_layer_tensors(layer).values():
                 tensor.weight_loader = _get_original_loader(tensor)
@@ -122,7 +122,7 @@ def _is_plain(layer: Any) -> bool:
     return type(layer.quant_method) is UnquantizedEmbeddingMethod
 
 
-def _lies_as_it_arrives(info: LayerReloadingInfo) -> bool:
+def _has_loaded_layout(info: LayerReloadingInfo) -> bool:
     """Whether the tensors that the layer computes with have the shapes and dtypes of the tensors that are loaded."""
     return info.kernel_tensors is not None and all(
         name in now and (now[name].shape, now[name].dtype) == (tensor.shape, tensor.dtype)

@@ -108,8 +108,7 @@ def accounting(stage: Stage) -> list[Row]:
 
 
 def _uneven_groups(stage: Stage) -> list[RolloutGroup]:
-    """One group per prompt, with mixed rewards and a different length for each prompt. Equal lengths would hide a mean over a
-    part."""
+    """One group per prompt with mixed rewards, each of another length: equal lengths would hide a mean over a part."""
     made = []
     for i, prompt in enumerate(stage.prompts):
         most = max(stage.config.max_completion_length * (i + 1) // len(stage.prompts), 1)

@@ -29,7 +29,7 @@ from lockstep.training.data.prompt_order import MicroBatch
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.trainers.grpo import GRPOTrainer
 
-# Defaults of the command line, which the user can change: sizes that finish in a minute, and no files.
+# Settings that `lockstep verify` always uses: sizes that finish in a minute, and no files.
 SIZES = {
     "num_generations": 4,
     "per_device_train_batch_size": 12,
@@ -238,8 +238,7 @@ def open_stage(
 
 
 def _visible_scale(stage: Stage) -> float:
-    """The smallest of the scales that changes log-probs by more than the tolerance of the engine's dtype, or the largest
-    scale."""
+    """The smallest scale that changes log-probs by more than the tolerance of the engine's dtype, else the largest."""
     prompt = min(stage.prompts, key=lambda p: len(p.ids)).ids
 
     def scores() -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""The fields of a run: what all methods share, in TRL's names, and what the fields mean to engines."""
+"""The configuration fields of a run: those shared by all methods, with TRL's names, and their values in the engines' terms."""

@@ -1,6 +1,6 @@
-"""Methods that compare the completions of a group: how many are sampled, how they are cut up, clipping, and the reference model.
+"""Fields of methods that sample groups: number of completions, sizes of a generation, clipping, and the reference model.
 
-Comes from: `training/config/online_config.py`. Goes to: the configs of GRPO, RLOO, REINFORCE++ and PPO.
+They extend `training/config/online_config.py`. The configs of GRPO, RLOO, REINFORCE++ and PPO extend them.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from lockstep.training.config.trl_fields import check_bounds, doc
 
 @dataclass
 class GroupConfig(OnlineConfig):
-    """What methods that sample groups have in common.
+    """Fields shared by the methods that sample groups.
 
     `per_device_train_batch_size` counts completions, as in TRL. One generation makes `per_device_train_batch_size ×
-    steps_per_generation` completions a process, of `… ÷ num_generations` prompts.
+    steps_per_generation` completions per process, from `… ÷ num_generations` prompts.
 
     Raises:
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    num_generations: int = field(default=8, metadata=doc("Completions a prompt (the size of a group)."))
-    num_generations_eval: int | None = field(default=None, metadata=doc("The same in evaluation; default: as above."))
-    max_completion_length: int = field(default=512, metadata=doc("Most tokens of a completion."))
-    generation_batch_size: int | None = field(default=None, metadata=doc("Completions a generation, over all ranks."))
+    num_generations: int = field(default=8, metadata=doc("Completions per prompt (the size of a group)."))
+    num_generations_eval: int | None = field(
+        default=None, metadata=doc("Completions per prompt in evaluation; default: num_generations.")
+    )
+    max_completion_length: int = field(default=512, metadata=doc("Largest number of tokens of a completion."))
+    generation_batch_size: int | None = field(default=None, metadata=doc("Completions per generation, over all ranks."))
     steps_per_generation: int | None = field(
-        default=None, metadata=doc("Micro-batches a generation; default: gradient_accumulation_steps.")
+        default=None, metadata=doc("Micro-batches per generation; default: gradient_accumulation_steps.")
     )
     num_iterations: int = field(default=1, metadata=doc("Passes over each generation (μ in the GRPO paper)."))
     epsilon: float = field(default=0.2, metadata=doc("Lower clip of the ratio: 1 − epsilon."))
@@ -42,7 +44,7 @@ class GroupConfig(OnlineConfig):
     no_positive_resampling: float | None = field(
         default=None,
         metadata=doc(
-            "Mean reward of a group at which its prompt is in no later pass over the data; unset: none leaves."
+            "Mean reward of a group from which its prompt is left out of later passes over the data; unset: none is left out."
         ),
     )
     sync_ref_model: bool = field(default=False, metadata=doc("Let the reference model follow the policy (TR-DPO)."))
@@ -59,7 +61,7 @@ class GroupConfig(OnlineConfig):
 
     @property
     def least_group(self) -> int:
-        """Completions a prompt that the method needs at least."""
+        """Smallest number of completions per prompt that the method needs."""
         return 2
 
     @property
@@ -81,17 +83,17 @@ class GroupConfig(OnlineConfig):
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def size_generation(self) -> None:
-        """Fill in and check the sizes of a generation.
+        """Set and check the sizes of a generation.
 
         Raises:
-            InputError: they contradict each other.
+            InputError: the sizes contradict each other.
         """
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
         self._check_group_fields()
         if self.num_generations < self.least_group:
             raise InputError(
-                f"num_generations={self.num_generations}; an advantage needs at least {self.least_group} completions a prompt"
+                f"num_generations={self.num_generations}; an advantage needs at least {self.least_group} completions per prompt"
             )
         batch = self.per_device_train_batch_size * self.world_size
         if self.generation_batch_size is not None:

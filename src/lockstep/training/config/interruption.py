@@ -1,6 +1,6 @@
-"""What the fields of an interruption are in a tokenizer's ids.
+"""Turns a config's interruption fields into token ids.
 
-Comes from: a config and its tokenizer. Goes to: `rollouts/interruptions.py`, through `training/generate/source.py`.
+It takes a config and its tokenizer. The result goes to `rollouts/interruptions.py`, through `training/generate/source.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from lockstep.training.config.online_config import OnlineConfig
 
 
 def interruption_of(config: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> Interruption | None:
-    """What thinking is interrupted by, in ids; None where it never is.
+    """The interruption of thinking, in token ids; None if thinking is never interrupted.
 
     Raises:
-        InputError: the tokenizer makes no tokens of a field's text or an end token, or leaves no room for an answer.
+        InputError: the tokenizer makes no tokens, or an end token, from a field's text; or no tokens are left for an answer.
     """
     if config.max_thinking_length is None:
         return None
@@ -35,15 +35,15 @@ def interruption_of(config: OnlineConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def check_end_of_thinking(config: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check the fields as far as a tokenizer is needed for it, and say where an end of thinking may be missed.
+    """Check the fields that need a tokenizer, and tell the user if an end of thinking may be missed.
 
     Raises:
-        InputError: as `interruption_of`.
+        InputError: as in `interruption_of`.
     """
     found = interruption_of(config, tokenizer)
     if found is not None and len(found.end_ids) > 1:
         print(
             f"lockstep: end_of_thinking={config.end_of_thinking!r} is {len(found.end_ids)} tokens of this tokenizer; a completion "
-            "that spells it by others is taken for one that still thinks",
+            "that writes it with other tokens counts as still thinking",
             flush=True,
         )

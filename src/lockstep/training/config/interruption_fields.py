@@ -1,7 +1,6 @@
-"""When a run interrupts thinking, and by what: its fields, and what they are in a tokenizer's ids.
+"""The fields that say when a run interrupts thinking, and with which text.
 
-Comes from: `training/config/online_config.py`, which inherits the fields. Goes to: `rollouts/interruptions.py`, through
-`training/generate/source.py`.
+`training/config/online_config.py` inherits the fields. `training/config/interruption.py` turns them into ids.
 """
 
 from __future__ import annotations
@@ -25,32 +24,34 @@ class InterruptionFields:
     max_thinking_length: int | None = field(
         default=None,
         metadata=doc(
-            "Tokens after which a completion that still thinks is interrupted and goes on to its answer; unset: never."
+            "Number of tokens after which a completion that still thinks is interrupted and continues to its answer; unset: never."
         ),
     )
     min_thinking_length: int | None = field(
         default=None,
         metadata=doc(
-            "Draw the tokens after which it is between this and max_thinking_length; unset: always the latter."
+            "If set, that number is drawn between this and max_thinking_length; unset: always max_thinking_length."
         ),
     )
     interruption: str = field(
         default=_INTERRUPTION,
-        metadata=doc("What is put behind such a completion's tokens, and not learned from; holds end_of_thinking."),
+        metadata=doc(
+            "Text that is inserted after such a completion's tokens, and not learned from; contains end_of_thinking."
+        ),
     )
     end_of_thinking: str = field(
-        default="</think>", metadata=doc("What a completion that has ended its thinking holds; best a single token.")
+        default="</think>", metadata=doc("Text that ends the thinking of a completion; best a single token.")
     )
 
     def check_interruption(self, limit: int, stop: list[str]) -> None:
         """Check the fields.
 
         Args:
-            limit: most tokens of a completion.
-            stop: strings that end one.
+            limit: largest number of tokens of a completion.
+            stop: strings that end a completion.
 
         Raises:
-            InputError: a completion could not be interrupted, or could not go on from there.
+            InputError: a completion could not be interrupted, or could not continue after the interruption.
         """
         if self.max_thinking_length is None:
             if self.min_thinking_length is not None:

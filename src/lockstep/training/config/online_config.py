@@ -1,7 +1,7 @@
-"""What every online method is configured by: `transformers.TrainingArguments` and TRL's names on top.
+"""Fields shared by all online methods: `transformers.TrainingArguments` and additional fields with TRL's names.
 
-A method's own config adds to it: `GroupConfig` where it samples groups (`training/config/group_config.py`). What TRL has and
-Lockstep does not support is refused in `__post_init__`; nothing is ignored.
+A method's own config extends them; methods that sample groups extend `GroupConfig` (`training/config/group_config.py`).
+Fields of TRL that Lockstep does not support are refused in `__post_init__`. No field is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.training.config.trl_fields import OneValueFields, doc
 
 @dataclass
 class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
-    """What the trainers of `lockstep.training` have in common.
+    """Fields shared by the trainers of `lockstep.training`.
 
     Raises:
         InputError: fields contradict each other, or ask for something that is not supported yet.
@@ -32,9 +32,9 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
 
     learning_rate: float = field(default=1e-6, metadata=doc("Initial learning rate of AdamW."))
     logging_steps: float = field(default=10, metadata=doc("Optimizer steps between two logs."))
-    logging_nan_inf_filter: bool = field(default=False, metadata=doc("Hide NaN losses; off, so that they are seen."))
+    logging_nan_inf_filter: bool = field(default=False, metadata=doc("Hide NaN losses; off, so that you see them."))
     bf16: bool | None = field(
-        default=None, metadata=doc("bf16 autocast over fp32 weights. Default: where this machine computes bf16 fast.")
+        default=None, metadata=doc("bf16 autocast over fp32 weights. Default: true if this machine computes bf16 fast.")
     )
     liger_kernel_config: dict[str, bool] | str | None = field(
         default=None, metadata=doc("With use_liger_kernel: kernels by Liger's names, on or off.")
@@ -43,7 +43,7 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
     dataloader_drop_last: bool = field(default=True, metadata=doc("Must stay true: a generation is always whole."))
 
     model_init_kwargs: dict | str | None = field(
-        default=None, metadata=doc("Arguments of `from_pretrained` where the model is given by name.")
+        default=None, metadata=doc("Arguments of `from_pretrained`, if the model is given by name.")
     )
     chat_template_kwargs: dict | str | None = field(default=None, metadata=doc("Arguments of the chat template."))
     shuffle_dataset: bool = field(default=True, metadata=doc("Shuffle the training prompts every epoch."))
@@ -51,20 +51,22 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
     temperature: float = field(default=1.0, metadata=doc("Sampling temperature; the trainer scores the same."))
     stop_strings: list[str] | None = field(default=None, metadata=doc("Strings that end a completion."))
 
-    reward_weights: list[float] | None = field(default=None, metadata=doc("One weight a reward function; default 1."))
+    reward_weights: list[float] | None = field(
+        default=None, metadata=doc("One weight per reward function; default: 1 each.")
+    )
     reward_timeout: float = field(default=600.0, metadata=doc("Seconds that coroutine reward functions may take."))
     rehearse_rewards: bool = field(
         default=True,
         metadata=doc(
-            "Call reward functions and judges once, on made-up completions, before a model is loaded, to name what is wrong."
+            "Call reward functions and judges once on made-up completions before a model is loaded, to report errors early."
         ),
     )
     overlap_rewards: bool = field(
         default=False,
-        metadata=doc("Score each group while others are sampled; reward functions are then called a group at a time."),
+        metadata=doc("Score each group while others are sampled; reward functions are then called once per group."),
     )
     vllm_importance_sampling_correction: bool = field(
-        default=True, metadata=doc("Weight tokens by the measured trainer / engine ratio, once the gap has passed.")
+        default=True, metadata=doc("Weight tokens by the measured trainer / engine ratio, after the gap has passed.")
     )
     vllm_importance_sampling_mode: CorrectionMode = field(
         default="token_truncate",
@@ -74,40 +76,41 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
     vllm_importance_sampling_clip_min: float | None = field(default=None, metadata=doc("Lower bound of such a weight."))
 
     use_vllm: bool | None = field(
-        default=None, metadata=doc("vLLM (true) or transformers (false) generates. Default: vLLM where installed.")
+        default=None, metadata=doc("vLLM (true) or transformers (false) generates. Default: vLLM if it is installed.")
     )
     vllm_mode: Literal["colocate", "server"] = field(
         default="colocate", metadata=doc("vLLM in this process, or running servers ('lockstep serve').")
     )
     vllm_server_base_url: str | None = field(
-        default=None, metadata=doc("URL of the server; several, separated by commas. Given, it implies server mode.")
+        default=None, metadata=doc("URL of the server, or several separated by commas. Setting it implies server mode.")
     )
-    vllm_server_host: str = field(default="127.0.0.1", metadata=doc("The server's host, where no URL is given."))
-    vllm_server_port: int = field(default=8000, metadata=doc("The server's port, where no URL is given."))
+    vllm_server_host: str = field(default="127.0.0.1", metadata=doc("The server's host, if no URL is given."))
+    vllm_server_port: int = field(default=8000, metadata=doc("The server's port, if no URL is given."))
     vllm_server_key_file: str | None = field(
         default=None,
-        metadata=doc("File with the server's key. Default: LOCKSTEP_SERVER_KEY, or what a server here left."),
+        metadata=doc("File with the server's key. Default: LOCKSTEP_SERVER_KEY, or the key that a server here saved."),
     )
     vllm_weight_transport: str = field(
-        default="auto", metadata=doc("shared_memory, gloo, or auto: the fastest that all servers can take part in.")
+        default="auto", metadata=doc("shared_memory, gloo, or auto: the fastest that all servers support.")
     )
     vllm_group_host: str = field(
-        default="127.0.0.1", metadata=doc("This machine's address as servers elsewhere reach it; gloo listens there.")
+        default="127.0.0.1",
+        metadata=doc("This machine's address as other machines' servers reach it; gloo listens there."),
     )
-    vllm_group_port: int = field(default=0, metadata=doc("Port where gloo meets the servers. Default: a free one."))
+    vllm_group_port: int = field(default=0, metadata=doc("Port that gloo listens on. Default: a free one."))
     vllm_gpu_memory_utilization: float = field(default=0.3, metadata=doc("Share of a GPU's memory for vLLM."))
     vllm_max_model_length: int | None = field(
         default=None, metadata=doc("Engine context. Default: the longest prompt plus max_completion_length.")
     )
-    vllm_max_num_seqs: int = field(default=64, metadata=doc("Most sequences that the engine decodes together."))
+    vllm_max_num_seqs: int = field(default=64, metadata=doc("Largest number of sequences that are decoded together."))
     vllm_server_timeout: float = field(
         default=600.0, metadata=doc("Seconds for one generation, one call, or the wait for a server.")
     )
     max_staleness: int = field(
         default=0,
         metadata=doc(
-            "Optimizer steps that tokens may be older than the policy that first learns from them: generations are sampled "
-            "ahead, in server mode, while the trainer learns. 0: generation and training take turns."
+            "How many optimizer steps tokens may be older than the policy that first learns from them. Above 0, generations are "
+            "sampled ahead, in server mode, while the trainer learns. 0: generation and training take turns."
         ),
     )
     vllm_engine_kwargs: dict | str | None = field(default=None, metadata=doc("Further arguments of vllm.LLM."))
@@ -116,17 +119,21 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
     )
 
     cast_lm_head_to_fp32: bool = field(
-        default=False, metadata=doc("Compute the output head in float32 on both sides, where the rest is bfloat16.")
+        default=False, metadata=doc("Compute the output head in float32 on both sides, while the rest is bfloat16.")
     )
-    token_budget: int = field(default=2048, metadata=doc("Most positions of one forward (tokens after sharing)."))
-    logits_chunk_size: int = field(default=512, metadata=doc("Rows of logits held at a time."))
+    token_budget: int = field(
+        default=2048, metadata=doc("Largest number of positions per forward (tokens after sharing).")
+    )
+    logits_chunk_size: int = field(default=512, metadata=doc("Rows of logits in memory at a time."))
 
     log_completions: bool = field(
         default=False,
         metadata=doc("Print prompts, completions, rewards and advantages of the last generation at every log."),
     )
-    num_completions_to_print: int | None = field(default=None, metadata=doc("How many of them; default: all."))
-    log_unique_prompts: bool = field(default=False, metadata=doc("One of them a prompt."))
+    num_completions_to_print: int | None = field(
+        default=None, metadata=doc("How many completions to print; default: all.")
+    )
+    log_unique_prompts: bool = field(default=False, metadata=doc("Print only one completion per prompt."))
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 - read as a class attribute by TrainingArguments
         *TrainingArguments._VALID_DICT_FIELDS,
@@ -155,75 +162,75 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
         self._check_saves()
 
     def size_generation(self) -> None:
-        """Fill in and check the sizes of a generation.
+        """Set and check the sizes of a generation.
 
         Raises:
-            InputError: they contradict each other.
+            InputError: the sizes contradict each other.
         """
 
     @property
     def group_size(self) -> int:
-        """Completions a prompt, in training."""
+        """Completions per prompt in training."""
         raise NotImplementedError
 
     @property
     def group_size_eval(self) -> int:
-        """Completions a prompt, in evaluation."""
+        """Completions per prompt in evaluation."""
         return self.group_size
 
     @property
     def completion_limit(self) -> int:
-        """Most tokens of a completion."""
+        """Largest number of tokens of a completion."""
         raise NotImplementedError
 
     @property
     def context_limit(self) -> int | None:
-        """Most tokens of prompt and completion together; None: as many as the model attends to."""
+        """Largest number of tokens of prompt and completion together; None: the model's own limit."""
         return self.vllm_max_model_length
 
     @property
     def completions_per_micro_batch(self) -> int:
-        """Completions that one process learns from between two calls of the loop."""
+        """Number of completions from which one process learns between two calls of the loop."""
         return self.per_device_train_batch_size
 
     @property
     def parts_per_generation(self) -> int:
-        """Micro-batches that one process cuts its share of a generation into."""
+        """Number of micro-batches into which one process splits its share of a generation."""
         return self.gradient_accumulation_steps
 
     @property
     def passes(self) -> int:
-        """How often a generation is learned from."""
+        """Number of passes over each generation."""
         return 1
 
     @property
     def completions_per_step(self) -> int:
-        """Completions of one optimizer step, over all processes."""
+        """Number of completions of one optimizer step, over all processes."""
         return self.completions_per_micro_batch * self.gradient_accumulation_steps * self.world_size
 
     @property
     def prompts_per_generation(self) -> int:
-        """Prompts that one generation samples from, over all processes."""
+        """Number of prompts of one generation, over all processes."""
         return self.completions_per_micro_batch * self.parts_per_generation * self.world_size // self.group_size
 
     @property
     def micro_batches_per_generation(self) -> int:
-        """Micro-batches between two generations."""
+        """Number of micro-batches between two generations."""
         return self.parts_per_generation * self.passes
 
     @property
     def steps_a_generation(self) -> int:
-        """Optimizer steps between two generations."""
+        """Number of optimizer steps between two generations."""
         return self.micro_batches_per_generation // self.gradient_accumulation_steps
 
     @property
     def generations_ahead(self) -> int:
-        """Generations that are begun before the one at hand is learned from."""
+        """Number of later generations that are begun before the current one is used."""
         return self.max_staleness // self.steps_a_generation
 
     @property
     def single_update(self) -> bool:
-        """Whether each generation is used for exactly one optimizer step, so that the policy never moves under it."""
+        """Whether each generation is used for exactly one optimizer step, so that the policy does not change while it is used."""
         return self.steps_a_generation == 1
 
     @property
@@ -246,7 +253,7 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
         neutral |= {"full_determinism": False, "ignore_data_skip": False}
         neutral |= {"bf16_full_eval": False, "fp16_full_eval": False, "parallelism_config": None}
         neutral |= {"remove_unused_columns": False, "dataloader_drop_last": True, "torch_compile": False}
-        # Fields of TrainingArguments that the step here does not go through, or that would take it apart.
+        # Fields of TrainingArguments that this training step does not use, or that would break it.
         neutral |= {"deepspeed": None, "label_smoothing_factor": 0.0, "neftune_noise_alpha": None}
         neutral |= {"save_only_model": False, "include_num_input_tokens_seen": "no", "torch_empty_cache_steps": None}
         neutral |= {"dataloader_num_workers": 0, "resume_from_checkpoint": None, "train_sampling_strategy": "random"}
@@ -255,10 +262,10 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
                 raise InputError(f"{name}={getattr(self, name)!r} is not supported yet; only {value!r} is")
         if self.fsdp or self.n_gpu > 1:
             raise InputError(
-                "FSDP, DeepSpeed and several GPUs in one process are not supported yet; start one process a GPU (torchrun)"
+                "FSDP, DeepSpeed and several GPUs in one process are not supported yet; start one process per GPU (torchrun)"
             )
         for name, value in {"save_on_each_node": False, "metric_for_best_model": None}.items():
-            # One rank saves, while the others wait for it.
+            # One rank saves while the others wait.
             if self.world_size > 1 and getattr(self, name) != value:
                 raise InputError(
                     f"{name}={getattr(self, name)!r} is not supported with several processes; leave it out"
@@ -325,7 +332,7 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
             )
         if self.overlap_rewards:
             raise InputError(
-                "overlap_rewards and max_staleness are two ways to the same: with max_staleness rewards are given while later "
+                "overlap_rewards and max_staleness have the same purpose: with max_staleness, rewards are computed while later "
                 "generations are sampled; leave overlap_rewards out"
             )
         if not self.vllm_importance_sampling_correction:
@@ -356,7 +363,7 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
             )
 
     def _check_saves(self) -> None:
-        """A run goes on exactly only from where a generation ends and a log has just been written."""
+        """Check that checkpoints fall on the end of a generation and on a log: only there can a run be resumed exactly."""
         updates = self.steps_a_generation
         saves = {"max_steps": self.max_steps} if self.max_steps > 0 and self.save_strategy != "no" else {}
         if self.save_strategy == "steps":

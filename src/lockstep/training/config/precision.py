@@ -1,4 +1,4 @@
-"""Which dtype this machine computes fast in."""
+"""The dtype in which this machine computes fast."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 def has_fast_bf16() -> bool:
-    """Whether bf16 is faster than fp32 here.
+    """Whether bf16 is faster than fp32 on this machine.
 
-    On a CPU without AMX or AVX-512 BF16 (or Arm's BF16) it is not: oneDNN emulates it, at a fifth of fp32's speed on an AVX2
-    machine (19 against 105 GFLOP/s on two cores of an EPYC 7003).
+    On a CPU without AMX or AVX-512 BF16 (or Arm's BF16) it is slower: oneDNN emulates it, at a fifth of fp32's speed on an
+    AVX2 machine (19 against 105 GFLOP/s on two cores of an EPYC 7003).
     """
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -18,5 +18,5 @@ def has_fast_bf16() -> bool:
 
 
 def engine_dtype(name: str) -> torch.dtype:
-    """`float32`, `bfloat16`, or what `auto` chooses here, as training chooses it."""
+    """The dtype for `float32`, `bfloat16` or `auto`; `auto` is chosen as in training."""
     return getattr(torch, ("bfloat16" if has_fast_bf16() else "float32") if name == "auto" else name)

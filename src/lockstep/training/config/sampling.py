@@ -1,6 +1,6 @@
-"""The distribution that a run samples from, as engines take it.
+"""The sampling distribution of a run, as engines take it.
 
-Comes from: a config. Goes to: requests, and to the proofs that score the same distribution.
+It is made from a config. Requests use it, and the proofs score the same distribution.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from lockstep.training.config.online_config import OnlineConfig
 
 
 def sampling_of(config: OnlineConfig) -> Sampling:
-    """The distribution that a run samples from."""
+    """The sampling distribution of a run."""
     return Sampling(
         max_tokens=config.completion_limit,
         temperature=config.temperature,

@@ -1,7 +1,6 @@
-"""Fields of TRL's that have one value here: a script which names them runs, and any other value is refused by name.
+"""Fields of TRL that support one value here. A script that sets them runs; any other value is refused by name.
 
-Comes from: `training/config/online_config.py`, which inherits them. Why each is refused is said in its error and in
-docs/migrating-from-trl.md.
+`training/config/online_config.py` inherits them. The error and docs/migrating-from-trl.md say why other values are refused.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ def doc(text: str, **metadata: Any) -> dict[str, Any]:
 
 
 def check_bounds(config: Any, bounds: Mapping[str, tuple[float, float | None]]) -> None:
-    """Check numbers.
+    """Check that numbers lie within their bounds.
 
     Args:
-        bounds: by field, the least and the largest value (None: any); a field that is None is left alone.
+        bounds: per field, the smallest and the largest value (None: no limit). A field that is None is not checked.
 
     Raises:
-        InputError: one lies outside.
+        InputError: a number is out of bounds.
     """
     for name, (low, high) in bounds.items():
         value = getattr(config, name)
@@ -34,11 +33,11 @@ def check_bounds(config: Any, bounds: Mapping[str, tuple[float, float | None]]) 
             raise InputError(f"{name}={value}; it must be at least {low:g}{most}")
 
 
-_ONE_VALUE = doc("One value only; see docs/migrating-from-trl.md.")
+_ONE_VALUE = doc("Only one value is supported; see docs/migrating-from-trl.md.")
 _SHARED_SUPPORT = "trainer and engine must give a token the same support"
 _VLLM_ARGUMENT = "give it in vllm_engine_kwargs, or to 'lockstep serve'"
 
-# Name: the values that are taken, and why no other is.
+# Per name: the supported values, and why others are refused.
 ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "code that comes with a model is not run"),
     "router_aux_loss_coef": ((None, 0.0), "the routers' auxiliary loss is not supported yet"),
@@ -96,7 +95,7 @@ class OneValueFields:
         """Check the fields.
 
         Raises:
-            InputError: one has a value that is not supported.
+            InputError: a field has a value that is not supported.
         """
         for name, (values, why) in ONE_VALUE.items():
             if getattr(self, name) not in values:

@@ -1,1 +1,1 @@
-"""Rows of a data set become prompts, in an order that a resumed run keeps."""
+"""From rows of a data set to prompts, in an order that a resumed run repeats."""

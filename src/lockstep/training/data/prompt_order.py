@@ -1,8 +1,8 @@
-"""Which prompts each generation gets, and the loader that hands them to the loop, one item a micro-step.
+"""The prompts of each generation, and the loader that gives them to the loop, one item per micro-step.
 
-Comes from: `training/data/prompts.py`, and, where solved prompts leave the data, the scored groups. Goes to: the trainer's loop.
-The order is a pure function of the seed and of which prompt was solved in which generation, so that a resumed run gets the
-prompts that it would have got.
+The prompts come from `training/data/prompts.py`. If solved prompts are left out, the order also depends on the scored groups.
+The order is a pure function of the seed and of which prompt was solved in which generation. So a resumed run gets the same
+prompts as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lockstep.training.config.online_config import OnlineConfig
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What the loop hands to one micro-step: the generation it belongs to, and which part of it.
+    """The input of one micro-step: the prompts of its generation, and its part of that generation.
 
     Attributes:
         prompts: the prompts of the whole generation.
-        part: index of this micro-step within the generation; 0 generates.
+        part: index of this micro-step within the generation. Part 0 samples the generation.
     """
 
     prompts: tuple[Prompt, ...]
@@ -34,12 +34,12 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class _Pass:
-    """One pass over the prompts that are left, in its order.
+    """One pass over the remaining prompts, in order.
 
     Attributes:
-        number: of passes before it.
-        start: its first generation.
-        left: places of prompts, as many as fill its generations.
+        number: index of the pass, from 0.
+        start: number of its first generation.
+        left: dataset indices of its prompts, as many as fill whole generations.
     """
 
     number: int
@@ -48,14 +48,15 @@ class _Pass:
 
 
 class PromptOrder:
-    """Pass after pass over the prompts, each in an order of its own; what does not fill a generation is left out of a pass.
+    """Passes over the prompts, each in its own order. Prompts that do not fill a whole generation are left out of a pass.
 
     Args:
-        names: of the prompts in the dataset.
-        size: prompts a generation.
-        solved_at: mean reward of a group at which its prompt is in no later pass ("no positive resampling" of ScaleRL, arXiv
-            2510.13786); None: every pass has them all.
-        ahead: generations that are begun before the one at hand is noted; what is solved in them leaves so much later.
+        names: names of the prompts in the dataset.
+        size: prompts per generation.
+        solved_at: mean reward of a group from which its prompt is left out of later passes ("no positive resampling" of ScaleRL,
+            arXiv 2510.13786). None: every pass has all prompts.
+        ahead: number of generations that are begun before the current one is noted. A prompt that is solved in one of them is
+            left out correspondingly later.
 
     Raises:
         InputError: the dataset does not fill one generation.
@@ -79,15 +80,15 @@ class PromptOrder:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: nothing is solved."""
-        # By name: the generation that solved it.
+        """Start again: no prompt is solved."""
+        # Per solved prompt: the generation in which it was solved.
         self._solved: dict[str, int] = {}
-        # Generations whose groups have been noted.
+        # Number of generations whose groups have been noted.
         self._noted = 0
         self._pass = self._passed(0, 0)
 
     def places(self, generation: int) -> list[int]:
-        """Places in the dataset of a generation's prompts.
+        """Dataset indices of a generation's prompts.
 
         Raises:
             InputError: too few prompts are left, or an earlier generation has not been noted.
@@ -102,7 +103,7 @@ class PromptOrder:
         return found.left[first : first + self.size]
 
     def note(self, generation: int, groups: Sequence[RolloutGroup]) -> None:
-        """Take in what became of a generation's prompts."""
+        """Record the rewards of a generation: which of its prompts are solved."""
         if self._solved_at is None:
             return
         self._noted = generation + 1
@@ -121,29 +122,29 @@ class PromptOrder:
 
     @property
     def solved(self) -> int:
-        """Prompts that are in no later pass."""
+        """Number of prompts that are left out of later passes."""
         return len(self._solved)
 
     def metrics(self) -> dict[str, float]:
-        """What is logged: `prompts/solved`, where solved prompts leave."""
+        """The metric `prompts/solved`, if solved prompts are left out; otherwise nothing."""
         return {} if self._solved_at is None else {"prompts/solved": float(self.solved)}
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, in JSON types; empty where the seed is enough."""
+        """The state that a resumed run needs, in JSON types. It is empty if the seed is enough."""
         if self._solved_at is None:
             return {}
         return {"noted": self._noted, "solved": self._solved, "ahead": self._ahead}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`.
+        """Continue from a saved `state`.
 
         Raises:
-            InputError: it is of a run with other generations ahead, whose passes were not these.
+            InputError: the state is of a run with another number of generations ahead, whose passes were different.
         """
         if state.get("ahead", 0) != self._ahead:
             raise InputError(
                 f"the checkpoint is of a run with {state.get('ahead', 0)} generations ahead, this one has {self._ahead}: with "
-                "no_positive_resampling its prompts would be others; give it the same max_staleness"
+                "no_positive_resampling the prompts would differ; use the same max_staleness"
             )
         self.forget()
         self._noted, self._solved = state["noted"], dict(state["solved"])
@@ -162,27 +163,28 @@ class PromptOrder:
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + number)
             order = torch.randperm(len(order), generator=generator).tolist()
-        # What was known when the pass's first generation was begun: the same whenever it is asked.
+        # Prompts that were known to be solved when the pass's first generation was begun: the same at every call.
         known = start - self._ahead
         left = [place for place in order if self._solved.get(self._names[place], known) >= known]
         return _Pass(number, start, left[: len(left) // self.size * self.size])
 
 
 class GenerationBatches:
-    """Batch sampler: the same prompts for every micro-step of a generation, then the next ones.
+    """Batch sampler: the same prompts for every micro-step of a generation, then the next generation's.
 
-    An epoch is as many generations as the whole dataset fills, whatever is left of it; it ends early where too few prompts are.
+    An epoch has as many generations as the whole dataset fills, also if prompts are left out. It ends early if too few
+    prompts are left.
     """
 
     def __init__(self, order: PromptOrder, parts: int) -> None:
         """
         Args:
-            parts: micro-steps a generation.
+            parts: micro-steps per generation.
         """
         self._order, self._parts, self._epoch = order, parts, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose generations the next iteration gives."""
+        """Set the epoch whose generations the next iteration yields."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -199,7 +201,7 @@ class GenerationBatches:
 
 
 class _Prompts(Dataset):
-    """Gives a prompt with the part that the sampler asked it for."""
+    """Returns a prompt together with the part that the sampler requested."""
 
     def __init__(self, prompts: list[Prompt]) -> None:
         self._prompts = prompts
@@ -213,7 +215,7 @@ class _Prompts(Dataset):
 
 
 class PromptLoader(DataLoader):
-    """Dataloader of micro-batches that passes `set_epoch` on to its batch sampler."""
+    """Dataloader of micro-batches. It passes `set_epoch` on to its batch sampler."""
 
     def set_epoch(self, epoch: int) -> None:
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
@@ -223,7 +225,7 @@ def order_of(prompts: Sequence[Prompt], config: OnlineConfig) -> PromptOrder:
     """The order of a run's training prompts.
 
     Raises:
-        InputError: they do not fill one generation.
+        InputError: the prompts do not fill one generation.
     """
     return PromptOrder(
         [prompt.prompt_id for prompt in prompts],
@@ -238,7 +240,7 @@ def order_of(prompts: Sequence[Prompt], config: OnlineConfig) -> PromptOrder:
 def generations_from(
     order: PromptOrder, prompts: Sequence[Prompt], first: int, last: int
 ) -> Iterator[tuple[int, list[Prompt]]]:
-    """Generations by number, with their prompts, from `first` to `last`; fewer where too few prompts are left."""
+    """Generations from `first` to `last`, by number, with their prompts. It ends early if too few prompts are left."""
     for generation in range(first, last + 1):
         if order.used_up(generation):
             return
@@ -246,7 +248,7 @@ def generations_from(
 
 
 def make_loader(prompts: list[Prompt], order: PromptOrder, config: OnlineConfig) -> PromptLoader:
-    """The training dataloader; one item is one micro-step."""
+    """The training dataloader. One item is one micro-step."""
     batches = GenerationBatches(order, config.micro_batches_per_generation)
     return PromptLoader(_Prompts(prompts), batch_sampler=batches, collate_fn=_collate)
 

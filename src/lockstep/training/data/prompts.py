@@ -1,6 +1,7 @@
-"""Rows of a dataset become prompts: checked, rendered, measured.
+"""Makes prompts from the rows of a dataset: checks them, tokenizes them and measures their length.
 
-Comes from: a `datasets.Dataset` with a `prompt` column. Goes to: `training/data/prompt_order.py`, and to evaluation as they stand.
+The input is a `datasets.Dataset` with a `prompt` column. `training/data/prompt_order.py` orders the prompts; evaluation uses
+them in the dataset's order.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def check_dataset(dataset: Any, name: str) -> None:
     """Refuse a dataset that cannot be trained on, before a model is loaded.
 
     Raises:
-        InputError: no `prompt` column, no rows, images, or not a map-style dataset.
+        InputError: there is no `prompt` column, there are no rows or there are images, or it is not a map-style dataset.
     """
     if not isinstance(dataset, Dataset):
         raise InputError(f"the {name} dataset must be a datasets.Dataset, got {type(dataset).__name__}")
@@ -30,14 +31,14 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise InputError(f"the {name} dataset has no 'prompt' column, only {dataset.column_names}")
     images = {"image", "images"} & set(dataset.column_names)
     if images:
-        # TRL would show them to the model; passed over in silence, the model would answer without having seen them.
+        # TRL would show the images to the model. If they were ignored, the model would answer without having seen them.
         raise InputError(
             f"the {name} dataset has a column {min(images)!r}: images are not supported yet; drop the column"
         )
 
 
 def check_datasets(train: Any, evaluation: Any | None) -> None:
-    """`check_dataset` of both, where there are two."""
+    """Call `check_dataset` for the training dataset, and for the evaluation dataset if there is one."""
     check_dataset(train, "train")
     if evaluation is not None:
         check_dataset(evaluation, "eval")
@@ -54,10 +55,10 @@ def load_prompts(
     """Every row as a prompt, named `<name>/<row>`.
 
     Args:
-        max_prompt_length: tokens that the model's context leaves for a prompt.
+        max_prompt_length: number of tokens that the model's context leaves for a prompt.
 
     Raises:
-        InputError: a prompt cannot be rendered, or is too long; the message names the row.
+        InputError: a prompt cannot be tokenized, or is too long. The message names the row.
     """
     prompts = []
     for index, row in enumerate(dataset):
@@ -82,10 +83,10 @@ def read_prompts(
     """The prompts of both datasets.
 
     Args:
-        context: tokens that the model can attend to.
+        context: number of tokens that the model can attend to.
 
     Raises:
-        InputError: as `load_prompts`.
+        InputError: as in `load_prompts`.
     """
     room, arguments = context - config.completion_limit, config.chat_template_kwargs
     both = [("train", train), ("eval", evaluation)]

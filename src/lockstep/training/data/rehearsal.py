@@ -1,7 +1,7 @@
-"""One call of reward functions and judges before any model is loaded: what they would get wrong later is named at the start.
+"""Calls reward functions and judges once before any model is loaded, so that their errors are reported at the start.
 
-Comes from: a trainer's constructor. The completions are made up: each is the text of the first row's prompt, which any policy may
-sample. What is answered is checked and thrown away.
+A trainer's constructor calls it. The completions are made up: each is the text of the first row's prompt, which any policy could
+sample. The answers are checked and thrown away.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lockstep.training.config.online_config import OnlineConfig
 
 
 def rehearse_functions(entries: Sequence[Any], dataset: Dataset, config: OnlineConfig) -> None:
-    """Call the reward functions among a trainer's `reward_funcs`; reward models are left out.
+    """Call the functions in a trainer's `reward_funcs`. Reward models are not called.
 
-    A function that raises is only told of, since made-up text may be what it raises at; but for a TypeError, which is as a rule
-    about what a function takes, and for what ends a program (SystemExit).
+    If a function raises, the error is only printed, because the made-up text may be the reason. A TypeError is raised, because it
+    usually shows that a function takes other arguments; so is an exception that would end the program (SystemExit).
 
     Raises:
-        InputError: a function returned the wrong number of scores, or something else than numbers; or it raised a TypeError or
-            what ends a program.
+        InputError: a function returned a wrong number of scores, or values that are not numbers; or it raised a TypeError or an
+            exception that would end the program.
     """
     functions = [entry for entry in entries if callable(entry) and not isinstance(entry, torch.nn.Module)]
     group = made_up_group(dataset, config)
@@ -41,10 +41,10 @@ def rehearse_functions(entries: Sequence[Any], dataset: Dataset, config: OnlineC
 
 
 def rehearse_judge(judge: PairwiseJudge, dataset: Dataset, config: OnlineConfig) -> None:
-    """Call a judge, if it is one.
+    """Call the judge, if the object is one.
 
     Raises:
-        InputError: it answered something that is no verdict, or another number of them; or it raised a TypeError.
+        InputError: the judge returned an invalid verdict, or a wrong number of them; or it raised a TypeError.
     """
     pair = made_up_group(dataset, config)
     if callable(getattr(judge, "judge", None)) and pair is not None:
@@ -53,10 +53,10 @@ def rehearse_judge(judge: PairwiseJudge, dataset: Dataset, config: OnlineConfig)
 
 
 def made_up_group(dataset: Dataset, config: OnlineConfig) -> RolloutGroup | None:
-    """A group of the first row's prompt, of the size that the run samples; every completion is the prompt's own text.
+    """A group for the first row's prompt, of the size that the run samples. Every completion is the prompt's own text.
 
     Returns:
-        None where the row is no prompt, which is named later.
+        The group; None if the row is no valid prompt, which another check reports later.
     """
     row = dataset[0]
     text = _text(row["prompt"])
@@ -70,7 +70,7 @@ def made_up_group(dataset: Dataset, config: OnlineConfig) -> RolloutGroup | None
 
 
 def first_state(dataset: Dataset, config: OnlineConfig) -> TrainerState:
-    """The trainer's state as a run's first call sees it."""
+    """The trainer's state at the first call of a run's reward functions."""
     per_epoch = len(dataset) // config.prompts_per_generation * config.steps_a_generation
     steps = config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * per_epoch)
     epochs = math.ceil(steps / max(per_epoch, 1))
@@ -85,12 +85,12 @@ def _named() -> Iterator[None]:
     except InputError as error:
         told = isinstance(error, RewardRaised) and isinstance(error.__cause__, Exception)
         if not told or isinstance(error.__cause__, TypeError):
-            raise InputError(f"{error} ({where}; rehearse_rewards=False goes without)") from error
+            raise InputError(f"{error} ({where}; rehearse_rewards=False skips this)") from error
         print(f"lockstep: {error} ({where}); raised in training, it ends the run", flush=True)
 
 
 def _text(source: Any) -> str | None:
-    """A prompt's text, or that of its last message; None of what is neither text nor messages."""
+    """The text of a prompt, or of its last message; None if it is neither text nor messages."""
     if isinstance(source, str):
         return source
     if not isinstance(source, list) or not source or not all(isinstance(m, dict) and "role" in m for m in source):

@@ -1,1 +1,1 @@
-"""What each method learns: its fields, its advantages and its loss. Nothing here knows an engine."""
+"""The methods: their fields, advantages and losses. They do not depend on an engine."""

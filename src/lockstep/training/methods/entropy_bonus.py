@@ -1,6 +1,6 @@
-"""GRPO's entropy bonus, of a fixed weight or one that follows the entropy; its state is of one run and kept in checkpoints.
+"""GRPO's entropy bonus, with a fixed or an adaptive weight. Its state belongs to one run and is saved in checkpoints.
 
-Comes from: the entropies of a step's tokens, pack by pack. Goes to: the loss of `training/methods/grpo.py`.
+It uses the entropies of a step's tokens, pack by pack. The loss of `training/methods/grpo.py` contains it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _NAME = "_bonus"
 
 
 class EntropyBonus:
-    """Coefficient × mean entropy over the tokens of an optimizer step that are learned from.
+    """Coefficient × mean entropy over the tokens of an optimizer step that the policy learns from.
 
-    An adaptive coefficient goes up after a step whose mean entropy is at or below the target, else down, within its bounds; it is
-    applied only while the last step's entropy was at or below the target (TRL 1.16's controller).
+    After each step, an adaptive coefficient rises if the step's mean entropy is at or below the target, and falls otherwise,
+    within its bounds. It is applied only if the last step's entropy was at or below the target (TRL 1.16's controller).
     """
 
     def __init__(self, config: GRPOConfig) -> None:
@@ -31,7 +31,7 @@ class EntropyBonus:
         self._tokens = 0
 
     def begin_step(self, sequences: Sequence[TrainingSequence]) -> None:
-        """Count the step's tokens that are learned from, over all ranks."""
+        """Count the step's tokens, over all ranks, that the policy learns from."""
         self._tokens = sum(sum(s.kept) if s.kept is not None else s.length for s in sequences if s.weight != 0.0)
 
     def share(self, entropies: torch.Tensor, kept: torch.Tensor, tally: Tally) -> torch.Tensor:
@@ -39,7 +39,7 @@ class EntropyBonus:
 
         Args:
             entropies: (N,) with gradient.
-            kept: (N,) 1 for the tokens that are learned from, else 0.
+            kept: (N,) 1 for tokens that the policy learns from, else 0.
         """
         learned = entropies * kept
         tally.mean(_NAME, float(learned.detach().sum()), int(kept.sum()))
@@ -48,7 +48,7 @@ class EntropyBonus:
         return coefficient * learned.sum() / max(self._tokens, 1)
 
     def finish_step(self, tally: Tally) -> float:
-        """Told the step's entropies over all ranks; gives the coefficient as it is now."""
+        """Update the coefficient with the step's entropies over all ranks, and return it."""
         config, tokens = self._config, tally.count(_NAME)
         if config.use_adaptive_entropy and tokens:
             self._last_entropy = tally.total(_NAME) / tokens
@@ -58,12 +58,12 @@ class EntropyBonus:
         return self._coefficient
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint must hold; nothing where the coefficient is fixed."""
+        """The state for a checkpoint; empty if the coefficient is fixed."""
         if not self._config.use_adaptive_entropy:
             return {}
         return {"entropy_coef": self._coefficient, "last_entropy": self._last_entropy}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Go on from what a checkpoint holds."""
+        """Continue from a checkpoint's state."""
         self._coefficient = state.get("entropy_coef", self._coefficient)
         self._last_entropy = state.get("last_entropy", self._last_entropy)

@@ -1,6 +1,6 @@
 """GRPO and the losses of its family (arXiv 2402.03300 and the papers named in `lockstep.algorithms`), with TRL's constructor.
 
-Departures from the papers and from TRL, with reasons: docs/migrating-from-trl.md.
+docs/migrating-from-trl.md lists the differences to the papers and to TRL, with reasons.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GRPOObjective(Objective[GRPOConfig]):
 
     @property
     def scores_first(self) -> bool:
-        # The threshold is one of the whole step's entropies.
+        # The threshold is a quantile of the whole step's entropies.
         return self.config.top_entropy_quantile < 1.0
 
     def with_advantages(
@@ -62,7 +62,7 @@ class GRPOObjective(Objective[GRPOConfig]):
             scores, weights = scores_by_function(groups, config.reward_weights)
             advantages = normalised_reward_advantages(scores, weights)
         else:
-            # A filtered group's rewards are no part of the batch's spread.
+            # The rewards of a filtered group are left out of the batch's standard deviation.
             rewards = [
                 torch.tensor(group.rewards, dtype=torch.float32) * (torch.nan if self.filtered(group) else 1.0)
                 for group in groups
@@ -86,7 +86,7 @@ class GRPOObjective(Objective[GRPOConfig]):
         share, found = self.config.top_entropy_quantile, list(sequences)
         learned = [s for s in sequences if s.weight != 0.0]
         if share < 1.0 and learned:
-            # Of the whole step, decided once: a threshold within a micro-batch would depend on how the step is cut.
+            # One threshold for the whole step: a threshold per micro-batch would depend on how the step is split.
             by_name = entropies(learned)
             flat = torch.tensor([value for s in learned for value in by_name[s.name]])
             parts = high_entropy_mask(flat, share).split([s.length for s in learned])
@@ -104,7 +104,7 @@ class GRPOObjective(Objective[GRPOConfig]):
             note_clipping(batch, token, tally, by_sequence=config.importance_sampling_level == "sequence")
         loss = token.loss * kept
         if config.off_policy_mask_threshold is not None:
-            # The engine's log-probs show what engine and trainer differ by as well as what the policy has moved.
+            # This includes both the numerical difference between engine and trainer and the change of the policy since sampling.
             loss = loss * off_policy_mask(
                 batch.logps,
                 batch.behaviour_logps,

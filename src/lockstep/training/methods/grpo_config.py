@@ -1,4 +1,4 @@
-"""The configuration of GRPO and its relatives, under TRL's names: loss types, trust regions, entropy, scaling of rewards."""
+"""The configuration of GRPO and its variants, with TRL's names: loss types, trust regions, entropy, scaling of rewards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GRPOConfig(GroupConfig):
         default="dapo", metadata=doc("The loss of a token, and how tokens are averaged; see docs/methods.md.")
     )
     importance_sampling_level: ImportanceLevel = field(
-        default="token", metadata=doc("One ratio a token, or one a completion (GSPO).")
+        default="token", metadata=doc("One ratio per token, or one per completion (GSPO).")
     )
     delta: float | None = field(
         default=None, metadata=doc("Bound of the unclipped ratio (dual clipping); sensibly above 1 + epsilon.")
@@ -44,29 +44,27 @@ class GRPOConfig(GroupConfig):
     )
     average_by_prompt: bool = field(
         default=False,
-        metadata=doc(
-            "Average a step over each prompt's tokens, then over prompts, and not as loss_type does (ScaleRL)."
-        ),
+        metadata=doc("Average over each prompt's tokens, then over prompts, instead of as loss_type does (ScaleRL)."),
     )
     filter_zero_variance: bool = field(
         default=False,
-        metadata=doc("Leave groups whose rewards are all equal out of the step, of its averages and of its spread."),
+        metadata=doc("Leave groups with equal rewards out of the step, including its averages and standard deviation."),
     )
     top_entropy_quantile: float = field(
         default=1.0,
-        metadata=doc("Share of a step's tokens, those of highest entropy, that the policy term learns from."),
+        metadata=doc("Share of a step's tokens, those with the highest entropy, that the policy term learns from."),
     )
     entropy_coef: float = field(default=0.0, metadata=doc("Weight of the entropy bonus."))
     use_adaptive_entropy: bool = field(
-        default=False, metadata=doc("Move entropy_coef up while entropy is at or below entropy_target, else down.")
+        default=False, metadata=doc("Raise entropy_coef while entropy is at or below entropy_target, else lower it.")
     )
-    entropy_coef_min: float = field(default=0.0, metadata=doc("Least coefficient of the adaptive bonus."))
+    entropy_coef_min: float = field(default=0.0, metadata=doc("Smallest coefficient of the adaptive bonus."))
     entropy_coef_max: float = field(default=1.0, metadata=doc("Largest coefficient of the adaptive bonus."))
-    entropy_coef_delta: float = field(default=0.005, metadata=doc("Change of the adaptive coefficient a step."))
-    entropy_target: float = field(default=0.2, metadata=doc("Entropy, in nats a token, that the adaptive bonus holds."))
+    entropy_coef_delta: float = field(default=0.005, metadata=doc("Change of the adaptive coefficient per step."))
+    entropy_target: float = field(default=0.2, metadata=doc("Target entropy of the adaptive bonus, in nats per token."))
     off_policy_mask_threshold: float | None = field(
         default=None,
-        metadata=doc("Drop completions of negative advantage whose mean log-prob has fallen by more than this."),
+        metadata=doc("Drop completions with a negative advantage whose mean log-prob has fallen by more than this."),
     )
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
-"""What a method makes of scored rollouts: advantages, the weight of a token, and the loss of a pack.
+"""The interface of a method: advantages of scored rollouts, the weight of each token, and the loss of a pack.
 
-Comes from: `training/step/generation.py` (scored groups) and `training/step/update.py` (packs that have been through the model).
-Goes to: the trainers, one subclass a method. No objective knows which engine sampled, how sequences are packed, or on how many
-ranks.
+`training/step/generation.py` gives the scored groups, and `training/step/update.py` the packs after their forward. Each
+method is one subclass, and a trainer uses it. An objective does not depend on the engine, on how sequences are packed, or on
+the number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.training.forward.scoring import TokenScores
 
 Config = TypeVar("Config", bound=OnlineConfig)
 Scores = dict[str, tuple[float, ...]]
-# Scores sequences with the policy as it is now: entropies by request name, on all ranks.
+# Scores sequences with the current policy. Returns entropies by request name, on all ranks.
 Entropies = Callable[[Sequence[TrainingSequence]], Scores]
 
 
@@ -36,13 +36,13 @@ class TokenBatch:
 
     Attributes:
         sequences: the B completions.
-        segments: which token belongs to which.
-        logps, entropies: (N,) under the policy, with gradient (entropies only where the objective asks for it).
-        old_logps: (N,) the policy's at sampling time.
-        behaviour_logps: (N,) the engine's.
+        segments: which token belongs to which completion.
+        logps, entropies: (N,) under the policy, with gradient (entropies have one only if the objective asks for it).
+        old_logps: (N,) log-probs of the policy at sampling time.
+        behaviour_logps: (N,) log-probs of the engine.
         advantages, weights: (N,).
-        pack: the columns that only some methods have.
-        values: (N,) the critic's, with gradient, where there is one.
+        pack: the pack, for columns that only some methods have.
+        values: (N,) of the critic, with gradient; None if there is no critic.
     """
 
     sequences: tuple[TrainingSequence, ...]
@@ -58,7 +58,7 @@ class TokenBatch:
 
     @classmethod
     def of(cls, pack: Pack, scores: TokenScores) -> TokenBatch:
-        """Put a pack's scores beside what its sequences bring."""
+        """Combine a pack's scores with the columns of its sequences."""
         moved = pack.sequences[0].old_logps is not None
         weights = torch.tensor([s.weight for s in pack.sequences], dtype=torch.float32, device=scores.logps.device)
         segments = Segments(pack.lengths)
@@ -67,7 +67,7 @@ class TokenBatch:
             segments=segments,
             logps=scores.logps,
             entropies=scores.entropies,
-            # Where the policy has not moved, this very forward's.
+            # If the policy has not changed since sampling, this forward gives the old log-probs.
             old_logps=pack.column("old_logps") if moved else scores.logps.detach(),
             behaviour_logps=pack.column("behaviour_logps"),
             advantages=pack.column("advantages"),
@@ -82,7 +82,7 @@ class TokenBatch:
         return self.segments.means(self.advantages)
 
     def kept(self) -> torch.Tensor:
-        """(N,) 1 for the tokens that are learned from, else 0."""
+        """(N,) 1 for tokens that the policy learns from, else 0."""
         masked = any(s.kept is not None for s in self.sequences)
         return self.pack.column("kept") if masked else torch.ones_like(self.logps, requires_grad=False)
 
@@ -91,9 +91,9 @@ class Objective(ABC, Generic[Config]):
     """A method, as functions of rollouts and tokens.
 
     Attributes:
-        entropy_gradient: the loss moves entropies.
-        config: the run's.
-        epoch: passes over the training data that are complete.
+        entropy_gradient: whether the loss has a gradient through the entropies.
+        config: the run's configuration.
+        epoch: number of completed passes over the training data.
     """
 
     epoch = 0
@@ -104,17 +104,17 @@ class Objective(ABC, Generic[Config]):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether the reference model's log-probs are needed."""
+        """Whether the method needs the reference model's log-probs."""
         return self.config.beta != 0.0
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether advantages need the log-probs of policy and reference."""
+        """Whether the advantages need the log-probs of policy and reference model."""
         return False
 
     @property
     def scores_first(self) -> bool:
-        """Whether what is learned depends on the policy's own scores, so that rollouts are scored before they are cut up."""
+        """Whether the policy must score rollouts before they are split into steps, because advantages or masks need the scores."""
         return self.kl_in_reward
 
     @abstractmethod
@@ -124,8 +124,8 @@ class Objective(ABC, Generic[Config]):
         """Sequences with their advantages.
 
         Args:
-            groups: the whole generation's, over all ranks.
-            sequences: one a rollout, in the order of groups and samples.
+            groups: the groups of the whole generation, over all ranks.
+            sequences: one per rollout, in the order of groups and samples.
         """
 
     @abstractmethod
@@ -133,8 +133,8 @@ class Objective(ABC, Generic[Config]):
         """Weight of a token of each completion of one optimizer step, over all ranks.
 
         Args:
-            lengths: (B,) in tokens, 0 where masked.
-            groups: (B,) place of the completion's group within the generation.
+            lengths: (B,) in tokens; 0 for a masked completion.
+            groups: (B,) index of the completion's group within the generation.
 
         Returns:
             (B,) weights.
@@ -142,42 +142,42 @@ class Objective(ABC, Generic[Config]):
 
     @abstractmethod
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
-        """A pack's share of the optimizer step's loss; a scalar. What is logged goes to `tally`."""
+        """A pack's share of the optimizer step's loss; a scalar. Values to log are added to `tally`."""
 
     def has_gradient(self, sequence: TrainingSequence) -> bool:
-        """Whether a sequence can move the policy; one that cannot is scored without gradient."""
+        """Whether a sequence contributes a gradient to the policy. Other sequences are scored without gradient."""
         return sequence.weight != 0.0 and any(advantage != 0.0 for advantage in sequence.advantages)
 
     def is_masked(self, rollout: Rollout) -> bool:
-        """Whether a rollout has no part in the loss: it was cut at the length limit and such ones are masked."""
+        """Whether a rollout is left out of the loss: it was cut at the length limit, and the config masks such rollouts."""
         masks = getattr(self.config, "mask_truncated_completions", False)
         return masks and rollout.completion.finish_reason == "length"
 
     def filtered(self, group: RolloutGroup) -> bool:
-        """Whether a group counts in no step: neither its completions nor their number."""
+        """Whether a group is left out of every step, including the number of completions."""
         return False
 
     def prepare_step(self, sequences: Sequence[TrainingSequence], entropies: Entropies) -> list[TrainingSequence]:
         """Sequences of one optimizer step, over all ranks, just before its first forward.
 
         Args:
-            entropies: asked by objectives that score first.
+            entropies: computes entropies, for objectives with `scores_first`.
         """
         return list(sequences)
 
     def finish_step(self, tally: Tally) -> dict[str, float]:
-        """Told the step's numbers over all ranks, before the optimizer; gives further ones to log."""
+        """Take the step's figures over all ranks, before the optimizer runs. Returns additional figures to log."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold, in JSON types."""
+        """The state for a checkpoint, in JSON types."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what a checkpoint holds."""
+        """Continue from a checkpoint's state."""
 
     def correction(self, batch: TokenBatch) -> torch.Tensor | None:
-        """(N,) weights for what engine and trainer differ by, once the gap has passed; None where it is switched off."""
+        """(N,) importance weights for the difference between engine and trainer, after the gap has passed; None if off."""
         config = self.config
         if not config.vllm_importance_sampling_correction:
             return None
@@ -194,9 +194,9 @@ class Objective(ABC, Generic[Config]):
 def scores_by_function(
     groups: Sequence[RolloutGroup], weights: Sequence[float] | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Each group's (G, K) scores, NaN where a function gave none, and the (K,) weights of the functions.
+    """Each group's (G, K) scores, NaN if a function gave none, and the (K,) weights of the functions.
 
-    In float64: in float32 a group whose scores all agree would be left with an advantage of the last bit.
+    In float64, because in float32 a group with equal scores could get a tiny advantage from rounding.
     """
     names = list(groups[0].rollouts[0].scores)
     nan = float("nan")
@@ -211,12 +211,12 @@ def scores_by_function(
 
 
 def flat(sequences: Sequence[TrainingSequence], name: str) -> torch.Tensor:
-    """(N,) float64: a column of all sequences, one after the other. What is whitened may be small differences."""
+    """(N,) a column of all sequences, one after the other. In float64, because whitening may divide small differences."""
     return torch.tensor([value for s in sequences for value in getattr(s, name)], dtype=torch.float64)
 
 
 def clipped_tokens(objective: Objective[Any], batch: TokenBatch, tally: Tally) -> torch.Tensor:
-    """(N,) PPO's clipped loss, one ratio a token, corrected; of methods whose advantages are the tokens' own."""
+    """(N,) PPO's clipped loss with one ratio per token and the importance correction, for methods with advantages per token."""
     ratios = importance_ratios(batch.logps, batch.old_logps, batch.segments, "token")
     token = clipped_policy_loss(ratios, batch.advantages, objective.config.epsilon, objective.config.clip_high)
     note_clipping(batch, token, tally)
@@ -227,7 +227,7 @@ def clipped_tokens(objective: Objective[Any], batch: TokenBatch, tally: Tally) -
 def with_one_advantage(
     sequences: Sequence[TrainingSequence], advantages: Sequence[torch.Tensor]
 ) -> list[TrainingSequence]:
-    """Sequences with one advantage a completion, given in groups, for each of its tokens."""
+    """Sequences with one advantage per completion. It is the advantage of each of its tokens."""
     values = torch.cat(list(advantages)).tolist()
     return [replace(s, advantages=(v,) * s.length) for s, v in zip(sequences, values, strict=True)]
 
@@ -237,7 +237,7 @@ def note_clipping(batch: TokenBatch, token: TokenLoss, tally: Tally, *, by_seque
     """Log how much was clipped, under TRL's names.
 
     Args:
-        by_sequence: means are over completions, each of which has one ratio, and not over tokens.
+        by_sequence: whether the means are over completions, each with one ratio, instead of over tokens.
     """
     low, high = token.low_clipped.float(), token.high_clipped.float()
     per_low, per_high = batch.segments.means(low), batch.segments.means(high)

@@ -1,7 +1,7 @@
-"""Online DPO (arXiv 2402.04792): two completions a prompt, the better one preferred, and the policy moved towards it.
+"""Online DPO (arXiv 2402.04792): two completions per prompt. One is preferred, and the policy is moved towards it.
 
-A pair is the rollout group of its prompt, and stays one from the engine to the loss. A pair of equal rewards, or with a missing
-one, prefers neither: it teaches nothing and keeps its place in the mean.
+A pair is the rollout group of its prompt, and stays together from the engine to the loss. If both rewards are equal or one is
+missing, no completion is preferred. The pair then has no gradient, and still counts in the mean.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ class OnlineDPOConfig(OnlineConfig):
 
     learning_rate: float = field(default=5e-7, metadata=doc("Initial learning rate of AdamW."))
     temperature: float = field(default=0.9, metadata=doc("Sampling temperature; the trainer scores the same."))
-    reward_model_path: str | None = field(default=None, metadata=doc("Reward model, where no reward_funcs are given."))
-    max_new_tokens: int = field(default=64, metadata=doc("Most tokens of a completion."))
+    reward_model_path: str | None = field(default=None, metadata=doc("Reward model, if no reward_funcs are given."))
+    max_new_tokens: int = field(default=64, metadata=doc("Largest number of tokens of a completion."))
     max_length: int = field(
-        default=512, metadata=doc("Most tokens of prompt and completion; longer prompts are refused.")
+        default=512, metadata=doc("Largest number of tokens of prompt and completion; longer prompts are refused.")
     )
     missing_eos_penalty: float | None = field(
-        default=None, metadata=doc("Taken off the reward of a completion that was cut at the length limit.")
+        default=None, metadata=doc("Subtracted from the reward of a completion that was cut at the length limit.")
     )
     beta: list[float] = field(
-        default_factory=lambda: [0.1], metadata=doc("Strength of the tie to the reference; several: one an epoch.")
+        default_factory=lambda: [0.1],
+        metadata=doc("Strength of the pull towards the reference model; several values: one per epoch."),
     )
     loss_type: PreferenceLossType = field(default="sigmoid", metadata=doc("DPO's loss, or IPO's."))
     vllm_gpu_memory_utilization: float = field(default=0.55, metadata=doc("Share of a GPU's memory for vLLM."))
@@ -63,7 +64,7 @@ class OnlineDPOConfig(OnlineConfig):
         return 2 * self.per_device_train_batch_size
 
     def beta_of(self, epoch: int) -> float:
-        """The epoch's beta; the last one given where there are fewer than epochs."""
+        """The epoch's beta. If there are fewer betas than epochs, the last one is used for the rest."""
         return self.beta[min(epoch, len(self.beta) - 1)]
 
     def size_generation(self) -> None:
@@ -85,7 +86,7 @@ class OnlineDPOConfig(OnlineConfig):
 
 
 class OnlineDPOObjective(Objective[OnlineDPOConfig]):
-    """A preference within each group of two. A sequence's advantages say which it is: 1 chosen, −1 rejected, 0 neither."""
+    """A preference within each group of two. The advantage of a sequence is 1 if chosen, −1 if rejected, 0 if neither."""
 
     uses_reference = True
 
@@ -158,7 +159,7 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
 
 
 def _pairs(sequences: Sequence[TrainingSequence]) -> tuple[list[int], list[int]]:
-    """Indices of the chosen sequences and of their rejected partners, found by the pair that both belong to."""
+    """Indices of the chosen sequences and of their rejected partners. Partners have the same `unit`."""
     sides: tuple[dict[str, int], dict[str, int]] = ({}, {})
     for index, sequence in enumerate(sequences):
         if sequence.unit is None:

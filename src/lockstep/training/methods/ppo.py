@@ -1,7 +1,8 @@
 """PPO (arXiv 1707.06347) with a value head on the policy's own trunk and generalised advantages (arXiv 1506.02438).
 
-The head reads the hidden state before each token, so values come from the forward that scores the tokens and cost next to
-nothing. The reward stands at a completion's last token, the KL to the reference is taken off at every one, as OpenRLHF has it.
+The head reads the hidden state before each token. So the forward that scores the tokens also gives the values, at almost no
+cost. The reward is given at a completion's last token, and the KL to the reference model is subtracted at every token, as in
+OpenRLHF.
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ class PPOConfig(GroupConfig):
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    num_generations: int = field(default=1, metadata=doc("Completions a prompt."))
+    num_generations: int = field(default=1, metadata=doc("Completions per prompt."))
     beta: float = field(default=0.05, metadata=doc("Weight of the KL to the reference model in the reward."))
-    gamma: float = field(default=1.0, metadata=doc("Discount of what follows a token."))
+    gamma: float = field(default=1.0, metadata=doc("Discount per token."))
     lam: float = field(default=0.95, metadata=doc("Decay of the generalised advantage estimator."))
     vf_coef: float = field(default=0.1, metadata=doc("Weight of the value loss."))
-    cliprange_value: float = field(default=0.2, metadata=doc("How far a value may move from what it was at sampling."))
+    cliprange_value: float = field(
+        default=0.2, metadata=doc("How far a value may move from its estimate at sampling time.")
+    )
     value_learning_rate: float | None = field(
-        default=None, metadata=doc("Of the value head; default: ten times learning_rate.")
+        default=None, metadata=doc("Learning rate of the value head; default: ten times learning_rate.")
     )
 
     def size_generation(self) -> None:
@@ -92,7 +95,7 @@ class PPOObjective(Objective[PPOConfig]):
         return token_weights(lengths, "dapo", self.config.max_completion_length)
 
     def has_gradient(self, sequence: TrainingSequence) -> bool:
-        # Values are learned from every completion that has a reward, whatever its advantages.
+        # The value head learns from every completion that has a reward, for any advantages.
         return sequence.weight != 0.0 and sequence.kept is not None and any(sequence.kept)
 
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""REINFORCE++ (arXiv 2501.03262): no critic and no group, one spread for the whole generation; and its form with a group baseline.
+"""REINFORCE++ (arXiv 2501.03262): no critic and no groups, one normalisation for the whole generation; optionally a group
+baseline.
 
-Without a baseline a token's advantage is what follows it: the completion's reward at its end, less the KL to the reference at every
-token. With `baseline="group"` the group's mean is taken off the reward first, and the KL stands in the loss (its k2 estimator), as
-OpenRLHF has it. Either way all advantages of a generation are brought to mean 0 and spread 1 together.
+Without a baseline, a token's advantage is the sum of the rewards that follow it: the completion's reward at its end, minus
+the KL to the reference model at every token. With `baseline="group"` the group's mean is first subtracted from the reward,
+and the KL is in the loss (k2 estimator), as in OpenRLHF. In both cases all advantages of a generation together are scaled to
+mean 0 and standard deviation 1.
 """
 
 from __future__ import annotations
@@ -35,10 +37,12 @@ class ReinforcePPConfig(GroupConfig):
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    num_generations: int = field(default=1, metadata=doc("Completions a prompt; at least 2 with baseline=group."))
+    num_generations: int = field(default=1, metadata=doc("Completions per prompt; at least 2 with baseline=group."))
     beta: float = field(default=0.01, metadata=doc("Weight of the KL to the reference model."))
-    gamma: float = field(default=1.0, metadata=doc("Discount of a reward by the tokens before it."))
-    baseline: Literal["none", "group"] = field(default="none", metadata=doc("What is taken off a reward first."))
+    gamma: float = field(default=1.0, metadata=doc("Discount of a reward, per token before it."))
+    baseline: Literal["none", "group"] = field(
+        default="none", metadata=doc("Baseline that is subtracted from a reward first.")
+    )
 
     @property
     def least_group(self) -> int:
@@ -52,7 +56,7 @@ class ReinforcePPConfig(GroupConfig):
 
 
 class ReinforcePPObjective(Objective[ReinforcePPConfig]):
-    """Advantages over a whole generation, and a clipped loss of its tokens."""
+    """Advantages over a whole generation, and a clipped loss per token."""
 
     @property
     def kl_in_reward(self) -> bool:
@@ -65,7 +69,7 @@ class ReinforcePPObjective(Objective[ReinforcePPConfig]):
         rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
         learned = ~torch.cat(rewards).isnan()
         if config.baseline == "group":
-            # One that has nothing to be compared with teaches nothing.
+            # A completion without another scored one in its group has no baseline, and is left out.
             learned = torch.cat(compared(rewards))
             rewards = group_advantages(rewards, "none")
         learned &= ~torch.tensor([self.is_masked(rollout) for group in groups for rollout in group.rollouts])

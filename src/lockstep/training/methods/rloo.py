@@ -1,7 +1,7 @@
 """RLOO: REINFORCE with the mean reward of a prompt's other completions as baseline (arXiv 2402.14740).
 
-The completion is the action: one ratio a completion, the KL to the reference in its reward. TRL's trainer has no log-probs of the
-engine; here they are proven, and weigh each token's gradient as they do in GRPO.
+The whole completion is the action: there is one ratio per completion, and the KL to the reference model is in its reward.
+TRL's trainer does not use the engine's log-probs. Here they are proven, and weight each token's gradient as in GRPO.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ class RLOOConfig(GroupConfig):
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    num_generations: int = field(default=2, metadata=doc("Completions a prompt (the size of a group)."))
+    num_generations: int = field(default=2, metadata=doc("Completions per prompt (the size of a group)."))
     beta: float = field(default=0.05, metadata=doc("Weight of the KL to the reference model in the reward."))
-    normalize_advantages: bool = field(default=False, metadata=doc("Give a generation's advantages mean 0, spread 1."))
+    normalize_advantages: bool = field(
+        default=False, metadata=doc("Scale a generation's advantages to mean 0 and standard deviation 1.")
+    )
     reward_clip_range: list[float] | None = field(default=None, metadata=doc("Bounds of a reward: two numbers."))
 
     def __post_init__(self) -> None:
@@ -44,7 +46,7 @@ class RLOOConfig(GroupConfig):
 
 
 class RLOOObjective(Objective[RLOOConfig]):
-    """Leave-one-out advantages of penalised rewards, and the clipped loss of whole completions."""
+    """Leave-one-out advantages of rewards with a KL penalty, and the clipped loss per completion."""
 
     @property
     def kl_in_reward(self) -> bool:
@@ -54,14 +56,14 @@ class RLOOObjective(Objective[RLOOConfig]):
         self, groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]
     ) -> list[TrainingSequence]:
         config = self.config
-        # In double: where rewards agree, what is left is a small difference of penalties.
+        # In float64: if rewards are equal, the differences of the penalties that remain are small.
         rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
         if config.reward_clip_range is not None:
             low, high = config.reward_clip_range
             rewards = [group.clamp(low, high) for group in rewards]
         if self.uses_reference:
             rollouts = [rollout for group in groups for rollout in group.rollouts]
-            # A completion that is masked pays nothing, as in TRL.
+            # A masked completion has no penalty, as in TRL.
             paid = [0.0 if self.is_masked(r) else _divergence(s) for r, s in zip(rollouts, sequences, strict=True)]
             penalties = torch.tensor(paid, dtype=torch.float64).split([len(group) for group in rewards])
             rewards = [group - config.beta * kl for group, kl in zip(rewards, penalties, strict=True)]
@@ -80,7 +82,7 @@ class RLOOObjective(Objective[RLOOConfig]):
         drift = batch.logps - batch.old_logps
         correction = self.correction(batch)
         if correction is not None:
-            # The ratio keeps its value; each token's gradient in it gets the token's weight.
+            # The value of the ratio does not change. Each token's gradient in it is multiplied by the token's weight.
             drift = drift.detach() + correction * (batch.logps - batch.logps.detach())
         ratios = torch.exp(segments.sums(drift))
         token = clipped_policy_loss(ratios, batch.sequence_advantages, config.epsilon, config.clip_high)
@@ -92,7 +94,7 @@ class RLOOObjective(Objective[RLOOConfig]):
 
 
 def _divergence(sequence: TrainingSequence) -> float:
-    """Log-prob of a completion under the policy that sampled it, less that under the reference."""
+    """Log-prob of a completion under the policy that sampled it, minus its log-prob under the reference model."""
     assert sequence.old_logps is not None
     assert sequence.ref_logps is not None
     return sum(sequence.old_logps) - sum(sequence.ref_logps)

@@ -1,1 +1,1 @@
-"""A generation is cut into optimizer steps; each is learned from and accounted for."""
+"""Splits a generation into optimizer steps, learns from each, and accounts for it."""

@@ -1,7 +1,8 @@
-"""Several trainer processes: the same weights, proven; whose sequences are whose; and gradients that add up.
+"""Several trainer processes: prove equal weights, distribute sequences, and sum gradients.
 
-Comes from: `training/trainers/online.py`. The loss of a micro-batch is its share of the whole step's over all ranks, so gradients
-are summed and never averaged, and the model is not wrapped: what a wrapper would average is one sum before the optimizer.
+`training/trainers/online.py` uses it. The loss of a micro-batch is its share of the whole step's loss over all ranks. So
+gradients are summed and never averaged. The model is not wrapped: one sum before the optimizer replaces the averaging of a
+wrapper.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from lockstep.sync.source import PlainSource
 
 T = TypeVar("T")
 _Both = tuple[list[Prompt], list[Prompt]]
-# Elements that are summed in one call.
+# Number of elements that are summed in one call.
 _BUCKET = 1 << 24
 
 
 def leave_unwrapped(accelerator: Any) -> None:
-    """Let accelerate place the model but not wrap it in DistributedDataParallel, whose reducer expects one backward a step."""
+    """Let accelerate place the model without DistributedDataParallel, whose reducer expects one backward per step."""
     if accelerator.num_processes > 1:
         accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
 
 
 def share_of(items: Sequence[T], ranks: Ranks) -> list[T]:
-    """This rank's part of something that all ranks could do: contiguous, so that shared prompts stay together."""
+    """This rank's part of a list. The part is contiguous, so that sequences with a shared prompt stay together."""
     size = -(-len(items) // ranks.count)
     return list(items[ranks.rank * size : (ranks.rank + 1) * size])
 
 
 def read_alike(ranks: Ranks, read: Callable[[], _Both]) -> _Both:
-    """The prompts that every rank reads for itself, compared: rollouts travel between ranks by their prompts' names alone.
+    """Read the prompts on every rank and check that they are equal, because rollouts are sent between ranks by prompt name only.
 
     Args:
-        read: reads this rank's data, to train and to evaluate on; what it refuses is refused on every rank.
+        read: reads this rank's training and evaluation prompts. If it raises on one rank, every rank raises.
 
     Raises:
-        InputError: on every rank; one cannot use its data, or two have different prompts.
+        InputError: on every rank; a rank cannot use its data, or two ranks have different prompts.
     """
     if ranks.count == 1:
         return read()
@@ -67,7 +68,7 @@ def read_alike(ranks: Ranks, read: Callable[[], _Both]) -> _Both:
 
 
 def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version: int) -> None:
-    """Compare the digests of what is trained on all ranks: the policy, and a critic where there is one.
+    """Compare the digests of the trained modules on all ranks: the policy, and the critic if there is one.
 
     Raises:
         ProofError: two ranks hold different weights, so that one of them would learn from tokens that it did not sample.
@@ -86,7 +87,7 @@ def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version
 
 
 def sum_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> None:
-    """Replace every gradient by its sum over ranks; every rank must call, with the same parameters."""
+    """Replace every gradient by its sum over ranks. Every rank must call this with the same parameters."""
     if ranks.count == 1:
         return
     for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
@@ -97,7 +98,7 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> Non
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Gradients of one dtype, together at most a bucket's size (a larger one is alone)."""
+    """Group gradients of one dtype up to the size of a bucket. A larger gradient is a bucket by itself."""
     buckets: list[list[torch.Tensor]] = []
     held = 0
     for gradient in gradients:

@@ -1,6 +1,6 @@
-"""One generation, cut into the micro-batches that learn from it. Pure functions of scored groups and the method.
+"""One generation, split into the micro-batches that learn from it. Pure functions of scored groups and the method.
 
-Comes from: `rollouts/`. Goes to: `training/step/update.py`, one micro-batch after the other.
+The groups come from `rollouts/`. `training/step/update.py` takes the micro-batches one by one.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from lockstep.training.methods.objective import Objective
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Scored groups and what is to be learned from them.
+    """Scored groups and the sequences to learn from.
 
     Attributes:
-        version: weight version that the engine held when the generation was taken; without staleness, that sampled every token.
+        version: weight version that the engine held when the generation was taken. Without staleness it sampled every token.
         groups: the rollouts, by prompt.
-        micro_batches: lists of sequences, in the order of groups and samples; those of one optimizer step stand together, and in a
-            step those of one rank.
+        micro_batches: lists of sequences, in the order of groups and samples. The micro-batches of one optimizer step are
+            adjacent, and within a step so are those of one rank.
     """
 
     version: int
@@ -38,12 +38,12 @@ class Generation:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the engine sampled, counted at the engine's answers and not at what was made of them."""
+        """Number of tokens that the engine sampled, counted in the engine's answers and not in the training sequences."""
         return sum(len(c.sampled_places) for c in self.completions)
 
     @property
     def fresh_tokens(self) -> int:
-        """Sampled tokens whose weights are those of `version`."""
+        """Number of tokens that were sampled by the weights of `version`."""
         return sum(version == self.version for c in self.completions for version in c.sampled_versions)
 
     @property
@@ -51,11 +51,11 @@ class Generation:
         return tuple(group.prompt.prompt_id for group in self.groups)
 
     def step(self, index: int, size: int) -> list[TrainingSequence]:
-        """Sequences of an optimizer step of this generation; `size` is its micro-batches over all ranks."""
+        """Sequences of one optimizer step of this generation. `size` is the step's number of micro-batches over all ranks."""
         return [s for batch in self.micro_batches[index * size : (index + 1) * size] for s in batch]
 
     def with_step(self, index: int, size: int, sequences: Sequence[TrainingSequence]) -> Generation:
-        """The same generation, the sequences of one optimizer step replaced by others of the same names."""
+        """A copy of the generation in which the sequences of one optimizer step are replaced by others with the same names."""
         by_name = {s.name: s for s in sequences}
         first, end = index * size, (index + 1) * size
         batches = tuple(
@@ -65,16 +65,16 @@ class Generation:
         return replace(self, micro_batches=batches)
 
     def changed(self, change: Callable[[TrainingSequence], TrainingSequence]) -> Generation:
-        """The same generation, each sequence replaced by what `change` makes of it."""
+        """A copy of the generation in which each sequence is replaced by `change(sequence)`."""
         batches = tuple(tuple(change(s) for s in batch) for batch in self.micro_batches)
         return replace(self, micro_batches=batches)
 
 
 def sequences_of(groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
-    """One sequence a rollout, in the order of groups and samples, with nothing yet to learn from.
+    """One sequence per rollout, in the order of groups and samples, without advantages and weights yet.
 
     Args:
-        version: of the weights that will learn from them first.
+        version: weight version that will learn from them first.
     """
     versions = [rollout.completion.sampled_versions for group in groups for rollout in group.rollouts]
     stale = any(v != version for own in versions for v in own)
@@ -100,10 +100,10 @@ def prepare_generation(
 ) -> Generation:
     """Advantages, loss weights and micro-batches of a generation.
 
-    Weights are normalised over each whole optimizer step, whatever its number of micro-batches and ranks.
+    Weights are normalised over each whole optimizer step, for any number of micro-batches and ranks.
 
     Args:
-        sequences: the groups', with the log-probs that the method asks for.
+        sequences: the sequences of the groups, with the log-probs that the method needs; None: made from the groups.
     """
     config = objective.config
     advantaged = objective.with_advantages(groups, sequences_of(groups, version) if sequences is None else sequences)

@@ -1,7 +1,7 @@
-"""One optimizer step, from its first micro-batch to just before the optimizer: what its parts add up to, on all ranks.
+"""One optimizer step, from its first micro-batch to just before the optimizer: the sums of its parts, over all ranks.
 
-Comes from: the trainer's loop, a micro-batch at a time. Leaves: gradients of the whole step on every rank, and its sums, once the
-rank that holds the engine has passed them.
+The trainer's loop gives one micro-batch at a time. At the end every rank has the gradients and sums of the whole step, after
+the rank that holds the engine has proven the sums.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.training.step.update import Policy, UpdateSums, learn
 
 
 class OptimizerStep:
-    """A step in the making."""
+    """An optimizer step while its micro-batches are processed."""
 
     def __init__(self, objective: Objective[Any], clock: PhaseClock, ranks: Ranks) -> None:
         self._objective, self._clock, self._ranks = objective, clock, ranks
@@ -28,7 +28,7 @@ class OptimizerStep:
         self._failure: Exception | None = None
 
     def learn(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> float:
-        """Learn from a micro-batch. On several ranks an error waits for the step's end, where it is every rank's.
+        """Learn from a micro-batch. With several ranks an error is raised at the end of the step, on every rank.
 
         Returns:
             The micro-batch's part of the step's loss.
@@ -44,17 +44,17 @@ class OptimizerStep:
             return 0.0
 
     def finish(self, prove: Callable[[UpdateSums], None], trained: Sequence[torch.nn.Parameter]) -> UpdateSums:
-        """Everything between the last backward and the optimizer; every rank must call.
+        """Do everything between the last backward and the optimizer. Every rank must call this.
 
         Args:
-            prove: raises where the step's sums show that it must not be taken; run on the rank that holds the engine.
-            trained: parameters, whose gradients become those of the whole step.
+            prove: raises if the step's sums fail a proof. It runs on the rank that holds the engine.
+            trained: the trained parameters. Their gradients become those of the whole step.
 
         Returns:
-            The sums of all ranks.
+            The sums over all ranks.
 
         Raises:
-            ProofError: as `prove`.
+            ProofError: as raised by `prove`.
             LockstepError: a rank could not learn from its part.
         """
 
@@ -70,7 +70,7 @@ class OptimizerStep:
 
         total = UpdateSums.of([self._ranks.call("step", offer, work)])
         for parameter in trained:
-            # A step whose groups all agree has gradient zero, which still moves AdamW; None would not.
+            # If all rewards agree, the gradient is zero. AdamW still updates with a zero gradient; with None it would not.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         sum_gradients(trained, self._ranks)

@@ -1,6 +1,6 @@
-"""What is known of a generation before it is learned from: log-probs of policy and reference, advantages, weights.
+"""Prepares a generation for learning: log-probs of policy and reference model, advantages, weights.
 
-Comes from: scored groups. Goes to: the trainer's loop, as a `Generation`. Every rank scores its share and gets everything.
+It takes scored groups and gives the trainer's loop a `Generation`. Every rank scores its share and gets everything.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lockstep.training.step.update import AllScores, Policy, score_all
 
 
 class Preparation:
-    """Makes generations of scored groups.
+    """Makes generations from scored groups.
 
     Args:
-        reference: the reference model, where the method uses one.
+        reference: the reference model; None if the method uses none.
     """
 
     def __init__(self, objective: Objective, reference: Reference | None, clock: PhaseClock, ranks: Ranks) -> None:
@@ -34,14 +34,14 @@ class Preparation:
     def generation(
         self, policy: Policy, groups: Sequence[RolloutGroup], version: int
     ) -> tuple[Generation, GapStats | None]:
-        """A generation to learn from; called on every rank.
+        """A generation to learn from. Every rank calls this.
 
         Args:
-            policy: as it is now, before the generation's first step.
+            policy: the current policy, before the generation's first step.
             version: its weight version, which the engine holds.
 
         Returns:
-            The generation, and the gap over its tokens where they had to be scored already.
+            The generation, and the parity gap over its tokens; None if they need not be scored yet.
 
         Raises:
             ProofError: a log-prob is not finite.
@@ -61,10 +61,10 @@ class Preparation:
         return generation, found.gap if found is not None else None
 
     def step(self, policy: Policy, sequences: Sequence[TrainingSequence], *, moved: bool) -> list[TrainingSequence]:
-        """Sequences of one optimizer step, over all ranks, just before its first forward; called on every rank.
+        """Sequences of one optimizer step, over all ranks, just before its first forward. Every rank calls this.
 
         Args:
-            moved: the policy is not the one that the generation was prepared with any more.
+            moved: whether the policy has changed since the generation was prepared.
         """
 
         def entropies(asked: Sequence[TrainingSequence]) -> Scores:
@@ -75,7 +75,7 @@ class Preparation:
         return self._objective.prepare_step(sequences, entropies)
 
     def _with_reference(self, policy: Policy, generation: Generation) -> Generation:
-        """The generation with the reference's log-probs where the loss has a use for them."""
+        """The generation with the reference model's log-probs, for the sequences whose loss uses them."""
         learned = [s for batch in generation.micro_batches for s in batch if self._objective.has_gradient(s)]
         logps = self._reference_logps(policy, learned)
         return generation.changed(lambda s: replace(s, ref_logps=logps.get(s.name)))
@@ -86,11 +86,11 @@ class Preparation:
             return self._score(replace(policy, model=model, critic=None), sequences, measure=False).logps
 
     def _to_be_scored(self, sequence: TrainingSequence) -> TrainingSequence:
-        """A sequence of a policy that stays as it is until the step: the step's own forward, where it has one, is what counts."""
+        """Drop old log-probs of a sequence with a gradient: the policy stays the same until the step, whose forward gives them."""
         return replace(sequence, old_logps=None) if self._objective.has_gradient(sequence) else sequence
 
     def _policy_scores(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
-        """What the policy says of sequences as it is now."""
+        """Scores of sequences under the current policy."""
         with self._clock.phase("verify"):
             return self._score(policy, sequences, measure=True)
 

@@ -1,8 +1,8 @@
 """Forward, proof and backward of one micro-batch.
 
-Comes from: `training/step/generation.py`. Leaves: gradients on the policy, and sums that the trainer checks and logs. Sequences
-that cannot move the policy (advantage or weight zero) are scored without gradient, since every sampled token is verified; where a
-pass before the first step has scored them they are not scored again, and what it found of them is what is counted and logged.
+The input comes from `training/step/generation.py`. The results are gradients on the policy, and sums that the trainer checks
+and logs. Sequences without a gradient (advantage or weight zero) are scored without gradient, because every sampled token is
+verified. If a pass before the first step has scored them, they are not scored again, and those scores are counted and logged.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from lockstep.training.methods.objective import Objective, Scores, TokenBatch
 
 @dataclass(slots=True)
 class UpdateSums:
-    """Sums over the tokens of an optimizer step; the parts of a step, and of its ranks, add up.
+    """Sums over the tokens of an optimizer step. The sums of its parts and of its ranks can be added.
 
     Attributes:
         loss: the step's loss so far.
-        gap: parity gap against the policy that the engine held, over the tokens that were sampled by those very weights.
-        difference: the same over all tokens: with the gap, what older weights make of it.
-        tally: what is logged. `_drift` is |log-prob now − at sampling time| of the policy, 0 unless it has moved since; of the
-            tokens that went through the model in this step.
+        gap: parity gap between the engine and the policy that it held, over tokens that were sampled by these same weights.
+        difference: the same over all tokens, so that it includes the effect of older weights.
+        tally: values to log. `_drift` is |log-prob now − at sampling time| of the policy, over the tokens that went through
+            the model in this step. It is 0 if the policy has not changed since.
     """
 
     loss: float = 0.0
@@ -47,7 +47,7 @@ class UpdateSums:
     tally: Tally = field(default_factory=Tally)
 
     def data(self) -> dict[str, Any]:
-        """Everything, in JSON types."""
+        """The whole content, as JSON types."""
         return {
             "loss": self.loss,
             "gap": asdict(self.gap),
@@ -57,7 +57,7 @@ class UpdateSums:
 
     @classmethod
     def of(cls, parts: Sequence[dict[str, Any]]) -> UpdateSums:
-        """The sum of what the `data` of several ranks hold."""
+        """The sum of the `data` of several ranks."""
         total = cls()
         for data in parts:
             total.loss += data["loss"]
@@ -67,12 +67,12 @@ class UpdateSums:
         return total
 
     def metrics(self, limit: Tolerance) -> dict[str, float]:
-        """TRL's names for what the update measured, and the parity gap's own with its parts."""
+        """The update's metrics under TRL's names, and the parity gap with its parts."""
         figures = self.tally.figures()
         weights, squares = self.tally.total(_RATIO), self.tally.total(_SQUARES)
         older = (self.difference.sum_abs - self.gap.sum_abs) / max(self.difference.tokens, 1)
         drift = self.tally.total("_drift") / max(self.tally.count("_drift"), 1)
-        # Undiluted: a defect of the few tokens that are new is one.
+        # Computed from the fresh tokens alone, so that a defect in a few of them is not diluted by older tokens.
         parts = split_gap(self.gap.mean_abs, older + drift, limit)
         return {
             **figures,
@@ -93,11 +93,11 @@ _RATIO, _SQUARES = "sampling/importance_sampling_ratio/mean", "_squared_ratios"
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A model and how it computes.
+    """A model, and how it computes.
 
     Attributes:
-        critic: value head on the model's hidden states, where a method has one.
-        plain_rows: the model cannot attend within a tree (`training/forward/scoring.py`).
+        critic: value head on the model's hidden states; None if the method has none.
+        plain_rows: whether the model cannot attend within a tree (`training/forward/scoring.py`).
     """
 
     model: PreTrainedModel
@@ -107,13 +107,13 @@ class Policy:
     plain_rows: bool = False
 
     def packs(self, sequences: Sequence[TrainingSequence], config: OnlineConfig) -> Iterator[Pack]:
-        """Sequences in packs, where the model is."""
+        """Sequences in packs, on the model's device."""
         cut = pack_rows if self.plain_rows else pack_sequences
         for pack in cut(sequences, config.token_budget):
             yield pack.to(self.model.device)
 
     def score(self, pack: Pack, config: OnlineConfig, *, entropy_gradient: bool = False) -> TokenScores:
-        """Scores of a pack of `packs` under the run's precision and temperature."""
+        """Scores of a pack, with the run's precision and temperature."""
         with self.autocast():
             return score_pack(
                 self.model,
@@ -129,7 +129,7 @@ class Policy:
 def learn(
     policy: Policy, sequences: Sequence[TrainingSequence], objective: Objective, clock: PhaseClock, sums: UpdateSums
 ) -> float:
-    """Accumulate gradients of a micro-batch and add its numbers to `sums`.
+    """Accumulate the gradients of a micro-batch, and add its figures to `sums`.
 
     Returns:
         The micro-batch's part of the step's loss.
@@ -155,7 +155,7 @@ def learn(
 
 @dataclass(frozen=True, slots=True)
 class AllScores:
-    """What a forward without gradient gives for whole sequences, by request name."""
+    """Results of a forward without gradient for whole sequences, by request name."""
 
     logps: Scores
     entropies: Scores
@@ -163,19 +163,19 @@ class AllScores:
     gap: GapStats
 
     def beside(self, sequence: TrainingSequence) -> TrainingSequence:
-        """A sequence with its scores, as those of the policy before the generation's first step."""
+        """A sequence with its scores, as the scores of the policy before the generation's first step."""
         name = sequence.name
         return replace(
             sequence, old_logps=self.logps[name], entropies=self.entropies[name], values=self.values.get(name)
         )
 
     def data(self) -> dict[str, Any]:
-        """Everything, in JSON types."""
+        """The whole content, as JSON types."""
         return asdict(self)
 
     @classmethod
     def merged(cls, parts: Sequence[dict[str, Any]]) -> AllScores:
-        """The scores of all ranks, from the `data` of each."""
+        """The scores of all ranks, from the `data` of each rank."""
         logps, entropies, values = (
             {name: tuple(found) for part in parts for name, found in part[kind].items()}
             for kind in ("logps", "entropies", "values")
@@ -190,11 +190,12 @@ def score_all(
     """Score sequences.
 
     Args:
-        measure: measure the gap of the log-probs to the engine's; not of a reference model's, which the engine does not hold.
+        measure: whether to measure the gap to the engine's log-probs. False for a reference model, which the engine does not
+            hold.
 
     Raises:
-        ProofError: a log-prob of the policy's is not finite.
-        InputError: one of a reference model's is not.
+        ProofError: a log-prob of the policy is not finite.
+        InputError: a log-prob of a reference model is not finite.
     """
     logps: Scores = {}
     entropies: Scores = {}
@@ -222,11 +223,11 @@ def score_all(
 def _measured(
     sequences: Sequence[TrainingSequence], behaviour: torch.Tensor, policy: torch.Tensor
 ) -> tuple[GapStats, GapStats]:
-    """The parity gap, over tokens that these weights have sampled, and the difference over all tokens.
+    """The parity gap, over tokens that these same weights sampled, and the difference over all tokens.
 
     Args:
         behaviour: (N,) the engine's log-probs.
-        policy: (N,) log-probs of the weights that the engine held when it was last asked.
+        policy: (N,) log-probs under the weights that the engine held in its last call.
 
     Raises:
         ProofError: a log-prob is not finite.
@@ -243,13 +244,13 @@ def _measured(
 
 @torch.no_grad()
 def _measure(batch: TokenBatch, sums: UpdateSums) -> None:
-    """What every method logs of every token that went through the model, learned from or not."""
+    """Log the figures that every method has, for every token that went through the model, learned from or not."""
     sums.tally.mean("_drift", (batch.logps - batch.old_logps).abs())
     _note(batch.sequences, batch.behaviour_logps, batch.old_logps, batch.entropies, sums)
 
 
 def _measure_scored(sequences: Sequence[TrainingSequence], sums: UpdateSums) -> None:
-    """The same of sequences that were scored before the first step and need not go through it again."""
+    """Log the same figures for sequences that were scored before the first step and are not scored again."""
     if sequences:
         behaviour, old_logps, entropies = (
             column(sequences, name) for name in ("behaviour_logps", "old_logps", "entropies")

@@ -38,7 +38,7 @@ def _stale_head(stage: Stage) -> Patch:
 
 def _wrong_place(stage: Stage) -> Patch:
     """Two tensors of the same shape change places, as happens when a fused layer is filled in the wrong order."""
-    one, other = _twins(stage)
+    one, other = _same_shape_pair(stage)
 
     def swapped(sent: Named) -> Named:
         by_name = dict(sent)
@@ -50,7 +50,7 @@ def _wrong_place(stage: Stage) -> Patch:
 
 def _damaged_on_the_way(stage: Stage) -> Patch:
     """One bit of one tensor flips in the transport. The engine reports the bytes that it received."""
-    name, real = _twins(stage)[0], stage.engine.load
+    name, real = _same_shape_pair(stage)[0], stage.engine.load
 
     def flipped(tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.clone()
@@ -106,7 +106,7 @@ def _restarted(stage: Stage) -> Patch:
 
 
 def _one_layer_off(stage: Stage) -> Patch:
-    name = _twins(stage)[0]
+    name = _same_shape_pair(stage)[0]
 
     def off(sent: Named) -> Named:
         noise = torch.Generator().manual_seed(0)
@@ -116,7 +116,7 @@ def _one_layer_off(stage: Stage) -> Patch:
 
 
 def _rows_swapped(stage: Stage) -> Patch:
-    name = _twins(stage)[0]
+    name = _same_shape_pair(stage)[0]
 
     def swapped(sent: Named) -> Named:
         order = torch.arange(len(dict(sent)[name]))
@@ -146,7 +146,7 @@ def _tied(stage: Stage) -> bool:
     return stage.model.get_output_embeddings().weight is stage.model.get_input_embeddings().weight
 
 
-def _twins(stage: Stage) -> tuple[str, str]:
+def _same_shape_pair(stage: Stage) -> tuple[str, str]:
     """Two matrices of the same shape in the middle of the model, which an engine may mix up."""
     layers = [
         (n, p.shape) for n, p in stage.model.named_parameters() if (p.dim() == 2 and ".layers." in n) or ".h." in n
