@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# vLLM reads these when it is imported; tests must not depend on which module imports it first.
+# vLLM reads these variables at its import. They are set here because tests must not depend on which module imports vLLM first.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TQDM_DISABLE", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # A core each: threads that wait for others on a core that is taken wait long.
+    # Each test process gets one core: threads that wait for threads on a busy core wait long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
@@ -36,7 +36,7 @@ needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not instal
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For tests of tensors so small that they only lose by being shared out."""
+    """Use one thread, for tests with tensors so small that several threads are slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -67,13 +67,13 @@ def talkative_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def hf_engine(untied_dir: str) -> Engine:
-    """The transformers engine with the untied tiny model, whose every bit is fixed; tests push the weights they want."""
+    """The transformers engine with the untied tiny model. It is deterministic to the bit; tests push the weights that they want."""
     return start("transformers", untied_dir)
 
 
 @pytest.fixture(scope="session")
 def server(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real vLLM server with the untied tiny model; tests leave it running."""
+    """A real vLLM server with the untied tiny model; tests must not stop it."""
     with serve(untied_dir, tmp_path_factory.mktemp("server")) as running:
         yield running
 
@@ -85,7 +85,7 @@ VLLM = [pytest.mark.vllm, needs_vllm]
     scope="session", params=["transformers", pytest.param("vllm", marks=VLLM), pytest.param("server", marks=VLLM)]
 )
 def engine(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
-    """Every engine there is, with the untied tiny model; tests push the weights they want."""
+    """Each kind of engine, with the untied tiny model; tests push the weights that they want."""
     if request.param == "server":
         started: Engine = connect(request.getfixturevalue("server").url)
     else:
@@ -103,7 +103,7 @@ STAGES = [
 
 @pytest.fixture(scope="module", params=STAGES)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """Trainer and engine of each kind, as `lockstep verify` sets them up; tests leave the weights as they were."""
+    """A trainer with an engine of each kind, as `lockstep verify` makes them; tests must restore the weights."""
     engine, kind = request.param.split("-")
     model = request.getfixturevalue(f"{kind}_dir")
     with stage_on(model, tmp_path_factory.mktemp("stage"), use_vllm=engine == "vllm", bf16=False) as made:

@@ -174,7 +174,7 @@ class Lockstep:
         }
 
     def _positions(self) -> dict[str, int]:
-        """Positions of the last step (a shared beginning counts once): learned from, only verified, all; and verified-only tokens."""
+        """Positions of the last step (a shared beginning counts once): learned from, only verified, all; and verified tokens."""
         from lockstep.training.batch.pack import pack_sequences
 
         generation, objective = self.trainer._generation, self.trainer.objective

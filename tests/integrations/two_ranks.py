@@ -1,4 +1,4 @@
-"""One of two trainer ranks, started by `test_trl_ranks.py`: what each call gave or raised here, as JSON.
+"""One of two trainer ranks, started by `test_trl_ranks.py`. It writes what each call returned or raised, as JSON.
 
 python two_ranks.py RANK PORT MODEL OUT [SERVER_URL]
 """
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def shapes(rank: int, generate: Callable[..., Any]) -> dict[str, Any]:
-    """Calls in which the ranks bring different numbers of prompts, or one of them an image."""
+    """Calls in which the ranks have different numbers of prompts, or one rank has an image."""
     images = [None, ["a picture"]] if rank == 1 else None
     return {
         "uneven": tried(lambda: generate([[5, 6], [5, 6], [7]] if rank == 0 else [[8, 9]])),
@@ -36,7 +36,7 @@ def shapes(rank: int, generate: Callable[..., Any]) -> dict[str, Any]:
 
 
 def with_server(rank: int, model: str, out: Path, url: str) -> Any:
-    """TRL's trainer on both ranks, and then calls of its generation object's own."""
+    """Run TRL's trainer on both ranks, and then call its generation object directly."""
     from recording import Recording, train
 
     settings = {"vllm_mode": "server", "vllm_server_base_url": url, "max_steps": 2, "per_device_train_batch_size": 4}
@@ -57,7 +57,7 @@ def with_server(rank: int, model: str, out: Path, url: str) -> Any:
 
 
 def with_transformers(rank: int, model: str) -> Any:
-    """The object by itself, the engine on rank 0."""
+    """The generation object alone; rank 0 holds the engine."""
     from accelerate import Accelerator
     from conftest import start
     from recording import Recording
@@ -110,7 +110,7 @@ def with_transformers(rank: int, model: str) -> Any:
         "colocated": tried(lambda: Recording(**common)),
         "after all that": tried(lambda: generate([[5, 6 + rank]])),
     }
-    # Rank 1 stays away; rank 0 must not wait for ever.
+    # Rank 1 does not take part; rank 0 must not wait without end.
     results["alone"] = tried(lambda: alone(rank))
     return results
 
@@ -128,7 +128,7 @@ def alone(rank: int) -> Any:
 
 
 def tried(step: Callable[[], Any]) -> Any:
-    """What a step gives, or the kind and the message of what it raises."""
+    """The result of a step, or the kind and the message of the error that it raises."""
     try:
         return step()
     except Exception as error:  # noqa: BLE001 - the error is the result
