@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# vLLM reads these when it is imported; tests must not depend on which module imports it first.
+# vLLM reads these variables at its import. They are set here because tests must not depend on which module imports vLLM first.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -78,7 +78,7 @@ def talkative_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def hf_engine(untied_dir: str) -> Engine:
-    """The transformers engine with the untied tiny model, whose every bit is fixed; tests push the weights they want."""
+    """The transformers engine with the untied tiny model. It is deterministic to the bit; tests push the weights that they want."""
     return start("transformers", untied_dir)
 
 
@@ -97,7 +97,7 @@ VLLM = [pytest.mark.vllm, needs_vllm]
     scope="session", params=["transformers", pytest.param("vllm", marks=VLLM), pytest.param("server", marks=VLLM)]
 )
 def engine(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
-    """Every engine there is, with the untied tiny model; tests push the weights they want."""
+    """Each kind of engine, with the untied tiny model; tests push the weights that they want."""
     if request.param == "server":
         started: Engine = connect(request.getfixturevalue("server").url)
     else:
@@ -115,7 +115,7 @@ STAGES = [
 
 @pytest.fixture(scope="module", params=STAGES)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """Trainer and engine of each kind, as `lockstep verify` sets them up; tests leave the weights as they were."""
+    """A trainer with an engine of each kind, as `lockstep verify` makes them; tests must restore the weights."""
     engine, kind = request.param.split("-")
     model = request.getfixturevalue(f"{kind}_dir")
     with stage_on(model, tmp_path_factory.mktemp("stage"), use_vllm=engine == "vllm", bf16=False) as made:

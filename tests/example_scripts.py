@@ -10,7 +10,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def example(name: str) -> Any:
-    """A script, loaded and not run."""
+    """Load a script without running it."""
     spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""A proxy between trainer and server that does to answers what networks and sick servers do."""
+"""A proxy between trainer and server that changes answers in the ways of broken networks and servers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import httpx
 
 GENERATE = "/inference/v1/generate"
 
-# Given the path of a call, says what to do to it: None for nothing, else a name of `_Handler.fault_…`.
+# Gets the path of a call and returns the fault for it: None for no fault, else a name of `_Handler.fault_…`.
 Rule = Callable[[str], str | None]
 
 
 class FaultyProxy:
-    """Passes calls on to `target`; `rule` and `target` may be set at any time, and `calls` counts what arrived, by path.
+    """Passes calls on to `target`. `rule` and `target` may be set at any time. `calls` counts the calls by path.
 
     Attributes:
-        late: seconds that a late answer is late by.
+        late: the delay of a late answer in seconds.
     """
 
     late = 10.0
@@ -31,7 +31,7 @@ class FaultyProxy:
         self.target = target
         self.rule: Rule = lambda path: None
         self.calls: dict[str, int] = {}
-        # Every call's path as it begins, and again with "!" when it has its answer.
+        # The path of every call when it begins, and the path with "!" when it has its answer.
         self.order: list[str] = []
         # Paths that must have begun before a path with the fault "slow" is answered.
         self.together: dict[str, set[str]] = {}
@@ -52,7 +52,7 @@ class FaultyProxy:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def once(self, fault: str, path: str = GENERATE, times: int = 1) -> None:
-        """The next call of a path, or the next few, meet the fault; the ones after it do not."""
+        """Apply the fault to the next call of a path, or to the next few calls, and not to later ones."""
         left = [fault] * times
 
         def rule(called: str) -> str | None:
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.owner.order.append(path)
             fault = self.owner.rule(path)
             self.owner.faults += fault is not None
-        # The trainer may have hung up.
+        # The trainer may have closed the connection.
         with suppress(OSError):
             getattr(self, f"fault_{fault}")(body) if fault else self._answer(*self._forward(body))
         with self.owner.lock:
@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(*self._forward(json.dumps(asked).encode()))
 
     def fault_exchanged(self, body: bytes) -> None:
-        """The first caller gets the second one's answer, and the second one the first one's."""
+        """Give the first caller the answer to the second one, and the second caller the answer to the first one."""
         status, answer = self._forward(body)
         with self.owner.lock:
             first = self.owner.held is None

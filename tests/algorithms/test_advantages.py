@@ -41,7 +41,7 @@ def test_a_groups_advantages_sum_to_zero_and_equal_rewards_give_exact_zeros(
         assert advantages.shape == group.shape
         if len(set(group.tolist())) == 1:
             assert advantages.tolist() == [0.0] * len(group)
-        # Rounding of the mean is divided by the deviation, which may be as small as its guard.
+        # The rounding of the mean is divided by the standard deviation, which may be as small as the constant added to it.
         assert abs(float(advantages.sum())) < 0.1
 
 

@@ -1,5 +1,5 @@
-"""Our advantages and importance weights against those that TRL 1.16's own `_generate_and_score_completions` gives for the same
-rewards and log-probs. Generation, scoring and rewards are handed to it; everything after them is its own code."""
+"""Our advantages and importance weights equal those of TRL 1.16's own `_generate_and_score_completions` for the same rewards and
+log-probs. The test gives generation, scores and rewards to TRL's method; everything after them is TRL's own code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHTS = torch.tensor([1.0, 0.3])
 
 
 def random_scores(seed: int, groups: int = 5) -> torch.Tensor:
-    """(groups × 4, 2) scores: single ones missing, a group of equals, one that nobody scored, one with a single score."""
+    """(groups × 4, 2) scores: some are missing, one group has equal scores, one has no score, one has a single score."""
     random = torch.Generator().manual_seed(seed)
     scores = torch.randn(groups * GROUP, 2, generator=random) * torch.tensor([1.0, 20.0])
     scores[torch.rand(scores.shape, generator=random) < 0.15] = math.nan
@@ -40,13 +40,13 @@ def random_scores(seed: int, groups: int = 5) -> torch.Tensor:
 
 
 def summed(scores: torch.Tensor) -> list[torch.Tensor]:
-    """Weighted sums over the reward functions, a tensor a group; NaN where none scored."""
+    """Weighted sums over the reward functions, one tensor per group; NaN where no function gave a score."""
     totals = (scores * WEIGHTS).nansum(1).masked_fill(scores.isnan().all(1), math.nan)
     return list(totals.split(GROUP))
 
 
 def trl_output(trainer_class: type, scores: torch.Tensor, batch: Batch | None = None, **attributes: object) -> Any:
-    """What TRL makes of rewards, and of the log-probs of `batch`: of the policy `old`, of the engine `behaviour`."""
+    """TRL's result for rewards and for the log-probs of `batch`: `old` from the policy, `behaviour` from the engine."""
     if batch is None:
         batch = random_batch(0, (2,) * len(scores))
     ids = [[1] * length for length in batch.segments.lengths.tolist()]

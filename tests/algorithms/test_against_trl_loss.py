@@ -1,5 +1,5 @@
-"""Our policy losses, composed as a trainer composes them, against what TRL 1.16's own `_compute_loss` gives on the same batch:
-loss, gradient of every token's log-prob, and logged metrics."""
+"""Our policy losses, composed as a trainer composes them, equal TRL 1.16's own `_compute_loss` on the same batch: loss, gradient of
+every token's log-prob, and logged metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BOUNDS = (0.5, 1.6)
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of everything that TRL's loss composes."""
+    """One combination of all the settings of TRL's loss."""
 
     loss: str
     level: str = "token"
@@ -58,7 +58,7 @@ class Case:
 def cases(loss: str, level: str, correction: str | None) -> Iterator[Case]:
     """Every combination of the other settings."""
     penalties = [(0.0, False), (0.04, False), (0.04, True)]
-    # For cispo the upper one is the ceiling itself.
+    # For cispo the upper bound is the limit of the ratio itself.
     epsilons = [(0.2, 1.1), (0.1, 1.3)] if loss == "cispo" else [(0.2, 0.28), (0.1, 0.15)]
     for (beta, weigh), delta, off_policy, share, (low, high) in product(
         penalties, (None, 1.4), (None, 0.02), (1.0, 0.4), epsilons
@@ -115,7 +115,7 @@ def trl_loss(batch: Batch, case: Case, accumulation: int = 1, generated: int | N
     }
     weights = correction_of(batch, case)
     if weights is not None and case.correction_level == "sequence":
-        # One value a completion; exp(0) for one without tokens.
+        # One value per completion; a completion without tokens has exp(0).
         lengths = batch.segments.lengths
         inputs["importance_sampling_ratio"] = torch.where(lengths > 0, batch.segments.means(weights), 1.0)[:, None]
     elif weights is not None:
@@ -160,7 +160,7 @@ def our_loss(batch: Batch, case: Case) -> tuple[torch.Tensor, dict[str, float]]:
 
 
 def clip_metrics(batch: Batch, case: Case, token: TokenLoss, phi: torch.Tensor | None) -> dict[str, float]:
-    """Per token, or per completion where ratios are a completion's: also for one without tokens, which TRL counts."""
+    """Per token; or per completion if the ratio is one per completion. TRL also counts a completion without tokens."""
 
     def share(clipped: torch.Tensor) -> float:
         rows = batch.segments.means(clipped.float())
@@ -205,7 +205,7 @@ def test_loss_gradient_and_metrics_are_trls(loss: str, level: str, correction: s
 
 
 def test_the_batches_reach_every_branch() -> None:
-    """Both clips, both masks and delta act in the batches above; otherwise they would agree about nothing."""
+    """Both clips, both masks and delta have an effect in the batches above. Otherwise the comparison would show nothing."""
     low = high = beyond = dropped = 0.0
     for seed in range(48):
         batch = random_batch(seed)
@@ -220,7 +220,7 @@ def test_the_batches_reach_every_branch() -> None:
 
 
 def test_a2_trls_bnpo_depends_on_how_a_step_is_split_and_ours_does_not() -> None:
-    """TRL divides by the tokens of each micro-batch: tokens of the one with fewer of them weigh more (#7206)."""
+    """TRL divides by the tokens of each micro-batch, so tokens of a micro-batch with fewer tokens have more weight (#7206)."""
     batch = random_batch(0, (2, 3, 9, 8))
     halves = [batch.rows(slice(0, 2)), batch.rows(slice(2, 4))]
     for loss in LOSSES:
@@ -236,7 +236,7 @@ def test_a2_trls_bnpo_depends_on_how_a_step_is_split_and_ours_does_not() -> None
 
 
 def test_a2_trls_grpo_depends_on_the_split_where_micro_batches_differ_in_completions() -> None:
-    """The means of 1 and of 3 completions are averaged as equals; here each completion has weight 1/4."""
+    """TRL averages the means of 1 and of 3 completions with equal weights; here each completion has weight 1/4."""
     batch = random_batch(0, (2, 3, 9, 8))
     parts = [batch.rows(slice(0, 1)), batch.rows(slice(1, 4))]
     split = sum(float(trl_loss(part, Case("grpo"), accumulation=2)[0]) for part in parts)
@@ -246,18 +246,18 @@ def test_a2_trls_grpo_depends_on_the_split_where_micro_batches_differ_in_complet
 
 
 def test_a2_trls_dapo_divides_a_step_by_the_mean_tokens_of_its_generations_steps() -> None:
-    """With two optimizer steps a generation, a step of few long completions weighs more than its own mean over tokens."""
+    """With two steps per generation, TRL gives a step of few long completions more weight than its own mean over tokens."""
     batch = random_batch(0, (2, 3, 9, 8))
     step = batch.rows(slice(2, 4))
     theirs, trainer = trl_loss(step, Case("dapo"), generated=len(batch.logps))
     trainer.args.steps_per_generation = 2
     ours = our_loss(step, Case("dapo"))[0].sum()
-    # 17 tokens of 22, divided by 22 / 2.
+    # The step has 17 of 22 tokens, and TRL divides by 22 / 2.
     assert 2 * float(theirs) == pytest.approx(float(ours) * 17 / 11, rel=1e-4)
 
 
 def test_trl_counts_completions_where_every_one_has_at_most_one_token() -> None:
-    """A (B, 1) tensor of tokens is taken for one of completions: an absent token is counted, with what its padding holds."""
+    """TRL treats a (B, 1) tensor of tokens as one of completions, so it counts an absent token with the value of its padding."""
     batch = random_batch(0, (1, 0, 1))
     _, trainer = trl_loss(batch, Case("grpo"))
     assert trainer._metrics["train"]["entropy"][0] == pytest.approx((float(batch.entropies.sum()) + 9.0) / 3)

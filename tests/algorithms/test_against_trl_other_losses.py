@@ -1,4 +1,4 @@
-"""RLOO's loss and online DPO's whole training step: ours, composed, against TRL 1.16's own methods on the same batch."""
+"""RLOO's loss and Online DPO's whole training step: ours, composed, equal TRL 1.16's own methods on the same batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_rloos_loss_gradient_and_metrics_are_trls(seed: int) -> None:
     expected = trainer._compute_loss(trainer.model, inputs)
     expected.backward()
 
-    # The ratio of a whole completion is a product: its clipped loss is one of B.
+    # The ratio of a whole completion is a product, so each completion has one clipped loss, and there are B losses.
     completion = clipped_policy_loss(batch.segments.sums(ours - batch.old).exp(), batch.advantages, 0.2, 0.28)
     completion.loss.mean().backward()
     assert completion.loss.mean().item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
@@ -58,10 +58,10 @@ def test_rloos_loss_gradient_and_metrics_are_trls(seed: int) -> None:
 def online_dpo_step(
     batch: Batch, logps: torch.Tensor, rewards: torch.Tensor, loss_type: str, beta: float, accumulation: int = 1
 ) -> tuple[float, Any]:
-    """TRL's whole training step; its gradient is left on `logps`.
+    """TRL's whole training step; its gradient is stored in `logps.grad`.
 
     Returns:
-        The loss that it reports, and what it logged.
+        The loss that TRL reports, and its logged metrics.
     """
     from trl.experimental.online_dpo import OnlineDPOTrainer
 
@@ -97,7 +97,7 @@ def online_dpo_step(
 def our_online_dpo(
     batch: Batch, logps: torch.Tensor, rewards: torch.Tensor, loss_type: str, beta: float
 ) -> torch.Tensor:
-    """(P,) losses: completion i and i + P answer the same prompt. A tie teaches nothing."""
+    """(P,) losses: completions i and i + P answer the same prompt. A tie has no gradient."""
     pairs = len(rewards) // 2
     chosen = choose(rewards[:pairs], rewards[pairs:])
     rows = torch.arange(pairs)
@@ -128,7 +128,7 @@ def test_online_dpos_loss_and_gradient_are_trls(loss_type: str, seed: int) -> No
 
 
 def test_a1_trls_online_dpo_does_not_divide_its_gradient_by_the_accumulated_steps() -> None:
-    """The loss that it reports is divided, the one that it differentiates is not."""
+    """TRL divides the loss that it reports, but not the loss that it differentiates."""
     batch, rewards = random_batch(0, LENGTHS), torch.arange(6.0)
     once, accumulated = batch.logps.clone().requires_grad_(), batch.logps.clone().requires_grad_()
     alone, _ = online_dpo_step(batch, once, rewards, "sigmoid", 0.1)

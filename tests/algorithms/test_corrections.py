@@ -1,4 +1,4 @@
-"""Importance weights: hand-computed values, bounds, and what a mode looks at."""
+"""Importance weights: hand-computed values, bounds, and the ratio that each mode uses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_missing_log_prob_is_not_hidden(mode: str) -> None:
 
 
 @settings(deadline=None)
-# Weights whose squares are still numbers: a ratio of 1e-100 is no ratio.
+# Weights whose squares do not underflow.
 @given(st.lists(st.just(0.0) | st.floats(1e-100, 10), min_size=1, max_size=20))
 def test_the_effective_share_lies_between_one_sample_and_all(weights: list[float]) -> None:
     square_sum = sum(w * w for w in weights)

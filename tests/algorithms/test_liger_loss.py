@@ -1,4 +1,7 @@
-"""Liger's fused loss is the head in chunks before GRPO's losses: what our chunks and losses give on the same hidden states."""
+"""Liger's fused loss computes the head in chunks and then GRPO's losses.
+
+Our chunks and losses give the same on the same hidden states.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from lockstep.training.forward.token_logps import token_logps
 pytest.importorskip("liger_kernel", reason="Liger is not installed here")
 
 WIDTH, VOCABULARY, TEMPERATURE = 8, 37, 0.7
-# Where completions are not equally long, Liger's luspo is not TRL's.
+# Liger's luspo differs from TRL's if completions are not equally long.
 EVEN = (4, 4, 4, 4)
-# Liger refuses a completion's ratio for the others.
+# Liger refuses a ratio per completion for the other losses.
 LEVELS = [(loss, "token") for loss in LOSSES] + [(loss, "sequence") for loss in [*LOSSES[:4], "luspo"]]
 
 
 def moved(batch: Batch, logps: torch.Tensor) -> Batch:
-    """A batch with these log-probs, as far from all others as it was."""
+    """The batch with these log-probs; all other log-probs keep their distance to them."""
     there = logps.detach() - batch.logps
     return replace(
         batch, logps=logps, old=batch.old + there, behaviour=batch.behaviour + there, reference=batch.reference + there
@@ -99,7 +102,7 @@ def scored(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> t
 
 @dataclass(frozen=True)
 class Drawn:
-    """A batch, and the hidden states that its log-probs come from."""
+    """A batch, and the hidden states from which its log-probs are computed."""
 
     batch: Batch
     hidden: torch.Tensor
@@ -116,7 +119,7 @@ def drawn(seed: int, *lengths: tuple[int, ...]) -> Drawn:
 
 
 def values(compute: Any, case: Case, given: Drawn) -> tuple[torch.Tensor, ...]:
-    """Loss, and its gradients of hidden states and head."""
+    """The loss, and its gradients with respect to hidden states and head."""
     inputs = given.hidden.clone().requires_grad_(), given.head.clone().requires_grad_()
     loss = compute(given.batch, case, *inputs, given.targets)
     return loss.detach(), *torch.autograd.grad(loss, inputs)
@@ -126,7 +129,7 @@ def values(compute: Any, case: Case, given: Drawn) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize(("loss", "level"), LEVELS)
 def test_loss_and_gradients_are_ligers(loss: str, level: str, correction: str | None) -> None:
     for seed, case in enumerate(cases(loss, level, correction)):
-        # Liger has no such masks.
+        # Liger does not have these masks.
         if case.off_policy is None and case.share == 1.0:
             given = drawn(seed, *([EVEN] if loss == "luspo" else []))
             expected, found = values(ligers_loss, case, given), values(our_chunks, case, given)
@@ -136,7 +139,10 @@ def test_loss_and_gradients_are_ligers(loss: str, level: str, correction: str | 
 
 
 def test_ligers_luspo_is_not_trls_where_lengths_differ() -> None:
-    """It weighs by length what it has divided by the longest; TRL 1.16 sums a completion's tokens, as we do."""
+    """Liger divides by the longest completion and then multiplies by length.
+
+    TRL 1.16 sums the tokens of a completion, like Lockstep.
+    """
     given = drawn(0)
     expected, found = (values(compute, Case("luspo"), given)[0] for compute in (ligers_loss, our_chunks))
     assert abs(float(expected - found)) > 0.01 * abs(float(expected))

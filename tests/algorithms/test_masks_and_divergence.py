@@ -1,4 +1,4 @@
-"""Which tokens are left out, and how far a policy is from its reference."""
+"""Which tokens are masked, and how far a policy is from its reference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_drift_of_the_mask_is_a_mean_and_its_threshold_is_kept() -> None:
     assert off_policy_mask(torch.zeros(4), behaviour, bad, segments, 0.5).tolist() == [1.0] * 4
     assert off_policy_mask(torch.zeros(4), behaviour, bad, segments, 0.49).tolist() == [0.0] * 4
     assert off_policy_mask(torch.zeros(4), behaviour, torch.zeros(4), segments, 0.49).tolist() == [1.0] * 4
-    # A policy that now likes the completion better is no reason to drop it.
+    # A completion that the policy now gives a higher probability must not be masked.
     assert off_policy_mask(behaviour, torch.zeros(4), bad, segments, 0.49).tolist() == [1.0] * 4
 
 
@@ -48,7 +48,7 @@ def test_a_share_of_one_keeps_everything_and_nothing_has_no_quantile() -> None:
 
 
 def test_the_estimators_have_the_mean_and_the_gradients_that_are_claimed() -> None:
-    """Exact expectations over a vocabulary of five."""
+    """Exact expectations over a vocabulary of five tokens."""
     torch.manual_seed(0)
     logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
     ref = torch.randn(5, dtype=torch.float64).log_softmax(0)

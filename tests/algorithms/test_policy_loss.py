@@ -1,4 +1,4 @@
-"""Token weights and the policy losses, against their formulas written the long way."""
+"""Token weights and policy losses equal their formulas, written out with loops."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_ratios_of_tokens_and_of_completions() -> None:
     whole = importance_ratios(logps, torch.zeros(3), segments, "sequence")
     assert whole.tolist() == pytest.approx([math.exp(0.2), math.exp(0.2), math.exp(-1.0)])
     whole[0].backward()
-    # Each token of the completion moves the ratio by its share of the mean.
+    # Each token of the completion changes the ratio by its share of the mean.
     assert logps.grad.tolist() == pytest.approx([math.exp(0.2) / 2, math.exp(0.2) / 2, 0.0])
 
 
@@ -147,7 +147,7 @@ def test_vespos_shape_follows_the_sign_of_the_advantage(advantage: float, power:
 @pytest.mark.parametrize(
     ("log_ratios", "corrections", "log_weight"),
     [
-        # Each token within e^±20, each correction from 1e-8 on, and so the whole.
+        # Each token's ratio is kept within e^±20 and each correction is at least 1e-8; the same limits hold for the whole.
         ([-60.0, 30.0], [1.0, 1.0], 0.0),
         ([20.0, 0.0], [0.0, 1.0], 20 + math.log(1e-8)),
         ([-60.0, 0.0], [1.0, 1.0], math.log(1e-8)),

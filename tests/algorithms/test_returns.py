@@ -1,4 +1,4 @@
-"""Returns and value losses, against sums written the long way."""
+"""Returns and value losses equal sums that are written out with loops."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_with_lambda_one_the_target_is_the_discounted_return() -> None:
     ("value", "old", "target", "loss", "flows"),
     [
         (1.0, 1.0, 3.0, 2.0, True),
-        # Moved too far towards the target: the clipped error is the larger one, and has no gradient.
+        # The value has moved too far towards the target: the clipped error is the larger one and has no gradient.
         (2.0, 1.0, 3.0, 0.5 * 1.8**2, False),
-        # Moved too far away: the error itself is larger, and is still corrected.
+        # The value has moved too far away from the target: the error itself is larger and has a gradient.
         (0.0, 1.0, 3.0, 4.5, True),
     ],
 )

@@ -1,4 +1,4 @@
-"""Flat tokens and their completions, against loops."""
+"""Functions on flat tokens and their completions equal loops over the completions."""
 
 from __future__ import annotations
 

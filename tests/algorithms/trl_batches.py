@@ -1,7 +1,7 @@
 """A random batch, flat for our functions and padded for TRL's, and trainers of TRL that have no model.
 
-TRL's own methods run on the padded batch: a trainer is made without its constructor and given the attributes that they read.
-Padding holds arbitrary numbers, so that what leaks in from it is seen.
+TRL's own methods run on the padded batch. A trainer is made without its constructor and gets the attributes that these methods
+read. Padding holds arbitrary numbers, so that a test fails if a result depends on them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ JUNK = -1.7
 
 @dataclass(frozen=True)
 class Batch:
-    """Completions as flat tokens; `advantages` are (B,), all else (N,)."""
+    """Completions as flat tokens; `advantages` has shape (B,), all other tensors have shape (N,)."""
 
     segments: Segments
     logps: torch.Tensor
@@ -32,7 +32,7 @@ class Batch:
     advantages: torch.Tensor
 
     def rows(self, keep: slice) -> Batch:
-        """Some of the completions."""
+        """The batch with only some of the completions."""
         starts = [0, *self.segments.lengths.cumsum(0).tolist()]
         first, last, _ = keep.indices(len(self.segments.lengths))
         tokens = slice(starts[first], starts[last])
@@ -53,7 +53,7 @@ class Batch:
 
 
 def random_batch(seed: int, lengths: tuple[int, ...] = (3, 7, 1, 0, 5, 6), drift: float = 0.35) -> Batch:
-    """Log-probs that moved since sampling, an engine and a reference that differ, advantages of both signs."""
+    """A batch whose log-probs have changed since sampling, whose engine and reference differ, and with advantages of both signs."""
     random = torch.Generator().manual_seed(seed)
 
     def noise() -> torch.Tensor:
@@ -69,7 +69,7 @@ def random_batch(seed: int, lengths: tuple[int, ...] = (3, 7, 1, 0, 5, 6), drift
 
 
 class OneProcess:
-    """What TRL asks of accelerate, with one process."""
+    """The functions of accelerate that TRL calls, for one process."""
 
     num_processes = 1
     process_index = 0
@@ -93,7 +93,7 @@ class OneProcess:
 
 
 def without_model(trainer_class: type, scores: Callable[..., Any], **attributes: object) -> Any:
-    """A trainer of TRL whose log-probs come from `scores`, with the attributes that all its methods here read."""
+    """A trainer of TRL whose log-probs come from `scores`, with the attributes that the tested methods read."""
     trainer = object.__new__(trainer_class)
     given = {
         "accelerator": OneProcess(),

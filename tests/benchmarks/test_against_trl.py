@@ -1,4 +1,4 @@
-"""The comparison's own arithmetic: what each program is given, which steps count, and what is made of their times."""
+"""The arithmetic of the comparison with TRL: the input of each program, which steps count, and the figures from their times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-# As a package: its modules have names that others could have too.
+# Imported as a package, because other modules could have the same names.
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from against_trl import floors as bounds
@@ -33,7 +33,7 @@ WORK = Workload(2, 3, 5, None, 6, 6)
 
 
 def step(seconds: float, **changes: Any) -> dict[str, Any]:
-    """A step as `play.py` says it."""
+    """A step as `play.py` reports it."""
     shares = {"generate": 0.4, "forward_backward": 0.5, "reference": 0.0, "verify": 0.0, "optimizer": 0.05, "sync": 0.0}
     phases = {phase: share * seconds for phase, share in shares.items()}
     said = {"step": seconds, "rollout": 0.4 * seconds, "peak_bytes": 10, "phases": phases, "sampled_tokens": 30}
@@ -111,7 +111,7 @@ def test_a_floor_is_of_the_median_step_not_of_the_first() -> None:
 
 
 def test_learning_multiplies_every_position_three_times_and_sampled_tokens_with_the_head() -> None:
-    # Two operations a weight and multiplication; 2 × 3 × 5 tokens are sampled.
+    # There are two operations per weight and multiplication; 2 × 3 × 5 tokens are sampled.
     operations = 3 * 2 * (100 * bounds._TRUNK + 30 * bounds._HEAD)
     assert floors_of(step(1.0))["forward_backward"] == pytest.approx(operations / 1e9)
     assert floors_of(step(1.0), dtype="bfloat16")["forward_backward"] == pytest.approx(operations / 4e9)
@@ -218,5 +218,5 @@ def test_the_drawing_has_a_bar_a_size_whose_parts_are_the_whole_step() -> None:
     sizes = {f"completions-{n}": [step(n / 8, sampled_tokens=n, phases=phases)] for n in (8, 16)}
     drawn = drawing(sizes)
     assert drawn.count("<rect") == 2 * 8 + 8
-    # Both sizes take an eighth of a second a token.
+    # Both sizes take an eighth of a second per token.
     assert drawn.count(">125.0</text>") == 2

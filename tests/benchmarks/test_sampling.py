@@ -1,4 +1,4 @@
-"""What the comparison of vLLM's settings asks of its engines, and what it makes of their rounds."""
+"""The comparison of vLLM's settings: the requests to its engines, and the figures from their rounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.engines.vllm_arguments import engine_arguments
 
 
 class Spoken:
-    """Stands for an engine: writes down what it is asked, and takes longer each time."""
+    """Replaces an engine: records its requests, and takes longer each time."""
 
     def __init__(self, name: str, asked: list[tuple[str, str, int]], *, runs: bool = True) -> None:
         self._name, self._asked, self.runs = name, asked, runs

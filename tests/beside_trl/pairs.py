@@ -1,8 +1,9 @@
-"""A trainer of ours and TRL 1.16's own, whole, on the same model, prompts and tokens: every gradient and every logged figure.
+"""Compare a whole trainer of ours with TRL 1.16's on the same model, prompts and tokens: every gradient and every logged figure.
 
-In double precision, so that what is left is not rounding, whose size differs from processor to processor. (TRL's Online DPO holds
-its reference model in float32, so that one is.) Ours samples. TRL's is handed what ours sampled and does all the rest itself:
-prompts, rewards, advantages, log-probs, corrections, loss, metrics, optimizer. The one method of it that would sample is exchanged.
+Both compute in double precision, because rounding differs from processor to processor. (Online DPO is compared in float32,
+because TRL's Online DPO holds its reference model in float32.) Our trainer samples. TRL's trainer gets the sampled tokens and
+does everything
+else itself: prompts, rewards, advantages, log-probs, corrections, loss, metrics, optimizer. Only its sampling method is replaced.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ COMMON: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "max_grad_norm": 1e6,
 }
-# Online DPO's. A generation holds all prompts, as the two go through the data in another order; they are equally long, as TRL pads
-# them (A3). At temperature 1, as TRL scores at that.
+# Fields for Online DPO. A generation holds all prompts, because the two trainers use another order of the data. The prompts are
+# equally long, because TRL attends to their padding (A3). The temperature is 1, because TRL scores at temperature 1.
 PAIRS: dict[str, Any] = {"per_device_train_batch_size": 8, "max_new_tokens": 12, "max_length": 64, "temperature": 1.0}
 CLIPS = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
 DTYPES = {"GRPO": torch.float64, "RLOO": torch.float64, "OnlineDPO": torch.float32}
-# What float32 leaves of figures near zero: of a mean of log-probs, which are some 3 nats; of the largest of them, some 10 nats; of
-# a loss, whose parts of some 3 cancel out.
+# The rounding of float32 for figures near zero: of a mean of log-probs (about 3 nats), of the largest log-prob (about 10 nats), and
+# of a loss whose parts (about 3) cancel out.
 MEANS, SINGLES, SUMS = 3e-6, 1e-5, 1e-5
-# Part of the largest step's gradient whose rounding is seen in the smallest's.
+# The share of the largest step's gradient whose rounding appears in the smallest step's gradient.
 CANCELS = 0.2
 
 
 @dataclass(frozen=True)
 class Played:
-    """What a run did, a step each.
+    """The record of a run, with one entry per step.
 
     Attributes:
-        gradients: of each parameter, as the optimizer got them.
-        losses: what `training_step` gave, of the micro-batches together.
-        logs: what was logged.
+        gradients: the gradient of each parameter, as the optimizer got it.
+        losses: the results of `training_step`, summed over the micro-batches.
+        logs: the logged figures.
     """
 
     gradients: list[dict[str, torch.Tensor]]
@@ -69,17 +70,17 @@ def longer(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def rounder(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """Another one, of another size, that does not score all."""
+    """Another reward of another size, which gives no score to some completions."""
     return [None if sum(ids) % 5 == 0 else 0.01 * (sum(ids) % 11) for ids in completion_ids]
 
 
 def decided(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that two completions hardly ever have in common; padding, which TRL leaves in, is worth nothing."""
+    """A reward that is almost never equal for two completions. Padding, which TRL does not remove, adds nothing to it."""
     return [sum(i * token for i, token in enumerate(ids, 1)) / 1000 for ids in completion_ids]
 
 
 def shifted_engine(model: str) -> Engine:
-    """The transformers engine in fp32, one token in six off by 3e-4, all of a completion to one side."""
+    """The transformers engine in fp32. One log-prob in six is off by 3e-4, with the same sign within a completion."""
 
     def shift(answer: Completion, place: int) -> float:
         total = sum(answer.token_ids)
@@ -89,7 +90,7 @@ def shifted_engine(model: str) -> Engine:
 
 
 class Sampled:
-    """What our trainer sampled, in turn: of each generation, every prompt's completions; and the adapter it began with."""
+    """The completions that our trainer sampled, by generation and prompt, and the adapter that it began with."""
 
     def __init__(self, trainer: Any) -> None:
         self.generations: list[dict[tuple[int, ...], list[Completion]]] = []
@@ -104,7 +105,7 @@ class Sampled:
         trainer.rollout = recorded
 
     def take(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
-        """A completion for each prompt, in order, of the oldest generation that is left: each exactly once."""
+        """One completion per prompt, in order, from the oldest remaining generation. Each completion is given exactly once."""
         left = self.generations[0]
         found = [left[tuple(prompt)].pop(0) for prompt in prompts]
         if not any(left.values()):
@@ -138,8 +139,8 @@ def ours(
     dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> tuple[Played, Sampled]:
-    """A run of ours, and what it sampled."""
-    # TRL does not rehearse.
+    """A run of our trainer, and its sampled completions."""
+    # TRL has no rehearsal of reward functions.
     own = {**COMMON, "rehearse_rewards": False, **fields}
     config = getattr(lockstep, f"{method}Config")(output_dir=str(folder), **own)
     arguments = {"reward_funcs": longer, "train_dataset": PROMPTS, **arguments}
@@ -160,7 +161,7 @@ def theirs(
     dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> Played:
-    """A run of TRL's, learning from what ours sampled."""
+    """A run of TRL's trainer, which learns from the completions that our trainer sampled."""
     config = _trl(f"{method}Config")(
         output_dir=str(folder), use_cpu=True, gradient_checkpointing=False, **{**COMMON, **fields}
     )
@@ -180,7 +181,10 @@ def _loaded(method: str, model: str, dtype: torch.dtype | None) -> PreTrainedMod
 
 
 def _tokenizer(model: str) -> Any:
-    """TRL's Online DPO does not load one itself, and none of TRL's trainers does without a pad token."""
+    """A tokenizer with a pad token.
+
+    TRL's Online DPO does not load a tokenizer itself, and all of TRL's trainers need a pad token.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -194,7 +198,7 @@ def _trl(name: str) -> Any:
 
 
 def _sample_grpo(trainer: Any, sampled: Sampled) -> None:
-    # As with vLLM, which TRL cannot run here: it corrects for what the engine's log-probs are off by.
+    # TRL behaves as with vLLM, which it cannot run here: it corrects for the difference of the engine's log-probs.
     trainer.use_vllm, trainer.vllm_generation = True, SimpleNamespace(sync_weights=lambda: None)
 
     def single_turn(prompt_ids: list[list[int]], *_: Any) -> tuple[list[list[int]], list[list[float]]]:
@@ -227,8 +231,8 @@ SAMPLERS = {"GRPO": _sample_grpo, "RLOO": _sample_rloo, "OnlineDPO": _sample_pai
 def both(
     method: str, model: str, folder: Path, engine: Engine, fields: dict[str, Any], **arguments: Any
 ) -> tuple[Played, Played]:
-    """A run of ours and one of TRL's."""
-    # TRL's RLOO has no log-probs of the engine, so that ours corrects for nothing here.
+    """A run of our trainer and a run of TRL's."""
+    # TRL's RLOO does not use the engine's log-probs, so our correction is switched off here.
     own = {"vllm_importance_sampling_correction": False} if method == "RLOO" else {}
     mine, sampled = ours(method, model, folder / "ours", engine, {**fields, **own}, **arguments)
     other = theirs(method, model, folder / "theirs", sampled, fields, **arguments)
@@ -237,20 +241,21 @@ def both(
 
 
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference of two gradients, all parameters together."""
+    """The norm of the difference of two gradients over all parameters."""
     assert ours.keys() == theirs.keys()
     return norm([ours[name] - gradient for name, gradient in theirs.items()])
 
 
 def norm(gradients: Iterable[torch.Tensor]) -> float:
-    """Of all of them together."""
+    """The norm of a gradient over all parameters."""
     return sum(float(g.double().norm()) ** 2 for g in gradients) ** 0.5
 
 
 def assert_same_gradients(ours: Played, theirs: Played, *, cancels: float = CANCELS) -> None:
-    """As a whole to 1e-5, and each parameter's to 1e-4; losses to 1e-5.
+    """Assert that whole gradients agree to 1e-5, the gradient of each parameter to 1e-4, and losses to 1e-5.
 
-    Where most of a step's gradient cancels out, a part of the largest step's counts as well: the same sums are rounded.
+    Where most of a step's gradient cancels out, a share of the largest step's gradient is added to its size, because sums of that
+    size are rounded.
     """
     largest = max(norm(step.values()) for step in theirs.gradients)
     for step, (found, expected) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
@@ -262,11 +267,11 @@ def assert_same_gradients(ours: Played, theirs: Played, *, cancels: float = CANC
 
 
 def assert_same_figures(ours: Played, theirs: Played, *, but: frozenset[str], at_least: set[str]) -> None:
-    """Every figure that TRL logs is logged, and is the same.
+    """Assert that every figure that TRL logs is logged here and has the same value.
 
     Args:
-        but: figures, or families of them (`name/`), that mean something else on purpose.
-        at_least: figures that must be among those compared.
+        but: figures, or families of figures (`name/`), that have another meaning on purpose.
+        at_least: figures that must be among the compared ones.
     """
     compared, but = set(), but | {"step_time"}
     for step, (mine, other) in enumerate(zip(ours.logs, theirs.logs, strict=True)):

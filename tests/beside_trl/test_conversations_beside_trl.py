@@ -21,7 +21,7 @@ def test_online_dpo_on_messages_is_trls_and_gives_its_reward_function_what_trl_g
     plain = SAMPLERS["OnlineDPO"]
 
     def templated(trainer: Any, sampled: Sampled) -> None:
-        """TRL's own way from messages to ids, before what ours sampled is handed to it."""
+        """TRL's own conversion of messages to ids, before it gets the completions that our trainer sampled."""
         from trl.data_utils import maybe_apply_chat_template
 
         plain(trainer, sampled)

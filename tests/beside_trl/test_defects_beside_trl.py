@@ -1,4 +1,4 @@
-"""Two of TRL 1.16's defects that docs/migrating-from-trl.md names, each seen in TRL's own trainer beside ours: A3 and P4."""
+"""Two defects of TRL 1.16 that docs/migrating-from-trl.md names, A3 and P4, shown in TRL's own trainer beside ours."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def engine(talkative_dir: str) -> Any:
 
 
 def by_a_server(trainer: Any, sampled: Sampled) -> None:
-    """TRL's way through a vLLM server, but for the server itself, which answers what ours sampled."""
+    """TRL's code for a vLLM server. The server is replaced and answers with the completions that our trainer sampled."""
 
     def generate(prompts: list[str], n: int, max_tokens: int, **_: Any) -> dict[str, Any]:
         ids = [ids for ids in trainer.processing_class(prompts)["input_ids"] for _ in range(n)]
@@ -63,7 +63,7 @@ def by_a_server(trainer: Any, sampled: Sampled) -> None:
 
 
 def by_a_server_that_masks(trainer: Any, sampled: Sampled) -> None:
-    """The same, with the padding masked."""
+    """The same code, with the padding masked."""
     by_a_server(trainer, sampled)
     generate, pad = trainer._generate_vllm, trainer.processing_class.pad_token_id
 
@@ -75,9 +75,9 @@ def by_a_server_that_masks(trainer: Any, sampled: Sampled) -> None:
 
 
 def gpt2(folder: Path) -> str:
-    """A tiny model with learned positions: where they count padding, it gives other log-probs."""
+    """A tiny model with learned positions. If positions count padding, it gives other log-probs."""
     sizes: dict[str, Any] = {"vocab_size": 384, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": CONTEXT}
-    # TRL trains GRPO and RLOO with dropout, if a model has any.
+    # TRL trains GRPO and RLOO with dropout if the model has dropout.
     dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     torch.manual_seed(0)
     made = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, initializer_range=0.3, eos_token_id=0, bos_token_id=None))
@@ -86,7 +86,7 @@ def gpt2(folder: Path) -> str:
 
 
 def counting_what_is_masked_out(sampler: Callable[..., None]) -> Callable[..., None]:
-    """A sampler whose trainer's models then count positions from the first token that is not masked."""
+    """A sampler that also makes the trainer's models count positions from the first token that is not masked."""
 
     def prepare(trainer: Any, sampled: Sampled) -> None:
         sampler(trainer, sampled)
@@ -106,7 +106,7 @@ def _with_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parted(mine: Played, other: Played) -> float:
-    """Distance of the first step's gradients, as a part of the second's norm."""
+    """The distance of the two runs' first gradients, divided by the norm of the second run's gradient."""
     return distance(mine.gradients[0], other.gradients[0]) / norm(other.gradients[0].values())
 
 
@@ -117,12 +117,12 @@ def test_a3_through_a_server_trls_online_dpo_attends_to_the_padding_of_shorter_p
         monkeypatch.setitem(SAMPLERS, "OnlineDPO", sampler)
         return both("OnlineDPO", talkative_dir, tmp_path, engine, PAIR, reward_funcs=decided, train_dataset=data)
 
-    # Prompts of one length: both are the same, by this way too.
+    # With prompts of one length both trainers agree on this path too.
     assert_same_gradients(*run(by_a_server, PROMPTS))
     mine, other = run(by_a_server, UNEVEN)
     assert parted(mine, other) > 0.1
     assert abs(mine.logs[0]["logps/chosen"] - other.logs[0]["logps/chosen"]) > 1
-    # And nothing else is: once TRL's padding is masked, it is ours.
+    # There is no other difference: when TRL's padding is masked, its gradient equals ours.
     mine, other = run(by_a_server_that_masks, UNEVEN)
     assert_same_gradients(mine, other)
     assert mine.logs[0]["logps/chosen"] == pytest.approx(other.logs[0]["logps/chosen"], rel=1e-5)
@@ -145,7 +145,7 @@ def test_a3_trls_trainers_count_padding_in_positions_and_ours_have_none(
     mine, other = run(sampler, UNEVEN)
     assert parted(mine, other) > 0.1
     if method == "GRPO":
-        # The engine, which pads nothing, says who is right.
+        # The engine does not pad, so its log-probs show which trainer is right.
         assert mine.logs[0]["sampling/sampling_logp_difference/max"] < 1e-4
         assert other.logs[0]["sampling/sampling_logp_difference/max"] > 1
     assert_same_gradients(*run(counting_what_is_masked_out(sampler), UNEVEN))
@@ -161,7 +161,7 @@ def vllm(talkative_dir: str) -> Iterator[Any]:
 
 
 def trls_trainer(model: str, folder: Path, vllm: Any, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> Any:
-    """TRL's GRPO trainer with its own generation by vLLM, whose engine is one that runs already and holds the model's weights."""
+    """TRL's GRPO trainer with its own generation by vLLM. The engine already runs and holds the model's weights."""
     import trl.trainer.grpo_trainer
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -170,7 +170,7 @@ def trls_trainer(model: str, folder: Path, vllm: Any, monkeypatch: pytest.Monkey
             self.llm = vllm.llm
 
         def sync_weights(self) -> None:
-            """Nothing was learned yet. (TRL 1.16's own does not load into vLLM 0.32 on a CPU.)"""
+            """Do nothing, because nothing was learned yet. (TRL 1.16's own sync does not load into vLLM 0.32 on a CPU.)"""
 
     monkeypatch.setattr(trl.trainer.grpo_trainer, "VLLMGeneration", Running)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -233,7 +233,7 @@ def test_p4_of_the_same_answer_ours_reads_the_sampled_tokens_log_probs_and_trl_t
 
 
 def of_policy(policy: Any, prompt: Sequence[int], completion_ids: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Log-probs of the likeliest token at each place of a completion, and of the completion's own."""
+    """The log-probs of the most likely token at each place of a completion, and the log-probs of the completion's own tokens."""
     ids = [*prompt, *completion_ids]
     with torch.no_grad():
         logps = policy(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)

@@ -1,4 +1,4 @@
-"""GRPO as a whole beside TRL's own trainer: the same tokens give the same gradients, losses and logged figures."""
+"""The whole GRPO trainer beside TRL's: the same tokens give the same gradients, losses and logged figures."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 LEVELS = ["token", "sequence"]
 SCALES = ["group", "batch", "none"]
 MODES = [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-# Inside of what the engine is off by, so that every kind of bound acts.
+# The engine's log-probs are off by more than this, so every kind of bound has an effect.
 BOUNDS = (0.9998, 1.0002)
-# Both sides name it, as TRL's default is another (P6).
+# Both sides set this field, because TRL has another default (P6).
 TOKENS = {"vllm_importance_sampling_mode": "token_truncate"}
 GROUPS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "num_generations": 4,
     "max_completion_length": 12,
-    # The second pass is of a policy that has moved, so that clips act.
+    # In the second pass the policy has changed, so clips have an effect.
     "num_iterations": 2,
     **TOKENS,
 }
@@ -51,7 +51,7 @@ ALWAYS = {
     "completions/mean_terminated_length", "completions/min_terminated_length", "completions/max_terminated_length",
 }  # fmt: skip
 LOGGED = {"cispo": {"cispo_clip_ratio"}, "vespo": {"vespo/phi_seq_mean"}, "sapo": set[str]()}
-# TRL logs the weights that it applies, ours are the raw ratios (docs/migrating-from-trl.md).
+# TRL logs the weights that it applies; Lockstep logs the raw ratios (docs/migrating-from-trl.md).
 RATIOS = frozenset({"sampling/importance_sampling_ratio/"})
 
 
@@ -65,7 +65,10 @@ def grpo(model: str, folder: Path, engine: Engine, fields: dict[str, Any], **arg
 
 
 def settings() -> list[Any]:
-    """Losses, levels and corrections, each with each that TRL takes, scales in turn. Every one is in the fifth that is not long."""
+    """All combinations of losses, levels and corrections that TRL takes, with alternating scales.
+
+    A fifth of them is not marked as long. Every loss, level, correction and scale occurs in this fifth.
+    """
     found = []
     taken = [s for s in product(LOSSES, LEVELS, MODES) if not (s[0] == "vespo" and (s[2] or "").startswith("sequence"))]
     for number, (loss, level, mode) in enumerate(taken):
@@ -86,13 +89,13 @@ def test_gradients_loss_and_figures_are_trls(
     }
     fields |= {"epsilon": 0.01, "epsilon_high": 1.01 if loss == "cispo" else 0.012}
     if scale == "none":
-        # Advantages are some six times as large: so that the policy moves as far.
+        # Advantages are about six times as large; with this learning rate the policy changes by the same amount.
         fields["learning_rate"] = 2e-4
     fields |= correction(mode, *BOUNDS) if mode else {"vllm_importance_sampling_correction": False}
     mine, other = grpo(talkative_dir, tmp_path, engine, fields)
     assert_same_gradients(mine, other)
     assert_same_figures(mine, other, but=RATIOS, at_least=ALWAYS | LOGGED.get(loss, CLIPS) | {"kl"})
-    # In every mode, and where nothing is corrected: raw.
+    # The logged ratios are raw in every mode, and also without a correction.
     assert all(log["sampling/importance_sampling_ratio/max"] > 1.0002 for log in mine.logs)
     assert all(0.999 < log["sampling/effective_sample_size"] < 1 for log in mine.logs)
 
@@ -110,7 +113,7 @@ def test_gradients_and_loss_are_trls_in_float32(talkative_dir: str, tmp_path: Pa
 
 
 def test_the_settings_above_clip_and_correct(talkative_dir: str, tmp_path: Path, engine: Engine) -> None:
-    """Were nothing clipped or corrected, they would agree about nothing."""
+    """If nothing were clipped or corrected, the comparison would show nothing."""
     base = {"epsilon": 0.01, "epsilon_high": 0.012}
     plain, _ = grpo(talkative_dir, tmp_path / "plain", engine, base)
     figures = plain.logs[1]
@@ -123,7 +126,7 @@ def test_the_settings_above_clip_and_correct(talkative_dir: str, tmp_path: Path,
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    # Bounds far from 1: every weight is one of them.
+    # The bounds are far from 1, so every weight equals a bound.
     "tokens' weights cut": correction("token_truncate", None, 0.8),
     "completions' weights raised": correction("sequence_truncate", 1.3, None) | {"loss_type": "grpo"},
     "temperature": {"temperature": 0.7, "beta": 0.04},
@@ -162,7 +165,7 @@ def test_every_option_is_trls(talkative_dir: str, tmp_path: Path, engine: Engine
 def test_trl_refuses_vespo_with_the_corrections_of_whole_completions(
     talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
-    """Ours takes them: `test_methods.py` has their padded reference."""
+    """Lockstep takes these combinations: `test_methods.py` has their padded reference."""
     fields = {**GROUPS, "loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}
     _, sampled = ours("GRPO", talkative_dir, tmp_path / "ours", engine, fields)
     with pytest.raises(ValueError, match="VESPO loss requires"):
@@ -215,7 +218,7 @@ def test_masked_completions_teach_nothing_in_both_and_only_trl_leaves_them_out_o
     mine, other = grpo(talkative_dir, tmp_path, engine, fields)
     assert 0 < mine.logs[0]["completions/clipped_ratio"] < 1
     assert_same_gradients(mine, other)
-    # Ours are over every sampled token, since every one of them is verified.
+    # Our figures are over every sampled token, because every sampled token is verified.
     of_all = frozenset({"entropy", "sampling/importance_sampling_ratio/", "sampling/sampling_logp_difference/"})
     assert_same_figures(mine, other, but=of_all, at_least=(ALWAYS - {"entropy"}) | CLIPS | {"kl", "policy_loss"})
     assert mine.logs[0]["entropy"] != pytest.approx(other.logs[0]["entropy"], rel=1e-3)
@@ -224,9 +227,11 @@ def test_masked_completions_teach_nothing_in_both_and_only_trl_leaves_them_out_o
 def test_completions_without_an_advantage_are_in_trls_clip_ratios_and_not_in_ours(
     talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
-    """They cannot be clipped, and ours go through no backward pass; gradients and all other figures of a step are the same.
+    """These completions cannot be clipped, and here they have no backward pass.
 
-    Nor do ours go through a forward again in the second step: their part of its entropy is the first one's.
+    Gradients and all other figures of a step are equal.
+
+    Here they also have no second forward in the second step: their part of its entropy is that of the first step.
     """
 
     def same_in_one_group(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""RLOO and Online DPO as wholes beside TRL's own trainers: the same tokens give the same gradients and the same logged figures."""
+"""The whole RLOO and Online DPO trainers beside TRL's: the same tokens give the same gradients and the same logged figures."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ RLOO: dict[str, Any] = {
     "num_iterations": 2,
     "epsilon": 0.01,
     "epsilon_high": 0.012,
-    # The ratio is a whole completion's: it moves a dozen times as fast.
+    # The ratio is that of a whole completion, so it changes about twelve times as fast.
     "learning_rate": 3e-6,
 }
 REWARDS = {"reward", "reward_std", "rewards/longer/mean", "rewards/longer/std", "completions/mean_length", "num_tokens"}
-# The loss is logged to four places by TRL, and the rest counts padding there (docs/migrating-from-trl.md). What it takes a step on
-# is compared with the gradients.
+# TRL logs the loss with four decimal places, and its other figures count padding (docs/migrating-from-trl.md). The loss that TRL
+# differentiates is compared together with the gradients.
 ROUNDED = frozenset({"loss"})
 OVER_PADDING = {f"objective/{name}" for name in ("kl", "entropy", "non_score_reward", "rlhf_reward")}
 PREFERENCES = {
@@ -73,7 +73,7 @@ def test_rloos_gradients_loss_and_figures_are_trls(
     mine, other = both("RLOO", talkative_dir, tmp_path, engine, fields)
     assert_same_gradients(mine, other)
     kl = {"kl"} if fields["beta"] else set[str]()
-    # Of groups whose rewards are equal as given here, and once they are clipped or penalised there.
+    # Here it is the share of groups whose given rewards are equal; in TRL, whose clipped and penalised rewards are equal.
     other_rewards = fields["beta"] or "reward_clip_range" in fields
     equal = frozenset({"frac_reward_zero_std"} if other_rewards else ())
     assert_same_figures(mine, other, but=equal, at_least={"loss", "grad_norm", "entropy"} | REWARDS | CLIPS | kl)
@@ -143,12 +143,12 @@ def test_online_dpo_with_an_adapter_is_trls(talkative_dir: str, tmp_path: Path, 
 def test_a1_trls_online_dpo_learns_from_the_sum_of_accumulated_steps_and_ours_from_their_mean(
     talkative_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
-    """Eight pairs at once in ours, four and four in TRL's; that ours does not depend on the cut is `test_accounting.py`'s."""
+    """Our trainer takes eight pairs at once, TRL's takes four and four. `test_accounting.py` shows that our cut does not matter."""
     fields = {**PAIRS, "max_steps": 1}
     mine, sampled = ours("OnlineDPO", talkative_dir, tmp_path / "ours", engine, fields, reward_funcs=decided)
     halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     other = theirs("OnlineDPO", talkative_dir, tmp_path / "theirs", sampled, {**fields, **halves}, reward_funcs=decided)
     twice = {name: 2 * gradient for name, gradient in mine.gradients[0].items()}
     assert distance(other.gradients[0], twice) < 1e-5 * norm(twice.values())
-    # TRL rounds it to four places.
+    # TRL rounds this figure to four decimal places.
     assert other.logs[0]["loss"] == pytest.approx(mine.logs[0]["loss"], abs=1e-4)

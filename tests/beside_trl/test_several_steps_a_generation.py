@@ -1,7 +1,8 @@
-"""Several optimizer steps a generation beside TRL's: which completions a step learns from, and what its loss is averaged over.
+"""Several optimizer steps per generation beside TRL's: which completions a step learns from, and what its loss is averaged over.
 
-TRL shuffles a generation's completions before it cuts them into steps; ours are cut in the order of their groups. That one function
-of TRL's is exchanged for the identity, so that both cut alike; the rest is its own. The last test leaves the shuffle as it is.
+TRL shuffles the completions of a generation before it cuts them into steps. Lockstep cuts them in the order of their groups. The
+tests replace TRL's shuffle with the identity, so that both make the same cut; everything else is TRL's code. The last test keeps
+the shuffle.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lockstep.engines.protocol import Engine
 
 pytest.importorskip("trl", reason="TRL is not installed here")
 
-# One step is of one group: every step has completions of its own.
+# One step has one group, so every step has completions of its own.
 GROUPS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "num_generations": 4,
@@ -37,7 +38,7 @@ GROUPS: dict[str, Any] = {
     "epsilon_high": 0.012,
 }
 GRPO = {**GROUPS, "beta": 0.04, "vllm_importance_sampling_mode": "token_truncate"}
-# The ratio is a whole completion's: it moves a dozen times as fast.
+# The ratio is that of a whole completion, so it changes about twelve times as fast.
 RLOO = {
     **GROUPS,
     "per_device_train_batch_size": 8,
@@ -58,11 +59,11 @@ SAME = [
     for cut, fields in CUTS.items()
     if loss != "bnpo" or "gradient_accumulation_steps" not in fields
 ]
-# TRL logs them once, of the whole generation; ours are each step's (docs/migrating-from-trl.md).
+# TRL logs these figures once, for the whole generation; Lockstep logs them for each step (docs/migrating-from-trl.md).
 OF_THE_GENERATION = frozenset(f"sampling/{name}/" for name in ("sampling_logp_difference", "importance_sampling_ratio"))
-# Means of micro-batches' means in TRL.
+# In TRL these figures are means of the micro-batches' means.
 OF_MICRO_BATCHES = frozenset({"entropy", "kl", "clip_ratio/"})
-# Their normaliser is the tokens of the generation's average step in TRL, and the step's own here.
+# TRL divides these losses by the tokens of the generation's average step; Lockstep divides by the tokens of the step itself.
 BY_TOKENS = {"dapo": {}, "cispo": {"epsilon_high": 1.01}, "vespo": {}}
 
 
@@ -88,7 +89,7 @@ def assert_agree(mine: Played, other: Played, cut: dict[str, Any], at_least: set
     assert_same_figures(mine, other, but=OF_THE_GENERATION | averaged, at_least={"loss", "grad_norm", "reward"})
     if not averaged:
         assert_same_figures(mine, other, but=OF_THE_GENERATION, at_least=at_least)
-        # The later steps' policy has moved away from the one that sampled.
+        # In the later steps the policy differs from the policy that sampled.
         clipped = [log["clip_ratio/region_mean"] for log in mine.logs]
         assert clipped[0] == 0 < max(clipped)
 
@@ -106,7 +107,7 @@ def test_grpos_steps_of_one_generation_are_trls(
 @pytest.mark.usefixtures("unshuffled")
 @pytest.mark.parametrize("cut", CUTS)
 def test_rloos_steps_of_one_generation_are_trls(talkative_dir: str, tmp_path: Path, engine: Engine, cut: str) -> None:
-    # Within one epoch: the order of prompts in the next one is another.
+    # The run stays within one epoch, because the next epoch has another order of prompts.
     fields = {**RLOO, **CUTS[cut]} | ({"max_steps": 2} if "gradient_accumulation_steps" in CUTS[cut] else {})
     mine, other = both("RLOO", talkative_dir, tmp_path, start("transformers", talkative_dir), fields)
     assert_agree(mine, other, CUTS[cut], {"entropy"} | CLIPS)
@@ -141,7 +142,7 @@ def test_trl_logs_of_the_whole_generation_what_ours_log_of_each_step(
 def test_what_is_averaged_over_tokens_is_by_the_steps_own_here_and_by_the_generations_average_step_in_trl(
     talkative_dir: str, tmp_path: Path, engine: Engine, loss: str
 ) -> None:
-    """That one number is the whole difference: the policy stands still, so that each step shows it alone."""
+    """The number of tokens is the only difference. The policy does not change, so each step shows this difference alone."""
     fields = {
         **GRPO,
         "beta": 0.0,
@@ -175,7 +176,7 @@ def test_of_equally_long_completions_these_are_trls_too(untied_dir: str, tmp_pat
 def test_with_trls_shuffle_the_steps_of_a_generation_differ_and_their_sum_does_not(
     talkative_dir: str, tmp_path: Path, engine: Engine, method: str
 ) -> None:
-    """The policy stands still, so that the sum is over the same completions of the same policy."""
+    """The policy does not change, so the sum is over the same completions of the same policy."""
     fields = {**GRPO, "loss_type": "grpo"} if method == "GRPO" else RLOO
     fields = {**fields, "steps_per_generation": 4, "learning_rate": 0.0}
     engine = engine if method == "GRPO" else start("transformers", talkative_dir)

@@ -1,4 +1,4 @@
-"""LoRA and QLoRA from the command line, by TRL's names: trained, gone on with, and refused where nothing would come of a word."""
+"""LoRA and QLoRA from the command line, with TRL's names: training, resuming, refusal of arguments without an effect."""
 
 from __future__ import annotations
 
@@ -131,6 +131,6 @@ def test_a_quantisation_that_a_file_describes_is_refused_with_the_words_that_ask
     said = capsys.readouterr().err
     assert "is a mapping" in said
     assert "on the command line set use_peft and load_in_4bit" in said
-    # What it says to set is a config.
+    # The error names settings that form a valid config.
     path = config(home, untied_dir, **{**GROUPS, **fields, "use_peft": True, "load_in_4bit": True})
     assert main(["grpo", "--config", path, "--dry_run"]) == 0

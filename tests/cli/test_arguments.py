@@ -1,4 +1,4 @@
-"""The command line: one parser for file and words, and every mistake is one line with exit code 2."""
+"""The command line has one parser for file and arguments, and every mistake gives one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_recipe_resolves_and_its_resolution_is_a_config(recipe: Path, caps
     printed = yaml.safe_load(capsys.readouterr().out)
     for name, value in yaml.safe_load(recipe.read_text()).items():
         assert printed[name] == value, name
-    # It says itself how it is run.
+    # The recipe contains the command that runs it.
     assert f"lockstep {command} --config recipes/{recipe.name}" in recipe.read_text()
 
 

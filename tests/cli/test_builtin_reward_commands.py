@@ -1,4 +1,4 @@
-"""`lockstep grpo --reward_funcs NAME` with the built-in rewards of what a text says: what they give is logged and learned from."""
+"""`lockstep grpo --reward_funcs NAME` with the built-in rewards on texts: their scores are logged and learned from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Expected = Callable[[str, dict[str, Any]], float | None]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model that often says a boxed result or a tag of thinking: each is one token of its."""
+    """A tiny model that often samples a boxed result or a thinking tag; each of them is one token of its tokenizer."""
     folder = tmp_path_factory.mktemp("models") / "spoken"
     tokenizer, made = make_tokenizer(), make_model()
     tokenizer.add_tokens(SPOKEN)
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def train(
     home: Path, model: str, monkeypatch: pytest.MonkeyPatch, **fields: Any
 ) -> tuple[list[list[RolloutGroup]], list[dict[str, Any]]]:
-    """Two steps from the command line alone; gives the rollouts of each and what each logged."""
+    """Run two steps from the command line; return the rollouts and the log of each step."""
     kept: list[list[RolloutGroup]] = []
     rollout = OnlineTrainer.rollout
 
@@ -78,7 +78,7 @@ def train(
 def assert_logged(
     name: str, kept: Sequence[Sequence[RolloutGroup]], steps: Sequence[dict[str, Any]], expected: Expected
 ) -> list[float]:
-    """Each rollout's score is what `expected` gives, and each step's log is their mean and says who has none."""
+    """Assert that `expected` gives the score of each rollout, and that each step logs their mean and the share without a score."""
     assert len(kept) == len(steps) == 2
     every: list[float] = []
     for groups, step in zip(kept, steps, strict=True):
@@ -102,7 +102,7 @@ def test_accuracy_is_whether_the_box_holds_the_answer_and_a_row_without_one_is_n
         if columns["answer"] is None:
             return None
         boxes = set(re.findall(r"\\boxed\{(\d)\}", text))
-        # Which of several counts is math-verify's to say.
+        # math-verify decides which one of several results counts.
         return (
             accuracy([text], answer=[columns["answer"]])[0] if len(boxes) > 1 else float(boxes == {columns["answer"]})
         )

@@ -1,4 +1,4 @@
-"""A command asks the C library for huge pages: once, with the user's own wish first, and in the process it was started as."""
+"""A command asks the C library for huge pages: once, in the same process id, and the user's own setting has priority."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(os.getpid(), os.environ.get("GLIBC_TUNABLES"), sys.argv[2:], int(huge[1]) 
 
 
 def started(setting: Path, *words: str, **environment: str) -> tuple[int, list[str]]:
-    """A process that starts itself anew: its first id, and what it prints in the end."""
+    """Run a process that restarts itself; return its first id and its final output."""
     given = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"} | environment
     command = [sys.executable, "-c", CHILD, str(setting), *words]
     process = subprocess.Popen(command, env=given, stdout=subprocess.PIPE, text=True)

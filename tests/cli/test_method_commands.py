@@ -1,4 +1,4 @@
-"""Each method from its command: a config file in, a summary and a report out; interrupted, it goes on as itself only."""
+"""Each method from its command: a config file goes in, a summary and a report come out. Only the same method resumes its run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_command_runs_its_method_to_summary_and_report_and_goes_on_after_an_in
     assert "held-out reward" in capsys.readouterr().out
 
     before = signal.getsignal(signal.SIGINT)
-    # The first calls of the reward are the rehearsal's and the evaluation's.
+    # The first calls of the reward function are the rehearsal and the evaluation.
     monkeypatch.setenv("TEST_INTERRUPT_AT", "4")
     assert main([command, "--config", path]) == 130
     assert "stopped after step 2" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`lockstep grpo --reward_funcs NAME` with each kind of name: a step is really trained on what that reward gives."""
+"""`lockstep grpo --reward_funcs NAME` with each kind of name: a real step learns from the scores of this reward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def train(home: Path, model: str, reward: str) -> dict[str, Any]:
-    """One step from the command line alone; gives what it logged, once the policy is seen to have moved."""
+    """Run one step from the command line, assert that the weights have changed, and return its log."""
     fields = {
         "model_name_or_path": model,
         "dataset_name": str(home / "data.jsonl"),
@@ -84,7 +84,7 @@ def test_a_function_of_ones_own_by_its_path(
     package = home / "tastes_of_mine"
     package.mkdir()
     (package / "letters.py").write_text(REWARD)
-    # As with an installed command, whose path does not hold the folder that it is started in.
+    # `sys.path` of an installed command does not contain the folder where the command is started.
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(home)
     name = f"{package / 'letters.py'}:first_letter" if ":" in form else "tastes_of_mine.letters.first_letter"

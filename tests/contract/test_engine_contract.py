@@ -1,4 +1,4 @@
-"""One suite for every engine: what DESIGN calls the contracts 1, 2, 4 and 5, and weights before and after a push."""
+"""One suite for every engine: the contract of `engines/protocol.py`, and weights before and after a push."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def forward_logits(model: PreTrainedModel, completion: Completion) -> torch.Tens
 
 
 def reference_logprobs(logits: torch.Tensor, sampling: Sampling, completion: Completion, step: int) -> torch.Tensor:
-    """The processed distribution, written out from its definitions and independent of the engines' code."""
+    """The processed distribution, computed from its definition, independently of the engines' code."""
     scores = logits.clone().double()
     before = set(completion.prompt_ids) | set(completion.token_ids[:step])
     for token in before if sampling.repetition_penalty != 1.0 else ():
@@ -206,7 +206,7 @@ def test_a_key_used_twice_is_refused(engine: Engine) -> None:
 
 
 def test_many_long_prompts_with_seeds_are_answered(engine: Engine) -> None:
-    # More prompt tokens than fit one engine step: on vLLM's CPU build a split prefill with a seed fails.
+    # These are more prompt tokens than fit into one engine step: on vLLM's CPU build a split prefill with a seed fails.
     answers = engine.generate(requests(30, Sampling(max_tokens=2), length=400))
     assert len(answers) == 30
 
@@ -230,7 +230,7 @@ def test_a_push_changes_the_engine_to_the_new_weights_and_back(engine: Engine, p
 
 
 def test_nothing_computed_from_older_weights_survives_a_push(engine: Engine, pushed: PreTrainedModel) -> None:
-    # Long enough for several blocks of a prefix cache (fault W6).
+    # The prompt is long enough for several blocks of a prefix cache (fault W6).
     asked = requests(6, Sampling(max_tokens=4), length=150)
     engine.generate(asked)
     moved = perturbed(pushed, scale=0.5)
@@ -310,14 +310,14 @@ def test_every_completion_is_handed_over_once_as_it_will_be_answered(engine: Eng
 
 
 def longest(engine: Engine) -> GenerationRequest:
-    """A request that the model answers at length."""
+    """A request that gets a long completion."""
     asked = requests(6, Sampling(max_tokens=400), seed=9)
     answers = engine.generate(asked)
     return max(asked, key=lambda request: len(answers[request.key].token_ids))
 
 
 def share_sampled(engine: Engine, request: pytest.FixtureRequest, tokens: int) -> Callable[[], float]:
-    """What tells, of the next `tokens` that the engine samples, what share it has: of one in process, whether all."""
+    """A function that returns the share of the next `tokens` that the engine has sampled; in process, it only knows 0 and 1."""
     if isinstance(engine, VLLMInProcess):
         return lambda: 0.0 if engine.llm.llm_engine.has_unfinished_requests() else 1.0
     server: Server = request.getfixturevalue("server")
@@ -328,7 +328,7 @@ def share_sampled(engine: Engine, request: pytest.FixtureRequest, tokens: int) -
 def test_short_completions_are_handed_over_while_a_long_one_is_sampled(
     engine: Engine, request: pytest.FixtureRequest
 ) -> None:
-    """What early rewards rest on: an engine that kept what is ready and handed it over at the end would have sampled all."""
+    """Early rewards need this: an engine that hands over everything at the end would have sampled all tokens before."""
     if engine.settings().engine == "transformers":
         pytest.skip("samples a batch together and hands it over at its end, early rewards gain nothing there")
     long = longest(engine)

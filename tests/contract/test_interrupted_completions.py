@@ -1,4 +1,4 @@
-"""Interrupted completions on every engine: sampled tokens have the log-probs that the trainer's own model gives them there."""
+"""Interrupted completions on every engine: the sampled tokens have the log-probs that the trainer's own model gives them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sample(
 
 
 def said_by_some(plain: dict[Any, Completion]) -> int:
-    """A token that some completions have said by the time of their interruption, and others have not."""
+    """A token that some completions contain before their interruption, and others do not."""
     begins = [set(c.token_ids[:AFTER]) for c in plain.values()]
     return max(set().union(*begins) - {0}, key=lambda token: min(n := sum(token in b for b in begins), len(begins) - n))
 
@@ -64,7 +64,7 @@ def test_sampled_tokens_have_the_trainers_log_probs_and_the_others_are_those_put
     ways = set()
     for key, c in found.items():
         begun = plain[key].token_ids[:AFTER]
-        # The same seeds: the beginning is the one that would have been sampled anyway.
+        # The seeds are the same, so the beginning is the same as without an interruption.
         assert c.token_ids[:AFTER] == begun
         whole = len(plain[key].token_ids) <= AFTER and plain[key].finish_reason == "stop"
         thinks = end not in begun and not whole

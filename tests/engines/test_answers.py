@@ -1,4 +1,4 @@
-"""What is answered is what was asked, or an error: no order, number or repetition of answers gets through wrong."""
+"""Every request gets its own answer, or there is an error: for any order, number or repetition of answers."""
 
 from __future__ import annotations
 

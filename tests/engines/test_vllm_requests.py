@@ -1,4 +1,4 @@
-"""What requests of one call find in the prefix cache of vLLM in this process."""
+"""How much of their prompts the requests of one call find in vLLM's prefix cache, in process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.sync.push import push_weights
 def test_in_one_call_vllm_computes_a_prompt_once_and_a_beginning_that_prompts_share_once(
     tied_vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By vLLM's own account, in whole blocks: all requests enter in one step, and each finds what those before it compute."""
+    """vLLM's counters show it, in whole blocks: all requests enter in one step, and each finds the blocks of earlier ones."""
     push_weights(make_model("llama", tied=True), tied_vllm, 1)
     beginning = tuple(range(10, 80))
     requests = [

@@ -1,4 +1,4 @@
-"""Known faults that this code cannot express any more, or refuses before it starts, each with the test that shows it."""
+"""Known faults that cannot happen in this code, or that it refuses at the start; one test shows each of them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_t5_a_rollout_cut_at_the_limit_ends_there(stage: Stage) -> None:
     assert generation is not None
     completions = {str(c.key): c for c in generation.completions}
     for sequence in (s for batch in generation.micro_batches for s in batch):
-        # Neither an end token nor a next turn is put behind what was sampled.
+        # No end token and no next turn is appended to the sampled ids.
         assert sequence.completion_ids == completions[sequence.name].token_ids
         assert sequence.prompt_ids == completions[sequence.name].prompt_ids
 
@@ -184,7 +184,7 @@ def test_p5_an_engine_of_another_dtype_fails_the_handshake(untied_dir: str, tmp_
 
 
 def test_p6_long_sequences_keep_their_weight(tmp_path: Path) -> None:
-    # 2,000 tokens, each off by 0.01 nats: exp of the sum would be 2e-9.
+    # With 2,000 tokens that are each off by 0.01 nats, exp of the sum would be 2e-9.
     behaviour = torch.zeros(2000)
     clip_max = GRPOConfig(output_dir=str(tmp_path)).vllm_importance_sampling_clip_max
     whole = Segments(torch.tensor([2000]))
@@ -211,7 +211,7 @@ def test_a4_truncation_is_the_engines_word(stage: Stage) -> None:
 
 
 def test_weights_of_an_adapter_are_not_taken_for_those_of_its_model(untied_dir: str) -> None:
-    # A wrapper that nobody knows has names that are not the engine's; LoRA has its own source (sync/adapters.py).
+    # An unknown wrapper has names that the engine does not have; LoRA has its own source (sync/adapters.py).
     engine = start("transformers", untied_dir)
     with pytest.raises(ProofError, match="manifest"):
         push_weights(torch.nn.ModuleDict({"base_model": make_model()}), engine, 1)

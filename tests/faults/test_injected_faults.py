@@ -1,4 +1,4 @@
-"""Every fault that can be injected into the running stack is caught, by the proof that docs/proof.md names for it."""
+"""Every fault that can be injected into the running stack is caught by the proof that docs/proof.md names for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.verify.run import recover
 from lockstep.verify.self_test import FAULTS, run_self_test
 from lockstep.verify.stage import Stage
 
-# Which proofs may stop each. Two where a sampled probe may be faster than the gap.
+# The proofs that may stop each fault. There are two where a sampled probe may come before the gap.
 CAUGHT_BY = {
     "T1": {"echo"},
     "T2": {"echo"},

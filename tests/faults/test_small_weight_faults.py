@@ -1,4 +1,4 @@
-"""Small faults in single tensors: the module probe finds each, and names it."""
+"""Small faults in single tensors: the module probe finds each of them and names the tensor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clean(stage: Stage):  # type: ignore[no-untyped-def]
 
 
 def push_unproven(stage: Stage) -> None:
-    """What a trainer without a probe would do."""
+    """Push without the probe, as a trainer without proofs would do."""
     from lockstep.sync.push import push_weights
 
     stage.trainer.state.global_step += 1
@@ -36,7 +36,7 @@ def push_unproven(stage: Stage) -> None:
 
 
 def expected(stage: Stage, name: str) -> set[str]:
-    """A tied embedding is looked up and multiplied with: both of its modules are off."""
+    """A tied embedding is used for look-up and for multiplication, so both of its modules are wrong."""
     tied = dict(stage.model.named_parameters(remove_duplicate=False))
     return {other for other, p in tied.items() if p is tied[name]}
 
@@ -85,7 +85,7 @@ def test_what_every_sample_holds_and_what_it_draws(stage: Stage) -> None:
     assert all(sample <= every for sample in samples)
     always = set.intersection(*samples)
     assert {name for name in every if "embed" in name or "lm_head" in name} <= always
-    # Layers that one sample leaves out are drawn by others.
+    # Layers that are not in one sample are in later samples.
     assert set.union(*samples) == every
 
 

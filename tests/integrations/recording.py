@@ -1,4 +1,4 @@
-"""A generation object that remembers what each call gave, beside what a plain forward of the same weights says of it."""
+"""A generation object that records the result of each call, and the log-probs of a plain forward with the same weights."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Call:
 
     @property
     def worst(self) -> float:
-        """Largest difference between the engine's log-probs and the plain forward's."""
+        """The largest difference between the log-probs of the engine and of the plain forward."""
         pairs = [p for row in zip(self.logprobs, self.plain, strict=True) for p in zip(*row, strict=True)]
         return max((abs(a - b) for a, b in pairs), default=0.0)
 
 
 class Recording(LockstepGeneration):
-    """`LockstepGeneration` with its calls kept."""
+    """`LockstepGeneration` that records its calls."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,7 +53,7 @@ def plain_logps(model: Any, prompt_ids: list[int], completion_ids: list[int]) ->
 
 
 def train(generation: Any, model: str, folder: Any, **settings: Any) -> Any:
-    """TRL's GRPOTrainer on a tiny model, trained, with `generation` in the place of TRL's own."""
+    """Train TRL's GRPOTrainer on a tiny model, with `generation` instead of TRL's own generation object."""
     import trl
     import trl.trainer.grpo_trainer
     from datasets import Dataset
@@ -83,5 +83,5 @@ def train(generation: Any, model: str, folder: Any, **settings: Any) -> Any:
 
 
 def distinct_letters(completions: list[str], **columns: Any) -> list[float]:
-    """A reward that differs within a group, so that every step moves the weights."""
+    """A reward that differs within a group, so that every step changes the weights."""
     return [float(len(set(text))) for text in completions]

@@ -23,7 +23,7 @@ PROMPTS = [[5, 6, 7], [5, 6, 7], [40, 41], [40, 41]]
 
 
 class Setting:
-    """What every object here is made of."""
+    """The arguments of every generation object in this file."""
 
     def __init__(self, folder: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder)
@@ -36,7 +36,7 @@ class Setting:
 
 
 def probed(generation: LockstepGeneration) -> float:
-    """Share of the engine's modules that the last push was proven at."""
+    """The share of the engine's modules that the last push was probed at."""
     assert generation.proof is not None
     return generation.proof.probe.modules / generation.proof.probe.of_modules
 
@@ -55,12 +55,12 @@ def test_rows_come_back_in_order_with_ids_and_log_probs_of_what_was_sampled(sett
     assert token_ids == [[[token] for token in ids] for ids in completion_ids]
     assert len({tuple(ids) for ids in completion_ids}) == 4
     assert generation.calls[0].worst < 1e-4  # type: ignore[attr-defined]
-    # Another call is another draw, and the next push another version.
+    # Another call gives another draw, and the next push gives another version.
     assert generation.generate(PROMPTS, [None] * 4, 2)[1] != completion_ids
     generation.sync_weights()
     assert generation.version == 2
     assert probed(generation) < 1.0
-    # The same run again: the same tokens.
+    # The same run again gives the same tokens.
     assert setting.make().generate(PROMPTS, None, 1)[1] == completion_ids
 
 
@@ -162,7 +162,7 @@ def test_where_the_servers_are(given: dict[str, Any], urls: list[str]) -> None:
 
 
 class Dying(TransformersEngine):
-    """Lost at its first generation, and back without weights."""
+    """An engine that is lost at its first generation and comes back without weights."""
 
     deaths = 1
 

@@ -1,4 +1,4 @@
-"""Two trainer processes and one engine: right answers for each, errors for both, and no waiting for ever."""
+"""Two trainer processes and one engine: each gets its own answers, both get errors, and no wait is endless."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def served(untied_dir: str, server: Server, tmp_path_factory: pytest.TempPathFac
     return run_ranks(untied_dir, tmp_path_factory.mktemp("served"), server.url, limit=200)
 
 
-# What each rank brings.
+# The number of prompts of each rank.
 ASKED = {
     "uneven": [[[5, 6], [5, 6], [7]], [[8, 9]]],
     "none on the owner": [[], [[8, 9], [5, 6]]],
@@ -64,7 +64,7 @@ ASKED = {
     "engine lost once": [[[4, 5]], [[4, 5]]],
     "after all that": [[[5, 6]], [[5, 7]]],
 }
-# A real server is lost in tests/server.
+# In tests/server/ a real server is lost.
 ON_SERVER = [case for case in ASKED if case != "engine lost once"]
 CALLS = [
     *(("results", case) for case in ASKED),
@@ -78,7 +78,7 @@ def test_each_rank_gets_the_answers_to_its_own_prompts(request: pytest.FixtureRe
     for found, own in zip(results, asked, strict=True):
         assert found[case]["prompt_ids"] == own
         assert len(found[case]["completion_ids"]) == len(own)
-        # By a plain forward on the rank itself: the tokens, the prompt and the log-probs belong together.
+        # A plain forward on the rank itself shows that the tokens, the prompt and the log-probs belong together.
         assert found[case]["worst"] < 1e-4
     sampled = [tuple(ids) for found in results for ids in found[case]["completion_ids"]]
     assert len(set(sampled)) == len(sampled)
@@ -87,7 +87,7 @@ def test_each_rank_gets_the_answers_to_its_own_prompts(request: pytest.FixtureRe
 def test_versions_are_the_same_on_both_ranks(results: Results) -> None:
     assert [found["sync"] for found in results] == [[None, 1]] * 2
     assert [found["uneven"]["version"] for found in results] == [1, 1]
-    # Four losses and one, a push each but for the last of the four, which was given up.
+    # There were four losses and one more. Each has one push, except the last of the four, where the work was abandoned.
     versions = [found["engine lost once"]["version"] for found in results]
     assert versions[0] == versions[1] > 1
 

@@ -1,4 +1,4 @@
-"""TRL's own trainer on our engines: what it trains on is what the engine sampled from the weights that it had just then."""
+"""TRL's own trainer on our engines: it trains on tokens that the engine sampled from the trainer's current weights."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_trls_trainer_learns_from_proven_tokens_of_real_vllm(untied_dir: str, tm
     for call in generation.calls:
         assert call.prompt_ids == call.asked
         assert all(0 < len(ids) <= 8 for ids in call.completion_ids)
-        # Four samples of a prompt, each with its own seed.
+        # There are four samples of a prompt, each with its own seed.
         assert len({tuple(ids) for ids in call.completion_ids}) > len(call.asked) // 4
         assert call.worst < 1e-4
     before = AutoModelForCausalLM.from_pretrained(untied_dir).state_dict()
     moved = [name for name, now in trainer.model.state_dict().items() if not torch.equal(now, before[name])]
     assert len(moved) == len(before)
-    # The trainer's own measure, over the tokens of each step.
+    # This is TRL's own measure, over the tokens of each step.
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert len(logs) == 3
     assert all(entry["sampling/sampling_logp_difference/max"] < 1e-4 for entry in logs)

@@ -1,4 +1,4 @@
-"""One of two trainer ranks, started by `test_trl_ranks.py`: what each call gave or raised here, as JSON.
+"""One of two trainer ranks, started by `test_trl_ranks.py`. It writes what each call returned or raised, as JSON.
 
 python two_ranks.py RANK PORT MODEL OUT [SERVER_URL]
 """
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def shapes(rank: int, generate: Callable[..., Any]) -> dict[str, Any]:
-    """Calls in which the ranks bring different numbers of prompts, or one of them an image."""
+    """Calls in which the ranks have different numbers of prompts, or one rank has an image."""
     images = [None, ["a picture"]] if rank == 1 else None
     return {
         "uneven": tried(lambda: generate([[5, 6], [5, 6], [7]] if rank == 0 else [[8, 9]])),
@@ -38,7 +38,7 @@ def shapes(rank: int, generate: Callable[..., Any]) -> dict[str, Any]:
 
 
 def with_server(rank: int, model: str, out: Path, url: str) -> Any:
-    """TRL's trainer on both ranks, and then calls of its generation object's own."""
+    """Run TRL's trainer on both ranks, and then call its generation object directly."""
     from recording import Recording, train
 
     settings = {"vllm_mode": "server", "vllm_server_base_url": url, "max_steps": 2, "per_device_train_batch_size": 4}
@@ -135,7 +135,7 @@ def alone(rank: int, out: Path) -> Any:
 
 
 def tried(step: Callable[[], Any]) -> Any:
-    """What a step gives, or the kind and the message of what it raises."""
+    """The result of a step, or the kind and the message of the error that it raises."""
     try:
         return step()
     except Exception as error:  # noqa: BLE001 - the error is the result

@@ -1,4 +1,4 @@
-"""What is the model, and what the policy without its adapter; both ways back, after errors too."""
+"""Switching an adapter off gives the base model; switching it on again restores the policy, also after errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_without_its_adapter_a_model_is_the_one_it_was_made_of(saved: Any) -> No
     before, own = state(model), logits(model)
     with without_adapter(model):
         assert torch.equal(logits(model), logits(plain))
-        # Its weights are then the base model's too, should an engine be given them.
+        # The weights that an engine would get are then those of the base model too.
         assert all(torch.equal(t, plain.get_parameter(name)) for name, t in weights_of(model))
     assert torch.equal(logits(model), own)
     assert not torch.equal(own, logits(plain))
@@ -77,7 +77,7 @@ def test_an_error_inside_leaves_the_policy_as_it_was(reference: bool) -> None:
     model = adapted()
     if reference:
         model.add_adapter("ref", peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    # One tensor of the adapter is not trained; it must not begin to be.
+    # One tensor of the adapter is not trained; it must stay untrained.
     next(p for name, p in model.named_parameters() if "default" in name).requires_grad_(False)
     before, own = state(model), logits(model)
     with pytest.raises(RuntimeError, match="inside"), without_adapter(model):

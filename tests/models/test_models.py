@@ -1,4 +1,4 @@
-"""Names become models; what is no model is named."""
+"""Names become models; an error names what is not a model."""
 
 from __future__ import annotations
 

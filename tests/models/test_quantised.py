@@ -44,7 +44,7 @@ def test_the_values_are_those_that_a_layer_multiplies_with(
     values = dequantised(layer.weight)
     assert values.shape == (layer.out_features, layer.in_features)
     assert torch.equal(layer(torch.eye(layer.in_features)).T, values)
-    # Four bits hold sixteen values a block.
+    # Four bits hold sixteen values per block.
     assert len(values.flatten()[:64].unique()) <= 16
     assert layer.weight.quant_state.dtype == dtype
 
@@ -82,7 +82,7 @@ def test_what_is_sent_is_the_values_and_the_delta_under_the_base_models_names(un
     layer = model.get_submodule(f"base_model.model.{LAYER}")
     delta = layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     torch.testing.assert_close(sent[f"{LAYER}.weight"], dequantised(layer.base_layer.weight) + delta)
-    # One that has no adapter is quantised all the same.
+    # A layer without an adapter is quantised too.
     other = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(sent[other], dequantised(model.get_submodule(f"base_model.model.{other[:-7]}").weight))
 

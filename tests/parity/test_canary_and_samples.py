@@ -1,4 +1,4 @@
-"""The canary is the same song each time, and hears a change; equal samples are told from equal luck."""
+"""The canary uses the same sequences each time and detects a change; copied samples are told apart from equal draws."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def group(tokens: list[tuple[int, ...]], logprob: float) -> list[Completion]:
 
 
 def test_equal_samples_against_all_odds_are_refused() -> None:
-    # Three more draws of a sequence with probability e^-8 each: e^-24 < 1e-9.
+    # Three more draws of a sequence with probability e^-8 each have probability e^-24 < 1e-9.
     with pytest.raises(ProofError, match="all 4 completions of prompt p are the same 8 tokens") as failed:
         check_samples([group([(1,) * 8] * 4, -1.0)])
     assert failed.value.check == "samples"
@@ -63,7 +63,7 @@ def test_a_sure_model_may_repeat_itself() -> None:
 
 
 def test_tokens_that_were_put_in_are_no_evidence_of_copies() -> None:
-    # Equal through and through, but of the eight tokens one alone was sampled: three more draws with probability e^-1 each.
+    # All ids are equal, but only one of the eight tokens was sampled: three more draws with probability e^-1 each.
     def interrupted(logprob: float) -> list[Completion]:
         logps, mask = (logprob, *[0.0] * 7), (True, *[False] * 7)
         return [replace(c, logprobs=logps, sampled=mask) for c in group([(1,) * 8] * 4, -1.0)]
@@ -78,7 +78,7 @@ def test_one_that_differs_is_enough() -> None:
 
 
 def test_the_chance_of_a_false_alarm_is_as_stated() -> None:
-    # The chance that all n agree on a sequence s with p(s)^(n-1) <= alpha is at most alpha; here every s is such.
+    # The probability that all n draws agree on a sequence s with p(s)^(n-1) <= alpha is at most alpha. Here this holds for every s.
     vocabulary, samples = 60_000, 3
     chance = vocabulary * (1 / vocabulary) ** samples
     assert chance <= 1e-9

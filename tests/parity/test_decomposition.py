@@ -91,7 +91,7 @@ def test_what_was_put_into_a_completion_has_no_part_in_an_explanation(stage: Sta
     assert completions[0].sampled is not None
     found = explained(stage, completions)
     assert found.parts.total == found.parts.numerics < SINGLE.mean
-    # What a sampled token is off by shows in full, at its place.
+    # The difference of a sampled token appears in full, at its place.
     first = completions[0]
     place = first.sampled_places[-1]
     assert place > len(first.sampled_places)
@@ -140,7 +140,7 @@ def test_a_head_in_another_dtype_is_numerics_with_its_name(stage: Stage) -> None
 def test_a_stale_layer_is_a_defect_with_its_name(stage: Stage) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     with loads_instead(stage, lambda sent: [(n, t * 1.5 if n == name else t) for n, t in sent]):
-        # Sampled as if no probe had stopped it.
+        # The engine samples as if no probe had stopped the run.
         from lockstep.sync.push import push_weights
 
         stage.trainer.state.global_step += 1

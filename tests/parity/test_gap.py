@@ -27,22 +27,22 @@ def test_the_numbers_are_the_definitions() -> None:
 
 def test_few_tokens_are_held_to_the_largest_gap_at_once_and_to_the_means_when_they_are_many() -> None:
     half = tolerance(torch.bfloat16, torch.bfloat16)
-    # An ordinary gap of bf16's, alone: over the limits on means.
+    # One token alone with an ordinary gap of bf16 is over the limits on means.
     one = measure_gap(torch.tensor([-1.3]), torch.tensor([-1.0]), ["a#0"])
     assert over_limits(one, half)
     pool = PooledGap()
     assert not over_limits(pool.add(one, half), half)
     assert not over_limits(pool.add(GapStats(), half), half)
-    # One over the largest is refused whatever came before.
+    # A gap over the limit on the largest gap is always refused.
     assert over_limits(PooledGap().add(measure_gap(torch.tensor([-4.0]), torch.tensor([-1.0]), ["a#0"]), half), half)
     assert over_limits(PooledGap().add(replace(one, max_abs=math.nan), half), half)
-    # A small gap on every token is seen once enough of them have come, step by step.
+    # A small gap on every token is detected after enough steps have been collected.
     steps = [
         over_limits(pool.add(measure_gap(torch.full((16,), -1.3), torch.full((16,), -1.0), ["a#0"] * 16), half), half)
         for _ in range(16)
     ]
     assert [bool(found) for found in steps] == [False] * 15 + [True]
-    # Then counting starts again.
+    # Then the collection starts again.
     assert not over_limits(pool.add(one, half), half)
 
 

@@ -54,7 +54,7 @@ def written(folder: Path, entries: int) -> list[str]:
     path = folder / "receipt.jsonl"
     path.unlink(missing_ok=True)
     for i in range(entries):
-        # A new object each time: the chain goes on over a restart.
+        # Each line is written by a new object: the chain continues after a restart.
         Receipt(path, i).append({"step": i + 1, "max_abs_gap": 1e-6 * i})
     return path.read_text().splitlines()
 

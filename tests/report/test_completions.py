@@ -1,4 +1,4 @@
-"""The table of completions: what is in it, what is left out, and text that looks like markup."""
+"""The table of completions: its rows, the rows that it omits, and text that looks like markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run shows: numbers are those of its files, and text from a model cannot break the page."""
+"""The report shows the numbers of the run's files, and text from a model cannot break the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups scored while others are sampled: the same scores as afterwards, and really meanwhile."""
+"""Groups are scored while other groups are sampled; the scores are the same as after sampling."""
 
 from __future__ import annotations
 

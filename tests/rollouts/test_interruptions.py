@@ -1,4 +1,4 @@
-"""Interrupted completions are, token for token, what one loop over tokens gives that puts the interruption in where it is due."""
+"""Interrupted completions equal, token for token, those of a simple loop that inserts the interruption where it is due."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def next_token(before: Sequence[int]) -> tuple[int, float]:
-    """A language model without chance: what follows depends on every id before it, and on where it stands."""
+    """A deterministic language model: the next id depends on every id before it, and on its position."""
     draw = random.Random(repr(tuple(before)))
     token = END if draw.random() < 0.06 else draw.randrange(1, 4)
     return token, -draw.random() - 0.1
@@ -33,7 +33,7 @@ def next_token(before: Sequence[int]) -> tuple[int, float]:
 
 @dataclass
 class Loop:
-    """An engine made of that model, which answers backwards and looks for stop strings in its own answer alone, as engines do."""
+    """An engine with this model. It answers in reverse order, and looks for stop strings only in its own answer, as engines do."""
 
     calls: list[list[GenerationRequest]] = field(default_factory=list)
     versions: Sequence[int] = (7, 7)
@@ -67,7 +67,7 @@ def holds(ids: Sequence[int], part: Sequence[int]) -> bool:
 
 
 def token_by_token(request: GenerationRequest, interruption: Interruption) -> Completion:
-    """The same in one loop. What was put in ends the text in which a stop string is looked for."""
+    """The same completion from one loop. The inserted text ends the text in which a stop string is searched."""
     ids: list[int] = []
     logps: list[float] = []
     sampled: list[bool] = []
@@ -121,7 +121,7 @@ def test_what_comes_out_is_what_one_loop_over_tokens_gives(case: tuple[list[Gene
     engine, seen = Loop(), []
     found = generate_interrupted(requests, engine, interruption, decode, seen.append)
     assert found == {r.key: token_by_token(r, interruption) for r in requests}
-    # Each is handed over once, whole.
+    # Each completion is handed over once, as a whole.
     assert sorted(seen, key=lambda c: c.key) == sorted(found.values(), key=lambda c: c.key)
     assert check_answers(requests, found.values(), [7]) == found
 
@@ -141,7 +141,7 @@ def test_all_three_ways_occur_and_each_asks_for_what_it_needs_alone() -> None:
     assert {r.key for r in second} == found.keys() - done
     for r in second:
         assert r.sampling.max_tokens == (13 if r.key in interrupted else 15)
-    # No seed twice, in either call or between them; the same ones again.
+    # No seed occurs twice, within a call or in both calls. A second run has the same seeds.
     seeds = [r.seed for call in (first, second) for r in call]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**62 for seed in seeds)
@@ -151,7 +151,7 @@ def test_all_three_ways_occur_and_each_asks_for_what_it_needs_alone() -> None:
 
 
 def test_a_stop_string_that_begins_in_one_part_and_ends_in_the_next_ends_the_completion() -> None:
-    # Ended thinking: one text. The same string with the interruption in the middle is none.
+    # When thinking has ended, both parts are one text. A string with the interruption in the middle is not a stop string.
     (request,) = asked(1, stop=("ab",))
 
     def says(ids: str) -> Callable[[list[Completion]], list[Completion]]:
@@ -212,7 +212,7 @@ def test_nothing_is_asked_where_no_answer_would_have_room() -> None:
             generate_interrupted(asked(1, max_tokens=limit), engine, Interruption(3, (1, 2, 3), (9,)), decode)
     assert engine.calls == []
     generate_interrupted(asked(1, max_tokens=7), engine, Interruption(3, (1, 2, 3), (9,)), decode)
-    # Where the place is drawn, some draw must not have too little: refused for all, whatever this one's seed draws.
+    # If the place is drawn, every possible draw must leave enough tokens. Otherwise all seeds are refused.
     for limit in (3, 5, 9):
         with pytest.raises(InputError, match="leave nothing for an answer"):
             generate_interrupted(asked(1, max_tokens=limit), engine, Interruption(6, (1, 2, 3), (9,), 2), decode)

@@ -1,4 +1,4 @@
-"""Judges of pairs: what they are shown, and one clear error for every wrong verdict."""
+"""Judges of pairs: their arguments, and one clear error for every wrong verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank alone needs no process group, and its errors stay what they are. Several: tests/integrations/test_trl_ranks.py."""
+"""One rank alone needs no process group and keeps its errors. For several ranks see tests/integrations/test_trl_ranks.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward models and mixed lists: the score of a text is the model's on that text alone, whatever it is batched with."""
+"""Reward models and mixed lists: the score of a text does not depend on the other texts of its batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores on their way between ranks: each to its own rollout, whole, or a clear error."""
+"""Scores that are sent between ranks: each reaches its own rollout unchanged, or there is a clear error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_which_tokens_were_sampled_arrives_with_them() -> None:
         )
 
     sent = [partly(group) for group in groups()]
-    # As it goes from rank to rank.
+    # The message as it is sent from rank to rank.
     arrived = groups_from_wire(json.loads(json.dumps(groups_to_wire(sent))), [group.prompt for group in sent])
     assert arrived == sent
     assert [[r.completion.sampled for r in group.rollouts] for group in arrived] == [[(False, True), None]] * 3

@@ -1,0 +1,70 @@
+"""Files, headings and make targets that the docs and docstrings name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = sorted(
+    path for folder in ("src", "tests", "benchmarks", "examples", "scripts") for path in (ROOT / folder).rglob("*.py")
+)
+# The folders that a path in prose may begin at.
+BASES = (ROOT, ROOT / "src" / "lockstep", ROOT / "src" / "lockstep" / "training", ROOT / "docs")
+# A folder and a file, as in `sync/push.py`; a star stands for any name.
+FILE = re.compile(r"(?<![\w./$~-])((?:\.\./)?(?:[\w-]+/)+[\w*.-]+\.(?:py|md|yaml|sh|svg))\b")
+
+
+def missing(path: str, page: Path) -> bool:
+    # What a run writes is there only after the run.
+    if path.startswith("runs/"):
+        return False
+    return not any(list(base.glob(path)) for base in (*BASES, page.parent) if ".." not in path or base == page.parent)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    assert [path for path in FILE.findall(text) if missing(path, page)] == []
+    # Tests are also named without their folder.
+    known = {path.name for path in PROGRAMS}
+    assert [name for name in re.findall(r"(?<![\w/])test_\w+\.py\b", text) if name not in known] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, heading = target.partition("#")
+        to = page.parent / name if name else page
+        assert to.exists(), target
+        assert not heading or heading in headings(to), target
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.M)) <= targets
+
+
+def test_every_file_that_a_docstring_or_comment_names_exists() -> None:
+    # In code a path may be made up; in backticks or beside "docs/" it is a claim.
+    claimed = re.compile(r"`([\w-]+(?:/[\w-]+)*/[\w*-]+\.py)`|\b(docs/[\w-]+\.md)\b")
+    wrong = {
+        f"{program.relative_to(ROOT)}: {path}"
+        for program in PROGRAMS
+        for found in claimed.findall(program.read_text())
+        for path in found
+        if path and missing(path, program)
+    }
+    assert wrong == set()
