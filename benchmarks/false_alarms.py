@@ -1,9 +1,13 @@
 """Count false alarms: how often a proof stops a clean sync of the real model, or a clean training step, with every proof on.
 
     make false-alarms       (500 syncs of the 135M model, 500 steps of a tiny one, real vLLM; a quarter of an hour on two cores)
+    make false-alarms ARGS="--dtype bfloat16 --syncs 0 --step-models qwen2 qwen3 llama"
+    make false-alarms ARGS="--dtype bfloat16 --syncs 0 --steps 40 --step-models smollm2-135m-instruct"
 
 Before each sync every weight changes by 1e-3 of its size. After the sync all modules are probed and the canary is scored. The steps
-are those of a `GRPOTrainer` that learns. The program prints the alarms, and the largest figure of each proof beside its limit.
+are those of a `GRPOTrainer` that learns, with a tiny model of the tests (named by its kind) or a real one (named by its name). The
+program prints the alarms, and the largest figure of each proof beside its limit. After the clean steps, the engine reports one
+token's log-prob too low by `--fault` nats, and the program prints what the proofs say of that step.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,8 @@ def main() -> None:
     words.add_argument("--syncs", type=int, default=500)
     words.add_argument("--steps", type=int, default=500)
     words.add_argument("--model", default="smollm2-135m-instruct")
+    words.add_argument("--step-models", nargs="+", default=["llama"])
+    words.add_argument("--fault", type=float, default=1.5)
     words.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     words.add_argument("--json", type=Path, default=Path("runs/bench/false_alarms.json"))
     asked = words.parse_args()
@@ -40,7 +47,9 @@ def main() -> None:
     if asked.syncs:
         found["syncs"] = clean_syncs(asked.model, asked.syncs, asked.dtype)
     if asked.steps:
-        found["steps"] = clean_steps(asked.steps, asked.dtype)
+        found["steps"] = {
+            model: clean_steps(model, asked.steps, asked.dtype, asked.fault) for model in asked.step_models
+        }
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     asked.json.write_text(json.dumps({"dtype": asked.dtype, **found}, indent=1) + "\n")
 
@@ -73,7 +82,8 @@ def clean_syncs(model: str, count: int, dtype: str) -> dict[str, float]:
             alarms += bool(over_limits(gap, proofs.limit))
             worst = {name: max(old, new) for (name, old), new in zip(worst.items(), figures, strict=True)}
             _progress("syncs", done + 1, count)
-        limits = (probe_limit(proofs.engine_dtype), proofs.limit.mean, proofs.limit.max, proofs.limit.k3)
+        largest = proofs.limit.largest(gap.tokens)
+        limits = (probe_limit(proofs.engine_dtype), proofs.limit.mean, largest, proofs.limit.k3)
     print(
         f"{count} clean syncs of {model}, {dtype}: {alarms} alarms; largest figures: {_against(worst, limits)}",
         flush=True,
@@ -89,36 +99,80 @@ def _nudge(model: torch.nn.Module, noise: torch.Tensor, turn: int) -> None:
             p += 1e-3 * p.abs().mean() * shifted[: p.numel()].view_as(p)
 
 
-def clean_steps(count: int, dtype: str) -> dict[str, float]:
-    """Train a tiny model on real vLLM. An alarm would end the run."""
+def clean_steps(model: str, count: int, dtype: str, fault: float) -> dict[str, Any]:
+    """Optimizer steps of a model that learns, on real vLLM, and one with a fault. An alarm before that ends the run."""
     import datasets
-    from tiny import save_model
+    import tiny
     from transformers import PrinterCallback
 
+    from lockstep.errors import ProofError
+    from lockstep.parity.receipt import RECEIPT, read_receipt
     from lockstep.training.trainers.grpo import GRPOTrainer
     from lockstep.verify.stage import stage_config
 
     with tempfile.TemporaryDirectory() as folder:
-        model = str(save_model(Path(folder) / "model", kind="llama", tied=True))
-        changes = {"max_steps": count, "learning_rate": 1e-4, "logging_steps": 1, "disable_tqdm": True}
+        small = model in tiny.KINDS
+        path = str(tiny.save_model(Path(folder) / "model", kind=model, tied=model == "llama")) if small else model
+        changes = {"max_steps": count + 1, "learning_rate": 1e-4 if small else 1e-6, "max_completion_length": 48}
+        changes |= {"logging_steps": 1, "disable_tqdm": True}
         config = stage_config(folder, bf16=dtype == "bfloat16", shuffle_dataset=True, **changes)
         data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {7 * i}" for i in range(60)]})
-        trainer = GRPOTrainer(model, _alternating, config, data)
+        trainer = GRPOTrainer(path, _alternating, config, data)
         trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(_fault_after(trainer.engine, count, fault))
+        alarm = ""
         try:
             trainer.train()
+        except ProofError as error:
+            alarm = str(error)
         finally:
             trainer.close()
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        steps = [line for line in read_receipt(Path(folder) / RECEIPT) if line["kind"] == "step"]
         limit = trainer.proofs.limit
-    worst = {name: max(entry[f"parity/{name}"] for entry in logs) for name in ("mean_abs_gap", "max_abs_gap", "k3")}
-    tokens = sum(entry["parity/checked_tokens"] for entry in logs)
-    limits = (limit.mean, limit.max, limit.k3)
+    clean = steps[:count]
+    early = len(clean) < count
+    if early:
+        print(alarm, flush=True)
+    tokens = sum(line["checked_tokens"] for line in clean)
+    nearest = max(clean, key=lambda line: line["max_abs_gap"] / line["max_allowed"])
+    found = {
+        "mean_abs_gap": max(line["sum_abs_gap"] / line["checked_tokens"] for line in clean),
+        "k3": max(line["sum_k3"] / line["checked_tokens"] for line in clean),
+        "max_abs_gap": max(line["max_abs_gap"] for line in clean),
+        "nearest": nearest["max_abs_gap"] / nearest["max_allowed"],
+        "allowed_first": clean[0]["max_allowed"],
+        "allowed_last": clean[-1]["max_allowed"],
+    }
+    outcome = "not tried" if early else "stopped" if alarm else "passed"
     print(
-        f"{len(logs)} clean steps, {tokens:.0f} tokens, {dtype}: 0 alarms; largest figures: {_against(worst, limits)}",
+        f"{len(clean)} clean steps of {model}, {tokens} tokens, {dtype}: {int(early)} alarms; largest figures: "
+        f"mean {found['mean_abs_gap']:.2g} of {limit.mean:g}, k3 {found['k3']:.2g} of {limit.k3:g}, "
+        f"max {found['max_abs_gap']:.2g}, at most {found['nearest']:.0%} of its step's limit "
+        f"({found['allowed_first']:.2g} at the first step, {found['allowed_last']:.2g} at the last); "
+        f"one token wrong by {fault:g}: {outcome}",
         flush=True,
     )
-    return {"count": len(logs), "alarms": 0, "tokens": tokens, **worst}
+    return {"count": len(clean), "alarms": int(early), "tokens": tokens, "stopped": bool(alarm), **found}
+
+
+def _fault_after(engine: Any, step: int, size: float) -> Any:
+    """Lets the engine report one token's log-prob too low, from the generation after a step on."""
+    from transformers import TrainerCallback
+
+    real = engine.generate
+
+    def wrong(requests: Any, *rest: Any) -> Any:
+        answers = real(requests, *rest)
+        key = min(answers, key=str)
+        first, *others = answers[key].logprobs
+        return {**answers, key: replace(answers[key], logprobs=(first - size, *others))}
+
+    class Switch(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == step:
+                engine.generate = wrong
+
+    return Switch()
 
 
 def _alternating(completions: list, **columns: Any) -> list[float]:

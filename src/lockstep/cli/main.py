@@ -11,10 +11,12 @@ import os
 import sys
 from collections.abc import Callable
 
+from lockstep.cli.guard import split_in_two
 from lockstep.cli.huge_pages import start_anew_with_huge_pages
 from lockstep.errors import InputError, LockstepError
 
-_COMMANDS = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo", "serve", "verify")
+_TRAINING = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo")
+_COMMANDS = (*_TRAINING, "serve", "verify")
 _USAGE = """usage: lockstep COMMAND [--config FILE] [--field value …]
 
 commands:
@@ -44,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if argv is None:
         start_anew_with_huge_pages()
+        if words[0] in _TRAINING:
+            split_in_two()
     command = importlib.import_module(f"lockstep.cli.{words[0].replace('-', '_')}")
     return _guarded(lambda: command.run(words[1:]))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.cli.adapter import AdaptedRunArguments, adapter_arguments, settings_of
 from lockstep.cli.arguments import parse, resolved
+from lockstep.cli.guard import run_to_its_end
 from lockstep.cli.quiet import quiet_libraries
 from lockstep.errors import InputError
 
@@ -18,7 +19,7 @@ def train(words: list[str], method: Callable[[], Any]) -> int:
         method: imports and gives the method's trainer class.
 
     Raises:
-        LockstepError: as `lockstep.training.run.run_method`; bad input before anything is started.
+        LockstepError: as `lockstep.training.run.run_method`; bad input before anything is started; something ended the program.
     """
     quiet_libraries()
     kind = method()
@@ -29,7 +30,8 @@ def train(words: list[str], method: Callable[[], Any]) -> int:
             print(resolved(arguments, config), end="")
         return 0
     try:
-        return _train(kind, arguments, config, adapter)
+        with run_to_its_end():
+            return _train(kind, arguments, config, adapter)
     finally:
         _leave_ranks()
 

@@ -29,11 +29,15 @@ class Receipt:
 
     Raises:
         InputError: the existing chain is broken.
+
+    Attributes:
+        entries: what the run had written before, up to `step`.
     """
 
     def __init__(self, path: Path, step: int) -> None:
         self._path = path
         self._last = _FIRST
+        self.entries: list[dict[str, Any]] = []
         if path.exists():
             lines = path.read_text().splitlines()
             if step == 0 and lines:
@@ -42,8 +46,9 @@ class Receipt:
             lines = lines_up_to(lines, step)
             check_chain(lines)
             replace_text(path, "".join(f"{line}\n" for line in lines))
+            self.entries = [json.loads(line) for line in lines]
             if lines:
-                self._last = json.loads(lines[-1])["hash"]
+                self._last = self.entries[-1]["hash"]
 
     @property
     def head(self) -> str:

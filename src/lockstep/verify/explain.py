@@ -55,9 +55,10 @@ def _gaps(steps: list[Line], start: Line) -> list[str]:
     third = max(len(compared) // 3, 1)
     early, late = (_mean(part) for part in (compared[:third], compared[-third:]))
     limit = start["limits"]
+    allowed = worst.get("max_allowed", limit["max"])
     trend = "grows" if late > 2 * early else "falls" if early > 2 * late else "is steady"
     return [
-        f"gap         mean {mean:.1e} (limit {limit['mean']:.0e}), max {worst['max_abs_gap']:.1e} (limit {limit['max']:.0e}) "
+        f"gap         mean {mean:.1e} (limit {limit['mean']:.0e}), max {worst['max_abs_gap']:.1e} (limit {allowed:.1e}) "
         f"at step {worst['step']}, request {worst['worst_request']}",
         f"            {checked} tokens checked in {len(steps)} steps; it {trend}: {early:.1e} in the first third, "
         f"{late:.1e} in the last",

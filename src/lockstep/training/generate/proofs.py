@@ -33,6 +33,8 @@ from lockstep.parity.proven_push import ProvenPusher
 from lockstep.parity.receipt import RECEIPT, RECEIPT_HEAD, Receipt
 from lockstep.parity.rescoring import Precision
 from lockstep.parity.samples import check_samples
+from lockstep.parity.tail import GapTail
+from lockstep.parity.tolerances import Tolerance
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.tokenizer import embedding_rows
@@ -78,6 +80,7 @@ class Proofs:
         self._canary: Canary | None = None
         self._canary_gap: GapStats | None = None
         self._pool = PooledGap()
+        self._tail = GapTail(self.limit)
 
     @property
     def probe(self) -> ModuleProbe:
@@ -98,6 +101,11 @@ class Proofs:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._receipt = Receipt(folder / RECEIPT, step)
+        self._tail = GapTail(self.limit)
+        for entry in self._receipt.entries:
+            self._tail.passed(
+                GapStats(sum_cubes=entry.get("sum_cubes", 0.0), sum_fourths=entry.get("sum_fourths", 0.0))
+            )
         # A resumed run is proven as fully as a new one.
         self._pusher.distrust()
         proof = self._pusher.push(step, canary=True)
@@ -112,7 +120,11 @@ class Proofs:
                 "engine": {key: str(value) for key, value in asdict(settings).items()},
                 "trainer": {"compute": str(self.precision.autocast or self._model.dtype)},
                 "temperature": self._config.temperature,
-                "limits": {**asdict(self.limit), "module_probe": probed.limit},
+                "limits": {
+                    **asdict(self.limit),
+                    "max": self.limit.largest(proof.canary.tokens),
+                    "module_probe": probed.limit,
+                },
                 "modules": {"probed": probed.modules, "unreached": list(probed.unreached)},
                 "worst_module": {"name": name, "error": error},
                 "canary": _figures(proof.canary),
@@ -182,12 +194,12 @@ class Proofs:
         """
         with self._clock.phase("verify"):
             check_count(gap, sampled, version)
-            found = self._pool.add(gap, self.limit) if self._config.max_staleness else gap
-            if not over_limits(found, self.limit):
-                return
-            raise self._explained(found, completions, version)
+            limit = self._tail.limit
+            found = self._pool.add(gap, limit) if self._config.max_staleness else gap
+            if over_limits(found, limit):
+                raise self._explained(found, limit, completions, version)
 
-    def _explained(self, gap: GapStats, completions: Sequence[Completion], version: int) -> Exception:
+    def _explained(self, gap: GapStats, limit: Tolerance, completions: Sequence[Completion], version: int) -> Exception:
         chosen = _short_enough(sorted(completions, key=lambda c: str(c.key) != gap.worst)[:_EXPLAINED])
         try:
             found = decompose(
@@ -198,16 +210,14 @@ class Proofs:
                 self.precision,
                 self._pusher.module_probe,
                 version,
-                self.limit,
+                limit,
                 stale_by_design=self._config.max_staleness > 0,
             )
         except (RuntimeError, MemoryError) as error:
             # Most often out of memory. The gap must be reported even where it cannot be explained.
             why = f"it could not be taken apart ({type(error).__name__}: {str(error)[:200]})"
-            return gap_error(
-                gap, self.limit, version, why, "not known", "run 'lockstep verify' on this model and engine"
-            )
-        return gap_error(gap, self.limit, version, str(found.parts), found.cause, found.fix)
+            return gap_error(gap, limit, version, why, "not known", "run 'lockstep verify' on this model and engine")
+        return gap_error(gap, limit, version, str(found.parts), found.cause, found.fix)
 
     def write(self, gap: GapStats, sampled: int, stale: int, step: int, version: int) -> None:
         """Write the receipt's line of a step whose proofs have passed.
@@ -235,10 +245,14 @@ class Proofs:
                 **self._of_staleness(stale),
                 "sum_abs_gap": gap.sum_abs,
                 "max_abs_gap": gap.max_abs,
+                "max_allowed": self._tail.limit.largest(gap.tokens),
                 "sum_k3": gap.sum_k3,
+                "sum_cubes": gap.sum_cubes,
+                "sum_fourths": gap.sum_fourths,
                 "worst_request": gap.worst,
             }
         )
+        self._tail.passed(gap)
 
     def _of_staleness(self, stale: int) -> dict[str, Any]:
         """The receipt's fields about stale tokens; empty for a run that has none."""

@@ -1,0 +1,75 @@
+"""The limit on the largest gap follows from the dtypes, the number of tokens, and the run's own tail."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lockstep.parity.gap import GapStats, measure_gap, over_limits
+from lockstep.parity.tail import GapTail
+from lockstep.parity.tolerances import FALSE_ALARM, tolerance
+
+HALF = tolerance(torch.bfloat16, torch.bfloat16)
+SINGLE = tolerance(torch.float32, torch.float32)
+
+
+def drawn(scale: float, tokens: int, seed: int) -> GapStats:
+    """Gaps whose size is exponential, as measured in bf16 (`make false-alarms`), with either sign."""
+    draw = torch.Generator().manual_seed(seed)
+    size = -scale * torch.rand(tokens, generator=draw, dtype=torch.double).log()
+    sign = 1 - 2.0 * torch.randint(2, (tokens,), generator=draw)
+    return measure_gap(size * sign, torch.zeros(tokens), ["a#0"] * tokens)
+
+
+def with_one_more(stats: GapStats, gap: float) -> GapStats:
+    return stats + measure_gap(torch.tensor([gap]), torch.zeros(1), ["b#0"])
+
+
+@pytest.mark.parametrize("limit", [HALF, SINGLE])
+def test_the_largest_gap_may_grow_with_the_logarithm_of_the_tokens(limit: object) -> None:
+    few, many = limit.largest(100), limit.largest(1_000_000)  # type: ignore[attr-defined]
+    assert many / few == pytest.approx(math.log(1_000_000 / FALSE_ALARM) / math.log(100 / FALSE_ALARM))
+    assert limit.largest(0) == limit.largest(1) > 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.04, 0.1])
+def test_clean_steps_of_any_size_pass_from_the_first_on(scale: float) -> None:
+    """0.1 is the widest tail that was measured: here with means to match, which have limits of their own."""
+    tail = GapTail(HALF)
+    for seed, tokens in enumerate([8, 100, 100, 500, 500, 2_000, 200_000, 500, 8]):
+        stats = drawn(scale, tokens, seed)
+        assert stats.max_abs <= tail.limit.largest(tokens)
+        tail.passed(stats)
+
+
+def test_one_wrong_token_is_found_that_a_limit_for_every_model_let_pass() -> None:
+    tail = GapTail(HALF)
+    for seed in range(20):
+        tail.passed(drawn(0.04, 500, seed))
+    step = with_one_more(drawn(0.04, 500, 99), 1.6)
+    assert not over_limits(step, HALF)
+    assert [over.split()[0] for over in over_limits(step, tail.limit)] == ["max_abs_gap"]
+
+
+def test_a_run_never_widens_the_limit_of_its_dtypes() -> None:
+    tail = GapTail(HALF)
+    tail.passed(drawn(0.5, 5_000, 0))
+    assert tail.limit == HALF
+
+
+def test_tokens_that_the_model_is_sure_of_do_not_narrow_the_limit() -> None:
+    """A policy that has become sure has gaps of nearly zero, with the same tail on the few other tokens."""
+    mixed, plain = GapTail(HALF), GapTail(HALF)
+    for seed in range(20):
+        step = drawn(0.04, 500, seed)
+        plain.passed(step)
+        mixed.passed(step + GapStats(tokens=50_000))
+    assert mixed.limit == plain.limit
+
+
+def test_gaps_of_exactly_zero_leave_the_limit_as_it_is() -> None:
+    tail = GapTail(SINGLE)
+    tail.passed(GapStats(tokens=1_000_000))
+    assert tail.limit.tail == pytest.approx(SINGLE.tail)
