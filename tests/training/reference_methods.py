@@ -1,4 +1,4 @@
-"""A plain second version of every method: whole logits of padded rows, loops over groups and tokens, no use of `lockstep.algorithms`.
+"""A plain second version of every method: whole logits of padded rows, loops over groups and tokens, no `lockstep.algorithms`.
 
 The formulas are those of the papers, with TRL's constants if TRL has the method and OpenRLHF's otherwise. Each function takes a
 whole generation and returns the loss of one of its optimizer steps.
@@ -148,7 +148,7 @@ def second_score(reward: float | None) -> float | None:
 
 
 def by_function(drawn: Drawn, weights: Sequence[float]) -> list[float]:
-    """GDPO's advantages: each function's scores are normalised within the group and summed; the sums are normalised over the generation."""
+    """GDPO's advantages: scores are normalised per function and group and summed; the sums are normalised over the generation."""
     totals: list[float | None] = []
     for group in drawn.rewards:
         columns = [group, [second_score(r) for r in group]]
