@@ -63,7 +63,9 @@ def report(medians: dict[str, float]) -> None:
     print(f"(copied in this process, with GLIBC_TUNABLES={tunables!r}: huge pages only where that asks for them)")
     for name, limit in ASKED.items():
         found = medians[f"push, {name}"] / medians[NEW]
-        print(f"{name}: asked at most {limit:.0f} × a copy, reached {found:.2f} ×: {'yes' if found <= limit else 'NO'}")
+        print(
+            f"{name}: the goal is at most {limit:.0f} × a copy, reached {found:.2f} ×: {'yes' if found <= limit else 'NO'}"
+        )
 
 
 def measure(url: str, server: int, dtype: str, rounds: int) -> list[dict[str, float]]:

@@ -30,11 +30,11 @@ def main() -> None:
         import lockstep.sync.vllm_backend as backend
 
         if stage.model.get_output_embeddings().weight is not stage.model.get_input_embeddings().weight:
-            sys.exit(f"{model} has a head of its own; the story needs a tied one")
+            sys.exit(f"{model} has a head of its own; this example needs a model with a tied head")
         with stage.moved(0.01, seed=1):
-            show(stage, "with the mend")
+            show(stage, "with the repair")
         with stage.moved(0.01, seed=2), patch.object(backend, "repack_heads", lambda model: None):
-            show(stage, "without it")
+            show(stage, "without the repair")
 
 
 def show(stage, title: str) -> None:  # type: ignore[no-untyped-def]

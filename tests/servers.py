@@ -33,7 +33,7 @@ class Server:
 
     @property
     def processes(self) -> dict[str, int]:
-        """Process ids by what they do: `api`, `core`, and `worker` where the model has a process of its own."""
+        """Process ids by role: `api`, `core`, and `worker` if the model has a process of its own."""
         found = {}
         for pid in descendants(self.supervisor.pid):
             with suppress(OSError):
@@ -43,7 +43,7 @@ class Server:
         return found
 
     def kill(self, role: str, sign: signal.Signals = signal.SIGKILL, limit: float = _START_LIMIT) -> None:
-        """Signal a process, as soon as there is one (after an earlier kill there is none for a while)."""
+        """Send a signal to a process as soon as it exists (after an earlier kill it may not exist yet)."""
         deadline = time.monotonic() + limit
         while (pid := self.processes.get(role)) is None:
             assert time.monotonic() < deadline, f"no process {role} in {self.processes}"
@@ -60,11 +60,11 @@ class Server:
         self.await_health(limit)
 
     def sampled_tokens(self) -> float:
-        """Tokens that the server has sampled since it was started, by its own count."""
+        """The number of tokens that the server has sampled since its start, by its own count."""
         return self._count("vllm:generation_tokens_total")
 
     def waiting_requests(self) -> float:
-        """Requests that the server has taken and not begun, by its own count."""
+        """The number of requests that the server has received and not begun, by its own count."""
         return self._count("vllm:num_requests_waiting{")
 
     def _count(self, name: str) -> float:
@@ -87,7 +87,7 @@ class Server:
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids below a process, itself left out."""
+    """The ids of all child processes of a process, without the process itself."""
     below = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -103,7 +103,7 @@ def free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen there; connections that an earlier one has closed do not matter."""
+    """Whether a server could listen on this port; connections that an earlier server has closed do not matter."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -123,7 +123,7 @@ def serve(
     port: int | None = None,
     key: str | None = KEY,
 ) -> Iterator[Server]:
-    """A server for a model, healthy; by default on a port that is free. Without a key it makes its own."""
+    """A healthy server for a model, by default on a free port. Without a key the server makes its own."""
     port = port or free_port()
     log = folder / f"server-{port}.log"
     command = [sys.executable, "-m", "lockstep.cli.main", "serve", model, "--port", str(port), "--dtype", dtype]
@@ -133,7 +133,7 @@ def serve(
             stdout=out,
             stderr=out,
             text=True,
-            # As a careless user's environment: nothing that the server does may depend on it.
+            # The environment of a careless user; the server must not depend on it.
             env={
                 **{name: value for name, value in os.environ.items() if name != KEY_VARIABLE},
                 **({KEY_VARIABLE: key} if key else {}),

@@ -1,7 +1,7 @@
-"""An engine whose log-probs are a little off, as those of one with other kernels are: corrections have something to correct.
+"""An engine with slightly wrong log-probs, like an engine with other kernels, so that corrections have an effect.
 
-By less than the proofs of fp32 pass (1e-4 nats in the mean), and by the same each time. The transformers engine agrees with the
-trainer to rounding.
+The difference is the same each time, and smaller than the limit of the fp32 proofs (1e-4 nats in the mean). Without it, the
+transformers engine agrees with the trainer up to rounding.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, OnAnswer, RequestKey
 
-# How much the log-prob of a completion's token at a place is off, in nats.
+# Gives the difference, in nats, for the token of a completion at a place.
 Shift = Callable[[Completion, int], float]
 
 
 class ShiftedEngine:
-    """An engine with another's answers, shifted."""
+    """An engine that shifts the log-probs of another engine's answers."""
 
     def __init__(self, engine: Engine, shift: Shift) -> None:
         self._engine, self._shift = engine, shift

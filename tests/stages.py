@@ -12,12 +12,12 @@ from lockstep.verify.stage import Stage, open_stage, stage_config
 
 
 def config(folder: Path, **changes: object) -> GRPOConfig:
-    """What the command line makes of no words at all."""
+    """The config that the command line makes when it gets no arguments."""
     return stage_config(str(folder), **changes)
 
 
 @contextmanager
 def stage_on(model: str, folder: Path, engine: Engine | None = None, **changes: object) -> Iterator[Stage]:
-    """A stage for a model directory, with an engine of its own unless one is given."""
+    """A stage for a model directory, with its own engine unless an engine is given."""
     with open_stage(model, config(folder, **changes), engine=engine) as stage:
         yield stage

@@ -48,7 +48,10 @@ KINDS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "
 def make_model(
     kind: str = "qwen2", *, tied: bool = False, seed: int = 0, scale: float = 0.3, **more: object
 ) -> PreTrainedModel:
-    """Two layers of random weights, scaled up so that its distributions are not flat and faults show; `more` of its config."""
+    """A model of two layers with random weights; `more` are further fields of its config.
+
+    The weights are scaled up so that the distributions are not flat and faults have a visible effect.
+    """
     settings = {
         "vocab_size": 384,
         "hidden_size": 64,
@@ -70,7 +73,7 @@ def make_model(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = 0
     with torch.no_grad():
-        # Zero as they are initialised, no test would see a bias that is lost.
+        # Biases are initialised to zero; with zeros no test would detect a bias that is lost.
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=scale)
@@ -78,7 +81,7 @@ def make_model(
 
 
 def make_stateful(width: int = 32, *, scale: float = 0.3) -> PreTrainedModel:
-    """Two layers that keep a state from token to token, without attention."""
+    """A model of two layers without attention, which keep a state from token to token."""
     config = MambaConfig(vocab_size=384, hidden_size=width, state_size=4, num_hidden_layers=2, initializer_range=scale)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -90,14 +93,14 @@ def save_model(folder: Path, **kwargs: object) -> Path:
 
 
 def save(model: PreTrainedModel, folder: Path) -> Path:
-    """The same of a model that was made already."""
+    """A model directory for a model that was already made."""
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 
 
 def perturbed(model: PreTrainedModel, scale: float = 0.05, seed: int = 1) -> PreTrainedModel:
-    """A copy of a model with every weight moved a little."""
+    """A copy of a model in which every weight is changed slightly."""
     copy = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     copy.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(seed)
@@ -108,7 +111,7 @@ def perturbed(model: PreTrainedModel, scale: float = 0.05, seed: int = 1) -> Pre
 
 
 def talkative(folder: Path) -> str:
-    """A tiny model that says its end token now and then: completions differ in length, and some are cut."""
+    """A tiny model that sometimes samples its end token: completions differ in length, and some are cut."""
     model = make_model()
     with torch.no_grad():
         model.lm_head.weight[model.config.eos_token_id] *= 1.5

@@ -191,7 +191,7 @@ def show_learning(title: str, figures: dict[str, Any], state_bytes: int) -> None
 
 
 def show_growth(title: str, figures: dict[str, Any]) -> None:
-    print(f"\n{title}: milliseconds a sampled token, and the share of each phase")
+    print(f"\n{title}: milliseconds per sampled token, and the share of each phase")
     for name, found in figures.items():
         listed = ", ".join(f"{phase} {share:.0%}" for phase, share in found["shares"].items() if share >= 0.005)
         print(

@@ -1,4 +1,4 @@
-"""Nothing of a real server is open but its health."""
+"""Only the health path of a real server is open."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lockstep.sync.push import push_weights
 
 pytestmark = VLLM
 
-# Spellings that a guard might take for something else than a router does.
+# Spellings of paths that a guard and a router might understand differently.
 ODD = [
     ("GET", "/"),
     ("POST", "/health/../server_info"),
@@ -40,7 +40,7 @@ UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Versi
 
 @pytest.fixture(scope="module")
 def routes(untied_dir: str) -> list[tuple[str, str]]:
-    """Every method and path of vLLM's own application, made as the server's is, for a model of any task."""
+    """Every method and path of vLLM's own application, made like the server's application, for a model of any task."""
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.tasks import SupportedTask
@@ -81,7 +81,7 @@ def test_no_websocket_opens_without_the_key(server: Server, routes: list[tuple[s
 
 
 def test_the_routes_are_those_that_the_server_has(server: Server, routes: list[tuple[str, str]]) -> None:
-    """By a method that no route takes: a path that is there refuses it, and nothing is set going."""
+    """Send a method that no route takes: an existing path refuses it, and nothing is started."""
     key = {"Authorization": f"Bearer {KEY}"}
     with httpx.Client(trust_env=False, headers=key) as client:
         there = {path for _, path in routes if client.request("PROPFIND", server.url + path).status_code == 405}
@@ -113,7 +113,7 @@ def test_the_key_is_in_no_list_of_processes(server: Server) -> None:
 
 
 class Trace:
-    """Leaves a file behind when it is unpickled."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -139,7 +139,7 @@ def test_nothing_is_unpickled_whatever_the_servers_environment_says(server: Serv
     for method in ("lockstep_probe", "lockstep_modules"):
         assert post("/collective_rpc", {"method": method, "args": [pickled, "0", "true"]}) >= 400
     assert not path.exists()
-    # And the next trainer finds a server that works.
+    # The next trainer finds a working server.
     engine = connect(server.url)
     push_weights(make_model(), engine, 1)
     engine.close()

@@ -1,4 +1,4 @@
-"""`lockstep.engines.connect`: four calls for people with a trainer of their own, on a real server."""
+"""`lockstep.engines.connect` on a real server: the four calls for users with a trainer of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples run as they stand, on a tiny model: their calls, their proofs, and what they print of them."""
+"""The examples run unchanged on a tiny model: their calls, their proofs, and their output."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_trls_trainer_with_one_assignment_proves_every_push(
 ) -> None:
     trainers = pytest.importorskip("trl.trainer.grpo_trainer", reason="TRL is not installed here")
     module = example("trl_grpo")
-    # The example replaces it; here it is put back afterwards.
+    # The example replaces this class; the test restores it afterwards.
     monkeypatch.setattr(trainers, "VLLMGeneration", trainers.VLLMGeneration)
     for name, value in {"max_steps": 2, "max_completion_length": 6, "use_cpu": True}.items():
         monkeypatch.setitem(module.SETTINGS, name, value)

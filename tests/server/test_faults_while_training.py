@@ -1,7 +1,7 @@
-"""Training runs that meet what networks and sick servers do to answers.
+"""Training runs whose servers and network fail in known ways.
 
-They go on and end with the weights of a run without any fault, bit for bit; or they stop with one error before anything is
-learned, and resume to those weights.
+Each run continues and ends with the weights of a run without a fault, bit for bit. Or it stops with one error before it learns from
+wrong data, and reaches those weights when it is resumed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lockstep.training.trainers.grpo import GRPOTrainer
 
 pytestmark = VLLM
 
-# What happens to an answer, one step each.
+# The faults of an answer; each step has one of them.
 ANSWERS = ["cut", "500", "503", "late", "asked_twice", "body_twice", "truncated", "empty", "last"]
-# Those of them after which the trainer has what it needs.
+# The faults after which the trainer has all answers that it needs.
 HARMLESS = {"asked_twice", "last"}
-# The calls of a push, in their order, and what happens to each.
+# The calls of a push, in their order, with the fault of each.
 PUSH = [
     ("cut", "/pause"),
     ("truncated", "/collective_rpc"),
@@ -42,7 +42,7 @@ PUSH = [
     ("empty", "/weight_info"),
     ("cut", "/resume"),
 ]
-# Answers that lie, how many of them, and the proof that says so.
+# Wrong answers, their number, and the proof that detects them.
 LIES = [
     ("token_lost", 1, "logprobs"),
     ("logprob_missing", 1, "logprobs"),
@@ -52,7 +52,7 @@ LIES = [
 STEPS = len(ANSWERS)
 SETTINGS: dict[str, Any] = {
     "max_steps": STEPS,
-    # So that a run's first steps do not depend on how many there are.
+    # With a constant learning rate the first steps of a run do not depend on the number of steps.
     "lr_scheduler_type": "constant",
     "max_completion_length": 24,
     "vllm_server_timeout": 5.0,
@@ -61,10 +61,10 @@ Weights = dict[str, torch.Tensor]
 
 
 class Faults:
-    """One fault in each step that has one; keeps the weights that each step began with.
+    """Applies the faults of each step, and records the weights at the start of each step.
 
     Args:
-        faults: by step: what happens, to which path, and how many times.
+        faults: by step: the fault, the path that it affects, and how many times.
     """
 
     def __init__(self, proxy: FaultyProxy, faults: Mapping[int, tuple[str, str, int]]) -> None:
@@ -100,7 +100,7 @@ def proxy(server: Server) -> Iterator[FaultyProxy]:
 
 @pytest.fixture(scope="module")
 def expected(server: Server, proxy: FaultyProxy, untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list:
-    """The weights after each number of steps, in a run without faults."""
+    """The weights after each step of a run without faults."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(KEY_VARIABLE, KEY)
         watch = Faults(proxy, {})
@@ -110,7 +110,7 @@ def expected(server: Server, proxy: FaultyProxy, untied_dir: str, tmp_path_facto
 
 
 def check(found: Weights, faults: Faults, expected: list[Weights], folder: Path) -> None:
-    """Nothing but the right data was learned from, in every step."""
+    """Assert that every step learned only from right data."""
     for step, (mine, theirs) in enumerate(zip([*faults.begun, found], expected, strict=True)):
         assert equal(mine, theirs), f"after {faults.faults.get(step - 1)} the weights are others"
     check_receipt(folder / "receipt.jsonl")

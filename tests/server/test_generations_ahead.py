@@ -1,4 +1,4 @@
-"""Generations that are sampled while the trainer learns, on a real server: right prompts, tokens of known age, a proof left."""
+"""Generations that a real server samples while the trainer learns: right prompts, tokens of known age, and a complete proof."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Watch:
-    """Keeps what each step learned from, and the weights that it began with."""
+    """Records what each step learned from, and the weights at its start."""
 
     def __init__(self) -> None:
         self.models: dict[int, PreTrainedModel] = {}
@@ -80,7 +80,7 @@ def test_every_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
     untied_dir: str, tmp_path: Path, server: Server
 ) -> None:
     watch = Watch()
-    # Large enough that pushes land in the middle of completions, and weights that differ enough to be told apart.
+    # With these sizes pushes come in the middle of completions, and the weights differ enough to be told apart.
     trainer = make_trainer(
         untied_dir,
         tmp_path,
@@ -101,7 +101,7 @@ def test_every_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
         assert all(len(group.rollouts) == 8 for group in generation.groups)
     assert ages <= {0, 1, 2}
     assert 2 in ages
-    # The last generation was begun two pushes before, and not by the weights that learned from it.
+    # The last generation was begun two pushes earlier, by older weights than those that learned from it.
     last = watch.generations[4].completions
     assert gap_by_version(dict.fromkeys(range(5), watch.models[4]), last) > 0.01
     lines = steps_of(tmp_path)
@@ -124,7 +124,7 @@ def test_every_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
 def test_prompts_are_those_of_a_run_that_takes_turns_each_sampled_by_seeds_of_its_own(
     untied_dir: str, tmp_path: Path, server: Server
 ) -> None:
-    """Three prompts, two a generation, five generations at a time: the same prompt is under way several times."""
+    """Three prompts, two per generation, five generations at a time: the same prompt is sampled several times at once."""
     turns, ahead = Watch(), Watch()
     data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {i + 3}" for i in range(3)]})
     for watch, changes in ((turns, {}), (ahead, {**AHEAD, "max_staleness": 4})):
@@ -134,7 +134,7 @@ def test_prompts_are_those_of_a_run_that_takes_turns_each_sampled_by_seeds_of_it
         train(trainer, watch)
     for step in range(6):
         assert turns.generations[step].prompt_ids == ahead.generations[step].prompt_ids
-    # The policy never moves: the same seeds give the same completions, whenever they were sampled.
+    # The policy never changes, so the same seeds give the same completions at any time.
     for step in range(6):
         for one, other in zip(turns.generations[step].completions, ahead.generations[step].completions, strict=True):
             assert one.token_ids == other.token_ids
@@ -150,7 +150,7 @@ def test_what_the_engine_computes_with_wrong_weights_is_seen_although_every_toke
         return real(perturbed(model, scale=0.5) if version == 2 else model, engine, version)
 
     monkeypatch.setattr(proofs, "push_weights", pushes_others)
-    # The module probe would have named it before: it is what the canary stands in for.
+    # The module probe would find the fault first, so it is switched off: the canary must find the fault alone.
     monkeypatch.setattr(proofs, "check_probe", lambda *_: None)
     trainer = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=4)
     with pytest.raises(ProofError, match="canary"):
@@ -218,7 +218,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_prompts_that_it_would_have_g
     assert sorted(again.generations) == [2, 3]
     for step in (2, 3):
         assert whole.generations[step].prompt_ids == again.generations[step].prompt_ids
-    # What was under way is begun anew, with the weights of the checkpoint.
+    # The unfinished generations are sampled again, with the weights of the checkpoint.
     assert {v for c in again.generations[2].completions for v in c.weight_versions} == {2}
     assert [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3, 4]
 
@@ -276,7 +276,7 @@ def test_a_run_goes_on_where_the_engine_is_lost_while_the_canary_sings(
     engine.submit_scores = submit
     train(trainer, watch)
     assert trainer.source.losses == 1
-    # Asked once a step, and once more; at the start of training and of proofs it is sung by another call.
+    # The canary was requested once per step, and once more after the loss. At the start of training another call scores it.
     assert [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3, 4, 5]
     for generation in watch.generations.values():
         assert gap_by_version(watch.models, generation.completions) < 2e-3
@@ -297,7 +297,7 @@ def test_an_evaluation_between_steps_is_of_the_policy_as_it_is(untied_dir: str, 
 
     requests.generate = noted
     train(trainer)
-    # It waits behind two generations, so that it has their time too.
+    # The evaluation waits behind two generations, so its time limit includes theirs.
     assert limits == {3 * trainer.config.vllm_server_timeout}
     versions = {v for g in trainer.last_eval_groups for r in g.rollouts for v in r.completion.weight_versions}
     assert versions == {4}

@@ -1,4 +1,4 @@
-"""vLLM's own command line, without `lockstep serve`: with the arguments that our errors name, and with one of them missing."""
+"""Servers started by vLLM's own command line: with all arguments that our errors name, and with one of them missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.server.keys import KEY_VARIABLE
 pytestmark = VLLM
 
 DEVELOPER = "VLLM_SERVER_DEV_MODE"
-# As our errors name them.
+# The arguments that our errors name.
 NAMED = shlex.split(HOW_TO_START.partition("and the arguments ")[2])
 
 
@@ -36,7 +36,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 def by_hand(
     model: str, folder: Path, arguments: Sequence[str], *, dtype: str = "float32", developer: bool = True
 ) -> Iterator[Server]:
-    """vLLM's server as someone starts it; what is added is for time and memory alone."""
+    """vLLM's server as a user starts it; the added arguments only save time and memory."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", "512", *arguments]
@@ -55,7 +55,7 @@ def by_hand(
 
 
 def without(name: str) -> list[str]:
-    """The named arguments but one, and its value."""
+    """The named arguments without one of them and its value."""
     place = NAMED.index(name)
     values = place + 1 < len(NAMED) and not NAMED[place + 1].startswith("--")
     return NAMED[:place] + NAMED[place + 1 + values :]
@@ -72,7 +72,7 @@ def test_a_server_started_with_the_arguments_that_errors_name_trains_like_any_ot
     check_receipt(tmp_path / "hand" / "receipt.jsonl")
 
 
-# What the error says beside how to start one; the arguments that the handshake compares are below.
+# For each missing argument, the reason in the error. The arguments that the handshake compares are below.
 LACKING = {
     DEVELOPER: "has no /collective_rpc",
     "--worker-extension-cls": "at /collective_rpc",
@@ -98,7 +98,7 @@ def test_a_server_that_lacks_one_of_them_is_refused_with_what_to_change(
 
 @pytest.mark.long
 def test_the_handshake_names_everything_that_differs_at_once(tied_dir: str, untied_dir: str, tmp_path: Path) -> None:
-    """Another model, dtype and log-probs than the run assumes."""
+    """A server with another model, dtype and log-probs mode than the run assumes."""
     arguments = [*NAMED[: NAMED.index("--logprobs-mode")], "--no-enable-chunked-prefill"]
     with by_hand(tied_dir, tmp_path, arguments, dtype="bfloat16") as hand, pytest.raises(ProofError) as refused:
         make_trainer(untied_dir, tmp_path / "run", hand.url)

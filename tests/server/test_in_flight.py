@@ -1,4 +1,4 @@
-"""Updates that land in the middle of running requests, on a real server."""
+"""Updates in the middle of running requests, on a real server."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def long_requests(count: int, tokens: int) -> list[GenerationRequest]:
 
 
 def begin(server: Server, work: Callable[[], None]) -> threading.Thread:
-    """Start requests; gives their thread once they are being answered."""
+    """Start requests; return their thread when the server has begun to answer them."""
     before, deadline = server.sampled_tokens(), time.monotonic() + 60
     worker = threading.Thread(target=work)
     worker.start()
@@ -49,7 +49,7 @@ def begin(server: Server, work: Callable[[], None]) -> threading.Thread:
 
 
 def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion]) -> float:
-    """Largest distance of a token's log-prob to that of a plain forward with the weights it is stamped with."""
+    """The largest difference between a token's log-prob and that of a plain forward with the weights of the token's version."""
     worst = 0.0
     for c in found:
         versions = torch.tensor(c.weight_versions)
@@ -63,7 +63,7 @@ def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion]) 
 def test_tokens_of_running_requests_carry_the_version_that_sampled_each(server: Server, engine: VLLMServer) -> None:
     first, second = make_model(), perturbed(make_model(), scale=0.5)
     push_weights(first, engine, 1)
-    # Enough for a second or more on any machine.
+    # Enough tokens for a second or more on any machine.
     asked = long_requests(150, 400)
     answers: dict[RequestKey, Completion] = {}
     worker = begin(server, lambda: answers.update(engine.generate(asked)))
@@ -74,10 +74,10 @@ def test_tokens_of_running_requests_carry_the_version_that_sampled_each(server: 
     across = [c for c in found if set(c.weight_versions) == {1, 2}]
     assert across, "no request was running when the update landed"
     assert all(list(c.weight_versions) == sorted(c.weight_versions) for c in found)
-    # Log-probs right for each token's own weights also say that no key or value of the older ones was used (fault W6).
+    # Log-probs that are right for each token's own weights also show that no key or value of older weights was used (fault W6).
     assert gap_by_version({1: first, 2: second}, found) < 1e-3
     assert gap_by_version({1: second, 2: first}, across) > 0.1
-    # And nothing of the older weights is left for the next request with the same prefix.
+    # The next request with the same prefix finds nothing that older weights computed.
     after = list(engine.generate(long_requests(3, 8)).values())
     assert gap_by_version({2: second}, after) < 1e-3
 

@@ -1,4 +1,4 @@
-"""Keys, the guard and the command line of a server, without one."""
+"""The keys, the guard and the command line of a server, tested without a server."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ time.sleep(600)
 
 
 class TestSupervisor:
-    """With a small real process in place of vLLM; the real one is killed in test_killed_servers.py."""
+    """The supervisor with a small real process instead of vLLM; test_killed_servers.py kills the real server."""
 
     def test_a_server_that_dies_is_started_again_and_said_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from servers import free_port
@@ -316,7 +316,7 @@ class TestSupervisor:
     def test_a_server_whose_engine_died_and_that_does_not_end_is_ended(
         self, ill: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What vLLM's does while calls to its dead engine are open: it stops listening, and waits for them for ever."""
+        """vLLM's server does this while calls to its dead engine are open: it stops listening, and waits for them without end."""
         from servers import free_port
 
         monkeypatch.setattr("lockstep.server.supervisor._FAILING_LIMIT", 1.0)

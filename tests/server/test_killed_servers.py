@@ -1,4 +1,4 @@
-"""Training goes on, exactly, when its server dies: at work, idle, and in the middle of a push."""
+"""Training continues exactly when its server dies: while it generates, while it is idle, and in the middle of a push."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ pytestmark = VLLM
 
 ROLES = ("api", "core")
 MOMENTS = ("generating", "idle", "pushing")
-# Half of the pushes that meet a kill go over it.
+# Half of the pushes with a kill use this transport.
 GLOO = "pushing over gloo"
 TIMEOUT = 240.0
 
 
 class Killer:
-    """Kills one process of the server in each step, each time another one at another moment.
+    """Kills one process of the server in each step, each time another process at another moment.
 
     Attributes:
-        kills: moment and process of each.
-        met: those that the work under way at that moment was lost by.
+        kills: the moment and the process of each kill.
+        met: the kills that interrupted the current work.
     """
 
     def __init__(self, server: Server) -> None:
@@ -67,7 +67,7 @@ class Killer:
 
     @contextmanager
     def lost_by(self, moment: str, role: str) -> Iterator[None]:
-        """Work that a kill is to hit, and not what comes after it."""
+        """The work that a kill must interrupt; later work does not count."""
         before = len(self.kills)
         try:
             yield
@@ -82,7 +82,7 @@ class Killer:
 
         def kill_while_it_samples(before: float, done: threading.Event) -> None:
             core = self.server.processes["core"]
-            # In short spells, so that it cannot be done before its count of tokens is seen.
+            # The server runs for short times only, so that it cannot finish before the test reads its token count.
             while not done.wait(0.05):
                 os.kill(core, signal.SIGSTOP)
                 time.sleep(0.1)
@@ -119,7 +119,7 @@ class Killer:
 
         def free(slots: FilledSlots, number: int, check: Callable[[], None]) -> Any:
             found = real(slots, number, check)
-            # Of several chunks the second has been loaded: some layers are new, some are old.
+            # The second of several chunks has been loaded: some layers are new, some are old.
             if number == 3 and armed:
                 armed.pop()
                 self.kill("pushing", role)
@@ -136,7 +136,7 @@ class Killer:
         killer, armed = self, [True]
 
         class Deadly(PlainSource):
-            """The same weights; the server is killed when half of them have gone out."""
+            """The same weights; the server is killed when half of them have been sent."""
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
                 for number, named in enumerate(super().__iter__()):
@@ -156,7 +156,7 @@ class Killer:
 
     @contextmanager
     def loading(self, trainer: GRPOTrainer, moment: str, role: str) -> Iterator[None]:
-        """Notes whether it was the push that a kill hit."""
+        """Records whether the kill interrupted the push."""
         real = trainer.engine.load
 
         def load(tensors: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A server that computes in bf16 is sent bf16: half the bytes, and the weights that it would have made of the wider ones."""
+"""A bf16 server is sent bf16: half the bytes, and the same weights that the server would have made from the wider tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bf16_server(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def held(engine: VLLMServer) -> dict[str, torch.Tensor]:
-    """What every module of the server answers to one probe input."""
+    """The output of every module of the server for one probe input."""
     names = engine.modules(tuple(name for name, _ in make_model().named_parameters())).probed
     return engine.probe(list(names), 5, every=True)
 

@@ -1,4 +1,7 @@
-"""Online DPO's scripts on real servers: TRL's of pull request 6228 with its import changed, and our example. Pairs are pairs."""
+"""Scripts of Online DPO on real servers: the script of TRL's pull request 6228 with another import, and our example.
+
+All pairs are right.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,18 @@ from lockstep.training.trainers.online_dpo import OnlineDPOTrainer
 
 pytestmark = VLLM
 SCRIPT = Path(__file__).parent / "trl_6228.py"
-# Where TRL's trainer looks for a server that a script says nothing about.
+# The port where TRL's trainer expects a server if a script names none.
 USUAL_PORT = 8000
 
 
 @dataclass
 class Recording:
-    """What runs of scripts did, one entry a step.
+    """The record of a script's run, with one entry per step.
 
     Attributes:
-        scored: prompts and completions as the reward function saw them.
+        scored: prompts and completions as the reward function got them.
         paired: every sequence, in pairs.
-        learned: names of those that a loss was computed of.
+        learned: the names of the sequences in the loss.
     """
 
     scored: list[list[tuple[str, str]]] = field(default_factory=list)
@@ -47,7 +50,7 @@ class Recording:
 
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
-    """Of what a script does that imports the trainer from lockstep."""
+    """The record of a script that imports the trainer from lockstep."""
     found = Recording()
     with_advantages, loss = OnlineDPOObjective.with_advantages, OnlineDPOObjective.loss
 
@@ -58,7 +61,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
                 return reward_funcs(prompts=prompts, completions=completions, **columns)
 
             super().__init__(reward_funcs=watched, **arguments)
-            # The rehearsal's, one pair.
+            # This is the call of the rehearsal, with one pair.
             assert len(found.scored.pop()) == 2
             assert not found.scored
             found.trainers.append(self)
@@ -82,11 +85,11 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
 
 
 def check_steps(recording: Recording, batch: int, worth: Callable[[str], float]) -> list[int]:
-    """Assert on prompts, completions and pairs of every step; gives the decided pairs of each.
+    """Check the prompts, completions and pairs of every step; return the decided pairs of each step.
 
     Args:
-        batch: prompts of a step.
-        worth: what the script prefers.
+        batch: number of prompts per step.
+        worth: the score by which the script prefers a completion.
     """
     tokenizer = make_tokenizer()
     decided = []
@@ -120,7 +123,7 @@ def check_logs(trainer: OnlineDPOTrainer, recording: Recording, batch: int, deci
 
 
 def saved(folder: Path, *, sure: bool) -> str:
-    """A tiny model of a usual scale; a sure one says nothing but `a`, so that all of its completions are equal."""
+    """A tiny model with weights of a usual scale. A sure model samples only `a`, so that all its completions are equal."""
     model = make_model(scale=0.05)
     if sure:
         with torch.no_grad():
@@ -138,7 +141,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def usual_server(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server as 'lockstep serve' starts it; what it serves is the shape of both models, whose weights are pushed."""
+    """A server as 'lockstep serve' starts it. Its model has the shape of both models; the trainer pushes their weights."""
     if not is_free(USUAL_PORT):
         pytest.skip(f"port {USUAL_PORT} of this machine, where the script expects its server, is taken")
     with serve(models["unsure"], tmp_path_factory.mktemp("usual"), dtype="auto", port=USUAL_PORT) as running:
@@ -146,7 +149,7 @@ def usual_server(models: dict[str, str], tmp_path_factory: pytest.TempPathFactor
 
 
 def moved(model: str, output: Path) -> str:
-    """The script with its import changed, and its two values."""
+    """The script with another import and other values for its two settings."""
     text = SCRIPT.read_text()
     changes = {
         "from trl.experimental.online_dpo import ": "from lockstep import ",
@@ -170,7 +173,7 @@ def test_trls_script_runs_as_it_stands_once_its_import_is_changed(
     (trainer,) = recording.trainers
     assert trainer.config.server_urls == [usual_server.url]
     assert trainer.state.global_step == len(recording.scored) == 2
-    # Four prompts, two a step: one epoch, each of them twice.
+    # There are four prompts, two per step: one epoch, and each prompt twice.
     assert Counter(p for scored in recording.scored for p, _ in scored) == dict.fromkeys(made["prompts"], 2)
     decided = check_steps(recording, 2, lambda text: -abs(len(text) - 20))
     check_logs(trainer, recording, 2, decided)
@@ -192,7 +195,7 @@ def test_the_example_prefers_the_longer_answer_and_neither_where_both_are_equal(
     monkeypatch.setattr("lockstep.training.config.online_config.has_fast_bf16", lambda: False)
     module, steps, batch, cap = example("online_dpo"), 3, 4, 14
     length = module.longer
-    # Capped, so that many are equal.
+    # The lengths are capped, so that many are equal.
     monkeypatch.setattr(module, "longer", lambda completions, **_: [min(n, cap) for n in length(completions)])
     words = [untied_dir, "--server", server.url, "--output_dir", str(tmp_path), "--max_steps", str(steps)]
     run = module.main([*words, "--max_new_tokens", "10"])

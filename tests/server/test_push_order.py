@@ -1,4 +1,4 @@
-"""Calls of a push go out together where they may, and never before what they depend on has been answered."""
+"""The calls of a push are sent together where possible, and never before the calls that they depend on have been answered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.sync.push import push_weights
 pytestmark = VLLM
 
 RESETS = ("/reset_mm_cache", "/reset_encoder_cache", "/reset_prefix_cache")
-# What begins only when everything named before it has been answered.
+# The calls of each row may begin only when all calls of the rows before it have been answered.
 STEPS = (
     ("/is_paused",),
     ("/start_weight_update",),
@@ -40,10 +40,10 @@ def test_no_step_begins_before_the_one_that_it_needs_has_ended(server: Server, t
         began = [i for i, path in enumerate(order) if path in then]
         assert len(ended) >= len(first), (first, order)
         assert max(ended) < min(began), (first, then, order)
-    # The answer comes late, and is heard all the same.
+    # The answer to `pause` comes late, and the trainer still waits for it.
     assert order.index("/pause") < order.index("/start_weight_update")
     assert order.index("/pause!") < order.index("/finish_weight_update")
-    # Those that do not need each other wait for each other no longer.
+    # Calls that do not depend on each other do not wait for each other.
     assert max(order.index(path) for path in RESETS) < min(order.index(f"{path}!") for path in RESETS)
 
 

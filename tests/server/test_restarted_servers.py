@@ -1,4 +1,4 @@
-"""Servers that come back while a run uses them: with their first weights, with other settings, and with the key that they made."""
+"""Servers that restart during a run: with their first weights, with other settings, and with the key that they made."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PRINTED = re.compile(r"its key, this once: (\S+) \(also in (\S+), where")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where this user's files are, for the server and for those who look for its key; no key is given to either."""
+    """The folder of this user's files, for the server and for the trainers that read its key; neither is given a key."""
     folder = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_CACHE_HOME", str(folder))
@@ -48,7 +48,7 @@ def keyless(home: Path, untied_dir: str, tmp_path_factory: pytest.TempPathFactor
 
 
 def printed(server: Server) -> tuple[str, Path]:
-    """The key that a server has printed, and the file that it named."""
+    """The key that a server has printed, and the key file that it named."""
     deadline = time.monotonic() + 30
     while not (found := PRINTED.findall(server.log.read_text())):
         assert time.monotonic() < deadline, server.log.read_text()
@@ -62,7 +62,7 @@ def status(server: Server, **headers: str) -> int:
 
 
 def check_key(server: Server, home: Path) -> None:
-    """The key is printed once, is in a file for this user alone, in no list of processes, and the only one that opens."""
+    """The key is printed once. It is in a file that only this user can read, in no process list, and no other key works."""
     key, file = printed(server)
     assert server.log.read_text().count(key) == 1
     assert file.is_relative_to(home)
@@ -82,7 +82,7 @@ def test_a_server_without_a_key_makes_one_prints_it_once_and_trainers_here_find_
 
 
 class BeforeTheRequests:
-    """Does something in a step, when its weights are pushed and nothing has been asked for yet."""
+    """Runs a function in a step, after the push of its weights and before the first request."""
 
     def __init__(self, step: int, what: Callable[[], None]) -> None:
         self.step, self.what = step, what
@@ -123,7 +123,7 @@ def test_a_server_that_comes_back_with_other_settings_ends_the_run_which_resumes
     common = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
     expected = train(make_trainer(untied_dir, tmp_path / "whole", server.url, **common))
     with faulty_proxy(server.url) as proxy, serve(untied_dir, tmp_path, max_model_len=256) as other:
-        # At one address, first the one server and then the other.
+        # The same address leads first to one server and then to the other.
         change = BeforeTheRequests(1, lambda: setattr(proxy, "target", other.url))
         with pytest.raises(ProofError, match="max_model_len was 512 and is 256") as refused:
             train(make_trainer(untied_dir, tmp_path / "run", proxy.url, **common), change)

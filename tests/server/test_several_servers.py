@@ -1,4 +1,4 @@
-"""Two real servers as one engine: requests to both, weights to both, and proofs that say which of them is wrong."""
+"""Two real servers as one engine: both get requests and weights, and the proofs name the server that is wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.parity.module_probe import ModuleProbe, check_probe
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
 
-# Two servers on two cores take their time.
+# Two servers on two cores start slowly.
 pytestmark = [*VLLM, pytest.mark.long]
 
 
@@ -88,7 +88,7 @@ def test_what_is_asked_in_two_calls_is_shared_out_like_what_is_asked_in_one(pair
     several = [replace(request, key=RequestKey(f"p{i}", 0), sampling=Sampling(100)) for i in range(4)]
     calls = [pair.engine.submit([one]) for one in several]
     requests = pair.engine._requests
-    # In the calls' thread, after all four have begun.
+    # This runs in the thread of the calls, after all four have begun.
     assert pair.engine._loop.run(still_open(requests)) == [200, 200]
     assert len([call.result() for call in calls]) == 4
     assert requests._open == [0, 0]

@@ -1,7 +1,7 @@
 """A real server behind a proxy that cuts, delays, doubles, truncates and exchanges its answers.
 
-After each of them the engine either refuses the answer by the proof that names it, or is lost, is recovered, and then gives the
-very tokens that it gives without a fault. No call is ever repeated by itself.
+There are two outcomes. Either a proof refuses the answer and names the fault. Or the engine is lost and recovered, and then gives
+the same tokens as without the fault. No single call is ever repeated.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def test_a_split_model_gets_every_weight_and_is_probed_whole(split: tuple[str, S
         assert not record.unreached
         assert probe.reached() == 1.0
         assert gap_by_version({version: model}, list(engine.generate(REQUESTS).values())) < 1e-3
-    # A probe of other weights fails, part by part: it can.
+    # With other weights the probe fails for every part, so the probe can fail.
     assert ModuleProbe(first, engine, torch.float32).measure(9, every=True).failed
     with torch.no_grad():
         first.load_state_dict(model.state_dict())
@@ -59,7 +59,7 @@ def test_a_split_model_gets_every_weight_and_is_probed_whole(split: tuple[str, S
 
 
 class Ends(PlainSource):
-    """Weights whose reading fails half-way, as where the trainer runs out of memory."""
+    """Weights whose reading fails half-way, as when the trainer runs out of memory."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for number, named in enumerate(super().__iter__()):

@@ -1,4 +1,4 @@
-"""Servers that hang, and servers that are not what the run assumes: one clear error in time, and nothing lost."""
+"""Servers that hang, and servers that differ from what the run assumes: one clear error in time, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_vocabulary_of_another_size_is_refused(server: Server, tmp_path: Path)
 def test_a_server_that_takes_weights_otherwise_is_told_how_to_start(
     untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The trainer's own check on what the worker says of itself; the worker is a real one in every other test.
+    # This tests the trainer's check of the worker's report. In every other test the worker is a real one.
     from lockstep.engines.server_calls import ServerCalls
 
     state = {"backend": "nccl", "world_size": 1, "copies": 1, "settings": {}, "updating": False, "instance": "x"}

@@ -1,4 +1,4 @@
-"""A small training run on servers, whose every step can be made to meet a fault."""
+"""A small training run on servers; a test can inject a fault into each of its steps."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.trainers.grpo import GRPOTrainer
 
-# Called with the trainer and the step that begins; gives a context in which the step runs.
+# Called with the trainer and the number of the step; returns a context in which the step runs.
 Sabotage = Callable[[GRPOTrainer, int], Any]
 
 
 def even_tokens(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """A reward that every group disagrees on: the share of even ids."""
+    """A reward that differs within every group: the share of even ids."""
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
 
 def make_trainer(
     model: str, folder: Path, url: str, *, reward: Any = even_tokens, data: Any = None, **changes: Any
 ) -> GRPOTrainer:
-    """A trainer on servers; everything that its final weights depend on is fixed."""
+    """A trainer on servers, with fixed values for everything that its final weights depend on."""
     settings: dict[str, Any] = {
         "num_generations": 4,
         "per_device_train_batch_size": 8,
@@ -37,7 +37,7 @@ def make_trainer(
         "bf16": False,
         "vllm_server_base_url": url,
         "vllm_server_timeout": 240.0,
-        # The weights of tokens would carry the last bits of the engine's log-probs, which depend on what was decoded together.
+        # With the correction, the last bits of the engine's log-probs would enter the loss; they depend on the requests of a batch.
         "vllm_importance_sampling_correction": False,
         "disable_tqdm": True,
         **changes,
@@ -55,7 +55,7 @@ def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 def train(trainer: GRPOTrainer, sabotage: Sabotage | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:
-    """Final weights of a run; each step runs inside what `sabotage` gives for it."""
+    """The final weights of a run; each step runs inside the context that `sabotage` returns for it."""
     step = trainer.training_step
 
     def sabotaged(*args: Any, **kwargs: Any) -> torch.Tensor:

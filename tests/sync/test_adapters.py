@@ -1,4 +1,4 @@
-"""What an engine is given of a model with an adapter: its merged weights, to the byte, and the model stays as it is."""
+"""An engine gets the merged weights of a model with an adapter, exact to the byte, and the model does not change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def adapted(model: PreTrainedModel | None = None, *, seed: int = 0, **fields: Any) -> Any:
-    """A model with an adapter whose every tensor, and every copied module, has moved from where it began."""
+    """A model with an adapter. Every tensor of the adapter and every copied module differs from its initial value."""
     settings = {"r": 4, "lora_alpha": 6, "target_modules": LINEAR, "task_type": "CAUSAL_LM", **fields}
     torch.manual_seed(seed)
     made = peft.get_peft_model(model if model is not None else make_model(), peft.LoraConfig(**settings))
@@ -49,7 +49,7 @@ def adapted(model: PreTrainedModel | None = None, *, seed: int = 0, **fields: An
 
 
 def move(model: torch.nn.Module, seed: int) -> None:
-    """A step of an optimizer, as far as a sync is concerned."""
+    """Change the trained weights, as an optimizer step would do."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -106,7 +106,7 @@ def test_merging_twice_gives_the_same_bytes_and_the_digest_covers_them(dtype: to
     first = source.manifest(1)
     assert {t.dtype for t in first.tensors} == {str(dtype).removeprefix("torch.")}
     assert all(weights_of(model).manifest(2).digest == first.digest for _ in range(5))
-    # Layers of one shape, one after the other, in memory that the next may be given: each has its own digest.
+    # Layers of the same shape are merged one after the other and may reuse the same memory; each must have its own digest.
     matrices = [t for t in first.tensors if len(t.shape) == 2]
     assert len({t.digest for t in matrices}) == len(matrices)
     move(model, 7)
@@ -153,7 +153,7 @@ def test_a_push_never_holds_a_second_copy(together: int, monkeypatch: pytest.Mon
 
     with pytest.raises(ProofError, match="0 arrived"):
         push_weights(adapted(), Watcher(), 1)
-    # What is read together, and the last tensor of what was before it.
+    # At most one chunk and the last tensor of the previous chunk are alive at the same time.
     assert max(alive) <= together + 2 * max(p.nbytes for p in make_model().parameters())
 
 
@@ -247,7 +247,7 @@ def test_the_probe_agrees_with_the_adapter_at_every_module(own_engine: Engine, k
     assert record.failed == []
     assert probe.reached() == 1.0
     assert probe.measure(2, every=False).failed == []
-    # The same by whole sequences, which nothing but the two models' own forwards has a part in.
+    # The same check with whole sequences, which uses only the forwards of the two models.
     ids = (5, 9, 200, 31, 77, 8)
     scored = torch.tensor(own_engine.score({"a": ids})["a"])
     own = sequence_logits(model, ids).log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Whatever is cut into chunks, laid out and viewed again is what it was."""
+"""Tensors that are cut into chunks, laid out in memory and viewed again are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A push is whole and acknowledged, or the engine stays closed."""
+"""After a push that is not complete and acknowledged, the engine refuses to generate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.sync.source import DescribedSource, PlainSource
 
 
 class Recorder:
-    """A receiver that does what it is told, and writes down the order of events."""
+    """A receiver that does what it is told, and records the order of events."""
 
     wire_dtype: torch.dtype | None = None
 
@@ -79,7 +79,7 @@ def test_the_digest_is_that_of_the_bytes() -> None:
     before = PlainSource(model).manifest(1).digest
     assert PlainSource(make_model()).manifest(7).digest == before
     with torch.no_grad():
-        # Two rows of one matrix change places: every sum over the tensor stays as it was.
+        # Two rows of one matrix are swapped: every sum over the tensor stays the same.
         model.model.layers[0].mlp.up_proj.weight[[3, 5]] = model.model.layers[0].mlp.up_proj.weight[[5, 3]]
     assert PlainSource(model).manifest(1).digest != before
 
@@ -93,7 +93,7 @@ def test_a_digest_does_not_depend_on_how_a_tensor_lies_in_memory(dtype: torch.dt
 
 
 class Narrow(Recorder):
-    """A receiver that loads everything in bf16, and keeps what arrived."""
+    """A receiver that loads everything in bf16 and keeps it."""
 
     wire_dtype = torch.bfloat16
 

@@ -1,4 +1,4 @@
-"""Embeddings and heads of real vLLM are written where they lie, and every distinct weight is packed once, and anew."""
+"""Embeddings and heads of real vLLM are written in place, and every distinct weight is packed again exactly once."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_both_compute_with_what_was_sent_in_the_memory_they_had(tied: bool, requ
         proven(moved, engine, version)
         assert (embedding.weight.data_ptr(), head.weight.data_ptr()) == places
         inputs = torch.randn(3, 64, generator=torch.Generator().manual_seed(version))
-        # The embedding's own product too: other models have no head beside it.
+        # The product of the embedding itself is checked too, because other models have no separate head.
         for layer, weight in ((embedding, moved.model.embed_tokens.weight), (head, moved.lm_head.weight)):
             torch.testing.assert_close(product(layer, inputs), inputs @ weight.detach().T)
     assert (head.weight is embedding.weight) == tied

@@ -1,4 +1,4 @@
-"""Trainer and worker take turns at a segment: nothing is read before it is there, and no wait outlives the other end."""
+"""Trainer and worker take turns at a segment: no data is read before it is written, and a wait ends when the other end is gone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEVER, TEST_LIMIT = 3600.0, 60
 
 
 class Pair:
-    """A segment, its trainer, and workers of it as other processes would be."""
+    """A segment, its trainer, and its workers, which behave like other processes."""
 
     def __init__(self, folder: Path, timeout: float = 20.0) -> None:
         self.path, size = folder / "segment", segment_bytes(SLOT, WORKERS)
@@ -43,7 +43,7 @@ class Pair:
 
 
 def nothing() -> None:
-    """No worker has failed."""
+    """The check of a trainer whose workers have not failed."""
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_worker_waits_no_longer_than_its_trainer_goes_on(
     pair.fill(0)
     next(worker)
     end(pair)
-    # Without an error: vLLM would not hear the other workers of a server out.
+    # The worker raises no error, because vLLM would then not wait for the other workers of the server.
     assert list(worker) == []
 
 
@@ -163,7 +163,7 @@ def test_a_push_begins_with_nothing_filled_and_nothing_taken(tmp_path: Path) -> 
     for number in range(WORKERS):
         list(pair.worker(number, push, 2))
     push = pair.slots.begin()
-    # Within its time limit nothing comes.
+    # Nothing arrives within the time limit.
     assert list(pair.worker(0, push, 1)) == []
     push = pair.slots.begin()
     pair.fill(0)

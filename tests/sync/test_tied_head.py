@@ -1,4 +1,4 @@
-"""Fault W2 on real vLLM: a tied lm_head keeps its old packed copy. Mended for the user, and caught when the mend is taken out."""
+"""Fault W2 on real vLLM: a tied lm_head keeps its old packed copy. Lockstep repairs it; without the repair the proofs catch it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_gap_catches_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch
     push_weights(base, tied_vllm, 1)
     monkeypatch.setattr(lockstep.sync.vllm_backend, "repack_heads", lambda model: None)
     moved = perturbed(base, scale=0.5)
-    # Every report of vLLM is good: the load is acknowledged and the version advances.
+    # vLLM reports only success: the load is acknowledged and the version advances.
     assert push_weights(moved, tied_vllm, 2).version == tied_vllm.version == 2
     stats = rollout_gap(tied_vllm, moved)
     assert len(over_limits(stats, LIMIT)) >= 2
@@ -58,7 +58,7 @@ def test_the_probe_names_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch
     moved = perturbed(base, scale=0.01)
     push_weights(moved, tied_vllm, 2)
     probe = ModuleProbe(moved, tied_vllm, torch.float32)
-    # In every sample, not only when all modules are asked.
+    # Every sampled probe finds it too, not only the probe of all modules.
     for version in range(2, 6):
         record = probe.measure(version, every=False)
         assert record.failed == ["lm_head.weight"]
@@ -70,7 +70,7 @@ def test_the_probe_names_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch
     ("missing", "named"),
     [
         ("model.layers.1.mlp.down_proj.weight", r"layers\.1\.mlp\.down_proj"),
-        # One part of a fused layer: vLLM itself counts the whole as loaded.
+        # Only one part of a fused layer is sent; vLLM itself counts the whole layer as loaded.
         ("model.layers.0.self_attn.q_proj.weight", r"layers\.0\.self_attn\.qkv_proj \(\d+ of \d+ elements\)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Both wires between a trainer and workers of its own making: what arrives is what was sent, and how much memory that takes."""
+"""Both transports between a trainer and workers that the test starts: the right data arrives, within the stated memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lockstep.sync.shared_memory import Segment, SharedMemoryTransport
 from lockstep.sync.slots import taken_chunks
 
 CHUNK = 4096
-# One tensor that is larger than a chunk, one of more than half of one, and many that share theirs.
+# One tensor is larger than a chunk, one is larger than half a chunk, and many share a chunk.
 SIZES = [700, 1500, 3, 0, 12, 350, 350, 350, 600, 64, 200, 200, 200, 200]
 
 
 class Worker:
-    """A server's worker that loads slowly, and sees whether what it loads changes meanwhile."""
+    """A server's worker that loads slowly, and checks whether the data changes while it loads."""
 
     url = "http://127.0.0.1:1"
     world_size = 1

@@ -1,4 +1,4 @@
-"""The built-in reward functions: what each gives, by hand-made completions."""
+"""The built-in reward functions: the scores that each gives for hand-made completions."""
 
 from __future__ import annotations
 

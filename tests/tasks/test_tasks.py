@@ -1,4 +1,4 @@
-"""Data sources and reward functions by name; what is held out is never trained on."""
+"""Data sources and reward functions by name; held-out rows are never trained on."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_messages_are_rendered_by_the_template_with_the_generation_prompt() -> N
     tokenizer = make_tokenizer()
     ids = render_prompt([{"role": "user", "content": "what is 12"}], tokenizer)
     assert tokenizer.decode(ids) == "<|user|>what is 12<|end|><|assistant|>"
-    # Special tokens are single ids, not text that was tokenised.
+    # Special tokens are single ids; they are not tokenised as text.
     assert ids[0] == tokenizer.convert_tokens_to_ids("<|user|>")
 
 

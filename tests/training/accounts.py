@@ -1,4 +1,4 @@
-"""Every method as a small run on tiny models, and the numbers by which two runs of one are compared."""
+"""Every method as a small run on tiny models, and functions that compare two runs of a method."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ import lockstep
 from lockstep.engines.protocol import Completion, Engine
 from lockstep.training.trainers.online import OnlineTrainer
 
-# What one optimizer step learns from: completions; with Online DPO, prompts.
+# The number of completions per optimizer step; with Online DPO, the number of prompts.
 STEP = 8
 
 Reward = Callable[..., list[float]]
-# What each optimizer step of a run would use, by parameter.
+# The gradients that each optimizer step of a run uses, by parameter.
 Steps = list[dict[str, torch.Tensor]]
 
 
 def by_last(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Another, of another size."""
+    """Another reward, of another size."""
     return [float(ids[-1] % 50) for ids in completion_ids]
 
 
 def by_length_of_some(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """One that is all the same for every other prompt of `PROMPTS`."""
+    """A reward that is equal within a group for every second prompt of `PROMPTS`."""
     lengths = zip(prompts, by_length(completion_ids), strict=True)
     return [value if int(prompt.split()[-1]) % 2 else 3.0 for prompt, value in lengths]
 
@@ -42,8 +42,8 @@ class Case:
     """A method with its fields.
 
     Attributes:
-        without: by option, fields that take it away again.
-        adapted: an adapter is trained, and not the model.
+        without: by option, the fields that switch this option off.
+        adapted: an adapter is trained instead of the model.
     """
 
     method: str
@@ -54,7 +54,7 @@ class Case:
 
 
 def correction(mode: str, low: float | None, high: float | None) -> dict[str, Any]:
-    """Fields of a correction; here every bound lies among the weights that `shifted_engine` makes."""
+    """The fields of a correction. In these tests every bound lies between the smallest and largest weight of `shifted_engine`."""
     settings = {"mode": mode, "clip_min": low, "clip_max": high}
     return {f"vllm_importance_sampling_{name}": value for name, value in settings.items()}
 
@@ -62,11 +62,11 @@ def correction(mode: str, low: float | None, high: float | None) -> dict[str, An
 _GROUPS: dict[str, Any] = {"num_generations": 4, "max_completion_length": 8, "num_iterations": 2}
 _FULL = {"beta": 0.04, "entropy_coef": 0.01, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.5}
 _PAIRS = {"max_new_tokens": 8, "max_length": 64}
-# A generation a step: the second one is sampled by a policy that is not the reference any more.
+# One generation per step: the policy that samples the second generation differs from the reference.
 _FRESH = {"num_iterations": 1}
 _UNBOUNDED = {"bounds": {"vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_clip_max": 3.0}}
 
-# All that can take two steps from one generation do, but for the `_FRESH`.
+# All methods that can take two steps from one generation do so, except the cases with `_FRESH`.
 CASES: dict[str, Case] = {
     **{
         f"grpo-{loss}": Case("GRPO", {**_GROUPS, "loss_type": loss})
@@ -89,7 +89,7 @@ CASES: dict[str, Case] = {
     ),
     "grpo-lora": Case(
         "GRPO",
-        # Two generations: the adapter adds nothing to the first, so that the reference is the policy there.
+        # There are two generations: in the first one the adapter adds nothing, so the policy equals the reference.
         {**_GROUPS, "max_steps": 4, "beta": 0.1, "scale_rewards": "none", "epsilon": 0.05, "delta": 1.1}
         | {"learning_rate": 0.1},
         {"reference": {"beta": 0.0}, "scale": {"scale_rewards": "group"}, "delta": {"delta": None}},
@@ -163,7 +163,7 @@ CASES: dict[str, Case] = {
 
 
 def shifted_engine(model: str) -> Engine:
-    """The transformers engine in fp32, every token a little off."""
+    """The transformers engine in fp32, with every log-prob slightly off."""
 
     def wave(answer: Completion, place: int) -> float:
         return 1e-4 * math.sin(1 + 3 * answer.key.sample + 5 * answer.token_ids[0] + 2 * place)
@@ -184,13 +184,13 @@ def make(
     evaluation: Any = None,
     **fields: Any,
 ) -> OnlineTrainer:
-    """A trainer of two steps, or as many as its case has, each cut into micro-batches of `size` on each of `ranks` processes."""
+    """A trainer with two steps (or the steps of its case), each cut into micro-batches of `size` on each of `ranks` processes."""
     chosen = CASES[case]
     base: dict[str, Any] = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "bf16": False, "use_vllm": False}
     # Completions of different lengths, some of them cut.
     base |= {"stop_strings": list("aeiou")}
     base |= {"disable_tqdm": True, "report_to": [], "max_grad_norm": 0.0}
-    # AdamW would make whole steps of gradients that are all but zero, and of their rounding.
+    # AdamW would make full-size steps even from gradients that are almost zero, and so from their rounding.
     base |= {"optim": "sgd", "learning_rate": 0.02, "model_init_kwargs": {"dtype": torch.float64}}
     base |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": STEP // (size * ranks)}
     config = getattr(lockstep, f"{chosen.method}Config")(output_dir=str(folder), **{**base, **chosen.fields, **fields})
@@ -209,12 +209,12 @@ def make(
 
 
 def norm_in_double(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """`Qwen2RMSNorm.forward` in the dtype of its input, which transformers rounds to float32."""
+    """`Qwen2RMSNorm.forward` in the dtype of its input; transformers would round to float32."""
     return norm.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + norm.variance_epsilon)
 
 
 class Gradients(TrainerCallback):
-    """Keeps what each optimizer step would use, the critic's gradients too."""
+    """Records the gradients of each optimizer step, also those of the critic."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -223,23 +223,23 @@ class Gradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         named = {name: p for name, p in self._trainer.model.named_parameters() if p.requires_grad}
-        # TRL's trainers have none.
+        # TRL's trainers have no critic.
         if (critic := getattr(self._trainer, "critic", None)) is not None:
             named |= {f"critic.{name}": p for name, p in critic.named_parameters()}
         self.steps.append({name: p.grad.clone() for name, p in named.items()})
 
 
 def gradients(trainer: OnlineTrainer) -> Steps:
-    """Those of every step of a run."""
+    """The gradients of every step of a run."""
     kept = Gradients(trainer)
     trainer.train()
     return kept.steps
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Of two sets of tensors, the largest relative to the tensor's own norm; one that is all but zero counts as a part of all."""
+    """The largest difference of two sets of tensors, relative to each tensor's norm; for a tensor near zero, to the norm of all."""
     assert one.keys() == other.keys()
     whole = sum(float(tensor.norm()) ** 2 for tensor in one.values()) ** 0.5
     parts = [(other[name] - tensor).norm() / (tensor.norm() + 1e-3 * whole) for name, tensor in one.items()]
-    # Not the built-in `max`, which loses a NaN.
+    # The built-in `max` would lose a NaN.
     return float(torch.stack(parts).max())

@@ -1,4 +1,4 @@
-"""Trees of tokens drawn at random, and attention by trees for packs as small as the tests'."""
+"""Random trees of tokens, and tree attention for packs as small as those of the tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.training.forward import tree_attention
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
-    """Packs of a dozen tokens are cut, however little their masks hide."""
+    """Make attention cut packs of a dozen tokens into blocks, for every mask."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_attention, "_ROWS", 6)
         patch.setattr(tree_attention, "_GAP", 2)
@@ -23,7 +23,7 @@ def small_blocks() -> Iterator[None]:
 
 
 class Layer(torch.nn.Module):
-    """What an attention function reads of its layer: three heads of queries to one of keys."""
+    """The attributes of a layer that an attention function reads, with three query heads per key head."""
 
     num_key_value_groups = 3
 
@@ -34,7 +34,7 @@ def tree_masks(draw: st.DrawFn) -> torch.Tensor:
     size = draw(st.integers(13, 60))
     mask = torch.eye(size, dtype=torch.bool)
     for node in range(1, size):
-        # Mostly chains, as completions are; sometimes a new branch, sometimes a new root.
+        # Most nodes continue a chain, as in completions; some begin a new branch, and some a new root.
         parent = draw(st.sampled_from([node - 1, node - 1, node - 1, draw(st.integers(-1, node - 1))]))
         if parent >= 0:
             mask[node] |= mask[parent]

@@ -1,7 +1,7 @@
-"""Generations drawn at random, and the comparison of what is learned from them with `reference_methods.py`.
+"""Random generations, and the comparison of their loss and gradients with `reference_methods.py`.
 
-Used by: `test_methods.py` (double precision, many shapes), `test_methods_in_fp32.py` (what a run computes in) and
-`test_methods_in_rows.py` (models that get a row a completion).
+Used by: `test_methods.py` (double precision, many shapes), `test_methods_in_fp32.py` (the precision of a run) and
+`test_methods_in_rows.py` (models that get one row per completion).
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from lockstep.training.methods.objective import Objective
 from lockstep.training.step.generation import prepare_generation, sequences_of
 from lockstep.training.step.update import Policy, UpdateSums, learn, score_all
 
-# Scalar loss of one optimizer step, by the reference.
+# Gives the scalar loss of one optimizer step by the reference.
 ReferenceLoss = Callable[[Subject, Drawn, slice], torch.Tensor]
-# No bound of a ratio, nor of a mean of up to nine, lies on a multiple of it: at a bound rounding would decide.
+# No bound of a ratio, or of a mean of up to nine ratios, is a multiple of this value. At a bound, rounding would decide.
 GRID = 0.0613
 
 
 @contextlib.contextmanager
 def attending_by_trees() -> Iterator[None]:
-    """Packs of these sizes attend by trees too, as long ones do."""
+    """Small packs use tree attention too, like long packs."""
     with small_blocks():
         yield
 
 
 @st.composite
 def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4, 8)) -> dict[str, Any]:
-    """How a generation looks: steps × micro-batches × groups, lengths, rewards, and where packs are cut."""
+    """The shape of a generation: steps × micro-batches × groups, lengths, rewards, and where packs are cut."""
     size = draw(st.sampled_from(sizes))
     steps, micro = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     groups = steps * micro * draw(st.integers(1, 2))
     count = groups * size
     rewards = [
-        # Few values, so that groups agree and pairs are tied.
+        # There are few values, so that some groups have equal rewards and some pairs are ties.
         draw(st.lists(st.sampled_from([0.0, 1.0, 1.0, 2.5, None]), min_size=size, max_size=size))
         for _ in range(groups)
     ]
@@ -65,12 +65,12 @@ def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4, 8)) -> dict[str, Any
         "micro": micro,
         "rewards": rewards,
         "lengths": draw(st.lists(st.integers(1, 9), min_size=count, max_size=count)),
-        # Before which of its tokens something is put into each completion.
+        # The token of each completion before which text is inserted.
         "holes": draw(st.lists(st.just([]) | st.lists(st.integers(0, 9), max_size=4), min_size=count, max_size=count)),
         "cut": draw(st.lists(st.booleans(), min_size=count, max_size=count)),
         "prompts": draw(st.lists(st.integers(1, 12), min_size=groups, max_size=groups)),
         "moved": draw(st.booleans()),
-        # A pass before the first step has found the log-probs, so that what cannot move the policy takes no other.
+        # Whether a pass before the first step has computed the log-probs; then tokens without a gradient need no other pass.
         "scored": draw(st.booleans()),
         "budget": draw(st.integers(1, 200)),
         "chunk": draw(st.integers(1, 40)),
@@ -79,15 +79,15 @@ def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4, 8)) -> dict[str, Any
 
 
 def single(values: torch.Tensor) -> tuple[float, ...]:
-    """As they cross to the loss: in float32."""
+    """The values in float32, as the loss gets them."""
     return tuple(values.float().tolist())
 
 
 def drawn_of(subject: Subject, shape: dict[str, Any], temperature: float) -> Drawn:
-    """A generation of a shape, sampled by nobody: its tokens are random.
+    """A generation of a shape. No model has sampled it: its tokens are random.
 
     Args:
-        shape: of `shapes`; may have a `spread` too, below 1 where policies are to differ less, and `anew` (`Drawn`).
+        shape: from `shapes`; may also have a `spread` (below 1, so that policies differ less) and `anew` (see `Drawn`).
     """
     generator = torch.Generator().manual_seed(shape["seed"])
 
@@ -98,7 +98,7 @@ def drawn_of(subject: Subject, shape: dict[str, Any], temperature: float) -> Dra
     for g, length in enumerate(shape["prompts"]):
         prompt = (5, 6, *ids(length, 60))
         for i in range(shape["size"]):
-            # Few distinct tokens, so that branches meet.
+            # There are few distinct tokens, so that branches share beginnings.
             sampled = [True] * next(lengths)
             for place in next(holes):
                 sampled.insert(place, False)
@@ -129,7 +129,7 @@ def drawn_of(subject: Subject, shape: dict[str, Any], temperature: float) -> Dra
 
 
 def groups_of(drawn: Drawn) -> list[RolloutGroup]:
-    """The same, as the engine and the reward functions give it."""
+    """The same generation in the form that engine and reward functions give."""
     sequences, cut = iter(drawn.sequences), iter(drawn.cut)
     groups = []
     for g, rewards in enumerate(drawn.rewards):
@@ -163,7 +163,7 @@ def config(kind: type, shape: dict[str, Any], **fields: Any) -> Any:
 
 
 def gradients(*parts: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients by parameter, in double precision, which are then forgotten."""
+    """The gradients by parameter in double precision; the parameters' own gradients are then deleted."""
     found = {}
     for i, part in enumerate(parts):
         for name, p in part.named_parameters():
@@ -191,9 +191,9 @@ def check(
     drawn: Drawn | None = None,
     groups: list[RolloutGroup] | None = None,
 ) -> list[dict[str, float]]:
-    """Loss and gradients of each optimizer step, side by side; gives what the steps logged."""
+    """Compare loss and gradients of each optimizer step; return the logs of the steps."""
     run = objective.config
-    # What an earlier comparison may have left when it failed.
+    # Delete gradients that an earlier, failed comparison may have left.
     gradients(*subject.parts, *subject.exact_parts)
     drawn = drawn or drawn_of(subject, shape, run.temperature)
     groups = groups or groups_of(drawn)
@@ -213,7 +213,7 @@ def check(
         expected_loss = reference(subject, drawn, slice(step * size, (step + 1) * size))
         expected_loss.backward()
         expected = gradients(*subject.exact_parts)
-        # Parts that cancel leave their rounding, which is no share of nothing.
+        # If all parts cancel, only their rounding is left, and a relative difference has no meaning.
         largest = max(float(gradient.norm()) for gradient in expected.values())
         assume(not drawn.anew or not 0.0 < largest < 1e-3)
         sequences = objective.prepare_step(

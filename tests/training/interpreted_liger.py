@@ -1,9 +1,9 @@
-"""Two steps of GRPO with Liger's kernels and two without, from the same start. Prints one JSON line.
+"""Run two steps of GRPO with Liger's kernels and two without, from the same start. Print one JSON line.
 
-Run with TRITON_INTERPRET=1, which lets a CPU run the very kernels of the GPU.
+Run with TRITON_INTERPRET=1, with which a CPU runs the same kernels as a GPU.
 
-Triton 3.9's interpreter takes no Python floats where a kernel expects a scalar, and cannot call the GPU's own `rsqrt`; both are
-given to it here.
+Triton 3.9's interpreter does not accept Python floats where a kernel expects a scalar, and it cannot call the GPU's own `rsqrt`.
+This script adds both to it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def let_the_interpreter_run_them() -> None:
 
 
 def trained(path: str, folder: Path, **fields: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Weights after two steps, and the trainer."""
+    """The weights after two steps, and the trainer."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     engine = TransformersEngine(path, load_tokenizer(path), dtype=torch.float32, max_model_len=CONTEXT)
-    # Of AdamW's steps the sign of a gradient's last bit would be seen.
+    # SGD is used because AdamW's first steps depend on the sign of a gradient, even of one that is only rounding.
     fields |= {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "beta": 0.1}
     run = make("GRPO", model, folder, engine, {**GROUPS, **fields})
     run.train()
@@ -56,7 +56,7 @@ def main() -> None:
     torch.set_num_threads(1)
     let_the_interpreter_run_them()
     start = parameters(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
-    # First, since Liger exchanges the rotary embedding for all models of a kind.
+    # The run without Liger comes first, because Liger replaces the rotary embedding of all models of a kind.
     plain, _ = trained(path, folder / "plain")
     with_kernels, run = trained(path, folder / "liger", use_liger_kernel=True)
     layer = run.model.model.layers[0]

@@ -1,4 +1,4 @@
-"""Every method with every option that has a part in its loss, each beside its plain reference."""
+"""Every method with every option that changes its loss, each with its plain reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLASSES: dict[str, tuple[type, type[Objective]]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A method and the fields that it differs by from its defaults."""
+    """A method, and the fields that differ from its defaults."""
 
     method: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Variant:
         return CLASSES[self.method][1]
 
     def reference(self, run: Any) -> ReferenceLoss:
-        """The plain loss of a step under a configuration."""
+        """The plain loss of a step with a configuration."""
 
         def loss(subject: Subject, drawn: Drawn, step: slice) -> torch.Tensor:
             model = subject.exact_model
@@ -59,7 +59,7 @@ class Variant:
 
 
 def fit(variant: Variant, shape: dict[str, Any]) -> dict[str, Any]:
-    """The shape as far as the method can take it: pairs learn from one step, cut into micro-batches of whole pairs."""
+    """Change the shape to one that the method accepts: pairs need one step per generation and micro-batches of whole pairs."""
     if variant.method != "OnlineDPO":
         return shape
     micro = shape["micro"]
@@ -181,5 +181,5 @@ OTHERS: dict[str, list[dict[str, Any]]] = {
 VARIANTS: dict[str, Variant] = {f"GRPO: {name}": Variant("GRPO", fields) for name, fields in GRPO.items()} | {
     f"{method}: {fields}": Variant(method, fields) for method, choices in OTHERS.items() for fields in choices
 }
-# Completions a prompt, where a method is not for any number.
+# The allowed numbers of completions per prompt, for methods that do not accept every number.
 SIZES = {"OnlineDPO": (2,), "PPO": (1, 2, 8), "ReinforcePP": (2, 4, 8)}

@@ -1,4 +1,4 @@
-"""Small runs of every method on the transformers engine, whose every bit is fixed."""
+"""Small runs of every method on the transformers engine, which is deterministic to the bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]}
 GROUPS: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 6}
 ALONE = {**GROUPS, "num_generations": 1}
 PAIRS: dict[str, Any] = {"per_device_train_batch_size": 2, "max_new_tokens": 6, "max_length": 100}
-# Thinking that is interrupted; beside it a completion needs room for more.
+# Fields for interrupted thinking; a completion needs room for more tokens with it.
 INTERRUPTED: dict[str, Any] = {"max_thinking_length": 3, "interruption": " so: .", "end_of_thinking": "."}
 # The fields of a small run, by method.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -60,15 +60,15 @@ def parameters(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
 
 
 def reference_of(run: OnlineTrainer) -> Any:
-    """The reference model that a trainer holds of its own, if it does."""
+    """The trainer's separate reference model, if it has one."""
     return getattr(run.reference, "_own", None)
 
 
 def logs(run: OnlineTrainer) -> list[dict[str, Any]]:
-    """What was logged of each step, but for the times."""
+    """The logs of all steps, without the times."""
     return [timeless(log) for log in run.state.log_history if "loss" in log]
 
 
 def timeless(log: dict[str, Any]) -> dict[str, Any]:
-    """What of a log does not depend on the clock."""
+    """The entries of a log that do not depend on the clock."""
     return {name: value for name, value in log.items() if not name.startswith(("time/", "step_time"))}

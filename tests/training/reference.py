@@ -1,4 +1,4 @@
-"""The plain reference: one padded row a completion, whole logits, no sharing, no packing. Slow and obvious."""
+"""The plain reference: one padded row per completion, whole logits, no sharing, no packing. It is slow and easy to check."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.training.methods.grpo_config import GRPOConfig
 
 
 def sampled_places(sequence: TrainingSequence) -> list[int]:
-    """Where in a completion the tokens stand that were sampled; the others are there to be seen, and that is all."""
+    """The places of the sampled tokens in a completion. The other tokens are only attended to."""
     return [i for i in range(len(sequence.completion_ids)) if sequence.sampled is None or sequence.sampled[i]]
 
 
@@ -39,7 +39,7 @@ def padded_logps(
 
 
 def reference_loss(model: PreTrainedModel, sequences: list[TrainingSequence], config: GRPOConfig) -> torch.Tensor:
-    """GRPO's loss of a whole optimizer step, written as its papers write it."""
+    """GRPO's loss of a whole optimizer step, written as in the papers."""
     logps, mask = padded_logps(model, sequences, config.temperature)
     old = logps.detach().clone()
     behaviour = torch.zeros_like(logps)

@@ -1,7 +1,7 @@
-"""Every method once more, plainly: whole logits of padded rows, loops over groups and tokens, nothing of `lockstep.algorithms`.
+"""A plain second version of every method: whole logits of padded rows, loops over groups and tokens, no `lockstep.algorithms`.
 
-Formulas are those of the papers, with TRL's constants where it has the method and OpenRLHF's otherwise. Each function takes a whole
-generation, and gives the loss of one optimizer step of it.
+The formulas are those of the papers, with TRL's constants if TRL has the method and OpenRLHF's otherwise. Each function takes a
+whole generation and returns the loss of one of its optimizer steps.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lockstep.training.batch.sequence import TrainingSequence
 
 @dataclass
 class Drawn:
-    """A generation: what was sampled and what is known of it, before any method has seen it.
+    """A generation before any method has used it: its sequences and their rewards.
 
     Attributes:
-        sequences: one a rollout; `old_logps`, `ref_logps` and `values` are those of the time of sampling.
-        rewards: of each group; None where a completion has none.
+        sequences: one per rollout; `old_logps`, `ref_logps` and `values` are those at the time of sampling.
+        rewards: the rewards of each group; None for a completion without a reward.
         cut: whether each completion ended at the length limit.
-        moved: the policy is no longer the one that sampled.
-        anew: what fp32's last bit would decide is drawn anew.
+        moved: whether the policy has changed since sampling.
+        anew: whether a case is drawn again if the last bit of fp32 would decide its result.
     """
 
     sequences: list[TrainingSequence]
@@ -45,7 +45,7 @@ class Drawn:
 
 @dataclass
 class Padded:
-    """A forward of padded rows; all (B, C), with gradient but for the mask."""
+    """The results of a forward of padded rows; all have shape (B, C), and all except the mask have a gradient."""
 
     logps: torch.Tensor
     entropies: torch.Tensor
@@ -54,7 +54,7 @@ class Padded:
 
 
 def padded(model: PreTrainedModel, sequences: Sequence[TrainingSequence], temperature: float) -> Padded:
-    """One row a completion, whole logits, of which those before sampled tokens count."""
+    """One row per completion with whole logits; only the logits that predict sampled tokens are used."""
     rows = [torch.tensor(s.prompt_ids + s.completion_ids) for s in sequences]
     width, longest = max(map(len, rows)), max(len(sampled_places(s)) for s in sequences)
     ids = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
@@ -80,7 +80,7 @@ def padded(model: PreTrainedModel, sequences: Sequence[TrainingSequence], temper
 
 
 def table(sequences: Sequence[TrainingSequence], rows: Sequence[Sequence[float]]) -> torch.Tensor:
-    """(B, C) of ragged rows, zeros behind them."""
+    """(B, C) from ragged rows, padded with zeros."""
     longest = max(len(sampled_places(s)) for s in sequences)
     return torch.tensor([[*row, *([0.0] * (longest - len(row)))] for row in rows], dtype=torch.float64)
 
@@ -94,7 +94,7 @@ def old_of(drawn: Drawn, step: slice, now: torch.Tensor) -> torch.Tensor:
 
 
 def learned(drawn: Drawn, step: slice, mask: torch.Tensor, config: Any) -> torch.Tensor:
-    """The mask without the completions that were cut, where those are left out."""
+    """The mask, without truncated completions if these are masked."""
     if not config.mask_truncated_completions:
         return mask
     return mask * torch.tensor([[0.0 if cut else 1.0] for cut in drawn.cut[step]], dtype=mask.dtype)
@@ -125,12 +125,12 @@ def spread(values: Sequence[float]) -> float:
 
 
 def without_variance(drawn: Drawn) -> list[bool]:
-    """By group: no two of the rewards that it got differ."""
+    """For each group: whether all of its rewards are equal."""
     return [len({r for r in group if r is not None}) < 2 for group in drawn.rewards]
 
 
 def relative_to_group(rewards: list[list[float | None]], scale: str) -> list[float]:
-    """GRPO's."""
+    """GRPO's advantages."""
     every = [r for group in rewards for r in group if r is not None]
     differences = [r - fmean([x for x in group if x is not None]) for group in rewards for r in group if r is not None]
     found = []
@@ -143,12 +143,12 @@ def relative_to_group(rewards: list[list[float | None]], scale: str) -> list[flo
 
 
 def second_score(reward: float | None) -> float | None:
-    """What another reward function gives; it leaves out some that the first one scores."""
+    """The scores of another reward function, which gives no score to some completions that the first one scores."""
     return None if reward in (None, 2.5) else (reward - 1.6) ** 2
 
 
 def by_function(drawn: Drawn, weights: Sequence[float]) -> list[float]:
-    """GDPO's: each function's scores by its group's mean and spread, summed, and the sums by those of the generation."""
+    """GDPO's advantages: scores are normalised per function and group and summed; the sums are normalised over the generation."""
     totals: list[float | None] = []
     for group in drawn.rewards:
         columns = [group, [second_score(r) for r in group]]
@@ -164,7 +164,7 @@ def by_function(drawn: Drawn, weights: Sequence[float]) -> list[float]:
 
 
 def leave_one_out(drawn: Drawn, config: Any) -> list[float]:
-    """RLOO's: the KL of the whole completion is part of its reward."""
+    """RLOO's advantages: the KL of the whole completion is part of its reward."""
     penalties = iter(
         sum(s.old_logps or ()) - sum(s.ref_logps or ()) if config.beta and not out else 0.0
         for s, out in zip(drawn.sequences, is_masked(drawn, config), strict=True)
@@ -185,19 +185,19 @@ def leave_one_out(drawn: Drawn, config: Any) -> list[float]:
 
 
 def is_masked(drawn: Drawn, config: Any) -> list[bool]:
-    """Completions that were cut at the limit, where such ones are masked."""
+    """The completions that ended at the length limit, if these are masked."""
     return [cut and config.mask_truncated_completions for cut in drawn.cut]
 
 
 def counted(drawn: Drawn, config: Any, least: int = 1) -> list[bool]:
-    """Completions that are scored in a group of at least so many scored ones, and not left out."""
+    """The completions that have a score and are not masked, in groups with at least this many scored completions."""
     known = [sum(r is not None for r in group) >= least for group in drawn.rewards for _ in group]
     columns = zip(drawn.flat_rewards, known, is_masked(drawn, config), strict=True)
     return [r is not None and enough and not out for r, enough, out in columns]
 
 
 def whitened(rows: list[list[float]], counted: list[bool]) -> list[list[float]]:
-    """Mean 0, spread 1, over the tokens of the completions that count; 0 elsewhere."""
+    """Scale to mean 0 and spread 1 over the tokens of the completions that count; all other tokens get 0."""
     known = [value for row, counts in zip(rows, counted, strict=True) if counts for value in row]
     centre, divisor = (fmean(known), spread(known) + 1e-4) if known else (0.0, 1.0)
     return [
@@ -220,7 +220,7 @@ def reinforce_pp_advantages(drawn: Drawn, config: Any) -> list[list[float]]:
         price = config.beta if config.baseline == "none" else 0.0
         ahead, row = score, []
         for kl in reversed(per_token_kl(s)):
-            # The score is earned at the last token and discounted from there.
+            # The score belongs to the last token and is discounted from there.
             ahead = (ahead if not row else config.gamma * ahead) - price * kl
             row.append(ahead)
         rows.append(row[::-1])
@@ -259,7 +259,7 @@ def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coeffic
     """GRPO and its relatives.
 
     Args:
-        coefficient: of the entropy bonus; by default the config's.
+        coefficient: the coefficient of the entropy bonus; by default that of the config.
     """
     sequences = drawn.sequences[step]
     now = padded(model, sequences, config.temperature)
@@ -283,7 +283,7 @@ def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coeffic
 
     if config.loss_type == "vespo":
         drift = ((now.logps.detach() - old) * now.mask).sum(1, keepdim=True)
-        # What all tokens of a completion have in common counts once.
+        # A value that all tokens of a completion share counts once.
         whole = config.vllm_importance_sampling_mode.startswith("sequence")
         corrected = weight.log()[:, :1] if whole else (weight.log() * now.mask).sum(1, keepdim=True)
         w = (drift + corrected).clamp(math.log(1e-8), 20.0).exp()
@@ -306,7 +306,7 @@ def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coeffic
         entropies = now.entropies.detach()
         threshold = torch.quantile(entropies[mask > 0], 1 - config.top_entropy_quantile)
         assume(not drawn.anew or not bool(((entropies[mask > 0] - threshold).abs() < 2e-6).any()))
-        # Equal entropies must stay on one side, whatever the last bit.
+        # Equal entropies must be on the same side of the threshold, for any rounding of the last bit.
         chosen = mask * (entropies >= threshold - 1e-6)
         loss = loss * chosen
     if config.beta:
@@ -333,8 +333,10 @@ def grpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, coeffic
 
 
 def rloo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any) -> torch.Tensor:
-    """Clipped loss of whole completions. Its gradient is written out: that of a completion's ratio is ratio × Σ weight × gradient
-    of each log-prob, and what is clipped has none."""
+    """The clipped loss of whole completions, with its gradient written out.
+
+    The gradient of a completion's ratio is ratio × Σ weight × gradient of each log-prob. A clipped completion has no gradient.
+    """
     sequences = drawn.sequences[step]
     now = padded(model, sequences, config.temperature)
     old = old_of(drawn, step, now.logps)
@@ -351,7 +353,7 @@ def rloo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any) -> torc
 
 
 def online_dpo(model: PreTrainedModel, drawn: Drawn, step: slice, config: Any, beta: float) -> torch.Tensor:
-    """Mean over all pairs of the step; one that nobody prefers adds nothing to the gradient."""
+    """The mean over all pairs of the step. A pair without a preference adds nothing to the gradient."""
     sequences = drawn.sequences[step]
     now = padded(model, sequences, config.temperature)
     gains = ((now.logps - column(sequences, "ref_logps")) * now.mask).sum(1)
@@ -397,7 +399,7 @@ def ppo(model: PreTrainedModel, critic: torch.nn.Linear, drawn: Drawn, step: sli
     policy = clipped((now.logps - old).exp(), advantages, config) * weight
     values, before = now.hidden @ critic.weight[0] + critic.bias[0], column(sequences, "values")
     near = torch.clamp(values, before - config.cliprange_value, before + config.cliprange_value)
-    # What nobody scored has no return to learn.
+    # A completion without a score has no return to learn.
     known = torch.tensor([[float(r is not None)] for r in drawn.flat_rewards[step]], dtype=torch.float64)
     value = known * torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
     return ((policy + config.vf_coef * value) * mask).sum() / mask.sum().clamp(min=1)

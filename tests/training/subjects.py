@@ -1,4 +1,4 @@
-"""Who learns in the comparisons of `drawn.py`: small models of every kind of attention, in double and in single precision."""
+"""The models that learn in the comparisons of `drawn.py`: small, with every kind of attention, in double and single precision."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WIDTH = 64
 
 @dataclass
 class Subject:
-    """Who learns.
+    """A model that learns, with the tolerances of its comparison.
 
     Attributes:
-        model, critic: what the fast path goes through; the critic is used by PPO alone.
-        exact_model, exact_critic: the same weights in double precision, which the reference goes through.
-        relative: by how much a loss, or a gradient in norm, may differ: that of each parameter, and that of all together.
-        floor: the same of a parameter's gradient, as a part of the step's largest.
-        loss_floor: the same of a loss, as it is: its parts are larger.
+        model, critic: used by the fast path; only PPO uses the critic.
+        exact_model, exact_critic: the same weights in double precision, used by the reference.
+        relative: tolerance of a loss and of a gradient's norm, relative; for each parameter and for all parameters together.
+        floor: tolerance of a parameter's gradient as a share of the largest gradient of the step.
+        loss_floor: absolute tolerance of a loss, because the parts of a loss are larger than the loss.
     """
 
     model: Any
@@ -56,7 +56,7 @@ def make_critic() -> torch.nn.Linear:
 
 
 def adapted(kind: str, scale: float, **more: Any) -> Any:
-    """A model of which an adapter alone is trained; one that has moved, so that the model without it would be another."""
+    """A model of which only an adapter is trained. The adapter is not zero, so the model without it gives other results."""
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     model = peft.get_peft_model(make_model(kind, scale=scale, **more), config)
     with torch.no_grad():
@@ -66,14 +66,14 @@ def adapted(kind: str, scale: float, **more: Any) -> Any:
     return model
 
 
-# Models by the spread of their weights.
+# The models, by the scale of their weights.
 ARCHITECTURES: dict[str, Callable[[float], Any]] = {
     "qwen2": lambda scale: make_model("qwen2", scale=scale),
     "llama, tied": lambda scale: make_model("llama", tied=True, scale=scale),
     "adapted": lambda scale: adapted("qwen2", scale),
     "mistral within its window": lambda scale: make_model("mistral", sliding_window=64, scale=scale),
 }
-# Those that cannot attend within a tree, and get a row a completion: every sequence is longer than the window.
+# Models that cannot attend within a tree and get one row per completion: every sequence is longer than the window.
 ROWS: dict[str, Callable[[float], Any]] = {
     "sliding": lambda scale: make_model("mistral", sliding_window=3, scale=scale),
     "sliding, adapted": lambda scale: adapted("mistral", scale, sliding_window=3),
@@ -82,18 +82,20 @@ ROWS: dict[str, Callable[[float], Any]] = {
 
 
 def in_double(kind: str) -> Subject:
-    """In double precision a difference is a mistake; what is left is the float32 of advantages, values and columns."""
+    """In double precision a difference is a mistake; only advantages, values and columns are still in float32."""
     model, critic = (ARCHITECTURES | ROWS)[kind](0.3).double(), make_critic().double()
     adopt_tree_attention(causal_model(model))
     return Subject(model, critic, model, critic, relative=1e-5, floor=1e-7, loss_floor=1e-6)
 
 
 def in_single(kind: str) -> Subject:
-    """As a run computes, beside a reference that does not round.
+    """A model in the precision of a run, beside a reference in double precision.
 
-    Below the floor: gradients that would be zero but for rounding. A key's bias adds the same to all scores of a query, up to the
-    rotary embedding, and softmax takes that off again; parts of a loss may cancel likewise. Weights of a more usual spread: those
-    of the other tests give logits whose rounding alone moves a log-prob by 3e-5 nats, and the ratio of a whole completion by more.
+    Gradients below the floor would be zero without rounding. An example is the bias of a key: up to the rotary embedding it adds
+    the same value to all scores of a query, and softmax removes this value again. Parts of a loss may cancel in the same way. The
+    weights
+    have a more usual scale: with the weights of the other tests, the rounding of the logits alone changes a log-prob by 3e-5
+    nats, and the ratio of a whole completion by more.
     """
     model, critic = (ARCHITECTURES | ROWS)[kind](0.1), make_critic()
     exact = copy.deepcopy(model).double()

@@ -1,4 +1,4 @@
-"""However a step is cut into micro-batches, packs and chunks, every method's gradients are those of the step as a whole."""
+"""For every cut of a step into micro-batches, packs and chunks, the gradients of every method are those of the whole step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy
     steps = whole(case)
     assert len(steps) >= 2
     assert all(torch.stack([g.norm() for g in step.values()]).norm() > 0 for step in steps)
-    # The second step is another one, so that it proves something of its own.
+    # The second step differs from the first one, so it is a separate check.
     assert difference(steps[0], steps[1]) > 1e-2
     check_cuts(steps, lambda size, fields: make(case, untied_dir, tmp_path, engine=engine, size=size, **fields))
 
@@ -64,7 +64,7 @@ def test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy
 def test_what_a_case_is_there_for_moves_its_gradients(
     untied_dir: str, tmp_path: Path, engine: Engine, whole: Whole, case: str, option: str
 ) -> None:
-    # What changes nothing would agree however it was computed.
+    # The option must change the gradients; otherwise a wrong computation of it would agree too.
     without = gradients(make(case, untied_dir, tmp_path, engine=engine, **CASES[case].without[option]))
     assert max(difference(*steps) for steps in zip(whole(case), without, strict=True)) > 1e-5
 
@@ -73,7 +73,7 @@ def test_on_quantised_weights_a_cut_adds_no_more_than_the_rounding_of_float32(
     untied_dir: str, tmp_path: Path, engine: Engine
 ) -> None:
     def made(size: int, fields: dict[str, Any]) -> OnlineTrainer:
-        # bitsandbytes quantises nothing in double. Here 1e-5 is reached.
+        # bitsandbytes does not quantise double precision. Here the difference is about 1e-5.
         init = {"dtype": torch.float32, "quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
         return make("grpo-lora", untied_dir, tmp_path, engine=engine, size=size, model_init_kwargs=init, **fields)
 
@@ -86,6 +86,6 @@ def test_on_quantised_weights_a_cut_adds_no_more_than_the_rounding_of_float32(
 def test_a_steps_gradient_holds_nothing_of_the_step_before(
     untied_dir: str, tmp_path: Path, engine: Engine, case: str
 ) -> None:
-    # Two passes over one generation by a policy that stands still.
+    # There are two passes over one generation, and the policy does not change.
     first, second = gradients(make(case, untied_dir, tmp_path, engine=engine, size=4, learning_rate=0.0))
     assert difference(first, second) <= 1e-6

@@ -1,4 +1,4 @@
-"""GRPO that trains an adapter: proven like any other, stopped and continued to the bit, and saved for plain PEFT."""
+"""GRPO that trains an adapter: it is proven like any other run, resumed exactly to the bit, and saved for plain PEFT."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_run_raises_no_gap_and_moves_the_adapter_alone(
     logs = [log for log in run.state.log_history if "loss" in log]
     assert len(logs) == 4
     assert all(log["parity/max_abs_gap"] < 1e-3 for log in logs)
-    # It is another policy by now than the one that the base model is.
+    # The policy now differs from the base model.
     base = dict(make_model().named_parameters())
     assert all(not torch.equal(tensor, base[name]) for name, tensor in weights_of(run.model) if "up_proj" in name)
     receipt = [json.loads(line) for line in (tmp_path / "receipt.jsonl").read_text().splitlines()]
@@ -120,7 +120,7 @@ def test_a_run_that_forgets_the_adapter_is_stopped(
     run = trainer(untied_dir, tmp_path, hf_engine, lora())
     with pytest.raises(ProofError, match=r"at version 1 .* weights give other outputs"):
         run.train()
-    # At version 0 the adapter adds nothing, so one step was right.
+    # At version 0 the adapter adds nothing, so the first step was right.
     assert run.state.global_step == 1
 
 

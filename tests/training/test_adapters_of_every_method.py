@@ -1,4 +1,4 @@
-"""LoRA and QLoRA with every method: the adapter alone moves, every token is proven, and a stopped run goes on to the bit."""
+"""LoRA and QLoRA with every method: only the adapter changes, every token is proven, and a resumed run is exact to the bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.engines.protocol import Engine
 from lockstep.models.quantised import is_quantised
 from lockstep.sync.adapters import weights_of
 
-# With a reference where there can be one: the model without the adapter.
+# Methods that can have a reference have one: the model without the adapter.
 METHODS = {method: fields if method == "OnlineDPO" else {**fields, "beta": 0.1} for method, fields in FIELDS.items()}
 BASES: dict[str, dict[str, Any]] = {
     "LoRA": {},

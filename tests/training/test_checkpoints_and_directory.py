@@ -1,4 +1,4 @@
-"""Run directories: continued from the last whole checkpoint, or left alone."""
+"""A run directory is continued from the last complete checkpoint, or not changed."""
 
 from __future__ import annotations
 

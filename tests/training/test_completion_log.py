@@ -1,4 +1,4 @@
-"""`log_completions`: what a run with a real engine shows at its logs."""
+"""`log_completions`: the table that a run with a real engine prints at its logs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_log_shows_the_last_generation(
     assert shown.count(" of them") == 8
     assert all(r.scores == {"by_length": r.scores["by_length"]} for r in rows)
     assert any(f"{r.advantage:.2f}" in shown for r in rows if r.advantage)
-    # Each row's advantage is that of its own completion: the higher the score in a group, the higher it is.
+    # The advantage of each row belongs to its own completion: in a group, a higher score has a higher advantage.
     for prompt in {r.prompt for r in rows}:
         group = [r for r in rows if r.prompt == prompt]
         assert sorted(group, key=lambda r: r.scores["by_length"]) == sorted(group, key=lambda r: r.advantage)

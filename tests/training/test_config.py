@@ -1,4 +1,4 @@
-"""Fields that contradict each other or are not supported are named; nothing is ignored."""
+"""Errors name fields that contradict each other or are not supported; nothing is ignored."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_where_nothing_is_said_both_sides_take_bf16_exactly_where_it_is_fast(
     made = config()
     assert made.bf16 is fast
     assert made.engine_torch_dtype == made.trainer_dtype == dtype
-    # A word of the user's counts more than what is fast.
+    # The user's own choice has priority over the fast dtype.
     assert config(bf16=not fast).bf16 is not fast
 
 

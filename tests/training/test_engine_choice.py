@@ -1,4 +1,4 @@
-"""Which engine a machine gets, and what it is told. The machines that cannot be had here are described to the code."""
+"""Which engine a machine gets, and with which settings. Machines that are not available here are simulated by patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gap over its limit, a bad reward or a bad verdict ends a run before the optimizer: no weight has moved, corrected or not."""
+"""A gap over its limit, a bad reward or a bad verdict ends a run before the optimizer step: no weight has changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError, ProofError
 
 METHODS = {**FIELDS, "PPO": {**ALONE, "num_iterations": 2}}
-# What a rehearsal does not find.
+# Errors that a rehearsal does not find.
 LATE = {"rehearse_rewards": False}
 
 
@@ -32,7 +32,7 @@ def assert_nothing_learned(run: Any, error: type[Exception], match: str) -> None
 def test_a_correction_is_not_applied_to_a_gap_that_is_a_defect(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, method: str, corrected: bool
 ) -> None:
-    # Well within the bounds of every correction, and a hundred times what fp32 explains.
+    # The gap is well within the bounds of every correction, and a hundred times as large as the rounding of fp32.
     engine: Any = ShiftedEngine(hf_engine, lambda answer, place: 0.01)
     fields = {**METHODS[method], "vllm_importance_sampling_correction": corrected}
     assert_nothing_learned(make(method, untied_dir, tmp_path, engine, fields), ProofError, "proof 'gap' failed")

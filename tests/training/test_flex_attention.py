@@ -1,7 +1,7 @@
-"""FlexAttention by trees is dense attention with the mask, is proven before it is used, and is refused where it is not.
+"""FlexAttention with trees equals dense attention with the mask. It is checked before it is used, and refused if it is wrong.
 
-PyTorch's own FlexAttention in all of these. Without a GPU it is not compiled: plain products, and the backward that PyTorch keeps
-from users of a CPU, since it has no kernel for one.
+All tests use PyTorch's own FlexAttention. Without a GPU it is not compiled: it computes plain products, and the tests call the
+backward that PyTorch does not offer on a CPU, because PyTorch has no kernel for it there.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_a_model_scores_and_learns_the_same_as_by_trees(kind: str, monkeypatch: 
     ]
     (pack,) = pack_sequences(sequences, 100)
     used = counted(monkeypatch)
-    # A CPU's way to save memory, which FlexAttention never meets.
+    # Recomputation saves memory on a CPU only, and FlexAttention is never used there.
     monkeypatch.setattr(scoring, "products_kept", lambda model: nullcontext())
     results = []
     for flex in (False, True):
@@ -130,7 +130,7 @@ def test_a_right_kernel_is_far_within_the_proofs_limit(dtype: torch.dtype, monke
 
 
 def sees_one_more(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """The last row sees what it should not."""
+    """Wrong attention: the last row sees columns that it must not see."""
     out = of_torch.flex_attention(query, key, value, **kwargs)
     other = of_torch.flex_attention(query, key, value, scale=kwargs["scale"], enable_gqa=kwargs["enable_gqa"])
     return torch.cat([out[:, :, :-8], other[:, :, -8:]], 2)
@@ -149,7 +149,7 @@ class _Wrong(torch.autograd.Function):
 
 
 def loses_a_gradient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Right values; the first keys get no gradient."""
+    """Right values, but the first keys get no gradient."""
     return of_torch.flex_attention(query, _Wrong.apply(key), value, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""An output head in float32 under bfloat16, on both sides or not at all."""
+"""An output head in float32 under bfloat16 must be on both sides or on none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    # Weights of a usual scale: bf16 rounds the logits of the other tests' models by whole nats.
+    # The weights have a usual scale, because bf16 rounds the logits of the other tests' models by whole nats.
     folder = tmp_path_factory.mktemp("fp32_head")
     make_model(scale=0.05).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

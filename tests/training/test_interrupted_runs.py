@@ -1,4 +1,4 @@
-"""Runs whose thinking is interrupted: every method, proven on what was sampled alone, on both engines in this process."""
+"""Runs with interrupted thinking: every method, proven on the sampled tokens only, on both engines in this process."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=BOTH)
 def either(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
-    """The same engine for all trainers; each brings its own weights."""
+    """The same engine for all trainers; each trainer pushes its own weights."""
     started = start(request.param, untied_dir)
     yield started
     started.close()
 
 
 class Answered:
-    """Tokens that an engine has answered, by call."""
+    """The number of tokens that an engine has returned, by call."""
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[int] = []
@@ -70,7 +70,7 @@ class Answered:
 
 def limited(method: str, fields: dict[str, Any], limit: int = LIMIT) -> dict[str, Any]:
     name = "max_new_tokens" if method == "OnlineDPO" else "max_completion_length"
-    # About half of them end before they could be interrupted.
+    # About half of the completions end before they could be interrupted.
     return {**fields, **INTERRUPTED, "stop_strings": list(ascii_lowercase), name: limit}
 
 
@@ -99,7 +99,7 @@ def test_every_sampled_token_is_proven_and_no_other_is_counted(
     run.train()
 
     logs = [log for log in run.state.log_history if "loss" in log]
-    # Two calls a generation: as far as the interruption, and on from it.
+    # There are two calls per generation: one up to the interruption, and one that continues from it.
     sampled = [sum(answered.calls[i : i + 2]) for i in (0, 2)]
     assert len(answered.calls) == 4
     assert 0 < sum(map(was_interrupted, ids[0] + ids[1])) < len(ids[0] + ids[1])
@@ -107,7 +107,7 @@ def test_every_sampled_token_is_proven_and_no_other_is_counted(
         own = ids[generation]
         interrupted = [was_interrupted(one) for one in own]
         assert log["completions/interrupted"] == sum(interrupted) / len(interrupted)
-        # Reward functions are given the whole.
+        # Reward functions get the whole completion.
         assert sum(map(len, own)) == sampled[generation] + sum(interrupted) * len(PUT_IN)
         assert log["completions/mean_length"] == pytest.approx(sum(map(len, own)) / len(own))
         assert max(map(len, own)) <= LIMIT
@@ -136,7 +136,7 @@ def test_a_trainer_that_took_what_was_put_in_for_sampled_is_stopped(
     run = make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS))
     with pytest.raises(ProofError, match="tokens were compared at version 0"):
         run.train()
-    # And if the count were wrong too, the gap of what stood there with probability 1 shows.
+    # If the count were wrong too, the gap would be large, because inserted tokens are recorded with probability 1.
     for count in ("sampled_tokens", "fresh_tokens"):
         monkeypatch.setattr(Generation, count, property(lambda self: sum(len(c.token_ids) for c in self.completions)))
     run = make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS))

@@ -1,4 +1,4 @@
-"""Liger's kernels in the trainer's model: the same training, refused where nothing would run them."""
+"""Liger's kernels in the trainer's model give the same training, and are refused where they cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input of every method's config and trainer is named, before a model is loaded; nothing is ignored."""
+"""Errors name bad input to every method's config and trainer, before a model is loaded; nothing is ignored."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Judge:
 
 @pytest.fixture(autouse=True)
 def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is bad is said before a name is looked up."""
+    """Make loading fail the test: the error must come before a model name is looked up."""
 
     def fail(name: str) -> str:
         pytest.fail(f"{name} was looked for before the input was checked")
@@ -207,7 +207,7 @@ def test_arguments_of_trl_that_are_not_there_yet_are_refused_by_name(method: str
     for name in ("tools", "rollout_func", "environment_factory", "data_collator"):
         with pytest.raises(InputError, match=f"{name} is not supported yet"):
             make(method, **{name: object()})
-        # As they are by default.
+        # The default values.
         with pytest.raises(InputError, match="got list"):
             make(method, **{name: None}, train_dataset=[])
 
@@ -216,7 +216,7 @@ def test_arguments_of_trl_that_are_not_there_yet_are_refused_by_name(method: str
 def test_the_policy_is_no_reference_for_itself(method: str, model: PreTrainedModel) -> None:
     with pytest.raises(InputError, match="ref_model is the model that is trained"):
         make(method, model, ref_model=model)
-    # An adapter around it would not make it another one.
+    # An adapter around the policy does not make it another model.
     with pytest.raises(InputError, match="ref_model is the model that is trained"):
         make(method, model, ref_model=model, peft_config=object())
 

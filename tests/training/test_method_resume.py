@@ -1,4 +1,4 @@
-"""Every method, stopped and resumed, goes on to the bit; a checkpoint that lacks a method's file is refused by name."""
+"""Every method resumes exactly to the bit; a checkpoint without a method's file is refused, and the error names the file."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def weights(run: OnlineTrainer) -> dict[str, torch.Tensor]:
 
 
 def proofs(folder: Path) -> list[dict[str, Any]]:
-    """The steps of a receipt, without what chains them: a resumed run has a line more."""
+    """The steps of a receipt without the hashes of the chain, because a resumed run has one more line."""
     steps = [entry for entry in read_receipt(folder / RECEIPT) if entry["kind"] == "step"]
     return [{k: v for k, v in entry.items() if k not in ("hash", "previous")} for entry in steps]
 
@@ -91,7 +91,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(make: Make, tmp_path: P
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
     assert logs(resumed) == logs(whole)
     assert proofs(tmp_path / "cut") == proofs(tmp_path / "whole")
-    # All that is compared has moved, at both times.
+    # Everything that is compared has changed at both times.
     halfway = weights(stopped)
     for part in {name.split(".")[0] for name in expected} - (set() if "follows" in case else {"reference"}):
         for one, other in ((before, halfway), (halfway, expected)):

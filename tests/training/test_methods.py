@@ -1,4 +1,4 @@
-"""Every method's loss and gradients equal a plain padded reference, however its generation is cut into micro-batches and packs."""
+"""The loss and gradients of every method equal a plain padded reference, for every cut into micro-batches and packs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_adaptive_bonus_counts_only_after_a_step_of_low_entropy_and_moves_wi
         run.entropy_target = target
         with torch.no_grad():
             now = plain.padded(SUBJECT.model, drawn.sequences, run.temperature)
-        # The last step's entropy is compared with the target as it stands, so all steps of a shape have to agree.
+        # The entropy of the last step is compared with the target, so all steps of a shape must be on the same side of it.
         size = run.completions_per_step
         means = [
             float((now.entropies[i : i + size]).sum() / now.mask[i : i + size].sum())
@@ -119,7 +119,7 @@ def test_online_dpo_takes_the_beta_of_its_epoch(shape: dict[str, Any], epoch: in
 
 
 class Fixed:
-    """A judge with its verdicts ready."""
+    """A judge with given verdicts."""
 
     def __init__(self, verdicts: list[int]) -> None:
         self.verdicts = verdicts

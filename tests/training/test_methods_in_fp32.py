@@ -1,4 +1,4 @@
-"""Every method's loss and gradients in fp32, the precision of a run, within 1e-5 of the plain padded reference."""
+"""The loss and gradients of every method in fp32, the precision of a run, are within 1e-5 of the plain padded reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trees() -> Iterator[None]:
 
 
 def shape_of(size: int) -> dict[str, Any]:
-    """Groups that differ, one that agrees, one with a score missing; packs that hold some of a group, and parts of another."""
+    """Groups with different rewards, with equal rewards, and with a missing score; packs that contain parts of several groups."""
     groups = 4
     count = groups * size
     rewards: list[list[float | None]] = [[float((3 * i + g) % 4) for i in range(size)] for g in range(groups)]
@@ -65,7 +65,7 @@ def test_whatever_is_drawn_loss_and_gradients_are_within_1e_5_of_the_padded_refe
     variant = VARIANTS[name]
     shape = fit(variant, data.draw(shapes(SIZES.get(variant.method, (2, 4, 8))))) | {"anew": True}
     if variant.fields.get("loss_type") == "vespo":
-        # Where policies differ as much as elsewhere, φ makes ten times as much of the rounding of a completion's weight.
+        # With the usual difference of policies, φ would multiply the rounding of a completion's weight by ten.
         shape["spread"] = 0.4
     run = config(variant.config, shape, **variant.fields)
     check(SUBJECTS[kind], variant.objective(run), shape, variant.reference(run))

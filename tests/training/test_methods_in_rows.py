@@ -1,5 +1,7 @@
-"""Every method where a model gets a row a completion: loss and gradients equal the padded reference, and runs are proven. Old
-log-probs, reference, pairs, critic and adapter go through plain rows as they do through trees."""
+"""Every method with a model that gets one row per completion: loss and gradients equal the padded reference, and runs are proven.
+
+Old log-probs, reference, pairs, critic and adapter work with plain rows as they do with trees.
+"""
 
 from __future__ import annotations
 

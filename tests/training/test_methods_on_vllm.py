@@ -1,4 +1,4 @@
-"""Every method beside real vLLM in this process: its own loop pushes, every token is proven, and vLLM holds what was learned."""
+"""Every method with real vLLM in this process: its loop pushes, every token is proven, and vLLM holds the learned weights."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def vllm(untied_dir: str) -> Iterator[VLLMInProcess]:
-    """One engine for all trainers; each brings its own weights."""
+    """One engine for all trainers; each trainer pushes its own weights."""
     started = start("vllm", untied_dir)
     yield started  # type: ignore[misc]
     started.close()
 
 
 class Snapshots(TrainerCallback):
-    """The weights after each step, under the names that an engine knows them by."""
+    """The weights after each step, under the engine's names."""
 
     def __init__(self) -> None:
         self.taken: list[dict[str, torch.Tensor]] = []
@@ -57,7 +57,7 @@ def changed(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> set
 
 
 def differing(engine: VLLMInProcess, model: PreTrainedModel) -> tuple[set[str], float]:
-    """Modules that compute with other weights in the engine, and the largest gap when both score a few sequences anew."""
+    """The modules that compute with other weights in the engine, and the largest gap when both sides score a few sequences."""
     probed = ModuleProbe(model, engine, torch.float32).measure(1, every=True)
     return set(probed.failed), score_canary(model, engine, CONTEXT, Precision()).max_abs
 
@@ -77,7 +77,7 @@ def test_two_steps_are_proven_to_the_last_token_and_leave_what_was_learned_in_vl
     adapter = {"peft_config": lora()} if "LoRA" in name else {}
     arguments = {"reward_funcs": counted, "callbacks": [snapshots], **adapter}
     run = make(method, untied_dir, tmp_path, vllm, {**fields, "max_steps": 2}, **arguments)
-    # The rehearsal's.
+    # The first call is the rehearsal.
     sampled.clear()
     run.train()
 
@@ -92,7 +92,7 @@ def test_two_steps_are_proven_to_the_last_token_and_leave_what_was_learned_in_vl
     expected = {n for n in first if "q_proj.weight" in n or "up_proj.weight" in n} if adapter else first.keys()
     assert moved == changed(first, second) == expected
 
-    # The loop's last push was of the weights before the second step.
+    # The last push of the loop had the weights from before the second step.
     assert vllm.version == 1
     held = make_model()
     held.load_state_dict(first)
@@ -129,5 +129,5 @@ def test_online_dpos_pairs_are_those_of_a_prompt_with_vllm_too(
             gain = group.rollouts[0].reward - group.rollouts[1].reward
             assert [s.advantages[0] for s in pair] == [(gain > 0) - (gain < 0), (gain < 0) - (gain > 0)]
             signs.append(pair[0].advantages[0])
-    # Not the first one always, nor the second.
+    # The judge did not always choose the first one, or always the second one.
     assert {1.0, -1.0} <= set(signs)

@@ -1,4 +1,4 @@
-"""docs/migrating-from-trl.md says of every field and argument of TRL's what is true of TRL's code and of ours."""
+"""Every row of docs/migrating-from-trl.md about a field or argument is true of TRL's code and of ours."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ trl = pytest.importorskip("trl")
 from trl.experimental import online_dpo  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating-from-trl.md"
-# By the column of the tables.
+# The names of the classes, by the column of the tables.
 METHODS = {"GRPO": "GRPO", "RLOO": "RLOO", "Online DPO": "OnlineDPO"}
 STATUSES = {"same", "different", "refused", "—"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """What the page says of one field or argument: by method where the table has a column for each."""
+    """One row of the page about a field or argument; its values are by method."""
 
     status: dict[str, str]
     trl: dict[str, Any]
@@ -49,7 +49,7 @@ def ours(method: str, kind: str) -> Any:
 
 @cache
 def table(section: str, first: str) -> dict[str, Line]:
-    """The rows of the table in a section whose first column is called `first` and that has this many columns."""
+    """The rows of the table in a section whose first column is called `first`, by the name in this column."""
     text = PAGE.read_text().split(f"\n{section}\n", 1)[1]
     text = text.split("\n## ", 1)[0]
     head, _, *rows = re.split(rf"\n(?=\| {first} \|)", text, maxsplit=1)[1].split("\n\n", 1)[0].splitlines()
@@ -85,7 +85,7 @@ PLAIN = {f.name: default(f) for f in fields(TrainingArguments) if f.init}
 
 
 def added(config: Any) -> dict[str, Any]:
-    """Fields that a config adds to TrainingArguments or gives another default, with that default."""
+    """The fields that a config adds to TrainingArguments, or to which it gives another default, with this default."""
     found = {f.name: default(f) for f in fields(config) if f.init}
     return {name: value for name, value in found.items() if name not in PLAIN or PLAIN[name] != value}
 
@@ -95,7 +95,7 @@ def own(method: str) -> dict[str, Any]:
 
 
 def plain_types(hint: Any) -> set[type]:
-    """The classes that a type hint names, without None; a float's place takes an int, a list's a tuple."""
+    """The classes that a type hint names, without None. A float hint also accepts an int, and a list hint a tuple."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return set().union(*(plain_types(part) for part in typing.get_args(hint)))
     if typing.get_origin(hint) is typing.Literal:
@@ -106,7 +106,7 @@ def plain_types(hint: Any) -> set[type]:
 
 
 def other(value: Any, hint: Any) -> Any:
-    """A value of the type that is neither `value` nor neutral."""
+    """A value of the type that is not `value` and not neutral."""
     kinds = plain_types(hint)
     if bool in kinds:
         return not value
@@ -151,7 +151,7 @@ def check_field(method: str, name: str, line: Line, default_there: Any) -> None:
     assert refusal == (status == "refused")
     assert status != "refused" or line.reason
     if name in made and status != "refused":
-        # Whoever names TRL's default gets a config.
+        # TRL's default is accepted.
         config(method, **{name: default_there})
     elif made.get(name) == default_there:
         config(method, **{name: default_there})
@@ -165,7 +165,7 @@ def test_no_row_is_of_a_field_that_trl_does_not_have(name: str) -> None:
 
 
 def refused(method: str, name: str, value: Any) -> bool:
-    """Whether a value is refused because of its field, and not because it is no value that the field can have."""
+    """Whether a value is refused because of its field, and not because the field cannot have this value."""
     try:
         config(method, **COMPANIONS.get(name, {}), **{name: value})
     except (InputError, TypeError) as error:
@@ -204,7 +204,7 @@ def unusual(name: str) -> Any:
 
 
 HINTS = typing.get_type_hints(TrainingArguments)
-# What transformers itself asks for beside a field.
+# Fields that transformers itself requires together with a field.
 COMPANIONS = {"load_best_model_at_end": {"eval_strategy": "steps", "save_strategy": "steps"}}
 UNUSUAL: dict[str, Any] = {
     "label_smoothing_factor": 0.1,
@@ -257,7 +257,7 @@ def test_no_row_is_of_an_argument_that_trl_does_not_have(name: str) -> None:
 def test_everything_that_is_only_here_is_named(method: str) -> None:
     text = PAGE.read_text().split("\n## Added\n", 1)[1].split("\n## ", 1)[0]
     more = own(method).keys() - {f.name for f in fields(theirs(method, "Config"))}
-    # Refused fields are in all of our configs; those of the other two trainers' tables need no mention.
+    # Refused fields are in all of our configs; fields that are in the tables need not be named again.
     table_names = table("## Config fields", "field")
     assert {n for n in more if f"`{n}`" not in text and n not in table_names} == set()
     mine = arguments(ours(method, "Trainer")).keys() - arguments(theirs(method, "Trainer")).keys()

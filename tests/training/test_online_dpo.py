@@ -1,4 +1,4 @@
-"""Online DPO's own settings: who says what is better, the penalty for a missing end, a beta an epoch, and the mean over pairs."""
+"""Online DPO's own settings: rewards or a judge, the penalty for a missing end, one beta per epoch, and the mean over pairs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.errors import InputError
 
 
 class Longer:
-    """A judge that prefers the longer text, and has no verdict where the first prompt's number is odd."""
+    """A judge that prefers the longer text, and gives no verdict if the first prompt's number is odd."""
 
     def __repr__(self) -> str:
         return "Longer()"
@@ -28,7 +28,7 @@ class Longer:
 
 
 def signs(run: Any) -> dict[str, list[float]]:
-    """The last generation's: of each prompt, 1 for chosen, −1 for rejected, 0 for undecided."""
+    """The signs of the last generation's completions by prompt: 1 for chosen, −1 for rejected, 0 for undecided."""
     found: dict[str, list[float]] = {}
     for batch in run.loop.generation.micro_batches:
         for s in batch:
@@ -48,7 +48,7 @@ def test_a_judge_without_a_verdict_leaves_the_pair_undecided_and_the_rest_is_log
         odd = int(group.prompt.source.split()[2]) % 2 == 1
         first = 0.0 if odd else (-1.0 if len(texts[1]) > len(texts[0]) else 1.0)
         assert signs(run)[group.prompt.prompt_id] == [first, -first]
-    # Four steps of two prompts: every prompt once, half of them without a verdict.
+    # There are four steps of two prompts: every prompt once, half of them without a verdict.
     assert sum(log["pairs/undecided"] for log in logs(run)) == pytest.approx(2.0)
     decided = [log for log in logs(run) if log["pairs/undecided"] < 1]
     assert decided
@@ -59,13 +59,13 @@ def test_the_loss_of_a_step_is_the_mean_over_all_pairs_and_undecided_ones_add_no
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
     def two_of_four(prompts: list[str], **_: Any) -> list[float | None]:
-        # Tied, one missing, and two decided pairs.
+        # One tie, one missing score, and two decided pairs.
         return [1.0, 1.0, None, 2.0, 1.0, 0.0, 0.0, 1.0]
 
     fields = {**PAIRS, "per_device_train_batch_size": 4, "max_steps": 1, "rehearse_rewards": False}
     run = make("OnlineDPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=two_of_four)
     run.train()
-    # The policy is the reference: each decided pair is worth log 2.
+    # The policy equals the reference, so the loss of each decided pair is log 2.
     (log,) = logs(run)
     assert log["loss"] == pytest.approx(math.log(2) / 2, abs=1e-3)
     assert log["pairs/undecided"] == 0.5
@@ -78,7 +78,7 @@ def test_a_completion_without_its_end_loses_the_penalty_and_with_it_the_comparis
     def cut_is_better(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [1.0 if ids[-1] != 0 else 0.0 for ids in completion_ids]
 
-    # Ends are likely: the engine samples them at a high temperature among few tokens.
+    # End tokens are likely, because the engine samples at a high temperature from few tokens.
     found = []
     for penalty in (None, 3.0):
         fields = {**PAIRS, "max_steps": 4, "max_new_tokens": 40, "missing_eos_penalty": penalty, "learning_rate": 0.0}
@@ -96,7 +96,7 @@ def test_a_completion_without_its_end_loses_the_penalty_and_with_it_the_comparis
 def test_betas_follow_one_another_by_epoch_and_the_last_one_stays(
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
-    # Eight prompts, four a step: two steps an epoch.
+    # There are eight prompts, four per step: two steps per epoch.
     fields = {**PAIRS, "per_device_train_batch_size": 4, "beta": [0.5, 0.1], "max_steps": 6}
     run = make("OnlineDPO", untied_dir, tmp_path, hf_engine, fields)
     run.train()

@@ -1,4 +1,4 @@
-"""Online DPO on conversational prompts: what a reward function and a judge are given, and what the pairs are made of."""
+"""Online DPO on conversational prompts: the arguments of a reward function and a judge, and the contents of the pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.rollouts.group import RolloutGroup
 
 Messages = list[dict[str, str]]
 SYSTEM = {"role": "system", "content": "hello world"}
-# Of several shapes: with a system's message, with a history, and with an answer that is to be continued.
+# Conversations of several shapes: with a system message, with a history, and with an answer that is continued.
 CHATS: list[Messages] = [
     [{"role": "user", "content": "what is 12 + 34"}],
     [SYSTEM, {"role": "user", "content": "the quick brown fox"}],
@@ -26,7 +26,7 @@ CHATS: list[Messages] = [
     ],
     [{"role": "user", "content": "what is 5 + 5"}, {"role": "assistant", "content": "the answer is "}],
 ]
-# As the tiny tokenizer's chat template writes them.
+# The texts that the tiny tokenizer's chat template makes.
 WRITTEN = [
     "<|user|>what is 12 + 34<|end|><|assistant|>",
     "<|system|>hello world<|end|><|user|>the quick brown fox<|end|><|assistant|>",
@@ -60,7 +60,7 @@ class Generations:
         trainer._generate = kept
 
     def assert_asked_as_written(self, model: str) -> None:
-        """Every pair is of one prompt, whose ids are the chat template's, and its texts are what the ids say."""
+        """Every pair belongs to one prompt with the ids of the chat template, and its texts are the decoded ids."""
         tokenizer = AutoTokenizer.from_pretrained(model)
         for groups in self.groups:
             assert sorted(CHATS.index(group.prompt.source) for group in groups) == [0, 1, 2, 3]
@@ -111,7 +111,7 @@ def test_a_judge_is_shown_the_conversation_and_both_answers_as_text_and_its_verd
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
     class Reader:
-        """No verdict on what is to be continued, else the second answer of a history and the first of the rest."""
+        """No verdict on an answer that is continued; the second answer after a history, and the first one otherwise."""
 
         def __init__(self) -> None:
             self.calls: list[tuple[list[str], list[list[str]], bool]] = []

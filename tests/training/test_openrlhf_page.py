@@ -1,4 +1,4 @@
-"""docs/migrating-from-openrlhf.md says of Lockstep's fields and commands what is true of them (of OpenRLHF nothing is tested)."""
+"""The rows of docs/migrating-from-openrlhf.md are true of Lockstep's fields and commands (nothing of OpenRLHF is tested)."""
 
 from __future__ import annotations
 
@@ -88,6 +88,6 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("command", commands())
 def test_every_command_of_the_page_is_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = command.split()[1:]
-    # A group needs two, and what is printed needs a folder; all else is the page's.
+    # A group needs two completions, and a run needs a folder; all other arguments are from the page.
     more = [] if "--num_generations" in words else ["--num_generations", "2"]
     assert main([*words, *more, "--output_dir", "unused", "--dry_run"]) == 0, capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Cuts of a micro-batch into packs: within the budget, never more than by filling one after the other, and no cut is better."""
+"""Cuts of a micro-batch into packs: within the budget, never more packs than by filling them in turn, and no cut is better."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from lockstep.training.batch.pack_plan import cut_rows, cut_tree
 
 Paths = list[tuple[int, ...]]
-# The size of a pack of some units, and what of it another cut would have spared.
+# Gives the size of a pack that is made of a range of units.
 Size = Callable[[range], int]
 
 
 def positions(units: Sequence[Paths]) -> int:
-    """Of the tree of all paths: every beginning counts once."""
+    """The size of the tree of all paths: every shared beginning counts once."""
     return len({path[: i + 1] for unit in units for path in unit for i in range(len(path))})
 
 
 def nodes_of(units: Sequence[Paths]) -> list[list[list[int]]]:
-    """The same paths as nodes: a number for each beginning."""
+    """The same paths as nodes: each beginning of a path has a number."""
     numbers: dict[tuple[int, ...], int] = {}
     return [
         [[numbers.setdefault(path[: i + 1], len(numbers)) for i in range(len(path))] for path in unit] for unit in units
@@ -29,7 +29,7 @@ def nodes_of(units: Sequence[Paths]) -> list[list[list[int]]]:
 
 
 def greedy(count: int, size: Size, budget: int) -> list[range]:
-    """One pack after the other, each filled as far as it goes."""
+    """Fill one pack after the other, each as far as possible."""
     runs, start = [], 0
     for end in range(1, count + 1):
         if end == count or size(range(start, end + 1)) > budget:
@@ -45,7 +45,7 @@ def all_cuts(count: int) -> Iterator[list[range]]:
 
 
 def assert_best(runs: list[range], count: int, size: Size, waste: Callable[[range], int], budget: int) -> None:
-    """Every unit once and in order, within the budget, and no cut is better."""
+    """Assert that every unit occurs once and in order, that packs are within the budget, and that no cut is better."""
     assert [i for run in runs for i in run] == list(range(count))
     assert all(size(run) <= budget or len(run) == 1 for run in runs)
     assert len(runs) <= len(greedy(count, size, budget))
@@ -59,7 +59,7 @@ def assert_best(runs: list[range], count: int, size: Size, waste: Callable[[rang
 
 @st.composite
 def prompts_with_completions(draw: st.DrawFn) -> tuple[list[Paths], list[int]]:
-    """Units of one or two paths; prompts may share beginnings, be the same, or be the beginning of another one."""
+    """Units of one or two paths. Prompts may share beginnings, be equal, or be the beginning of another prompt."""
     units, lengths = [], []
     while len(units) < 7 and (not units or draw(st.booleans())):
         prompt = tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=6)))

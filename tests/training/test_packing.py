@@ -1,4 +1,4 @@
-"""Packing changes nothing: loss and every gradient equal a plain padded reference, and packs hold what they should."""
+"""Packing does not change the result: loss and every gradient equal a plain padded reference, and packs have the right contents."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.step.update import Policy, UpdateSums, learn, score_all
 
 MODELS = {kind: make_model(kind, tied=kind == "llama") for kind in ("qwen2", "llama")}
-# In double precision a difference is a mistake and not rounding, however degenerate the drawn step is.
+# In double precision a difference is a mistake and not rounding, even if the drawn step is degenerate.
 EXACT = {kind: make_model(kind, tied=kind == "llama").double() for kind in ("qwen2", "llama")}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def trees() -> Iterator[None]:
-    """Packs of these sizes attend by trees too, as long ones do."""
+    """Small packs use tree attention too, like long packs."""
     for model in (*MODELS.values(), *EXACT.values(), *USUAL.values()):
         adopt_tree_attention(model)
     with small_blocks():
@@ -50,13 +50,15 @@ def config(folder: Path | str = "unused", **fields: Any) -> GRPOConfig:
 
 @st.composite
 def steps(draw: st.DrawFn) -> list[TrainingSequence]:
-    """One optimizer step: groups with shared prompts, shared beginnings of prompts, equal completions, mixed lengths, and tokens
-    that nobody sampled anywhere in a completion."""
+    """One optimizer step: groups with shared prompts, shared beginnings of prompts, equal completions and mixed lengths.
+
+    Tokens that were not sampled may be anywhere in a completion.
+    """
     shared = draw(st.lists(st.integers(4, 40), min_size=0, max_size=10))
     sequences = []
     for g in range(draw(st.integers(1, 4))):
         prompt = (*shared, *draw(st.lists(st.integers(4, 60), min_size=1, max_size=12)))
-        # Few distinct tokens, so that branches meet and equal completions occur.
+        # There are few distinct tokens, so that branches share beginnings and equal completions occur.
         completions = draw(st.lists(st.lists(st.integers(4, 8), min_size=1, max_size=10), min_size=1, max_size=5))
         for i, completion in enumerate(completions):
             size = len(completion)
@@ -95,7 +97,7 @@ def policy_of(model: PreTrainedModel, *, plain_rows: bool = False) -> Policy:
 def sampled_near(
     model: PreTrainedModel, sequences: list[TrainingSequence], temperature: float
 ) -> list[TrainingSequence]:
-    """The sequences, as an engine samples them whose log-probs are this model's, but for what was drawn."""
+    """The sequences with this model's log-probs as behaviour log-probs, changed by the drawn differences."""
     with torch.no_grad():
         logps, _ = padded_logps(model, sequences, temperature)
     found = []
@@ -106,7 +108,7 @@ def sampled_near(
 
 
 def moved_by(model: PreTrainedModel, sequences: list[TrainingSequence], temperature: float) -> list[TrainingSequence]:
-    """The sequences, sampled by a policy that the model has moved away from, within the clip and beyond."""
+    """The sequences, sampled by an older policy; some ratios are within the clip and some are beyond it."""
     with torch.no_grad():
         logps, _ = padded_logps(model, sequences, temperature)
     moves = (0.15, -0.15, 0.3, -0.3)
@@ -125,8 +127,8 @@ def gradients_beside_reference(
     *,
     plain_rows: bool = False,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Gradients of a step cut into parts, and those that the reference gets of `exact`; the losses have been compared."""
-    # What an earlier comparison may have left when it failed.
+    """The gradients of a step that is cut into parts, and those of the reference with `exact`; the losses are compared here."""
+    # Delete gradients that an earlier, failed comparison may have left.
     model.zero_grad()
     exact.zero_grad()
     expected_loss = reference_loss(exact, sequences, run)
@@ -136,7 +138,7 @@ def gradients_beside_reference(
     policy = policy_of(model, plain_rows=plain_rows)
     for start in range(0, len(sequences), size):
         learn(policy, sequences[start : start + size], GRPOObjective(run), PhaseClock(), sums)
-    # A sum of parts that may be a hundred times as large.
+    # The loss is a sum of parts that may be a hundred times as large.
     assert sums.loss == pytest.approx(expected_loss.item(), rel=1e-5, abs=1e-6)
     assert sums.gap.tokens == sum(len(sampled_places(s)) for s in sequences)
     return gradients(model), expected
@@ -145,7 +147,7 @@ def gradients_beside_reference(
 def assert_same_gradients(
     found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit: float, floor: float = 0.0
 ) -> None:
-    """All together and one by one; by `floor`, a part of the largest, any one of them may be off."""
+    """Compare all gradients together and one by one; each single one may also differ by `floor` times the largest."""
     norms = {name: float(gradient.norm()) for name, gradient in expected.items()}
     differences = {name: float((found[name] - gradient).norm()) for name, gradient in expected.items()}
     assert math.hypot(*differences.values()) <= limit * math.hypot(*norms.values()) + 1e-9
@@ -180,7 +182,7 @@ def test_loss_and_gradients_equal_the_padded_reference(
     assert_same_gradients(found, expected, 1e-5)
 
 
-# Weights of a more usual spread: those above give logits whose rounding alone moves a log-prob by 3e-5 nats.
+# Weights of a more usual scale: with the weights above, the rounding of the logits alone changes a log-prob by 3e-5 nats.
 USUAL = {kind: make_model(kind, tied=kind == "llama", scale=0.1) for kind in MODELS}
 UNROUNDED = {kind: copy.deepcopy(model).double() for kind, model in USUAL.items()}
 
@@ -194,7 +196,7 @@ def test_in_fp32_loss_and_gradients_of_what_is_drawn_are_within_1e_5(
     if moved:
         sequences = moved_by(UNROUNDED[kind], sequences, run.temperature)
     found, expected = gradients_beside_reference(USUAL[kind], UNROUNDED[kind], sequences, run, parts)
-    # Parts that cancel leave their rounding, which is no share of nothing.
+    # If all parts cancel, only their rounding is left, and a relative difference has no meaning.
     assume(not 0.0 < max(float(gradient.norm()) for gradient in expected.values()) < 0.1)
     assert_same_gradients(found, expected, 1e-5, floor=1e-6)
 
@@ -214,7 +216,7 @@ def test_in_fp32_loss_and_every_gradient_are_within_1e_5(kind: str, loss_type: s
         for p, prompt in enumerate([ids(n) for n in (3, 40, 17, 80)])
         for s, n in enumerate(lengths)
     ]
-    # Behaviour log-probs near the policy's own, as in a run.
+    # Behaviour log-probs are near the policy's own, as in a run.
     with torch.no_grad():
         logps, _ = padded_logps(model, drawn, 1.0)
     sequences = weighted(
@@ -230,7 +232,7 @@ def test_in_fp32_loss_and_every_gradient_are_within_1e_5(kind: str, loss_type: s
 
 
 def test_a_wrong_mask_would_be_seen() -> None:
-    """The comparison itself can fail: the same loss with causal attention over the whole row is far off."""
+    """The comparison can fail: the same loss with causal attention over the whole row is very different."""
     model = MODELS["qwen2"]
     sequences = [TrainingSequence(f"a#{i}", (5, 6, 7), (8 + i, 9, 10), (-1.0,) * 3, (1.0,) * 3, 0.1) for i in range(2)]
     (pack,) = pack_sequences(sequences, 100)
@@ -250,14 +252,14 @@ def test_shared_beginnings_and_equal_completions_take_no_second_place() -> None:
         for s, completion in enumerate([(31, 32, 0), (31, 32, 0), (31, 33, 0)])
     ]
     (pack,) = pack_sequences(sequences, 1000)
-    # 4 shown once, and for each prompt: itself, 31, 32, 33 (the end tokens predict nothing).
+    # Token 4 occurs once. Each prompt adds itself, 31, 32 and 33 (no token is predicted from the end tokens).
     assert pack.input_ids.shape == (1, 4 + 2 * 4)
     assert len(pack.targets) == len(pack.predictors) == len(token_names(pack.sequences)) == 18
     assert pack.position_ids.max() == 6
 
 
 def filled_one_by_one(sequences: list[TrainingSequence], budget: int) -> int:
-    """How many packs there would be if each were filled before the next is begun."""
+    """The number of packs if each pack were filled before the next one is begun."""
     packs, held = 1, set()
     for s in sequences:
         path = (*s.prompt_ids, *s.completion_ids[:-1])
@@ -280,19 +282,19 @@ def test_packs_hold_every_token_once_and_keep_to_the_budget(sequences: list[Trai
         assert pack.targets.tolist() == [s.completion_ids[i] for s in pack.sequences for i in sampled_places(s)]
         assert pack.lengths.tolist() == [len(sampled_places(s)) for s in pack.sequences]
         assert token_names(pack.sequences) == [s.name for s in pack.sequences for _ in sampled_places(s)]
-        # What predicts a token has seen all that stands before it, and nothing else: a mark of each id and its depth.
+        # The position that predicts a token sees exactly the ids before it. Each id is marked with its depth.
         mark = pack.input_ids[0] * 1000 + pack.position_ids[0]
         seen = iter(pack.attention_mask[0, 0, pack.predictors])
         for s in pack.sequences:
             for place in sampled_places(s):
                 before = (*s.prompt_ids, *s.completion_ids[:place])
                 assert sorted(mark[next(seen)].tolist()) == sorted(1000 * t + i for i, t in enumerate(before))
-        # A node sees as many nodes as its depth says: its ancestors and itself.
+        # A node sees its ancestors and itself, so its depth gives their number.
         assert torch.equal(pack.attention_mask[0, 0].sum(-1), pack.position_ids[0] + 1)
 
 
 def units_of(sequences: list[TrainingSequence], sizes: list[int]) -> list[list[TrainingSequence]]:
-    """The sequences in units of one, two or three; some belong to none."""
+    """The sequences in units of one, two or three; some belong to no unit."""
     units: list[list[TrainingSequence]] = []
     rest = list(sequences)
     for number, size in enumerate(sizes):
@@ -315,7 +317,7 @@ def test_units_are_never_cut_apart(sequences: list[TrainingSequence], budget: in
     for pack in packs:
         held = [unit for unit in units if unit[0].name in {s.name for s in pack.sequences}]
         whole = [next(iter(pack_sequences(unit, 10**6))).input_ids.shape[1] for unit in held]
-        # Only a unit that is too large alone goes over the budget.
+        # Only a pack with a single unit that is too large exceeds the budget.
         assert pack.input_ids.shape[1] <= (budget if len(held) > 1 else max(budget, whole[0]))
 
 

@@ -1,4 +1,4 @@
-"""Models that cannot attend within a tree learn from plain rows: detected, said, and with the same gradients as alone."""
+"""Models that cannot attend within a tree learn from plain rows. The trainer detects and reports it; gradients stay the same."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_rows_of_a_unit_stay_together(sequences: list[TrainingSequence], budget:
     for names, pack in held.items():
         own = sorted((by_first[name] for name in names), key=lambda unit: pack.sequences.index(unit[0]))
         assert [s for unit in own for s in unit] == list(pack.sequences)
-        # Only a unit that is too large alone goes over the budget.
+        # Only a pack with a single unit that is too large exceeds the budget.
         assert len(own) == 1 or pack.input_ids.numel() <= budget
 
 
@@ -96,7 +96,7 @@ def length(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 
 
 def assert_trains(model: PreTrainedModel, folder: Path, **fields: Any) -> None:
-    """Two steps of GRPO, every token of which is proven."""
+    """Run two steps of GRPO and assert that every token is proven."""
     model.save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
     args = GRPOConfig(

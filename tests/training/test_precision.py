@@ -1,4 +1,4 @@
-"""bf16 is the default exactly where it is fast: what the processor reports decides."""
+"""bf16 is the default exactly on machines where it is fast; the processor's features decide."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from lockstep.training.config.precision import engine_dtype, has_fast_bf16
 
-# What PyTorch reports of processors, as far as it matters here.
+# The features of processors that PyTorch reports, as far as they matter here.
 EPYC_7003 = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx512_bf16": False, "amx_bf16": False}
 SKYLAKE = {**EPYC_7003, "avx512_f": True, "avx512_vnni": True}
 PROCESSORS = {
@@ -44,7 +44,7 @@ def test_a_gpu_decides_for_itself_and_not_by_emulation(native: bool, monkeypatch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    # Of the processor beside it the opposite.
+    # The other processor reports the opposite.
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": not native})
     assert has_fast_bf16() is native
 
@@ -53,7 +53,7 @@ def test_a_gpu_decides_for_itself_and_not_by_emulation(native: bool, monkeypatch
     platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="reads Linux's flags of an x86"
 )
 def test_what_is_asked_of_pytorch_is_what_the_kernel_says_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that PyTorch does not know, or no longer, would make every machine a slow one, in silence."""
+    """A name that PyTorch does not know (any more) would silently make every machine a slow one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next(line.split(":")[1].split() for line in lines if line.startswith("flags"))

@@ -1,4 +1,4 @@
-"""Which prompts each generation gets: of the seed alone, or of what was solved when; runs that leave solved prompts out."""
+"""Which prompts each generation gets, from the seed and from the solved prompts; and runs that skip solved prompts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
 def test_a_solved_prompt_is_in_no_later_pass_and_every_other_is_in_each(
     count: int, size: int, seed: int, hard: set[int], data: st.DataObject
 ) -> None:
-    """Told step by step, with a list of what is left of a pass and a set of what is solved."""
+    """Compare with a step-by-step version that keeps a list of the pass's remaining prompts and a set of the solved ones."""
     size = min(size, count)
     order, plain = order_of(count, size, seed, at=0.9), order_of(count, size, seed)
     solved: set[int] = set()
@@ -114,7 +114,7 @@ def test_a_solved_prompt_is_in_no_later_pass_and_every_other_is_in_each(
             found.append(group(place, [1.0, 1.0, 0.7] if solves else [1.0, 0.0, math.nan]))
         order.note(generation, found)
         assert order.solved == len(solved)
-        # A run that is resumed here.
+        # The run is resumed here.
         other = order_of(count, size, seed, at=0.9)
         other.load_state(json.loads(json.dumps(order.state())))
         if not order.used_up(generation + 1):
@@ -145,7 +145,7 @@ EASY = {f"what is {i} + {i}" for i in (1, 3, 4)}
 
 
 def easy(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Some are solved at once; the rest never."""
+    """A reward that solves some prompts at once and the others never."""
     return [1.0 if p in EASY else 0.1 * (ids[0] % 7) for p, ids in zip(prompts, completion_ids, strict=True)]
 
 
@@ -164,7 +164,7 @@ def test_a_run_leaves_solved_prompts_out_and_one_that_is_resumed_goes_on_to_the_
     whole.train()
     first, rest = seen.seen[:4], seen.seen[4:]
     assert {name for names in first for name in names} == {f"train/{i}" for i in range(8)}
-    # Five are left: two generations of two a pass.
+    # Five prompts are left: two generations of two prompts per pass.
     assert {name for names in rest for name in names} == {f"train/{i}" for i in (0, 2, 5, 6, 7)}
     assert [log["prompts/solved"] for log in logs(whole)][3:] == [3.0] * 7
 
@@ -196,10 +196,10 @@ def test_a_run_ends_where_too_few_prompts_are_left(
     fields = {**GROUPS, "no_positive_resampling": 1.0, "max_steps": 10, "num_iterations": 2}
     run = methods.make("GRPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=solved)
     run.train()
-    # Eight prompts, two a generation, two steps each.
+    # There are eight prompts, two per generation, and two steps per generation.
     assert run.state.global_step == 8
     assert "training ends at step 8: too few prompts are left unsolved" in capsys.readouterr().out
-    # Another call begins anew.
+    # Another call starts from the beginning.
     reward = 0.0
     run.train()
     assert run.state.global_step == 10
@@ -225,7 +225,7 @@ def test_what_is_begun_ahead_has_the_prompts_that_it_has_when_its_turn_comes(
                 break
             if number not in begun:
                 begun[number] = order.places(number)
-                # What was solved a pass and `ahead` generations before is not asked again.
+                # A prompt that was solved one pass and `ahead` generations earlier is not sampled again.
                 assert all(number < gone.get(place, number + 1) + ahead + count // size for place in begun[number])
         if order.used_up(generation):
             return
@@ -256,7 +256,7 @@ def test_a_run_that_ends_early_keeps_its_last_step_and_is_at_its_end_when_it_is_
 
     ended = run()
     ended.train()
-    # Eight prompts, two a step, all solved.
+    # There are eight prompts, two per step, and all are solved.
     assert [log["step"] for log in ended.state.log_history if "loss" in log] == [3, 4]
     assert (tmp_path / "checkpoint-4" / "trainer_state.json").exists()
 

@@ -77,7 +77,7 @@ def test_sequences_carry_their_own_groups_advantage_and_their_steps_weight() -> 
     names = [[s.name for s in batch] for batch in generation.micro_batches]
     assert names == [["t/0#0", "t/0#1"], ["t/1#0", "t/1#1"]]
     assert [s.advantages[0] for batch in generation.micro_batches for s in batch] == [0.5, -0.5, 0.0, 0.0]
-    # dapo: one over the tokens of the whole optimizer step, not of the micro-batch.
+    # With dapo the weight is 1 / the tokens of the whole optimizer step, not of the micro-batch.
     assert [s.weight for batch in generation.micro_batches for s in batch] == pytest.approx([1 / 10] * 4)
 
 
@@ -127,7 +127,7 @@ def test_rollouts_without_a_reward_are_counted_and_in_no_mean() -> None:
     metrics = rollout_metrics(groups)
     assert metrics["reward"] == 1.0
     assert metrics["reward_std"] == pytest.approx(0.5**0.5)
-    # Equal rewards, and a single one; the group without any has no spread to speak of.
+    # One group has equal rewards, and one has a single reward; a group without rewards has no standard deviation.
     assert metrics["frac_reward_zero_std"] == 0.5
     assert metrics["rewards/unscored"] == 7.0
     assert "rewards/unscored" not in rollout_metrics(scored([[1.0, 0.0]], [[1, 1]]))

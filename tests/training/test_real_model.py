@@ -1,4 +1,4 @@
-"""The main job's own model and recipe, for a few steps: what the README's run does, held to its tolerance."""
+"""The model and recipe of `make train`, for a few steps: the run of the README stays within its tolerance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_in_fp32_every_sampled_token_of_every_step_agrees_within_1e_3(tmp_path: 
     args = GRPOConfig(
         output_dir=str(tmp_path),
         per_device_train_batch_size=32,
-        # Far above the recipe's, so that two steps move the weights a good deal.
+        # The learning rate is much higher than the recipe's, so that two steps change the weights visibly.
         learning_rate=2e-5,
         max_steps=3,
         logging_steps=1,
@@ -42,5 +42,5 @@ def test_in_fp32_every_sampled_token_of_every_step_agrees_within_1e_3(tmp_path: 
     assert len(logs) == 3
     assert all(entry["parity/max_abs_gap"] <= 1e-3 for entry in logs)
     assert all(entry["parity/checked_tokens"] == round(32 * entry["completions/mean_length"]) for entry in logs)
-    # The tied embedding moved, and with it the head that the engine keeps a packed copy of.
+    # The tied embedding has changed, and so has the head, of which the engine keeps a packed copy.
     assert float((trainer.model.get_input_embeddings().weight.detach() - before).abs().max()) > 1e-5

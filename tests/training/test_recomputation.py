@@ -1,4 +1,4 @@
-"""Layers that keep their products alone: the same gradients to the bit, less memory, no product twice, no trace left."""
+"""Layers that keep only their products: the same gradients to the bit, less memory, no product computed twice, full clean-up."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def adapted() -> Any:
 
 
 class Halved(torch.nn.Linear):
-    """Changes its own product in place."""
+    """A layer that changes its own product in place."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input).mul_(0.5)
@@ -85,7 +85,7 @@ def forward(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
 
 
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards leave everything."""
+    """Switch recomputation off: forwards keep everything."""
     monkeypatch.setattr(recomputation, "_outermost", lambda model: iter(()))
 
 
@@ -118,7 +118,7 @@ def test_gradients_are_the_same_to_the_bit(kind: str, half: bool, monkeypatch: p
 
 
 def left_bytes(model: PreTrainedModel, pack: Pack) -> int:
-    """Bytes that a forward leaves for its backward."""
+    """The bytes that a forward keeps for its backward."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         loss = forward(model, pack)
     assert loss.requires_grad
@@ -128,7 +128,7 @@ def left_bytes(model: PreTrainedModel, pack: Pack) -> int:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "experts", "adapted"])
 def test_a_forward_leaves_much_less(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, pack = prepared(MODELS[kind])
-    # So that it is the layers that count.
+    # The layers then need most of the memory.
     monkeypatch.setattr(scoring, "token_logps", lambda head, hidden, *a, **k: (hidden.sum(1), hidden.sum(1).detach()))
     lean = left_bytes(model, pack)
     plainly(monkeypatch)
@@ -211,7 +211,7 @@ def test_a_users_own_checkpointing_of_the_full_model_gives_the_same_gradients_to
             loss.backward()
         results.append({"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()})
         products.append(sum(counting.calls[product] for product in (ATEN.mm.default, ATTENTION)))
-    # It was used: what is kept elsewhere is computed once more.
+    # Recomputation was used: operations whose results are usually kept were computed once more.
     assert products[1] > products[0]
     for name, value in results[0].items():
         assert value.any(), name

@@ -1,4 +1,4 @@
-"""Work that loses its engine is done again whole, and not for ever."""
+"""Work that loses its engine is repeated as a whole, a limited number of times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference model: it stands still unless it is told to follow, starts as the policy, and costs nothing beside an adapter."""
+"""The reference model starts as the policy, changes only if it is configured to follow, and costs nothing with an adapter."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_reference_is_the_policy_of_the_start_and_the_divergence_from_it_beg
         ids = torch.arange(4, 40)[None]
         with torch.no_grad():
             assert torch.equal(model(ids).logits, make_model()(ids).logits)
-    # It is put back: what is trained, and what the model computes.
+    # The adapter is restored: the trained parameters, and the results of the model.
     assert {name for name, p in run.model.named_parameters() if p.requires_grad} == {
         name for name in trained if not adapter or "lora_" in name
     }
@@ -134,7 +134,7 @@ def test_what_is_trained_stays_what_it_was_after_the_reference(untied_dir: str, 
     model = peft.get_peft_model(load_policy(untied_dir), lora())
     if named:
         model.add_adapter("ref", lora())
-    # Frozen by the user, in an adapter that is trained otherwise.
+    # A tensor that the user has frozen, in an adapter that is trained apart from it.
     frozen = next(p for name, p in model.named_parameters() if "lora_A.default" in name)
     frozen.requires_grad_(False)
     before = {name: p.requires_grad for name, p in model.named_parameters()}
@@ -163,7 +163,7 @@ def test_the_base_of_an_adapter_that_is_not_at_its_start_is_no_reference(
         make("RLOO", trained, tmp_path, hf_engine, GROUPS)
     with pytest.raises(InputError, match="the adapter is not at its start"):
         make("RLOO", adapted(untied_dir, init_lora_weights=False), tmp_path, hf_engine, GROUPS)
-    # Without a reference it may be trained on.
+    # Without a reference such an adapter may be trained further.
     make("RLOO", trained, tmp_path, hf_engine, {**GROUPS, "beta": 0.0})
 
 

@@ -1,4 +1,4 @@
-"""Reward functions and judges are called once before a model is loaded, and what they get wrong is named there."""
+"""Reward functions and judges are called once before a model is loaded, and their errors are reported then."""
 
 from __future__ import annotations
 

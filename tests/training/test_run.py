@@ -113,7 +113,7 @@ class TestRuns:
         parity = summary["parity"]
         assert 0 < parity["mean_abs_gap"] < parity["max_abs_gap"] < 1e-3
         logs = [line for line in curve(uninterrupted) if "loss" in line]
-        # 8 completions a step; all of their tokens are checked.
+        # There are 8 completions per step, and all of their tokens are checked.
         sampled = round(sum(8 * line["completions/mean_length"] for line in logs))
         assert parity["checked_tokens"] == sampled == sum(line["parity/checked_tokens"] for line in logs)
         assert parity["failed"] == 0
@@ -164,7 +164,8 @@ def test_another_seed_gives_another_run_and_the_same_seed_the_same(home: Path, u
 
 def test_a_full_disk_is_one_error_and_keeps_the_last_good_checkpoint(home: Path, untied_dir: str) -> None:
     words = command(home, untied_dir, "full", use_vllm=False, max_steps=4, eval_size=0)
-    # The first reward call is the rehearsal, the fourth is of step 3: checkpoint-2 is whole, and checkpoint-4 cannot be written.
+    # The first reward call is the rehearsal, and the fourth belongs to step 3: checkpoint-2 is complete, checkpoint-4 cannot be
+    # written.
     failed = finish(words, TEST_DISK_FULL_AT="4")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     (line,) = failed.stderr.strip().splitlines()
@@ -179,7 +180,7 @@ def test_a_run_that_only_lacks_its_last_evaluation_takes_no_further_step(home: P
     words = command(home, untied_dir, "nearly", use_vllm=False, max_steps=2)
     assert main(words) == 0
     whole = curve(home / "nearly")
-    # As if killed between the last checkpoint and the summary.
+    # The directory looks as if the run was killed between the last checkpoint and the summary.
     (home / "nearly" / "summary.json").unlink()
     assert main(words) == 0
     assert json.loads((home / "nearly" / "summary.json").read_text())["steps"] == 2
@@ -190,7 +191,7 @@ def test_several_updates_a_generation_run_through_the_command_line(home: Path, u
     assert main(command(home, untied_dir, "twice", use_vllm=False, max_steps=4, num_iterations=2)) == 0
     summary = json.loads((home / "twice" / "summary.json").read_text())
     lines = [line for line in curve(home / "twice") if "completions/mean_length" in line and "loss" in line]
-    # Two generations, each learned from twice and counted once.
+    # There are two generations; the trainer learns from each twice, and each counts once.
     assert summary["parity"]["checked_tokens"] == round(sum(8 * line["completions/mean_length"] for line in lines))
 
 

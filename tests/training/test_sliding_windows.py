@@ -1,5 +1,7 @@
-"""A window that no sequence leaves is attended within a tree, as far as it reaches and not a token further: the same gradients as
-the padded reference's, whose layers slide as the model says."""
+"""A model whose sliding window is longer than every sequence uses trees: gradients equal those of the padded reference.
+
+The layers of the reference use the window as the model defines it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ BUILDS: dict[str, Callable[[], PreTrainedModel]] = {
     "every layer": lambda: make_model("mistral", sliding_window=6),
     "one layer": lambda: make_model("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1),
 }
-# What learns, and the same weights for the reference, which attends as transformers has it.
+# The model that learns, and the same weights for the reference, which uses transformers' own attention.
 MODELS = {kind: build().double() for kind, build in BUILDS.items()}
 PLAIN = {kind: copy.deepcopy(model) for kind, model in MODELS.items()}
 
@@ -39,7 +41,7 @@ def trees() -> Iterator[None]:
 
 
 def reaching(kind: str, window: int) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The model and the reference's, with a window of so many tokens."""
+    """The model that learns and the model of the reference, with a window of this many tokens."""
     for model in (MODELS[kind], PLAIN[kind]):
         model.config.sliding_window = window
     return MODELS[kind], PLAIN[kind]
@@ -68,7 +70,7 @@ def test_gradients_equal_the_padded_reference_at_and_around_the_reach_of_the_win
 
 @pytest.mark.parametrize("kind", BUILDS)
 def test_a_tree_is_right_where_it_is_wider_than_the_window_and_wrong_where_a_branch_is_longer(kind: str) -> None:
-    """What the comparison above stands on: packs outgrow the window, and one that is too short for a branch would show."""
+    """The comparison above can fail: packs exceed the window, and a window that is too short for a branch gives wrong values."""
     sequences = [
         TrainingSequence(f"a#{i}", tuple(range(4, 12)), (20 + i, 30 + i, 40 + i, 50 + i), (0.0,) * 4) for i in range(6)
     ]

@@ -1,4 +1,4 @@
-"""Log-probs and entropies without a whole matrix of logits: right, with right gradients, in memory of one chunk."""
+"""Log-probs and entropies without a whole matrix of logits: right values, right gradients, in the memory of one chunk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from lockstep.training.forward.token_logps import token_logps
 
 WIDTH, VOCABULARY = 6, 19
-# So many that what is as wide as the vocabulary outweighs all else.
+# The vocabulary is so large that tensors of its width need most of the memory.
 WIDE = 4096
 
 
@@ -119,7 +119,7 @@ def test_what_is_kept_for_the_backward_is_one_chunk_of_the_vocabulary(chunk: int
 
 
 def peak_bytes(rows: int, chunk: int, entropy_gradient: bool) -> int:
-    """Most bytes at any time that a forward and its backward have taken from PyTorch, whatever they were for."""
+    """The largest number of bytes that a forward and its backward held at any time, for any purpose."""
     head = torch.nn.Linear(WIDTH, WIDE, bias=False)
     hidden, places = torch.randn(rows, WIDTH, requires_grad=True), torch.arange(rows)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -143,7 +143,7 @@ def test_forward_and_backward_never_hold_more_than_four_matrices_of_a_chunk(
     rows: int, chunk: int, entropy_gradient: bool
 ) -> None:
     matrix, head = chunk * WIDE * 4, WIDTH * WIDE * 4
-    # The gradient of the head is there too, of all rows and of a chunk.
+    # The memory includes the gradient of the head, for all rows and for one chunk.
     assert 3 * matrix < peak_bytes(rows, chunk, entropy_gradient) < 4.1 * matrix + 2 * head
 
 
@@ -155,7 +155,7 @@ def test_under_autocast_the_heads_gradient_is_added_up_in_the_weights_precision(
     targets = torch.randint(VOCABULARY, (64,))
 
     def gradient(parts: list[slice]) -> torch.Tensor:
-        """Of all rows, those of a part in a forward and a backward of their own."""
+        """Compute all rows in parts, each with its own forward and backward."""
         head.weight.grad = None
         for part in parts:
             own = rows[: len(rows[part])]
@@ -170,7 +170,7 @@ def test_under_autocast_the_heads_gradient_is_added_up_in_the_weights_precision(
     together = gradient([slice(None)])
     apart = gradient([slice(i, i + chunk) for i in range(0, 64, chunk)])
     assert float((together - apart).norm() / apart.norm()) < 1e-6
-    # In bf16 a single such sum would be off by a thousandth.
+    # In bf16 a single such sum would be wrong by a thousandth.
     assert not torch.equal(together, together.bfloat16().float())
 
 

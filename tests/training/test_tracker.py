@@ -1,4 +1,4 @@
-"""`report_to` with a tracker that is really there: what it keeps of a run is what the run logged."""
+"""`report_to` with a real tracker: it stores exactly the figures that the run logged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kept(folder: Path) -> Curves:
 
 
 def logged(run: Any) -> Curves:
-    """The same of what the trainer remembers, under the names that `transformers` gives a tracker."""
+    """The same curves from the trainer's own log, under the names that `transformers` gives a tracker."""
     found: Curves = {}
     for log in run.state.log_history:
         for name, value in log.items():
@@ -53,11 +53,11 @@ def test_tensorboard_keeps_every_figure_of_every_log_at_its_step(
     assert found.keys() == expected.keys()
     for tag, curve in expected.items():
         assert [step for step, _ in found[tag]] == [step for step, _ in curve], tag
-        # Event files hold single precision.
+        # Event files store single precision.
         assert [value for _, value in found[tag]] == pytest.approx([v for _, v in curve], rel=1e-6, nan_ok=True), tag
     assert SEEN - {"train/kl" if method == "OnlineDPO" else ""} <= found.keys()
     assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4]
     assert [step for step, _ in found["eval/reward"]] == [2, 4]
-    # Neither flat nor empty: a tracker that kept zeros would not pass.
+    # The curves are not flat and not empty: a tracker that stored zeros would fail.
     assert len({value for _, value in found["train/reward"]}) > 1
     assert all(value > 0 for _, value in found["train/parity/max_abs_gap"])

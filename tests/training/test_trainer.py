@@ -48,7 +48,7 @@ def trainer(
 
 
 class Gradients(TrainerCallback):
-    """Keeps the gradients that the first optimizer step would use."""
+    """Records the gradients of the first optimizer step."""
 
     def __init__(self) -> None:
         self.found: dict[str, torch.Tensor] = {}
@@ -59,7 +59,7 @@ class Gradients(TrainerCallback):
 
 
 def first_gradients(model: str, folder: Path, engine: Engine, **fields: Any) -> dict[str, torch.Tensor]:
-    # In double, so that what is left is not rounding.
+    # The comparison is in double precision, so that a difference is not rounding.
     double = {"dtype": torch.float64}
     run, callback = (
         trainer(model, folder, engine=engine, max_grad_norm=0.0, model_init_kwargs=double, **fields),
@@ -162,7 +162,7 @@ def test_a_step_whose_groups_agree_has_gradient_zero_and_not_none(
     run = trainer(untied_dir, tmp_path, engine=hf_engine, reward=agree_the_second_time, **fields)
     run.add_callback(Weights())
     run.train()
-    # AdamW moves on with its momentum, as it does on a gradient of zero; without a gradient it would stand still.
+    # AdamW continues with its momentum, as with a gradient of zero. Without a gradient the weights would not change.
     assert not torch.equal(seen[0], seen[1])
 
 
@@ -222,7 +222,8 @@ def test_a_second_pass_over_a_generation_uses_the_log_probs_it_was_sampled_at(
     )
     run.train()
     logs = [entry for entry in run.state.log_history if "loss" in entry]
-    # New rollouts at steps 1 and 3 only; the policy has moved at 2 and 4, and the gap is still that of sampling time.
+    # There are new rollouts only at steps 1 and 3. At steps 2 and 4 the policy has changed, and the gap is still that of sampling
+    # time.
     assert [entry["num_tokens"] > (logs[i - 1]["num_tokens"] if i else 0) for i, entry in enumerate(logs)] == [
         True,
         False,
@@ -235,7 +236,7 @@ def test_a_second_pass_over_a_generation_uses_the_log_probs_it_was_sampled_at(
     receipt = [json.loads(line) for line in (tmp_path / "receipt.jsonl").read_text().splitlines()]
     # A token that is learned from twice is sampled and proven once.
     assert [entry["version"] for entry in receipt if entry["kind"] == "step"] == [0, 2]
-    # The second pass is off by what the policy has moved, and the metrics say so.
+    # In the second pass the log-probs differ by the change of the policy, and the metrics show this.
     assert logs[0]["parity/gap_staleness"] < 1e-6 < 1e-3 < logs[1]["parity/gap_staleness"]
     assert all(entry["parity/gap_defect"] == 0 for entry in logs)
 
@@ -399,7 +400,7 @@ def test_dropout_is_off_so_that_the_policy_scores_what_it_sampled(
 
 @pytest.mark.parametrize("engine_kind", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])])
 def test_in_bf16_on_both_sides_the_gap_is_within_its_table(tmp_path: Path, engine_kind: str) -> None:
-    # Weights of a usual scale: logits of the other tests' models are so large that bf16 rounds them by whole nats.
+    # The weights have a usual scale, because bf16 rounds the large logits of the other tests' models by whole nats.
     model = make_model(scale=0.05)
     model.save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
@@ -409,7 +410,7 @@ def test_in_bf16_on_both_sides_the_gap_is_within_its_table(tmp_path: Path, engin
     run.close()
     settings, log = run.engine.settings() if engine_kind == "vllm" else None, run.state.log_history[0]
     assert settings is None or settings.dtype == torch.bfloat16
-    # Different roundings on both sides: not zero, and within the limits of bf16.
+    # Both sides round differently: the gap is not zero, and it is within the limits of bf16.
     assert 1e-5 < log["parity/mean_abs_gap"] < 0.15
     assert log["sampling/importance_sampling_ratio/max"] > 1.0
 
@@ -428,7 +429,7 @@ def test_rewards_given_while_others_are_sampled_train_the_same_policy(
         run = trainer(
             untied_dir, tmp_path / str(overlap), engine=hf_engine, reward=counted, overlap_rewards=overlap, max_steps=2
         )
-        # The rehearsal's.
+        # The first call is the rehearsal.
         calls.clear()
         run.train()
         sizes.append(list(calls))

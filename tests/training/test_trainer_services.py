@@ -1,4 +1,4 @@
-"""What `transformers.Trainer` does around the steps is there for every method: evaluation, callbacks, trackers, the hub."""
+"""The services of `transformers.Trainer` work for every method: evaluation, callbacks, trackers, the hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.engines.protocol import Engine
 
 
 class Listener(TrainerCallback):
-    """Stands for a tracker: hears what one would."""
+    """Replaces a tracker and records what it gets."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -59,7 +59,7 @@ def test_evaluations_in_the_loop_and_every_log_reach_callbacks_and_trackers(
     ratios = {f"sampling/importance_sampling_ratio/{kind}" for kind in ("mean", "min", "max")}
     always = {"sampling/effective_sample_size", *ratios}
     assert all(always <= log.keys() for _, log in own.logs if "loss" in log)
-    # Evaluating draws nothing from the training's numbers.
+    # An evaluation draws no numbers from the random state of the training.
     quiet = make(method, untied_dir, tmp_path, hf_engine, {**FIELDS[method], "max_steps": 4})
     quiet.train()
     losses = [[log["loss"] for log in r.state.log_history if "loss" in log] for r in (run, quiet)]
@@ -68,21 +68,21 @@ def test_evaluations_in_the_loop_and_every_log_reach_callbacks_and_trackers(
 
 @dataclass(frozen=True)
 class Upload:
-    """What a call of `upload_folder` would have sent, read when it was called."""
+    """The files that a call of `upload_folder` would have sent, read at the time of the call."""
 
     said: dict[str, Any]
     files: dict[str, bytes]
 
 
 class Hub:
-    """Takes what would be uploaded, in place of the hub's own client."""
+    """Replaces the hub's own client and records the uploads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.created: list[str] = []
         self.uploads: list[Upload] = []
         monkeypatch.setattr(HfApi, "create_repo", self.create_repo)
         monkeypatch.setattr(HfApi, "upload_folder", self.upload_folder)
-        # The card asks the hub what the base model is.
+        # The model card would ask the hub for the base model.
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def create_repo(self, repo_id: str, **said: Any) -> Any:
@@ -143,7 +143,7 @@ def test_every_save_of_a_run_that_pushes_uploads_its_weights_and_a_checkpoint_to
     for step, model, checkpoint in zip((2, 4), hub.uploads[::2], hub.uploads[1::2], strict=True):
         assert all(f"step {step}" in upload.said["commit_message"] for upload in (model, checkpoint))
         folder = tmp_path / "run" / f"checkpoint-{step}"
-        # What lies there when the run is over is what was sent, nothing came too late.
+        # The files in the folder after the run are the files that were sent: no file was written too late.
         assert checkpoint.files == {path.name: path.read_bytes() for path in folder.iterdir()}
         assert {"trainer_state.json", "optimizer.pt", "receipt_head.txt"} <= checkpoint.files.keys()
         assert {"config.json", "tokenizer.json", "receipt.jsonl"} <= model.files.keys()

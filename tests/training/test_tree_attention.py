@@ -1,4 +1,4 @@
-"""Attention by trees is dense attention with the mask, and leaves out what the mask hides."""
+"""Tree attention equals dense attention with the mask, and does not compute what the mask hides."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) ->
 def test_under_autocast_a_cpu_attends_in_float32() -> None:
     mask = torch.ones(40, 40, dtype=torch.bool).tril()
     parts = [torch.randn(1, heads, 40, 8) for heads in (6, 2, 2)]
-    # As autocast leaves them: rotated queries and keys in float32, values in bf16.
+    # Under autocast rotated queries and keys are in float32, and values in bf16.
     parts[2] = parts[2].bfloat16()
     results = []
     for half in (False, True):

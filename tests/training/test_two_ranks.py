@@ -1,6 +1,6 @@
-"""Training on two ranks (gloo), beside the same on one: equal numbers for every method, errors for both, and no hang.
+"""Training on two ranks (gloo) equals training on one rank, for every method. Errors reach both ranks, and no rank hangs.
 
-Both ranks do all the work in one pair of processes (`two_ranks.py`), since starting one takes longer than most of the work.
+Both ranks do all the work in one pair of processes (`two_ranks.py`), because starting a process takes longer than most of the work.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(untied_dir: str, folder: Path) -> Found:
-    """What both ranks have found, by piece of work; a hang is a failure. The rank that is killed comes last."""
+    """The results of both ranks, by piece of work. A hang is a failure. The work in which a rank is killed comes last."""
     assert list(WORK)[-1] == "reward:killed"
     run_ranks([sys.executable, str(SCRIPT)], [untied_dir, str(folder), *WORK], folder, codes=[0, 9])
 
@@ -54,7 +54,7 @@ def found(untied_dir: str, folder: Path) -> Found:
 
 @pytest.fixture(scope="module")
 def alone(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """The same on the only rank; in a process like theirs, since the engine's log-probs depend on threads and libraries."""
+    """The results of a single rank. It runs in a process of the same kind, because log-probs depend on threads and libraries."""
     folder = tmp_path_factory.mktemp("alone")
     run_ranks([sys.executable, str(SCRIPT)], [untied_dir, str(folder), *COMPARED], folder, [0], names=(ALONE,))
     return functools.cache(lambda name: torch.load(folder / f"{name}.{ALONE}.pt"))
@@ -63,7 +63,7 @@ def alone(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Alone:
 def run_ranks(
     command: list[str], arguments: list[str], folder: Path, codes: list[int], names: Sequence[str] = ("0", "1")
 ) -> None:
-    """Start the ranks of a script that takes RANK PORT and more, and wait."""
+    """Start the ranks of a script that takes RANK, PORT and further arguments, and wait for them."""
     port, ranks = str(free_port()), []
     for rank in names:
         with (folder / f"{rank}.log").open("w") as log:
@@ -86,7 +86,7 @@ def _logs(folder: Path) -> str:
 
 
 def same_logs(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
-    """Equal but for times and the last digits of float32."""
+    """Assert that logs are equal except for times and the last digits of float32."""
     for mine, theirs in zip(one, other, strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine:
@@ -163,10 +163,10 @@ def test_an_evaluation_is_the_same_on_both_ranks_and_on_one(alone: Alone, found:
 
 def test_each_rollout_is_scored_once_and_all_ranks_know_the_scores(found: Found) -> None:
     one, other = found("rewards")
-    # Three groups of two: the first rank scores two of them.
+    # There are three groups of two completions, and the first rank scores two of the groups.
     assert [[len(call) for call in own["evaluation"]] for own in (one, other)] == [[4], [2]]
     assert sorted(one["evaluation"][0] + other["evaluation"][0]) == sorted(PROMPTS["prompt"][:3] * 2)
-    # A generation of four groups, learned from twice.
+    # A generation has four groups, and the trainer learns from it twice.
     assert [[len(call) for call in own["training"]] for own in (one, other)] == [[4], [4]]
     assert not set(one["training"][0]) & set(other["training"][0])
     for own in (one, other):
@@ -218,7 +218,7 @@ def test_a_forward_that_fails_on_one_rank_stops_the_other_before_the_step(found:
     one, other = found("learn")
     assert one["raised"] == "LockstepError"
     assert "rank 1: RuntimeError: out of memory, by design" in one["message"]
-    # Where it happened it stays what it is.
+    # The rank on which the error happened keeps its own error.
     assert (other["raised"], other["message"]) == ("RuntimeError", "out of memory, by design")
 
 

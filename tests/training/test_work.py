@@ -1,4 +1,4 @@
-"""Work that need not be done is not done: forwards and backwards of real steps, counted."""
+"""Steps do no unnecessary work: the tests count the forwards and backwards of real steps."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_group_that_agrees_is_learned_from_where_the_loss_has_another_part(
     assert set(work.learned().values()) == {1}
 
 
-# Passes of the policy over a generation that are not learned from, as docs/speed.md lists them.
+# The number of the policy's passes without gradient over a generation, as docs/speed.md lists them.
 PASSES: list[tuple[str, dict[str, Any], int]] = [
     ("GRPO", {}, 0),
     ("GRPO", {"beta": 0.1}, 0),
@@ -139,7 +139,7 @@ def test_what_was_scored_for_the_advantages_and_moves_nothing_takes_no_other_pas
     every, apart = names_of(run)
     assert work.looked(run._causal()) == Counter(every)
     assert work.learned() == Counter(apart)
-    # Proven, and written down, over all of them.
+    # The gap is judged and recorded over all tokens.
     receipt = [json.loads(line) for line in (tmp_path / "receipt.jsonl").read_text().splitlines()]
     assert receipt[-1]["checked_tokens"] == receipt[-1]["sampled_tokens"] == run.loop.generation.sampled_tokens
 
@@ -184,12 +184,12 @@ def test_figures_of_what_takes_no_pass_in_a_step_are_those_of_the_pass_before_th
     before = column(batch, "entropies")
     first, second = logs(run)
     assert first["entropy"] == pytest.approx(float(before.mean()), rel=1e-5)
-    # Of the group that agrees as it was, of the other one as it is after a step.
+    # The group with equal rewards keeps its old entropy; the other group has the entropy after one step.
     pack, logps, entropies = later[-1]
     agreed = column([s for s in batch if not run.objective.has_gradient(s)], "entropies")
     assert second["entropy"] == pytest.approx(float(torch.cat([agreed, entropies]).mean()), rel=1e-5)
     assert second["entropy"] != pytest.approx(first["entropy"], rel=1e-4)
-    # What the policy has moved is measured where it is known.
+    # The change of the policy is measured over the tokens with new log-probs.
     moved = float((logps - pack.column("old_logps")).abs().mean())
     assert second["parity/gap_staleness"] == pytest.approx(moved, rel=1e-5)
     for name in (
@@ -231,7 +231,7 @@ def test_the_threshold_of_entropies_takes_a_pass_only_where_the_policy_has_moved
     assert work.learned() == Counter(apart * passes)
     (batch,) = run.loop.generation.micro_batches
     assert masks[0] == tuple(high_entropy_mask(column(batch, "entropies"), 0.5).float().tolist())
-    # At this learning rate the entropies of the next step are others.
+    # With this learning rate the entropies of the next step differ.
     assert len(set(masks)) == passes
 
 
@@ -281,7 +281,7 @@ def test_under_an_adapter_the_reference_is_the_same_model_with_the_adapter_off_i
     work = worked(run, monkeypatch)
     every = [*work.looking, *work.learning]
     assert len({id(model) for model, _ in every}) == 1
-    # PPO's values are asked for before the step, by the policy.
+    # PPO needs the values before the step, so the policy makes a pass for them.
     before = [True] if method == "PPO" else []
     assert work.adapters == [*before, False, True]
     assert [sorted(names) for _, names in every] == [sorted(work.learned())] * len(every)

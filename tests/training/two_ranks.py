@@ -1,4 +1,4 @@
-"""One of two trainer ranks, or the only one, started by `test_two_ranks.py`: what each piece of work gave or raised here.
+"""One of two trainer ranks, or a single rank, started by `test_two_ranks.py`. It writes what each piece of work returned or raised.
 
 python two_ranks.py RANK PORT MODEL FOLDER WORK …      (RANK: 0, 1, or alone)
 """
@@ -27,7 +27,7 @@ def main() -> None:
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
     Qwen2RMSNorm.forward = norm_in_double
-    # Every run ends by collecting garbage, among all that the libraries have made.
+    # Every run ends with a garbage collection; `gc.freeze` excludes the objects of the libraries from it.
     gc.freeze()
     for name in names:
         found = tried(lambda name=name: {**WORK, "served": served}[name](int(rank != "0"), model, Path(folder)))
@@ -46,7 +46,7 @@ def alone() -> bool:
 
 
 def tried(step: Callable[[], Any]) -> Any:
-    """What a step gives, or the kind and the message of what it raises."""
+    """The result of a step, or the kind and the message of the error that it raises."""
     try:
         return step()
     except Exception as error:  # noqa: BLE001 - the error is the result
@@ -54,7 +54,7 @@ def tried(step: Callable[[], Any]) -> Any:
 
 
 def methods(rank: int, model: str, folder: Path) -> dict[str, Any]:
-    """Every method, in two micro-batches a rank."""
+    """Every method, with two micro-batches per rank."""
     import torch
     from accounts import CASES, gradients, make, shifted_engine
 
@@ -86,7 +86,7 @@ CLIPPED: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_g
 
 
 def resumed(rank: int, model: str, folder: Path) -> dict[str, Any]:
-    """Four steps at once; and two, then two more in another trainer, of a method with everything to keep."""
+    """Four steps at once; and two steps, then two more in another trainer, with a method that keeps every kind of state."""
     import shutil
 
     from accounts import make
@@ -116,7 +116,7 @@ def evaluated(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
 
 def rewards(rank: int, model: str, folder: Path) -> dict[str, Any]:
-    """What each rank's reward function was called with, and what all know of it afterwards."""
+    """The arguments of each rank's reward function, and what all ranks know afterwards."""
     from accounts import PROMPTS, make
 
     seen: list[list[str]] = []
@@ -165,7 +165,7 @@ def judged(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
 
 def odd_rewards(kind: str) -> Callable[[int, str, Path], Any]:
-    """A reward function of which one rank's calls are odd."""
+    """A reward function that behaves differently on one rank."""
 
     def work(rank: int, model: str, folder: Path) -> Any:
         from accounts import by_length, make
@@ -211,7 +211,7 @@ def other_weights(part: str) -> Callable[[int, str, Path], Any]:
 
 
 def fails_to_learn(rank: int, model: str, folder: Path) -> Any:
-    """A forward that one rank alone cannot do."""
+    """A forward that fails on one rank only."""
     from accounts import make
 
     import lockstep.training.step.optimizer_step as step
@@ -233,7 +233,7 @@ def fails_to_learn(rank: int, model: str, folder: Path) -> Any:
 
 
 def breaks(rank: int, model: str, folder: Path) -> Any:
-    """A checkpoint that rank 1 cannot write, and has long failed to when rank 0 writes into the same folder."""
+    """A checkpoint that rank 1 cannot write. Rank 1 fails long before rank 0 writes into the same folder."""
     import torch
     from accounts import make
 
@@ -248,7 +248,7 @@ def breaks(rank: int, model: str, folder: Path) -> Any:
         until = time.monotonic() + 60
         while not failed.exists() and time.monotonic() < until:
             time.sleep(0.01)
-        # Long enough for rank 1 to remove the folder, if it did not wait for the others.
+        # In this time rank 1 would remove the folder, if it did not wait for the other rank.
         time.sleep(0.5)
         save(state, path)
 
@@ -285,7 +285,7 @@ def other_data(kind: str) -> Callable[[int, str, Path], Any]:
 
 
 def on_server() -> dict[str, Any]:
-    """Fields for the real server that the tests started, where they did."""
+    """The fields for the real server, if the tests have started one."""
     url = os.environ.get("TEST_SERVER_URL")
     return {"use_vllm": None, "vllm_server_base_url": url} if url else {}
 

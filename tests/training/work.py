@@ -1,4 +1,4 @@
-"""Forwards and backwards of real runs, counted, and rewards that leave some of them nothing to do.
+"""Count the forwards and backwards of real runs; and rewards that make some of them unnecessary.
 
 Used by: `test_work.py`.
 """
@@ -21,35 +21,35 @@ from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.step.update import Policy
 from lockstep.training.trainers.online import OnlineTrainer
 
-# Two groups a step: the first prompt of `PROMPTS` agrees, the second one does not.
+# There are two groups per step: the rewards of the first prompt of `PROMPTS` are equal, those of the second one are not.
 TWO_GROUPS = {**GROUPS, "max_steps": 1, "shuffle_dataset": False}
 
 
 def agreeing(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The same for all completions of an even prompt, another for each one of an odd prompt."""
+    """A reward that is equal for all completions of an even prompt, and different for all completions of an odd prompt."""
     return [float(i) if int(prompt.split()[-1]) % 2 else 1.0 for i, prompt in enumerate(prompts)]
 
 
 def all_apart(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Another for each completion, so that all of them move the policy."""
+    """A reward that is different for each completion, so that all of them have a gradient."""
     return [float(i) for i in range(len(completion_ids))]
 
 
 def scored_in_part(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """None for an even prompt, another for each completion of an odd one."""
+    """A reward that is None for an even prompt, and different for each completion of an odd prompt."""
     return [float(i) if int(prompt.split()[-1]) % 2 else None for i, prompt in enumerate(prompts)]
 
 
 @dataclass
 class Work:
-    """What went through a model in a run.
+    """The sequences that went through a model in a run.
 
     Attributes:
-        learning: sequences scored with gradient, one entry a forward.
-        looking: the same without gradient.
-        adapters: whether an adapter was on, by forward, where there is one.
-        forwards: through the trunk of policy or reference, wherever they come from, once the start of the run is proven.
-        backwards: calls of the trainer's.
+        learning: the sequences that were scored with gradient, one entry per forward.
+        looking: the sequences that were scored without gradient, one entry per forward.
+        adapters: for each forward, whether the adapter was on, if there is one.
+        forwards: the number of forwards through policy or reference, from any caller, after the start of the run is proven.
+        backwards: the number of the trainer's backward calls.
     """
 
     learning: list[tuple[Any, list[str]]] = field(default_factory=list)
@@ -63,19 +63,19 @@ class Work:
         return Counter(name for _, names in self.learning for name in names)
 
     def looked(self, model: Any = None) -> Counter[str]:
-        """How often each was scored without, by this model or by any."""
+        """How often each sequence was scored without gradient, by this model or by any model."""
         return Counter(name for by, names in self.looking if model in (None, by) for name in names)
 
 
 @contextmanager
 def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
-    """The work of a run: passes that score a pack, and by a hook of the models themselves that there are no others."""
+    """Count the work of a run: the passes that score a pack. Hooks on the models show that there are no other passes."""
     work = Work()
     real_score, real_backward, real_start = Policy.score, run.accelerator.backward, run.source.start
 
     def start(*args: Any) -> None:
         real_start(*args)
-        # What the canary took.
+        # Subtract the forwards of the canary.
         work.forwards = 0
 
     def forward(*_: Any) -> None:
@@ -112,7 +112,7 @@ def logged(run: OnlineTrainer, name: str) -> float:
 
 
 def names_of(run: Any) -> tuple[list[str], list[str]]:
-    """Requests of the last generation: all of them, and those of odd prompts."""
+    """The requests of the last generation: all of them, and those of odd prompts."""
     groups = [
         (int(g.prompt.source.split()[-1]), [str(r.completion.key) for r in g.rollouts])
         for g in run.loop.generation.groups
@@ -121,7 +121,7 @@ def names_of(run: Any) -> tuple[list[str], list[str]]:
 
 
 def worked(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Work:
-    """The work of a whole run, each sampled token of which is proven."""
+    """The work of a whole run; every sampled token is proven."""
     sampled: list[int] = []
     real = run.loop.rollout
 

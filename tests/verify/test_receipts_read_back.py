@@ -1,4 +1,4 @@
-"""A run's receipt: re-checked, and explained."""
+"""The receipt of a run can be checked again and explained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.training.trainers.grpo import GRPOTrainer
 
 @pytest.fixture(scope="module")
 def run_dir(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of a real run, four rollouts a prompt, each generation learned from twice."""
+    """Three steps of a real run with four rollouts per prompt; the trainer learns from each generation twice."""
     folder = tmp_path_factory.mktemp("run")
     engine = start("transformers", untied_dir)
     data = datasets.Dataset.from_dict({"prompt": ["hello", "world", "fox"] * 4})
@@ -49,7 +49,7 @@ def test_the_receipt_says_what_the_proofs_stood_on(run_dir: Path) -> None:
     assert start_line["canary"]["tokens"] == 92
     assert start_line["limits"]["mean"] == 1e-4
     assert [step["version"] for step in steps] == [0, 2]
-    # Weights moved between the two, and the digest shows it.
+    # The weights changed between the two lines, and the digest shows it.
     assert steps[0]["digest"] != steps[1]["digest"]
     assert all(step["worst_module"]["error"] <= 1e-4 for step in steps)
     assert all(step["checked_tokens"] == step["sampled_tokens"] > 0 for step in steps)
@@ -85,7 +85,7 @@ def test_a_run_is_explained(run_dir: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["verify", "--explain", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert "transformers, Qwen2ForCausalLM" in out
-    # The policy learned twice from each generation, at a high learning rate.
+    # The trainer learned from each generation twice, with a high learning rate.
     assert "mostly staleness" in out
     assert "semantics 0.0e+00" in out
     assert "defect 0.0e+00" in out

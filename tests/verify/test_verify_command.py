@@ -1,4 +1,4 @@
-"""`lockstep verify` from its command line: what passes, what fails, and what cannot be run."""
+"""`lockstep verify` from its command line: proofs that pass, proofs that fail, and settings that cannot be run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_packaged_model_passes_every_row(tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     assert [row["proof"] for row in found["rows"]] == ROWS
     (probe,) = [row for row in found["rows"] if row["proof"] == "module probe"]
-    # Every tensor of the checkpoint, and the tied head under its own name.
+    # The probe covers every tensor of the checkpoint, and the tied head under its own name.
     assert len(probe["details"]["errors"]) == 273
     assert probe["details"]["unreached"] == []
 
@@ -134,7 +134,7 @@ def test_the_users_own_prompts_are_verified(untied_dir: str, tmp_path: Path) -> 
 
 
 def test_a_run_that_interrupts_thinking_can_be_verified(capsys: pytest.CaptureFixture[str]) -> None:
-    # The stage's completions are shorter than such a run's thinking.
+    # The completions of the stage are shorter than the thinking of such a run.
     words = ["--max_thinking_length", "4096", "--min_thinking_length", "2048", "--max_completion_length", "8192"]
     assert main(["verify", "--model", "./nowhere", "--dry_run", *words]) == 0
     assert "max_thinking_length: null" in capsys.readouterr().out
@@ -148,7 +148,7 @@ def test_a_dry_run_prints_what_would_be_verified(capsys: pytest.CaptureFixture[s
 
 
 class TestBadInput:
-    """One clear line, exit code 2."""
+    """Bad input gives one clear line and exit code 2."""
 
     def refused(self, words: list[str], capsys: pytest.CaptureFixture[str], *expected: str) -> None:
         assert main(["verify", *words]) == 2
