@@ -47,6 +47,7 @@ from lockstep.training.step.generation import Generation
 from lockstep.training.step.optimizer_step import OptimizerStep
 from lockstep.training.step.preparation import Preparation
 from lockstep.training.step.update import Policy, UpdateSums
+from lockstep.training.trainers.resumable import ResumableSaves
 from lockstep.training.trainers.setup import (
     check_reference,
     check_reference_model,
@@ -155,6 +156,7 @@ class OnlineTrainer(Trainer):
         leave_unwrapped(self.accelerator)
         self.clock = PhaseClock()
         self.add_callback(StepEvents(self))
+        self.add_callback(ResumableSaves(args, owner=self.ranks.owner))
         for part in (self.reference, self.critic):
             if part is not None:
                 part.to(self.args.device)
