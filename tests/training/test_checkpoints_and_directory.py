@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lockstep import GRPOConfig
 from lockstep.errors import InputError, LockstepError
 from lockstep.training.run_files.checkpoints import (
     checkpoint_step,
@@ -17,6 +20,7 @@ from lockstep.training.run_files.checkpoints import (
 )
 from lockstep.training.run_files.run_directory import RunPlace
 from lockstep.training.run_files.run_directory import open_run as locked_run
+from lockstep.training.run_files.run_identity import _IGNORED, curve_settings
 
 
 def open_run(folder: Path, settings: dict[str, object]) -> RunPlace:
@@ -52,7 +56,7 @@ def test_cutting_back_removes_what_came_after(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoint-10").exists()
     cut_back(tmp_path, None)
     assert not (tmp_path / "metrics.jsonl").exists()
-    assert not first.exists()
+    assert first.exists()
 
 
 def test_a_failed_save_leaves_nothing_of_itself_and_names_the_last_good_one(tmp_path: Path) -> None:
@@ -70,12 +74,12 @@ def test_a_failed_save_leaves_nothing_of_itself_and_names_the_last_good_one(tmp_
 
 
 def test_an_interrupted_run_goes_on_only_with_the_same_settings(tmp_path: Path) -> None:
-    settings = {"learning_rate": 1e-5, "seed": 1}
-    assert open_run(tmp_path / "run", settings).checkpoint is None
+    given = {"learning_rate": 1e-5, "seed": 1}
+    assert open_run(tmp_path / "run", given).checkpoint is None
     good = checkpoint(tmp_path / "run", 5)
-    assert open_run(tmp_path / "run", settings).checkpoint == good
+    assert open_run(tmp_path / "run", given).checkpoint == good
     with pytest.raises(InputError, match=r"other settings \(seed was 1, is 2\)"):
-        open_run(tmp_path / "run", {**settings, "seed": 2})
+        open_run(tmp_path / "run", {**given, "seed": 2})
 
 
 def test_a_finished_run_is_left_alone_and_the_next_goes_beside_it(tmp_path: Path) -> None:
@@ -84,6 +88,118 @@ def test_a_finished_run_is_left_alone_and_the_next_goes_beside_it(tmp_path: Path
     assert open_run(tmp_path / "run", {}).folder == tmp_path / "run-2"
     (tmp_path / "run-2" / "summary.json").write_text("{}")
     assert open_run(tmp_path / "run", {"seed": 5}).folder == tmp_path / "run-3"
+
+
+BOOKKEEPING = {
+    "token_budget": 512,
+    "logits_chunk_size": 64,
+    "vllm_gpu_memory_utilization": 0.2,
+    "logging_steps": 5,
+    "save_steps": 7,
+    "output_dir": "elsewhere",
+    "report_to": ["tensorboard"],
+}
+
+
+def settings(**fields: Any) -> dict[str, Any]:
+    return curve_settings(GRPOConfig(**{"output_dir": "out", "bf16": False, "max_steps": 10, "seed": 1, **fields}))
+
+
+@pytest.mark.parametrize("name", BOOKKEEPING)
+def test_a_run_goes_on_with_other_bookkeeping(tmp_path: Path, name: str) -> None:
+    open_run(tmp_path / "run", settings())
+    good = checkpoint(tmp_path / "run", 5)
+    assert open_run(tmp_path / "run", settings(**{name: BOOKKEEPING[name]})).checkpoint == good
+
+
+def test_a_run_whose_settings_were_written_when_bookkeeping_counted_goes_on(tmp_path: Path) -> None:
+    open_run(tmp_path / "run", settings())
+    good = checkpoint(tmp_path / "run", 5)
+    file = tmp_path / "run" / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"token_budget": 2048, "save_steps": 5}))
+    assert open_run(tmp_path / "run", settings()).checkpoint == good
+
+
+def test_every_field_that_is_named_as_bookkeeping_exists() -> None:
+    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+    # TrainingArguments had it until transformers 5.
+    assert _IGNORED - known <= {"logging_dir"}
+
+
+def test_an_interrupted_run_may_become_longer_and_not_shorter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_run(tmp_path / "run", settings())
+    good = checkpoint(tmp_path / "run", 5)
+    assert open_run(tmp_path / "run", settings(max_steps=20)).checkpoint == good
+    said = capsys.readouterr().out
+    assert "max_steps was 10, is 20" in said
+    assert "learning rate (linear) follows the new length from step 6 on" in said
+    with pytest.raises(InputError, match=r"other settings \(max_steps was 20, is 10\)"):
+        open_run(tmp_path / "run", settings())
+
+
+def test_a_finished_run_goes_on_in_its_directory_only_where_more_steps_are_asked_for(tmp_path: Path) -> None:
+    fixed = {"lr_scheduler_type": "constant"}
+    run = open_run(tmp_path / "run", settings(**fixed)).folder
+    good = checkpoint(run, 10)
+    (run / "summary.json").write_text("{}")
+    assert open_run(run, settings(**fixed)).folder == tmp_path / "run-2"
+    assert open_run(run, settings(**fixed, max_steps=20, seed=2)).folder == tmp_path / "run-2"
+    longer = open_run(run, settings(**fixed, max_steps=20))
+    assert (longer.folder, longer.checkpoint) == (run, good)
+    assert (run / "summary-at-step-10.json").exists()
+    # Killed before its new end, it is an unfinished run as any other.
+    assert open_run(run, settings(**fixed, max_steps=20)).checkpoint == good
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe\x00"])
+def test_a_run_none_of_whose_checkpoints_can_be_read_is_refused_and_left_as_it_is(
+    tmp_path: Path, content: bytes
+) -> None:
+    open_run(tmp_path / "run", {})
+    for step in (5, 10):
+        (checkpoint(tmp_path / "run", step) / "trainer_state.json").write_bytes(content)
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(
+        InputError, match=r"no checkpoint in .* can be read: .* in checkpoint-5, checkpoint-10\. Nothing"
+    ):
+        open_run(tmp_path / "run", {})
+    for step in (5, 10):
+        assert (tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors").read_text() == "weights"
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_damaged_checkpoint_beside_a_good_one_is_set_aside_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_run(tmp_path / "run", {})
+    good = checkpoint(tmp_path / "run", 5)
+    # The first lost its state; it cannot have been under way when the run was killed.
+    checkpoint(tmp_path / "run", 2, whole=False)
+    (checkpoint(tmp_path / "run", 10) / "trainer_state.json").write_text('{"global_st')
+    assert open_run(tmp_path / "run", {}).checkpoint == good
+    said = capsys.readouterr().out
+    for step in (2, 10):
+        aside = tmp_path / "run" / f"damaged-checkpoint-{step}"
+        assert (aside / "model.safetensors").read_text() == "weights"
+        assert f"checkpoint-{step} cannot be read" in said
+    assert last_checkpoint(tmp_path / "run") == good
+
+
+def test_a_run_that_was_killed_in_its_first_save_starts_again(tmp_path: Path) -> None:
+    open_run(tmp_path / "run", {})
+    checkpoint(tmp_path / "run", 5, whole=False)
+    assert open_run(tmp_path / "run", {}).checkpoint is None
+    assert not (tmp_path / "run" / "checkpoint-5").exists()
+
+
+def test_settings_that_cannot_be_read_are_one_clear_error(tmp_path: Path) -> None:
+    open_run(tmp_path / "run", {})
+    checkpoint(tmp_path / "run", 5)
+    (tmp_path / "run" / "run.json").write_text('{"seed"')
+    with pytest.raises(InputError, match=r"run\.json cannot be read"):
+        open_run(tmp_path / "run", {})
 
 
 def test_checkpoints_of_something_else_are_not_touched(tmp_path: Path) -> None:

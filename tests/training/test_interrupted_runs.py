@@ -24,7 +24,7 @@ from lockstep.parity.receipt import RECEIPT, check_chain, check_receipt
 from lockstep.rollouts.group import Rollout
 from lockstep.rollouts.interruptions import Interruption
 from lockstep.training.config.interruption import interruption_of
-from lockstep.training.run import curve_settings
+from lockstep.training.run_files.run_identity import curve_settings
 from lockstep.training.step.generation import Generation, sequences_of
 
 LIMIT = 20

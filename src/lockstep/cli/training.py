@@ -41,8 +41,9 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict
     from lockstep.models.resolve import resolve_model
     from lockstep.rollouts.ranks import Ranks
     from lockstep.tasks.rewards import load_reward, names_model
-    from lockstep.training.run import curve_settings, run_method
+    from lockstep.training.run import run_method
     from lockstep.training.run_files.run_directory import open_run_together
+    from lockstep.training.run_files.run_identity import curve_settings
 
     model, dataset = arguments.model_name_or_path, arguments.dataset_name
     if model is None or dataset is None:

@@ -10,7 +10,7 @@ import json
 import math
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -238,15 +238,3 @@ class StopOnInterrupt(TrainerCallback):
         self.requested = True
         if self._ranks.owner:
             print("\nstopping after this step, with a checkpoint (press again to stop at once)", flush=True)
-
-
-def curve_settings(config: OnlineConfig) -> dict[str, Any]:
-    """The fields that decide what a run computes; a run may only be continued with the same ones."""
-    ignored = {"output_dir", "logging_dir", "run_name", "disable_tqdm", "report_to", "log_level", "save_total_limit"}
-    ignored |= {"accelerator_config", "vllm_server_timeout", "reward_timeout", "rehearse_rewards"}
-    ignored |= {"log_completions", "num_completions_to_print", "log_unique_prompts"}
-    # Where servers are, not what they compute.
-    ignored |= {"vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_key_file"}
-    ignored |= {"vllm_weight_transport", "vllm_group_host", "vllm_group_port"}
-    kept = {k: v for k, v in asdict(config).items() if k not in ignored and not k.endswith("_token")}
-    return kept | ({"processes": config.world_size} if config.world_size > 1 else {})

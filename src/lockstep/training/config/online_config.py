@@ -363,19 +363,9 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
             )
 
     def _check_saves(self) -> None:
-        """Check that checkpoints fall on the end of a generation and on a log: only there can a run be resumed exactly."""
-        updates = self.steps_a_generation
-        saves = {"max_steps": self.max_steps} if self.max_steps > 0 and self.save_strategy != "no" else {}
-        if self.save_strategy == "steps":
-            saves["save_steps"] = int(self.save_steps)
-            if self.logging_strategy == "steps" and self.save_steps % self.logging_steps:
-                raise InputError(
-                    f"save_steps={self.save_steps} is no multiple of logging_steps={self.logging_steps}: a run resumed between two "
-                    "logs would not repeat its metrics"
-                )
-        for name, value in saves.items():
-            if value % updates:
-                raise InputError(
-                    f"{name}={value} is no multiple of the {updates} optimizer steps of a generation: a run resumed in "
-                    "between would not repeat itself"
-                )
+        """Check that the run ends where a generation ends, so that it can be continued. `trainers/resumable.py` places the checkpoints."""
+        if self.max_steps > 0 and self.save_strategy != "no" and self.max_steps % self.steps_a_generation:
+            raise InputError(
+                f"max_steps={self.max_steps} is no multiple of the {self.steps_a_generation} optimizer steps of a generation: a "
+                "run could not go on exactly from its last checkpoint"
+            )

@@ -1,7 +1,8 @@
 """The directory of a run: fresh, to be continued, or finished.
 
-A run that was interrupted is continued where its last complete checkpoint stands; a finished one is left alone and the new run
-goes beside it. `run.json` keeps the settings, since a run continued with others would be neither.
+A run that was interrupted is continued where its last complete checkpoint stands. A finished one goes on where the same settings
+ask for more steps; with any others it is left alone and the new run goes beside it. `run.json` keeps the settings that decide what
+is learned (`run_identity.py`), since a run continued with others would be neither.
 """
 
 from __future__ import annotations
@@ -16,9 +17,18 @@ from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.rollouts.ranks import Ranks
-from lockstep.training.run_files.checkpoints import cut_back, last_checkpoint
+from lockstep.training.run_files.checkpoints import (
+    checkpoint_step,
+    cut_back,
+    free_name,
+    last_checkpoint,
+    set_damaged_aside,
+)
+from lockstep.training.run_files.run_identity import changed_fields, follows_length, longer
 
 SETTINGS, SUMMARY = "run.json", "summary.json"
+# What the end of a run leaves.
+_END = (SUMMARY, "report.html", "after.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +46,11 @@ def open_run(output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPl
     The lock goes with the process that holds it, however it ends.
 
     Raises:
-        InputError: another process runs there, or the directory holds an interrupted run with other settings.
+        InputError: another process runs there, the directory holds an interrupted run with other settings, or what it holds
+            cannot be read.
     """
-    folder = _unfinished(Path(output_dir))
+    settings = json.loads(json.dumps(settings, default=str))
+    folder = _place(Path(output_dir), settings)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a") as file:
         try:
@@ -68,32 +80,67 @@ def open_run_together(ranks: Ranks, output_dir: str | Path, settings: dict[str, 
 
 def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
     known = folder / SETTINGS
-    plain = json.loads(json.dumps(settings, default=str))
+    set_damaged_aside(folder)
     checkpoint = last_checkpoint(folder)
     if checkpoint is not None and not known.exists():
         raise InputError(f"{folder} holds checkpoints of something else (no {SETTINGS}); give another output_dir")
     if checkpoint is not None:
-        earlier = json.loads(known.read_text())
-        changed = sorted(k for k in earlier.keys() | plain.keys() if earlier.get(k) != plain.get(k))
-        # Another method has other fields: their list would hide what they come from.
-        changed.sort(key=lambda name: name != "method")
-        if changed:
-            what = ", ".join(f"{k} was {earlier.get(k)!r}, is {plain.get(k)!r}" for k in changed[:5])
+        earlier = _settings_in(folder)
+        if changed := changed_fields(earlier, settings):
+            what = ", ".join(f"{k} was {earlier.get(k)!r}, is {settings.get(k)!r}" for k in changed[:5])
             raise InputError(
                 f"{folder} holds an interrupted run with other settings ({what}); give another output_dir, or delete it"
             )
+        _lengthen(folder, earlier, settings, checkpoint_step(checkpoint))
     if known.exists():
         cut_back(folder, checkpoint)
-    known.write_text(json.dumps(plain, indent=1) + "\n")
+    known.write_text(json.dumps(settings, indent=1) + "\n")
     return RunPlace(folder, checkpoint)
 
 
-def _unfinished(wanted: Path) -> Path:
+def _place(wanted: Path, settings: dict[str, Any]) -> Path:
+    """The first of `NAME`, `NAME-2`, … that holds no finished run, or one that is to go on for longer."""
     folder, number = wanted, 2
-    while (folder / SUMMARY).exists():
+    while (folder / SUMMARY).exists() and not _is_extended(folder, settings):
         folder = wanted.with_name(f"{wanted.name}-{number}")
         number += 1
     return folder
+
+
+def _is_extended(folder: Path, settings: dict[str, Any]) -> bool:
+    if last_checkpoint(folder) is None:
+        return False
+    try:
+        earlier = _settings_in(folder)
+    except (OSError, InputError):
+        return False
+    return not changed_fields(earlier, settings) and bool(longer(earlier, settings))
+
+
+def _lengthen(folder: Path, earlier: dict[str, Any], settings: dict[str, Any], step: int) -> None:
+    """Keep what an earlier end of the run left under other names, and say what a new length changes."""
+    for name in longer(earlier, settings):
+        print(f"lockstep: the run in {folder} goes on: {name} was {earlier[name]}, is {settings[name]}", flush=True)
+        if follows_length(settings):
+            print(
+                f"lockstep: its learning rate ({settings.get('lr_scheduler_type')}) follows the new length from step {step + 1} "
+                "on; the steps before were taken with the old one",
+                flush=True,
+            )
+        for path in (folder / left for left in _END):
+            if path.exists():
+                path.rename(free_name(path.with_name(f"{path.stem}-at-step-{step}{path.suffix}")))
+
+
+def _settings_in(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / SETTINGS).read_text())
+    except ValueError as error:
+        raise InputError(
+            f"{folder / SETTINGS} cannot be read ({error}), so that nobody can tell whether the run there is this one; give "
+            "another output_dir"
+        ) from error
+    return found if isinstance(found, dict) else {}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

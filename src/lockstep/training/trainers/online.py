@@ -41,6 +41,7 @@ from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import leave_unwrapped, read_alike
 from lockstep.training.step.preparation import Preparation
 from lockstep.training.step.update import Policy
+from lockstep.training.trainers.resumable import ResumableSaves
 from lockstep.training.trainers.setup import (
     check_reference,
     check_reference_model,
@@ -149,6 +150,7 @@ class OnlineTrainer(Trainer):
         leave_unwrapped(self.accelerator)
         self.clock = PhaseClock()
         self.add_callback(StepEvents(self))
+        self.add_callback(ResumableSaves(args, owner=self.ranks.owner))
         for part in (self.reference, self.critic):
             if part is not None:
                 part.to(self.args.device)

@@ -1,0 +1,46 @@
+"""Checkpoints only where a run can be resumed exactly: after the last step of a generation, and after a log.
+
+Comes from: `transformers.Trainer`, which calls back. Rollouts and the sums of the next log are not saved, so that a run that is
+resumed in the middle of either would not repeat itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from lockstep.training.config.online_config import OnlineConfig
+
+
+class ResumableSaves(TrainerCallback):
+    """Moves `save_steps` to the next multiple of a generation's steps, and writes a log before every checkpoint.
+
+    Args:
+        config: the run's.
+        owner: whether this is the process that says what was moved.
+    """
+
+    def __init__(self, config: OnlineConfig, *, owner: bool) -> None:
+        self._steps, self._owner = config.steps_a_generation, owner
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Anew: a state that was loaded from a checkpoint has the intervals of the run that wrote it.
+        state.compute_steps(args, state.max_steps)
+        if args.save_strategy != SaveStrategy.STEPS or state.save_steps <= 0:
+            return
+        wanted = int(state.save_steps)
+        state.save_steps = math.ceil(wanted / self._steps) * self._steps
+        if state.save_steps != wanted and self._owner:
+            print(
+                f"lockstep: save_steps={args.save_steps:g} is a checkpoint every {wanted} steps, which can fall inside a "
+                f"generation of {self._steps}, where no run can be resumed exactly; there is one every {state.save_steps} instead",
+                flush=True,
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # At the end as well: steps after the last multiple of logging_steps would never be logged.
+        if (control.should_save or control.should_training_stop) and args.logging_strategy != IntervalStrategy.NO:
+            control.should_log = True

@@ -1,0 +1,90 @@
+"""A run that goes on: with less memory, for longer, and after a signal. In process, on the transformers engine."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from datasets import Dataset
+from methods import timeless
+
+from lockstep.cli.main import main
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+REWARD = """
+import os, signal
+calls = 0
+
+def by_length(completion_ids, **_):
+    global calls
+    calls += 1
+    number, *at = os.environ.get("TEST_SIGNAL", "0").split()
+    for _ in range(at.count(str(calls))):
+        os.kill(os.getpid(), int(number))
+    return [float(len(ids) % 5 + ids[0] % 3) for ids in completion_ids]
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    Dataset.from_list([{"prompt": f"what is {i} + {i}"} for i in range(20)]).to_json(tmp_path / "data.jsonl")
+    (tmp_path / "rewards.py").write_text(REWARD)
+    return tmp_path
+
+
+def run(home: Path, model: str, name: str, **fields: Any) -> int:
+    """`lockstep grpo`; the exit code. Without an evaluation, the reward's first call is the rehearsal's."""
+    content = {
+        "model_name_or_path": model,
+        "dataset_name": str(home / "data.jsonl"),
+        "reward_funcs": [f"{home / 'rewards.py'}:by_length"],
+        "output_dir": str(home / name),
+        "use_vllm": False,
+        "bf16": False,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "max_completion_length": 6,
+        "max_steps": 4,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        **fields,
+    }
+    path = home / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return main(["grpo", "--config", str(path)])
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    return [timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_finished_run_that_goes_on_for_longer_is_the_longer_run(
+    home: Path, untied_dir: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(home, untied_dir, "whole", max_steps=6) == 0
+    assert run(home, untied_dir, "grown") == 0
+    capsys.readouterr()
+    assert run(home, untied_dir, "grown", max_steps=6) == 0
+    assert "going on from" in capsys.readouterr().out
+    assert curve(home / "grown") == curve(home / "whole")
+    assert json.loads((home / "grown" / "summary.json").read_text())["steps"] == 6
+    assert json.loads((home / "grown" / "summary-at-step-4.json").read_text())["steps"] == 4
+
+
+def test_a_run_goes_on_with_less_memory_and_other_intervals(
+    home: Path, untied_dir: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TEST_SIGNAL", f"{signal.SIGINT:d} 3")
+    assert run(home, untied_dir, "run") == 130
+    monkeypatch.delenv("TEST_SIGNAL")
+    fewer = {"token_budget": 64, "logits_chunk_size": 8, "vllm_gpu_memory_utilization": 0.1}
+    assert run(home, untied_dir, "run", **fewer, logging_steps=2, save_steps=1) == 0, capsys.readouterr().err
+    assert "going on from" in capsys.readouterr().out
+    assert [line["step"] for line in curve(home / "run")] == [1, 2, 3, 4]
