@@ -269,7 +269,7 @@ class Canary:
 
 
 def _short_enough(completions: Sequence[Completion]) -> list[Completion]:
-    """The first, and as many more as keep their whole logits within memory."""
+    """The first, and as many more as are scored in a short time."""
     kept: list[Completion] = []
     tokens = 0
     for c in completions:
