@@ -140,6 +140,7 @@ def clean_steps(model: str, count: int, dtype: str, fault: float) -> dict[str, A
         "k3": max(line["sum_k3"] / line["checked_tokens"] for line in clean),
         "max_abs_gap": max(line["max_abs_gap"] for line in clean),
         "nearest": nearest["max_abs_gap"] / nearest["max_allowed"],
+        "tail": sum(line["sum_fourths"] for line in clean) / (4 * sum(line["sum_cubes"] for line in clean)),
         "allowed_first": clean[0]["max_allowed"],
         "allowed_last": clean[-1]["max_allowed"],
     }
@@ -149,7 +150,7 @@ def clean_steps(model: str, count: int, dtype: str, fault: float) -> dict[str, A
         f"mean {found['mean_abs_gap']:.2g} of {limit.mean:g}, k3 {found['k3']:.2g} of {limit.k3:g}, "
         f"max {found['max_abs_gap']:.2g}, at most {found['nearest']:.0%} of its step's limit "
         f"({found['allowed_first']:.2g} at the first step, {found['allowed_last']:.2g} at the last); "
-        f"one token wrong by {fault:g}: {outcome}",
+        f"tail {found['tail']:.2g} of {limit.tail:g}; one token wrong by {fault:g}: {outcome}",
         flush=True,
     )
     return {"count": len(clean), "alarms": int(early), "tokens": tokens, "stopped": bool(alarm), **found}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from accelerate import Accelerator
 from conftest import start
 from recording import Recording, plain_logps
-from transformers import AutoModelForCausalLM
+from tiny import save
+from transformers import AutoModelForCausalLM, Cohere2Config
 
 from lockstep.engines.protocol import Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
@@ -62,6 +64,19 @@ def test_rows_come_back_in_order_with_ids_and_log_probs_of_what_was_sampled(sett
     assert probed(generation) < 1.0
     # The same run again gives the same tokens.
     assert setting.make().generate(PROMPTS, None, 1)[1] == completion_ids
+
+
+def test_a_model_that_scales_its_logits_is_scored_as_it_computes(tmp_path: Path) -> None:
+    """Cohere2: the canary of a push once blamed the engine for a factor that only the engine knew of."""
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Cohere2Config(
+        **shape, vocab_size=384, num_key_value_heads=1, head_dim=32, logit_scale=0.25, initializer_range=0.3
+    )
+    setting = Setting(str(save(AutoModelForCausalLM.from_config(config), tmp_path)))
+    generation = setting.make()
+    generation.sync_weights()
+    assert generation.proof is not None
+    assert generation.proof.canary.max_abs < 1e-4
 
 
 def test_a_call_without_prompts_and_without_log_probs(setting: Setting) -> None:

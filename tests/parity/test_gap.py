@@ -27,8 +27,8 @@ def test_the_numbers_are_the_definitions() -> None:
 
 def test_few_tokens_are_held_to_the_largest_gap_at_once_and_to_the_means_when_they_are_many() -> None:
     half = tolerance(torch.bfloat16, torch.bfloat16)
-    # One token alone with an ordinary gap of bf16 is over the limits on means.
-    one = measure_gap(torch.tensor([-1.3]), torch.tensor([-1.0]), ["a#0"])
+    # Two tokens alone with ordinary gaps of bf16 are over the limits on means.
+    one = measure_gap(torch.tensor([-1.4, -1.4]), torch.tensor([-1.0, -1.0]), ["a#0"] * 2)
     assert over_limits(one, half)
     pool = PooledGap()
     assert not over_limits(pool.add(one, half), half)

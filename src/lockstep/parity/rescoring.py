@@ -1,4 +1,4 @@
-"""The trainer's log-probs of given tokens, one plain sequence at a time: no packing, no shared prefixes, no chunks.
+"""The trainer's log-probs of given tokens, one plain sequence at a time: no packing, no shared prefixes.
 
 It is a second way to compute the same numbers, for proofs that must not depend on the fast path: the canary, the
 decomposition of a gap, and `lockstep verify`.
@@ -6,9 +6,10 @@ decomposition of a gap, and `lockstep verify`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +17,11 @@ from transformers import PreTrainedModel
 from lockstep.engines.protocol import Sampling
 from lockstep.engines.sampling import processed_logprobs
 from lockstep.models.adapters import causal_model, head_name
+from lockstep.models.logits import transformed_logits
 from lockstep.sync.adapters import weights_of
+
+# Most bytes of float32 logits that are held in one tensor; three of them are alive at a time.
+LOGITS_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +39,11 @@ class Precision:
 
 @torch.no_grad()
 def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Precision = Precision()) -> torch.Tensor:
-    """(len(ids), V) float32 logits of one sequence, in evaluation mode."""
-    inner = causal_model(model)
-    row = torch.tensor([list(ids)], device=inner.device)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.autocast(inner.device.type, precision.autocast) if precision.autocast else nullcontext():
-            hidden = inner.base_model(input_ids=row, use_cache=False).last_hidden_state[0]
-            if precision.head is None:
-                return inner.get_output_embeddings()(hidden).float()
-        source, name = weights_of(model), head_name(model)
-        weight, beside = source.tensor(name).to(precision.head), name.removesuffix("weight") + "bias"
-        bias = source.tensor(beside).to(precision.head) if beside in source.names else None
-        return torch.nn.functional.linear(hidden.to(precision.head), weight, bias).float()
-    finally:
-        model.train(was_training)
+    """(len(ids), V) float32 logits of one sequence, in evaluation mode; as large as they are."""
+    return torch.cat(list(_logit_chunks(model, ids, 0, precision)))
 
 
+@torch.no_grad()
 def completion_logps(
     model: PreTrainedModel,
     prompt_ids: Sequence[int],
@@ -61,11 +53,54 @@ def completion_logps(
 ) -> torch.Tensor:
     """(len(token_ids),) log-probs of a completion under the distribution that `sampling` describes.
 
-    −inf for a token to which the settings give no probability.
+    −inf for a token to which the settings give no probability. However long the completion is, no tensor of logits is larger than
+    `LOGITS_BYTES`.
     """
-    logits = sequence_logits(model, [*prompt_ids, *token_ids[:-1]], precision)[len(prompt_ids) - 1 :].cpu()
-    scores = [
-        processed_logprobs(row, sampling, prompt_ids, token_ids[:position])[token_ids[position]]
-        for position, row in enumerate(logits)
-    ]
+    scores: list[torch.Tensor] = []
+    for logits in _logit_chunks(model, [*prompt_ids, *token_ids[:-1]], len(prompt_ids) - 1, precision):
+        for row in logits.cpu():
+            position = len(scores)
+            logps = processed_logprobs(row, sampling, prompt_ids, token_ids[:position])
+            # A copy: a view would keep the whole row.
+            scores.append(logps[token_ids[position]].clone())
     return torch.stack(scores)
+
+
+def _logit_chunks(
+    model: PreTrainedModel, ids: Sequence[int], first: int, precision: Precision
+) -> Iterator[torch.Tensor]:
+    """(rows, V) float32 logits of the positions from `first` on, a few rows at a time."""
+    inner = causal_model(model)
+    row = torch.tensor([list(ids)], device=inner.device)
+    was_training = model.training
+    model.eval()
+    try:
+        with _autocast(inner, precision):
+            hidden = inner.base_model(input_ids=row, use_cache=False).last_hidden_state[0, first:]
+        product = _head_product(model, precision)
+        vocabulary = inner.get_output_embeddings().weight.shape[0]
+        for rows in hidden.split(max(1, LOGITS_BYTES // (4 * vocabulary))):
+            with _autocast(inner, precision):
+                logits = product(rows)
+            yield transformed_logits(inner.config.get_text_config(), logits).float()
+    finally:
+        model.train(was_training)
+
+
+def _autocast(model: PreTrainedModel, precision: Precision) -> AbstractContextManager[Any]:
+    return torch.autocast(model.device.type, precision.autocast) if precision.autocast else nullcontext()
+
+
+def _head_product(model: PreTrainedModel, precision: Precision) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What gives (rows, V) logits of (rows, width) hidden states."""
+    if precision.head is None:
+        return causal_model(model).get_output_embeddings()
+    source, name = weights_of(model), head_name(model)
+    weight, beside = source.tensor(name).to(precision.head), name.removesuffix("weight") + "bias"
+    bias = source.tensor(beside).to(precision.head) if beside in source.names else None
+
+    def product(hidden: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias)
+
+    return product

@@ -44,7 +44,7 @@ class Tolerance:
 _SINGLE = Tolerance(mean=1e-4, tail=3e-5, k3=1e-6)
 # bf16 in the engine, against bf16 autocast or fp32: mean 0.034 to 0.056, max 0.14 to 0.52, k3 1e-3 to 4e-3; the canary, whose
 # tokens are unlikely: mean 0.075, max 0.47, k3 6e-3.
-_HALF = Tolerance(mean=0.15, tail=0.11, k3=0.02)
+_HALF = Tolerance(mean=0.15, tail=0.15, k3=0.02)
 
 
 def tolerance(engine: torch.dtype, trainer: torch.dtype) -> Tolerance:
