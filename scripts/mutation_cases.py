@@ -140,7 +140,7 @@ MUTATIONS = [
     _of(CHECKPOINTS, "later checkpoints that stay", "checkpoint_step(path) > step:", "False:"),
     # recovery
     _of(RECOVERY, "an engine that came back is trusted", "self._distrust()", "pass"),
-    _of(RECOVERY, "work that kills its engine for ever", "for _ in range(_LOSSES):", "while True:"),
+    _of(RECOVERY, "work that is given up at its first loss", "for _ in range(_LOSSES):", "for _ in range(1):"),
     _of(RECOVERY, "an engine that is not waited for", "lost.recover()", "pass"),
     # rewards and their pairing
     _of(REWARDS, "every rollout has the first one's score", "name: column[position]", "name: column[0]"),

@@ -23,7 +23,7 @@ from mutation_cases import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[1]
 # Seconds for the tests of one case; a fault may make a test wait for ever.
-LIMIT = 600
+LIMIT = 900
 # Exit codes of pytest. Any other one, of a test that cannot be imported, say, is no proof that a test sees the fault.
 PASSED, FAILED = 0, 1
 STRANGE = 99

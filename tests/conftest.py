@@ -22,7 +22,6 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "training")]
 
 import draws  # noqa: F401 - the profile of Hypothesis
-from schedule import check_served
 from servers import Server, connect, serve
 from stages import stage_on
 from tiny import CONTEXT, save_model, talkative
@@ -80,6 +79,9 @@ def hf_engine(untied_dir: str) -> Engine:
 @pytest.fixture(scope="session")
 def server(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real vLLM server with the untied tiny model; tests leave it running."""
+    # A plugin of pytest's, to be imported by pytest first.
+    from schedule import check_served
+
     check_served(os.environ["PYTEST_CURRENT_TEST"])
     with serve(untied_dir, tmp_path_factory.mktemp("server")) as running:
         yield running
