@@ -55,7 +55,7 @@ SETTINGS: dict[str, Any] = {
     # So that a run's first steps do not depend on how many there are.
     "lr_scheduler_type": "constant",
     "max_completion_length": 24,
-    "vllm_server_timeout": 5.0,
+    "vllm_server_timeout": 6.0,
 }
 Weights = dict[str, torch.Tensor]
 
