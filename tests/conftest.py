@@ -16,13 +16,12 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
-import hypothesis
 import pytest
 import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "training")]
 
-from schedule import check_served
+import draws  # noqa: F401 - the profile of Hypothesis
 from servers import Server, connect, serve
 from stages import stage_on
 from tiny import CONTEXT, save_model, talkative
@@ -34,11 +33,6 @@ from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.verify.stage import Stage
 
 pytest_plugins = ["schedule"]
-
-# `ci` draws the same few examples every time; HYPOTHESIS_PROFILE=thorough draws many, others each time.
-hypothesis.settings.register_profile("ci", max_examples=50, derandomize=True, database=None, deadline=None)
-hypothesis.settings.register_profile("thorough", max_examples=2000, deadline=None)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed here")
 
@@ -85,6 +79,9 @@ def hf_engine(untied_dir: str) -> Engine:
 @pytest.fixture(scope="session")
 def server(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real vLLM server with the untied tiny model; tests leave it running."""
+    # A plugin of pytest's, to be imported by pytest first.
+    from schedule import check_served
+
     check_served(os.environ["PYTEST_CURRENT_TEST"])
     with serve(untied_dir, tmp_path_factory.mktemp("server")) as running:
         yield running
@@ -106,10 +103,17 @@ def engine(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
     started.close()
 
 
+@pytest.fixture(scope="session")
+def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with biases whose head is its embedding."""
+    return str(save_model(tmp_path_factory.mktemp("models") / "shared", tied=True))
+
+
 STAGES = [
     "transformers-untied",
-    pytest.param("vllm-untied", marks=[pytest.mark.vllm, needs_vllm]),
-    pytest.param("vllm-tied", marks=[pytest.mark.vllm, needs_vllm]),
+    pytest.param("vllm-shared", marks=VLLM),
+    pytest.param("vllm-untied", marks=[*VLLM, pytest.mark.release]),
+    pytest.param("vllm-tied", marks=[*VLLM, pytest.mark.release]),
 ]
 
 

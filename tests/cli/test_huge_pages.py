@@ -34,7 +34,7 @@ def started(setting: Path, *words: str, **environment: str) -> tuple[int, list[s
     given = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"} | environment
     command = [sys.executable, "-c", CHILD, str(setting), *words]
     process = subprocess.Popen(command, env=given, stdout=subprocess.PIPE, text=True)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     return process.pid, said.split()
 
 
@@ -63,7 +63,7 @@ def test_a_process_that_was_started_by_other_words_is_left_alone(tmp_path: Path)
     code = "import sys; sys.argv = ['lockstep', 'grpo']\n" + CHILD.replace("sys.argv[1]", repr(str(setting)))
     given = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout.split()[1] == "None"
 

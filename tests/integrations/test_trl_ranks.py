@@ -45,14 +45,14 @@ def _logs(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def results(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return run_ranks(untied_dir, tmp_path_factory.mktemp("ranks"), limit=150)
+    return run_ranks(untied_dir, tmp_path_factory.mktemp("ranks"), limit=400)
 
 
 @pytest.fixture(scope="module")
 def served(untied_dir: str, server: Server, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The same calls with a real server, after two steps of TRL's trainer."""
     pytest.importorskip("trl", reason="TRL is not installed here")
-    return run_ranks(untied_dir, tmp_path_factory.mktemp("served"), server.url, limit=200)
+    return run_ranks(untied_dir, tmp_path_factory.mktemp("served"), server.url, limit=400)
 
 
 # The number of prompts of each rank.

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from draws import draws
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny import make_tokenizer
 
@@ -43,7 +44,7 @@ def score(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
     return call_functions(groups, [reward], log=log)
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(st.permutations(ANSWERS))
 def test_in_whatever_order_answers_come_the_scores_are_those_of_one_call(answers: list[Completion]) -> None:
     log = RewardLog()

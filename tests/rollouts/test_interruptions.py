@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from draws import draws
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.engines.answers import check_answers, check_requests
@@ -114,7 +115,7 @@ def cases(draw: st.DrawFn) -> tuple[list[GenerationRequest], Interruption]:
     ], interruption
 
 
-@settings(max_examples=400, deadline=None)
+@draws(100)
 @given(cases())
 def test_what_comes_out_is_what_one_loop_over_tokens_gives(case: tuple[list[GenerationRequest], Interruption]) -> None:
     requests, interruption = case

@@ -84,7 +84,7 @@ def test_the_script_serves_trains_and_stops_its_server(untied_dir: str, tmp_path
     environment |= {"LOCKSTEP_EXAMPLE_MODEL": untied_dir, "LOCKSTEP_EXAMPLE_PORT": str(port)}
     words = [str(word) for name, value in fields.items() for word in (f"--{name}", value)]
     done = subprocess.run(
-        ["bash", str(EXAMPLES / "server_mode.sh"), *words], env=environment, capture_output=True, text=True, timeout=300
+        ["bash", str(EXAMPLES / "server_mode.sh"), *words], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert f"is ready at http://127.0.0.1:{port}" in done.stderr

@@ -55,7 +55,7 @@ SETTINGS: dict[str, Any] = {
     # With a constant learning rate the first steps of a run do not depend on the number of steps.
     "lr_scheduler_type": "constant",
     "max_completion_length": 24,
-    "vllm_server_timeout": 5.0,
+    "vllm_server_timeout": 6.0,
 }
 Weights = dict[str, torch.Tensor]
 

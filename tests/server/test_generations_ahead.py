@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -14,7 +14,6 @@ import datasets
 import pytest
 import torch
 from conftest import VLLM
-from faulty_proxy import GENERATE, faulty_proxy
 from methods import INTERRUPTED, StopAfter
 from servers import KEY, Server, connect, serve
 from test_in_flight import gap_by_version, long_requests
@@ -237,24 +236,17 @@ def test_a_second_run_begins_with_nothing_under_way(untied_dir: str, tmp_path: P
 
 
 def test_a_proof_is_answered_before_what_waits_to_be_generated(server: Server) -> None:
-    with faulty_proxy(server.url) as proxy:
-        engine = connect(proxy.url)
-        push_weights(make_model(), engine, 1)
-        begun = proxy.calls.get(GENERATE, 0)
-        # The server's engine stands still until it has been sent everything: more than it decodes together, and the proof last.
-        server.kill("core", signal.SIGSTOP)
-        try:
-            waiting = engine.submit(long_requests(256, 300))
-            proxy.wait_until(lambda: proxy.calls.get(GENERATE, 0) == begun + 256)
-            proof = engine.submit_scores({"canary": (5, 6, 7, 8)})
-            proxy.wait_until(lambda: proxy.calls.get(GENERATE, 0) == begun + 257)
-        finally:
-            server.kill("core", signal.SIGCONT)
-        assert proof.result().keys() == {"canary"}
-        # In its turn it would be answered when nothing that came before it waits any longer.
-        assert server.waiting_requests() > 0
-        assert len(waiting.result()) == 256
-        engine.close()
+    engine = connect(server.url)
+    push_weights(make_model(), engine, 1)
+    # Four times as many as the server decodes together, and long, so that the last of them wait for seconds.
+    waiting, deadline = engine.submit(long_requests(256, 400)), time.monotonic() + 60
+    while server.waiting_requests() < 100:
+        assert time.monotonic() < deadline
+    engine.score({"canary": (5, 6, 7, 8)})
+    # In its turn it would be answered when nothing that came before it waits any longer.
+    assert server.waiting_requests() > 0
+    assert len(waiting.result()) == 256
+    engine.close()
 
 
 def test_a_run_goes_on_where_the_engine_is_lost_while_the_canary_sings(

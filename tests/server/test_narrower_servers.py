@@ -28,6 +28,8 @@ def held(engine: VLLMServer) -> dict[str, torch.Tensor]:
     return engine.probe(list(names), 5, every=True)
 
 
+# A server of its own.
+@pytest.mark.long
 @pytest.mark.vllm
 @needs_vllm
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])

@@ -162,6 +162,8 @@ def moved(model: str, output: Path) -> str:
     return text
 
 
+# On a server of its own.
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["unsure", "sure"])
 def test_trls_script_runs_as_it_stands_once_its_import_is_changed(
     kind: str, models: dict[str, str], usual_server: Server, tmp_path: Path, recording: Recording

@@ -36,7 +36,7 @@ def proxy(server: Server) -> Iterator[FaultyProxy]:
 @pytest.fixture
 def engine(proxy: FaultyProxy) -> Iterator[VLLMServer]:
     proxy.rule = lambda path: None
-    made = connect(proxy.url, timeout=5.0)
+    made = connect(proxy.url, timeout=6.0)
     push_weights(make_model(), made, 1)
     yield made
     proxy.rule = lambda path: None
@@ -173,7 +173,7 @@ def test_a_server_that_stays_away_is_waited_for_no_longer_than_the_limit(
     proxy.rule = lambda path: "503"
     with pytest.raises(EngineLost) as lost:
         engine.generate(REQUESTS)
-    with pytest.raises(LockstepError, match="within 5 s"):
+    with pytest.raises(LockstepError, match="within 6 s"):
         lost.value.recover()
 
 

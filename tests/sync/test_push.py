@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -126,6 +128,17 @@ def test_an_engine_parameter_that_got_nothing_stops_the_push() -> None:
     manifest = PlainSource(make_model()).manifest(1)
     with pytest.raises(ProofError, match=r"lm_head\.weight"):
         check_loaded(manifest, LoadedWeights(manifest.tensors, ("lm_head.weight",)))
+
+
+@pytest.mark.parametrize("change", [{"dtype": "float64"}, {"shape": (1,)}, {"name": "other"}])
+def test_a_tensor_that_arrived_as_another_stops_the_push_although_its_bytes_are_the_same(
+    change: dict[str, Any],
+) -> None:
+    manifest = PlainSource(make_model()).manifest(1)
+    first, *others = manifest.tensors
+    with pytest.raises(ProofError, match=re.escape(first.name)) as failed:
+        check_loaded(manifest, LoadedWeights((first._replace(**change), *others), ()))
+    assert failed.value.check == "manifest"
 
 
 def test_an_empty_load_stops_the_push() -> None:

@@ -48,12 +48,14 @@ def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path: Path) -> N
 
 def test_cutting_back_removes_what_came_after(tmp_path: Path) -> None:
     first = checkpoint(tmp_path, 5)
+    later = checkpoint(tmp_path, 7)
     checkpoint(tmp_path, 10, whole=False)
     lines = [json.dumps({"step": step}) for step in (0, 4, 5, 6, 7)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 8, "cut')
     cut_back(tmp_path, first)
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 4, 5]
     assert not (tmp_path / "checkpoint-10").exists()
+    assert not later.exists()
     cut_back(tmp_path, None)
     assert not (tmp_path / "metrics.jsonl").exists()
     assert first.exists()

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from blocks import Layer, tree_masks
-from hypothesis import given, settings
+from draws import draws
+from hypothesis import given
 from tiny import make_model
 from torch.nn.attention import flex_attention as of_torch
 
@@ -39,7 +40,7 @@ def backward_on_a_cpu() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(mask=tree_masks())
 def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) -> None:
     size = len(mask)
@@ -56,7 +57,7 @@ def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) ->
         torch.testing.assert_close(flex, dense, rtol=1e-10, atol=1e-12)
 
 
-@settings(max_examples=20, deadline=None)
+@draws(20)
 @given(mask=tree_masks())
 def test_no_block_that_anybody_sees_is_left_out(mask: torch.Tensor) -> None:
     wide = torch.block_diag(*[mask] * 7)

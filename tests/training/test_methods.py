@@ -10,7 +10,8 @@ import pytest
 import reference_methods as plain
 import torch
 from drawn import attending_by_trees, check, config, drawn_of, groups_of, shapes
-from hypothesis import HealthCheck, given, settings
+from draws import draws
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from method_variants import SIZES, VARIANTS, fit
 from subjects import ARCHITECTURES, in_double
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("trees")
 SUBJECTS = {kind: in_double(kind) for kind in ARCHITECTURES}
 SUBJECT = SUBJECTS["qwen2"]
 PAIRS = VARIANTS["OnlineDPO: {}"]
-few = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+few = draws(6, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

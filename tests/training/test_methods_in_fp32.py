@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from drawn import attending_by_trees, check, config, shapes
-from hypothesis import HealthCheck, given, settings
+from draws import draws
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from method_variants import SIZES, VARIANTS, fit
 from subjects import ARCHITECTURES, ROWS, in_single
@@ -57,7 +58,7 @@ def test_loss_and_gradients_are_within_1e_5_of_the_padded_reference(name: str, k
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@draws(4, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), kind=st.sampled_from(sorted(SUBJECTS)))
 def test_whatever_is_drawn_loss_and_gradients_are_within_1e_5_of_the_padded_reference(
     name: str, data: st.DataObject, kind: str

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from drawn import check, config, shapes
-from hypothesis import HealthCheck, given, settings
+from draws import draws
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from method_variants import SIZES, VARIANTS, fit
 from methods import FIELDS, logs, lora, make, parameters
@@ -24,7 +25,7 @@ SUBJECTS = {kind: in_double(kind) for kind in ROWS}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@draws(4, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), kind=st.sampled_from(sorted(SUBJECTS)))
 def test_loss_and_gradients_equal_the_padded_reference(name: str, data: st.DataObject, kind: str) -> None:
     # The shortest of these sequences has 4 ids.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
 
-from hypothesis import given, settings
+from draws import draws
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.training.batch.pack_plan import cut_rows, cut_tree
@@ -70,7 +71,7 @@ def prompts_with_completions(draw: st.DrawFn) -> tuple[list[Paths], list[int]]:
     return units[:9], lengths[:9]
 
 
-@settings(max_examples=300, deadline=None)
+@draws(100)
 @given(prompts_with_completions(), st.integers(1, 40))
 def test_no_cut_of_trees_is_better(drawn: tuple[list[Paths], list[int]], budget: int) -> None:
     units, prompts = drawn
@@ -89,7 +90,7 @@ def test_no_cut_of_trees_is_better(drawn: tuple[list[Paths], list[int]], budget:
     assert_best(cut_tree(nodes_of(units), prompts, budget), len(units), size, repeated, budget)
 
 
-@settings(max_examples=300, deadline=None)
+@draws(100)
 @given(st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=2), min_size=1, max_size=9), st.integers(1, 60))
 def test_no_cut_of_rows_is_better(lengths: list[list[int]], budget: int) -> None:
     def size(run: range) -> int:
@@ -102,7 +103,7 @@ def test_no_cut_of_rows_is_better(lengths: list[list[int]], budget: int) -> None
     assert_best(cut_rows(lengths, budget), len(lengths), size, padding, budget)
 
 
-@settings(max_examples=100, deadline=None)
+@draws(100)
 @given(prompt=st.integers(1, 50), length=st.integers(1, 20), count=st.integers(1, 40), room=st.integers(1, 12))
 def test_packs_of_one_prompt_are_as_equal_as_whole_completions_allow(
     prompt: int, length: int, count: int, room: int

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from blocks import small_blocks
-from hypothesis import HealthCheck, assume, given, settings
+from draws import draws
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 from reference import padded_logps, reference_loss, sampled_places
 from tiny import make_model
@@ -167,7 +168,7 @@ def runs() -> st.SearchStrategy[GRPOConfig]:
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@draws(60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     sequences=steps(), kind=st.sampled_from(sorted(MODELS)), run=runs(), parts=st.integers(1, 3), moved=st.booleans()
 )
@@ -187,7 +188,7 @@ USUAL = {kind: make_model(kind, tied=kind == "llama", scale=0.1) for kind in MOD
 UNROUNDED = {kind: copy.deepcopy(model).double() for kind, model in USUAL.items()}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@draws(60, suppress_health_check=list(HealthCheck))
 @given(sequences=steps(), kind=st.sampled_from(sorted(USUAL)), run=runs(), parts=st.integers(1, 3), moved=st.booleans())
 def test_in_fp32_loss_and_gradients_of_what_is_drawn_are_within_1e_5(
     sequences: list[TrainingSequence], kind: str, run: GRPOConfig, parts: int, moved: bool
@@ -270,7 +271,7 @@ def filled_one_by_one(sequences: list[TrainingSequence], budget: int) -> int:
     return packs
 
 
-@settings(max_examples=100, deadline=None)
+@draws(100)
 @given(steps(), st.integers(1, 200))
 def test_packs_hold_every_token_once_and_keep_to_the_budget(sequences: list[TrainingSequence], budget: int) -> None:
     packs = list(pack_sequences(sequences, budget))
@@ -305,7 +306,7 @@ def units_of(sequences: list[TrainingSequence], sizes: list[int]) -> list[list[T
     return units
 
 
-@settings(max_examples=100, deadline=None)
+@draws(100)
 @given(steps(), st.integers(1, 120), st.lists(st.integers(1, 3), min_size=20, max_size=20))
 def test_units_are_never_cut_apart(sequences: list[TrainingSequence], budget: int, sizes: list[int]) -> None:
     units = units_of(sequences, sizes)

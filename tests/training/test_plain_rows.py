@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from conftest import VLLM
 from datasets import Dataset
-from hypothesis import HealthCheck, given, settings
+from draws import draws
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from reference import sampled_places
 from test_packing import assert_same_gradients, config, gradients_beside_reference, steps, units_of, weighted
@@ -32,7 +33,7 @@ def sliding(window: int = WINDOW) -> PreTrainedModel:
 EXACT = {"sliding": sliding().double(), "stateful": make_stateful().double()}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@draws(40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(sequences=steps(), kind=st.sampled_from(sorted(EXACT)), budget=st.integers(1, 200), chunk=st.integers(1, 40))
 def test_loss_and_gradients_equal_the_padded_reference(
     sequences: list[TrainingSequence], kind: str, budget: int, chunk: int
@@ -43,7 +44,7 @@ def test_loss_and_gradients_equal_the_padded_reference(
     assert_same_gradients(found, expected, 1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(steps(), st.integers(1, 200))
 def test_rows_hold_every_token_once_and_keep_to_the_budget(sequences: list[TrainingSequence], budget: int) -> None:
     packs = list(pack_rows(sequences, budget))
@@ -58,7 +59,7 @@ def test_rows_hold_every_token_once_and_keep_to_the_budget(sequences: list[Train
         ]
 
 
-@settings(max_examples=100, deadline=None)
+@draws(100)
 @given(steps(), st.integers(1, 120), st.lists(st.integers(1, 3), min_size=20, max_size=20))
 def test_rows_of_a_unit_stay_together(sequences: list[TrainingSequence], budget: int, sizes: list[int]) -> None:
     units = units_of(sequences, sizes)

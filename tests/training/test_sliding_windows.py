@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from blocks import small_blocks
-from hypothesis import HealthCheck, given, settings
+from draws import draws
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from reference import padded_logps
 from test_packing import assert_same_gradients, config, gradients_beside_reference, moved_by, steps, weighted
@@ -48,7 +49,7 @@ def reaching(kind: str, window: int) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 @pytest.mark.parametrize("over", [-2, -1, 0, 1, 20], ids="{:+d}".format)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@draws(10, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     sequences=steps(),
     kind=st.sampled_from(sorted(MODELS)),

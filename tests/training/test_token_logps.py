@@ -6,7 +6,8 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, settings
+from draws import draws
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,7 +25,7 @@ def plain(
     return logps[rows, targets], -(logps.exp() * logps).sum(-1)
 
 
-@settings(max_examples=80, deadline=None)
+@draws(80)
 @given(
     count=st.integers(1, 12),
     more=st.lists(st.integers(0, 11), max_size=8),

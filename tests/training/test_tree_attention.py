@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from blocks import Layer, small_blocks, tree_masks
-from hypothesis import given, settings
+from draws import draws
+from hypothesis import given
 from tiny import make_model
 
 from lockstep.training.batch.pack import pack_sequences
@@ -29,7 +30,7 @@ def computed(plan: TreePlan) -> int:
     return sum(block.mask.numel() for block in plan.blocks)
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(mask=tree_masks())
 def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) -> None:
     plan = plan_of(mask)
@@ -65,7 +66,7 @@ def test_under_autocast_a_cpu_attends_in_float32() -> None:
         assert torch.equal(half, single)
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(mask=tree_masks())
 def test_every_pair_that_sees_each_other_is_computed_once(mask: torch.Tensor) -> None:
     plan = plan_of(mask)

@@ -1,0 +1,138 @@
+"""Break the source in one place at a time, and see that the tests that are named for it fail. `make mutations`
+
+Nothing is changed in the working tree: each fault is put into a copy of `src/`, which the tests import in its place. First every
+test that is named must pass without a fault. Exit code 1: a fault went unnoticed, or a case no longer fits the source or its tests.
+
+    --only WORD   cases whose file or description holds it
+    --jobs N      how many at a time (2)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from mutation_cases import MUTATIONS, Mutation
+
+ROOT = Path(__file__).parents[1]
+# Seconds for the tests of one case; a fault may make a test wait for ever.
+LIMIT = 900
+# Exit codes of pytest. Any other one, of a test that cannot be imported, say, is no proof that a test sees the fault.
+PASSED, FAILED = 0, 1
+STRANGE = 99
+
+
+def copy_of_source(folder: Path, mutation: Mutation | None = None) -> Path:
+    """A copy of `src/` with the fault in it.
+
+    Raises:
+        ValueError: the text to replace is not in the file exactly once.
+    """
+    source = folder / "src"
+    shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    if mutation is not None:
+        file = source / "lockstep" / mutation.file
+        text = file.read_text() if file.exists() else ""
+        if (found := text.count(mutation.old)) != 1:
+            raise ValueError(f"{mutation.file} holds {mutation.old!r} {found} times instead of once: mend the case")
+        file.write_text(text.replace(mutation.old, mutation.new))
+    return source
+
+
+def run_tests(source: Path, tests: list[str], log: Path) -> int:
+    """Exit code of pytest on tests with a copy of the source, in a fork of this process, which has imported the libraries.
+
+    Returns:
+        `STRANGE` where something else than the copy was imported, or the time limit ended the tests.
+    """
+    child = os.fork()
+    if not child:
+        code = STRANGE
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            signal.alarm(LIMIT)
+            sys.path.insert(0, str(source))
+            os.environ["PYTHONPATH"] = str(source)
+            os.chdir(ROOT)
+            import pytest
+
+            words = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not long and not release and not vllm", *tests]
+            ended = int(pytest.main(words))
+            import lockstep
+
+            code = ended if Path(lockstep.__file__).is_relative_to(source) else STRANGE
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    status = os.waitpid(child, 0)[1]
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else STRANGE
+
+
+def tried(mutation: Mutation) -> tuple[str, float]:
+    """What became of a fault: "caught", "SURVIVED", or what is wrong with the case; and the seconds that it took."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lockstep-mutation-") as folder:
+        try:
+            source = copy_of_source(Path(folder), mutation)
+        except ValueError as error:
+            return str(error), 0.0
+        log = Path(folder) / "log"
+        code = run_tests(source, mutation.tests.split(), log)
+        said = log.read_text()[-2000:]
+    verdict = {PASSED: "SURVIVED", FAILED: "caught"}.get(code, f"no verdict (exit code {code}):\n{said}")
+    return verdict, time.monotonic() - start
+
+
+def check_unbroken(cases: list[Mutation]) -> None:
+    """Stop where a test that is named fails without any fault."""
+    tests = sorted({test for case in cases for test in case.tests.split()})
+    with tempfile.TemporaryDirectory(prefix="lockstep-mutation-") as folder:
+        log = Path(folder) / "log"
+        if (code := run_tests(copy_of_source(Path(folder)), tests, log)) != PASSED:
+            sys.exit(f"without a fault the tests end with exit code {code}:\n{log.read_text()[-3000:]}")
+
+
+def import_libraries() -> None:
+    """What every test process would import by itself, once."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
+    import accelerate  # noqa: F401
+    import datasets  # noqa: F401
+    import hypothesis  # noqa: F401
+    import peft  # noqa: F401
+    import pytest  # noqa: F401
+    from transformers import AutoModelForCausalLM, Trainer  # noqa: F401
+
+    assert "lockstep" not in sys.modules
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--jobs", type=int, default=2)
+    arguments = parser.parse_args()
+    cases = [case for case in MUTATIONS if arguments.only in f"{case.file} {case.about}"]
+    if not cases:
+        sys.exit(f"no case holds {arguments.only!r}")
+    import_libraries()
+    start = time.monotonic()
+    check_unbroken(cases)
+    missed = 0
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for case, (verdict, seconds) in zip(cases, pool.map(tried, cases), strict=True):
+            missed += verdict != "caught"
+            print(f"{seconds:6.1f} s  {verdict:8}  {case.file:38} {case.about}", flush=True)
+    print(f"{len(cases) - missed} of {len(cases)} faults were caught, in {time.monotonic() - start:.0f} s")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
