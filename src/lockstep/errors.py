@@ -13,6 +13,10 @@ class InputError(LockstepError, ValueError):
     """Bad input from outside: a config field, a dataset, a model directory, a reward function."""
 
 
+class Interrupted(LockstepError):
+    """The run was asked to stop, has saved, and can be continued."""
+
+
 class EngineLost(LockstepError):
     """An engine that served does not answer, or not in order, any more. It may come back, with other weights.
 

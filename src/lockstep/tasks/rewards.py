@@ -36,12 +36,7 @@ def load_reward(name: str) -> Reward:
         return BUILT_IN[name]
     if numbers := _SOFT_OVERLONG.fullmatch(name):
         return soft_overlong(int(numbers[1]), int(numbers[2]))
-    where, _, function = name.rpartition(":") if ":" in name else name.rpartition(".")
-    if not where or name.endswith(".py"):
-        raise InputError(
-            f"reward function {name!r}: not one of {', '.join(BUILT_IN)}, soft_overlong(MAX,CACHE), nor file.py:function, "
-            "package.module.function, or the directory or hub id of a reward model"
-        )
+    where, function = reward_place(name)
     module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
     found = getattr(module, function, None)
     if not callable(found):
@@ -49,9 +44,26 @@ def load_reward(name: str) -> Reward:
     return found
 
 
+def reward_place(name: str) -> tuple[str, str]:
+    """File or module of a reward function, and the function's name; both empty for a built-in one. Runs nothing.
+
+    Raises:
+        InputError: it is no such name, or the file does not exist.
+    """
+    if name in BUILT_IN or _SOFT_OVERLONG.fullmatch(name):
+        return "", ""
+    where, _, function = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if not where or name.endswith(".py"):
+        raise InputError(
+            f"reward function {name!r}: not one of {', '.join(BUILT_IN)}, soft_overlong(MAX,CACHE), nor file.py:function, "
+            "package.module.function, or the directory or hub id of a reward model"
+        )
+    if where.endswith(".py") and not Path(where).is_file():
+        raise InputError(f"reward file {where} does not exist")
+    return where, function
+
+
 def _from_file(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"reward file {path} does not exist")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
