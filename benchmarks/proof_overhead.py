@@ -48,7 +48,7 @@ def measure(steps: int, folder: str) -> list[dict[str, float]]:
 
     import lockstep.engines.tensor_specs as reading
     import lockstep.parity.proven_push as proofs
-    from lockstep.cli.arguments import RunArguments, parse
+    from lockstep.cli.arguments import RunArguments, build, read
     from lockstep.cli.data import data_of
     from lockstep.cli.quiet import quiet_libraries
     from lockstep.parity.module_probe import ModuleProbe
@@ -57,7 +57,7 @@ def measure(steps: int, folder: str) -> list[dict[str, float]]:
 
     quiet_libraries()
     line = ["--config", str(RECIPE), "--max_steps", str(steps), "--save_strategy", "no", "--output_dir", folder]
-    arguments, config, _ = parse([*line, "--disable_tqdm", "True"], GRPOConfig, RunArguments)
+    arguments, config = build(read([*line, "--disable_tqdm", "True"], "grpo"), GRPOConfig, RunArguments)
     data = data_of(arguments)
     trainer = GRPOTrainer(arguments.model_name_or_path, list(data.rewards), config, data.train)
     trainer.remove_callback(PrinterCallback)

@@ -13,6 +13,10 @@ class InputError(LockstepError, ValueError):
     """Invalid input from outside: a config field, a dataset, a model directory or a reward function."""
 
 
+class Interrupted(LockstepError):
+    """The run was asked to stop, has saved, and can be continued."""
+
+
 class EngineLost(LockstepError):
     """An engine that served before no longer answers, or answers wrongly. It may come back with other weights.
 

@@ -12,7 +12,7 @@ import yaml
 from test_method_commands import GROUPS, config, curve, home
 
 from lockstep.cli.adapter import AdaptedRunArguments, adapter_arguments, settings_of
-from lockstep.cli.arguments import RunArguments, parse
+from lockstep.cli.arguments import RunArguments, build, read
 from lockstep.cli.main import main
 from lockstep.errors import InputError
 from lockstep.models import quantised
@@ -61,7 +61,7 @@ def test_an_adapter_is_trained_and_gone_on_with(
 
 
 def parsed(*words: str) -> AdaptedRunArguments:
-    return parse(["--output_dir", "unused", *words], GRPOConfig, AdaptedRunArguments)[0]
+    return build(read(["--output_dir", "unused", *words], "grpo"), GRPOConfig, AdaptedRunArguments)[0]
 
 
 def test_every_word_reaches_the_adapter() -> None:

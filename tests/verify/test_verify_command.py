@@ -153,7 +153,7 @@ class TestBadInput:
     def refused(self, words: list[str], capsys: pytest.CaptureFixture[str], *expected: str) -> None:
         assert main(["verify", *words]) == 2
         error = capsys.readouterr().err
-        (line,) = [line for line in error.splitlines() if not line.startswith(("verify: ", "[W"))]
+        (line,) = [line for line in error.splitlines() if not line.startswith(("verify: ", "loading ", "[W"))]
         assert line.startswith("lockstep: ")
         for part in expected:
             assert part in error

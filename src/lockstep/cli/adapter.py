@@ -36,8 +36,8 @@ class AdaptedRunArguments(RunArguments):
     use_bnb_nested_quant: bool = dataclasses.field(default=False, metadata=doc("Quantise their scales too."))
 
 
-def adapter_arguments(given: AdaptedRunArguments) -> dict[str, Any]:
-    """`peft_config` and `quantization_config` for a trainer; nothing where no adapter is wanted.
+def check_adapter(given: AdaptedRunArguments) -> None:
+    """Check the words about an adapter.
 
     Raises:
         InputError: something is said of an adapter that is not wanted, or of 4 bits that are not.
@@ -46,6 +46,15 @@ def adapter_arguments(given: AdaptedRunArguments) -> dict[str, Any]:
         given, "use_peft", [f.name for f in dataclasses.fields(given) if f.name not in {*_GENERAL, "use_peft"}]
     )
     _refuse_without(given, "load_in_4bit", ["bnb_4bit_quant_type", "use_bnb_nested_quant"])
+
+
+def adapter_arguments(given: AdaptedRunArguments) -> dict[str, Any]:
+    """`peft_config` and `quantization_config` for a trainer; nothing where no adapter is wanted.
+
+    Raises:
+        InputError: as `check_adapter`.
+    """
+    check_adapter(given)
     if not given.use_peft:
         return {}
     from peft import LoraConfig

@@ -1,21 +1,20 @@
 """A YAML file and `--field value` words become dataclasses through one parser, so that both are checked alike.
 
-Comes from: the command line. Goes to: the command's own file. The file's fields are turned into words and put first; what the user
-typed comes after and wins.
+Comes from: the command line. Goes to: the command's own file. `read` turns the file's fields into words, puts them before what the
+user typed (which wins), and checks all of them without importing torch; `build` then makes the dataclasses.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import yaml
-from transformers import HfArgumentParser
 
+from lockstep.cli.fields import check_names, check_words, fields_of, underscored
 from lockstep.errors import InputError
 
 
@@ -54,25 +53,28 @@ class RunArguments:
 Arguments = TypeVar("Arguments", bound=RunArguments)
 
 
-class _Parser(HfArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """A command line whose names and types are right.
+
+    Attributes:
+        words: the file's fields and what was typed, as `--field value` words.
+        values: what they say, by field; fields that nobody named are absent.
+        dry_run: whether the fields are only to be printed.
+    """
+
+    words: tuple[str, ...]
+    values: dict[str, Any]
+    dry_run: bool
 
 
-def parse(words: list[str], config_class: type, arguments_class: type[Arguments]) -> tuple[Arguments, Any, bool]:
-    """Parse a command line.
-
-    Args:
-        config_class: the trainer's configuration.
-        arguments_class: `RunArguments`, or what a command adds to it.
-
-    Returns:
-        The command's arguments, the trainer's configuration, and whether only a dry run was asked for.
+def read(words: list[str], command: str) -> Given:
+    """Read and check a command line. Imports nothing heavy.
 
     Raises:
-        InputError: a missing or malformed file, an unknown field, a value of the wrong type, contradictory fields.
+        InputError: a missing or malformed file, an unknown field, a value of the wrong type.
     """
-    words = [_underscored(word) for word in words]
+    words = [underscored(word) for word in words]
     switches = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     switches.add_argument("--config")
     switches.add_argument("--dry_run", action="store_true")
@@ -80,21 +82,41 @@ def parse(words: list[str], config_class: type, arguments_class: type[Arguments]
         known, rest = switches.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
-    parser = _Parser([arguments_class, config_class], allow_abbrev=False)
-    fields = _fields(arguments_class, config_class)
-    if {"-h", "--help"} & set(rest):
-        parser.print_help()
-        raise SystemExit(0)
-    from_file = _words(_read(known.config), fields, known.config) if known.config else []
-    _check_names([w[2:].split("=")[0] for w in rest if w.startswith("--")], fields, "the command line")
+    fields = fields_of(command)
+    content = _read(known.config) if known.config else {}
+    check_names([str(name) for name in content], fields, known.config)
+    check_names([w[2:].split("=")[0] for w in rest if w.startswith("--")], fields, "the command line")
+    together = [*_words(content), *rest]
+    return Given(tuple(together), check_words(together, fields), known.dry_run)
+
+
+def said_of(given: Given, arguments_class: type[Arguments]) -> Arguments:
+    """The arguments that a command adds to a trainer's configuration, by what was said. Imports nothing heavy."""
+    names = {f.name for f in dataclasses.fields(arguments_class)}
+    return arguments_class(**{name: value for name, value in given.values.items() if name in names})
+
+
+def build(given: Given, config_class: type, arguments_class: type[Arguments]) -> tuple[Arguments, Any]:
+    """Make the dataclasses of a command line. Imports torch.
+
+    Args:
+        config_class: the trainer's configuration.
+        arguments_class: `RunArguments`, or what a command adds to it.
+
+    Raises:
+        InputError: fields contradict each other or this machine.
+    """
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser([arguments_class, config_class], allow_abbrev=False, exit_on_error=False)
     try:
-        run, config = parser.parse_args_into_dataclasses([*from_file, *rest], look_for_args_file=False)
+        run, config = parser.parse_args_into_dataclasses(list(given.words), look_for_args_file=False)
     except InputError:
         raise
-    except (ValueError, TypeError, ImportError) as error:
+    except (ValueError, TypeError, ImportError, argparse.ArgumentError) as error:
         # Raised by TrainingArguments for fields that contradict each other or this machine.
         raise InputError(str(error).strip().splitlines()[0]) from error
-    return run, config, known.dry_run
+    return run, config
 
 
 def resolved(run: RunArguments, config: Any) -> str:
@@ -106,12 +128,6 @@ def resolved(run: RunArguments, config: Any) -> str:
     fields = {k: v for k, v in fields.items() if not k.endswith("_token")}
     plain = json.loads(json.dumps(fields, default=_plain))
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
-
-
-def _underscored(word: str) -> str:
-    """`--self-test=x` is `--self_test=x`, as transformers' own parser has it."""
-    name, equals, value = word.partition("=")
-    return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
 
 
 def _plain(value: Any) -> Any:
@@ -133,8 +149,7 @@ def _read(path: str) -> dict[str, Any]:
     return content
 
 
-def _words(content: dict[str, Any], fields: set[str], path: str) -> list[str]:
-    _check_names([str(name) for name in content], fields, path)
+def _words(content: dict[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in content.items():
         if value is None or value == []:
@@ -147,14 +162,3 @@ def _words(content: dict[str, Any], fields: set[str], path: str) -> list[str]:
         else:
             words.append(str(value))
     return words
-
-
-def _fields(*classes: type) -> set[str]:
-    return {f.name for cls in classes for f in dataclasses.fields(cls) if f.init}
-
-
-def _check_names(names: list[str], fields: set[str], where: str) -> None:
-    for name in names:
-        if name not in fields and not (name.startswith("no_") and name[3:] in fields):
-            close = difflib.get_close_matches(name, fields, 1)
-            raise InputError(f"unknown field {name!r} in {where}" + (f"; did you mean {close[0]!r}?" if close else ""))

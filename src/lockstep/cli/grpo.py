@@ -9,7 +9,7 @@ from lockstep.cli.training import train
 
 def run(words: list[str]) -> int:
     """Run the command; returns the exit code (see `lockstep.cli.training.train`)."""
-    return train(words, _method)
+    return train(words, "grpo", _method)
 
 
 def _method() -> Any:

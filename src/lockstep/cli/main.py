@@ -5,28 +5,50 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 import os
 import sys
 from collections.abc import Callable
 
+import lockstep
+from lockstep.cli.fields import asks_for_help, help_text, underscored
 from lockstep.cli.guard import split_in_two
 from lockstep.cli.huge_pages import start_anew_with_huge_pages
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, Interrupted, LockstepError
 
 _TRAINING = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo")
-_COMMANDS = (*_TRAINING, "serve", "verify")
+COMMANDS = {
+    "grpo": "train with GRPO",
+    "rloo": "train with RLOO",
+    "online-dpo": "train with Online DPO",
+    "reinforce-pp": "train with REINFORCE++",
+    "ppo": "train with PPO",
+    "serve": "run vLLM's own server for training, behind a key (lockstep serve MODEL)",
+    "verify": "prove that trainer and engine agree on a model, before a long run",
+}
 _USAGE = """usage: lockstep COMMAND [--config FILE] [--field value …]
 
 commands:
-  grpo          train with GRPO (lockstep grpo --config recipes/arithmetic.yaml; --help lists every field)
-  rloo          train with RLOO
-  online-dpo    train with Online DPO
-  reinforce-pp  train with REINFORCE++
-  ppo           train with PPO
-  serve         run vLLM's own server for training, behind a key (lockstep serve MODEL)
-  verify        prove that trainer and engine agree on a model, before a long run (lockstep verify --model DIRECTORY)
+{commands}
+
+lockstep COMMAND --help lists a command's fields; lockstep alone says what to do next.
+"""
+_FIRST_PAGE = """Lockstep {version}: online RL for language models in which trainer and engine provably agree
+
+what to do next
+  see it learn, in minutes, on this machine
+      lockstep grpo --config recipes/arithmetic.yaml
+  prove that trainer and engine agree on your model
+      lockstep verify --model DIRECTORY_OR_HUB_ID
+  train on your own data with your own reward
+      lockstep grpo --model_name_or_path MODEL --dataset_name data.jsonl \\
+          --reward_funcs rewards.py:function --output_dir runs/mine
+  see where a run's gap between trainer and engine comes from
+      lockstep verify --explain runs/mine
+
+lockstep --help lists the commands, lockstep grpo --help the fields of one.
 """
 
 
@@ -38,12 +60,22 @@ def main(argv: list[str] | None = None) -> int:
     # PEFT imports it where it is installed; on a CPU with AVX-512 it then warns of inference kernels that no hub gave it.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     words = sys.argv[1:] if argv is None else argv
-    if not words or words[0] in ("-h", "--help"):
-        print(_USAGE, end="")
-        return 0 if words else 2
-    if words[0] not in _COMMANDS:
-        print(f"lockstep: no command {words[0]!r}; there is: {', '.join(_COMMANDS)}", file=sys.stderr)
+    if not words:
+        print(_FIRST_PAGE.format(version=lockstep.__version__), end="")
+        return 0
+    if words[0] in ("-h", "--help"):
+        print(_USAGE.format(commands="\n".join(f"  {name:<14}{about}" for name, about in COMMANDS.items())), end="")
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"lockstep {lockstep.__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"lockstep: {_no_command(words[0])}", file=sys.stderr)
         return 2
+    given = [underscored(word) for word in words[1:]]
+    if words[0] != "serve" and asks_for_help(given):
+        print(help_text(words[0], COMMANDS[words[0]], given), end="")
+        return 0
     if argv is None:
         start_anew_with_huge_pages()
         if words[0] in _TRAINING:
@@ -52,9 +84,12 @@ def main(argv: list[str] | None = None) -> int:
     return _guarded(lambda: command.run(words[1:]))
 
 
-def _guarded(command: Callable[[], int]) -> int:
-    from lockstep.training.run import Interrupted
+def _no_command(word: str) -> str:
+    close = difflib.get_close_matches(word, COMMANDS, 1)
+    return f"no command {word!r}; " + (f"did you mean {close[0]!r}?" if close else f"there is: {', '.join(COMMANDS)}")
 
+
+def _guarded(command: Callable[[], int]) -> int:
     try:
         return command()
     except Interrupted as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from lockstep.cli.inputs import check_model
 from lockstep.cli.quiet import quiet_libraries
 from lockstep.errors import InputError
 
@@ -28,8 +29,17 @@ def run(words: list[str]) -> int:
         InputError: bad arguments, an address that is open to others without a key of the user's, a port that is taken.
         LockstepError: the server could not be started.
     """
-    quiet_libraries()
     arguments, rest = _parser().parse_known_args(words)
+    if extra := [word for word in rest[:1] if not word.startswith("--")]:
+        raise InputError(f"unexpected {extra[0]!r}; usage: lockstep serve MODEL [--field value …]")
+    if arguments.data_parallel_size != 1:
+        raise InputError(
+            "data_parallel_size: a trainer cannot tell the copies inside one server apart; start as many servers, each on a port "
+            "of its own, and give all of their URLs"
+        )
+    check_model(arguments.model)
+    _say("loading PyTorch and vLLM's settings")
+    quiet_libraries()
     import torch
 
     from lockstep.models.resolve import resolve_model
@@ -38,13 +48,6 @@ def run(words: list[str]) -> int:
     from lockstep.server.supervisor import Supervisor, check_port
     from lockstep.training.config.precision import engine_dtype
 
-    if extra := [word for word in rest[:1] if not word.startswith("--")]:
-        raise InputError(f"unexpected {extra[0]!r}; usage: lockstep serve MODEL [--field value …]")
-    if arguments.data_parallel_size != 1:
-        raise InputError(
-            "data_parallel_size: a trainer cannot tell the copies inside one server apart; start as many servers, each on a port "
-            "of its own, and give all of their URLs"
-        )
     key, file = _key(arguments)
     options = ServeOptions(
         model=resolve_model(arguments.model),

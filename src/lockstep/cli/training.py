@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-from lockstep.cli.adapter import AdaptedRunArguments, adapter_arguments, settings_of
-from lockstep.cli.arguments import parse, resolved
+from lockstep.cli.adapter import AdaptedRunArguments, adapter_arguments, check_adapter, settings_of
+from lockstep.cli.arguments import Given, build, read, resolved, said_of
 from lockstep.cli.guard import run_to_its_end
+from lockstep.cli.inputs import check_inputs
 from lockstep.cli.quiet import quiet_libraries
 from lockstep.errors import InputError
+from lockstep.report.busy import busy, watched_by
 
 
-def train(words: list[str], method: Callable[[], Any]) -> int:
+def train(words: list[str], command: str, method: Callable[[], Any]) -> int:
     """Run a training command; returns the exit code.
 
     Args:
@@ -21,11 +25,25 @@ def train(words: list[str], method: Callable[[], Any]) -> int:
     Raises:
         LockstepError: as `lockstep.training.run.run_method`; bad input before anything is started; something ended the program.
     """
-    quiet_libraries()
-    kind = method()
-    arguments, config, dry_run = parse(words, kind.config_class, AdaptedRunArguments)
-    adapter = adapter_arguments(arguments)
-    if dry_run:
+    given = read(words, command)
+    about = said_of(given, AdaptedRunArguments)
+    check_adapter(about)
+    if not given.dry_run:
+        check_inputs(about)
+    from lockstep.report.status import StatusLine
+
+    # Of several ranks one speaks.
+    with watched_by(StatusLine()) if os.environ.get("RANK", "0") == "0" else nullcontext():
+        return _run(given, method)
+
+
+def _run(given: Given, method: Callable[[], Any]) -> int:
+    with busy("loading PyTorch and transformers"):
+        quiet_libraries()
+        kind = method()
+        arguments, config = build(given, kind.config_class, AdaptedRunArguments)
+        adapter = adapter_arguments(arguments)
+    if given.dry_run:
         if config.process_index == 0:
             print(resolved(arguments, config), end="")
         return 0
@@ -45,11 +63,11 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict
     from lockstep.training.run_files.run_directory import open_run_together
     from lockstep.training.run_files.run_identity import curve_settings
 
-    model, dataset = arguments.model_name_or_path, arguments.dataset_name
-    if model is None or dataset is None:
-        raise InputError(f"{'model_name_or_path' if model is None else 'dataset_name'} is not set")
+    model = arguments.model_name_or_path
+    assert model is not None
     named = [resolve_model(name) if names_model(name) else load_reward(name) for name in arguments.reward_funcs or ()]
-    data = data_of(arguments)
+    with busy(f"loading the data {arguments.dataset_name}"):
+        data = data_of(arguments)
     # A reward model of Online DPO's own stands instead of the data's.
     by_config = getattr(config, "reward_model_path", None) is not None
     rewards = named or ([] if by_config else list(data.rewards))

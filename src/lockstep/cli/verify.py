@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cli.adapter import AdaptedRunArguments
-from lockstep.cli.arguments import parse, resolved
+from lockstep.cli.arguments import build, read, resolved, said_of
+from lockstep.cli.fields import underscored
+from lockstep.cli.inputs import check_model
 from lockstep.cli.quiet import quiet_libraries
 from lockstep.errors import InputError, ProofError
+from lockstep.report.busy import busy, watched_by
+from lockstep.verify.sizes import SIZES
 
 
 @dataclass
@@ -43,25 +47,47 @@ def run(words: list[str]) -> int:
     Raises:
         InputError: the proofs could not be run.
     """
-    quiet_libraries()
-    from lockstep.verify.stage import SIZES, StageConfig
-
     # The user's words win over nothing but these sizes, which decide only how long it takes.
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
-    arguments, config, dry_run = parse([*_with_dtype(words), *sizes], StageConfig, VerifyArguments)
-    if dry_run:
+    given = read([*_with_dtype(words), *sizes], "verify")
+    asked = said_of(given, VerifyArguments)
+    if not given.dry_run:
+        if asked.dtype is not None and not any(word.startswith("--dtype") for word in words):
+            raise InputError("give dtype on the command line; in a file it is bf16 and engine_dtype")
+        if asked.receipt is not None:
+            return _check_receipt(Path(asked.receipt))
+        if asked.explain is not None:
+            from lockstep.verify.explain import explain_run
+
+            print(explain_run(Path(asked.explain)))
+            return 0
+        _check_asked(asked, given.values)
+    from lockstep.report.status import StatusLine
+
+    with watched_by(StatusLine()), busy("loading PyTorch and transformers"):
+        quiet_libraries()
+        from lockstep.verify.stage import StageConfig
+
+        arguments, config = build(given, StageConfig, VerifyArguments)
+    if given.dry_run:
         print(resolved(arguments, config), end="")
         return 0
-    if arguments.dtype is not None and not any(word.startswith("--dtype") for word in words):
-        raise InputError("give dtype on the command line; in a file it is bf16 and engine_dtype")
-    if arguments.receipt is not None:
-        return _check_receipt(Path(arguments.receipt))
-    if arguments.explain is not None:
-        from lockstep.verify.explain import explain_run
-
-        print(explain_run(Path(arguments.explain)))
-        return 0
     return _verify(arguments, config)
+
+
+def _check_asked(asked: VerifyArguments, values: dict[str, Any]) -> None:
+    """What can be seen before anything is loaded."""
+    name = asked.model or asked.model_name_or_path
+    if name is None:
+        raise InputError("say which model to verify: --model NAME, DIRECTORY or hub id (or --config FILE)")
+    if asked.engine not in (None, "vllm", "transformers", "server"):
+        raise InputError(f"engine {asked.engine!r}: it must be vllm, transformers or server")
+    for switch in ("use_peft", "use_liger_kernel"):
+        if values.get(switch):
+            raise InputError(f"{switch} is not verified yet: give --{switch} False to verify the model without")
+    if asked.json and not Path(asked.json).resolve().parent.is_dir():
+        raise InputError(f"the folder of {asked.json} does not exist")
+    check_model(name)
 
 
 def _verify(arguments: VerifyArguments, config: Any) -> int:
@@ -74,16 +100,10 @@ def _verify(arguments: VerifyArguments, config: Any) -> int:
     from lockstep.verify.stage import open_stage
 
     name = arguments.model or arguments.model_name_or_path
-    if name is None:
-        raise InputError("say which model to verify: --model NAME, DIRECTORY or hub id (or --config FILE)")
-    for switch, given in {"use_peft": arguments.use_peft, "use_liger_kernel": config.use_liger_kernel}.items():
-        if given:
-            raise InputError(f"{switch} is not verified yet: give --{switch} False to verify the model without")
+    assert name is not None
     config.use_vllm = _use_vllm(arguments.engine, config)
     if arguments.self_test and config.vllm_mode == "server":
         raise InputError("the self-test injects faults into an engine in this process; run it with --engine vllm")
-    if arguments.json and not Path(arguments.json).resolve().parent.is_dir():
-        raise InputError(f"the folder of {arguments.json} does not exist")
     resolve_model(name)
     console = Console()
     rows: list[Row] = []
@@ -129,15 +149,13 @@ def _use_vllm(engine: str | None, config: Any) -> bool | None:
     if engine == "server":
         config.vllm_mode = "server"
         return None
-    if engine not in ("vllm", "transformers"):
-        raise InputError(f"engine {engine!r}: it must be vllm, transformers or server")
     return engine == "vllm"
 
 
 def _with_dtype(words: list[str]) -> list[str]:
     """`--dtype X` as the two fields that it stands for."""
     for i, word in enumerate(words):
-        name, _, value = word.partition("=")
+        name, _, value = underscored(word).partition("=")
         if name == "--dtype":
             value = value or "".join(words[i + 1 : i + 2])
             if value not in ("float32", "bfloat16"):

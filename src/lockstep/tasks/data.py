@@ -11,9 +11,8 @@ from datasets.exceptions import DatasetsError
 from lockstep.errors import InputError
 from lockstep.tasks.arithmetic import arithmetic
 from lockstep.tasks.builtin_rewards import Reward, exact_match
+from lockstep.tasks.data_files import READERS, data_file
 from lockstep.tasks.gym import reasoning_gym_problems
-
-_READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +78,9 @@ def load_data(
 def _load_split(name: str, subset: str | None, split: str) -> Dataset:
     path = Path(name).expanduser()
     try:
-        if path.suffix in _READERS:
-            if not path.is_file():
-                raise InputError(f"data file {path} does not exist")
-            if path.stat().st_size == 0:
-                raise InputError(f"data file {path} is empty")
+        if (file := data_file(name)) is not None:
             _no_split(name, split)
-            return load_dataset(_READERS[path.suffix], data_files=str(path), split="train")
+            return load_dataset(READERS[file.suffix], data_files=str(file), split="train")
         if path.is_dir():
             saved = load_from_disk(str(path))
             if isinstance(saved, DatasetDict):

@@ -37,12 +37,7 @@ def load_reward(name: str) -> Reward:
         return BUILT_IN[name]
     if numbers := _SOFT_OVERLONG.fullmatch(name):
         return soft_overlong(int(numbers[1]), int(numbers[2]))
-    where, _, function = name.rpartition(":") if ":" in name else name.rpartition(".")
-    if not where or name.endswith(".py"):
-        raise InputError(
-            f"reward function {name!r}: not one of {', '.join(BUILT_IN)}, soft_overlong(MAX,CACHE), nor file.py:function, "
-            "package.module.function, or the directory or hub id of a reward model"
-        )
+    where, function = reward_place(name)
     module = _from_file(Path(where)) if where.endswith(".py") else _from_package(where)
     found = getattr(module, function, None)
     if not callable(found):
@@ -50,10 +45,27 @@ def load_reward(name: str) -> Reward:
     return found
 
 
+def reward_place(name: str) -> tuple[str, str]:
+    """File or module of a reward function, and the function's name; both empty for a built-in one. Runs nothing.
+
+    Raises:
+        InputError: it is no such name, or the file does not exist.
+    """
+    if name in BUILT_IN or _SOFT_OVERLONG.fullmatch(name):
+        return "", ""
+    where, _, function = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if not where or name.endswith(".py"):
+        raise InputError(
+            f"reward function {name!r}: not one of {', '.join(BUILT_IN)}, soft_overlong(MAX,CACHE), nor file.py:function, "
+            "package.module.function, or the directory or hub id of a reward model"
+        )
+    if where.endswith(".py") and not Path(where).is_file():
+        raise InputError(f"reward file {where} does not exist")
+    return where, function
+
+
 def _from_file(path: Path) -> Any:
     """The module of a file. Its name holds a digest of path and text: one file is one module, and hides no other."""
-    if not path.is_file():
-        raise InputError(f"reward file {path} does not exist")
     text = path.read_bytes()
     digest = hashlib.blake2b(str(path.resolve()).encode() + b"\0" + text, digest_size=8).hexdigest()
     name = f"lockstep_reward_file_{path.stem}_{digest}"

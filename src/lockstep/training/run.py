@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, Interrupted, LockstepError
 from lockstep.parity.receipt import RECEIPT
 from lockstep.report.html import render_report
 from lockstep.report.live import LiveView
@@ -30,10 +30,6 @@ from lockstep.training.run_files.run_directory import SUMMARY, RunPlace, read_li
 from lockstep.training.trainers.online import OnlineTrainer
 
 _SHOWN_ROLLOUTS = 12
-
-
-class Interrupted(LockstepError):
-    """The run was asked to stop, has saved, and can be continued."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,22 +28,8 @@ from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.data.prompt_order import MicroBatch
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.trainers.grpo import GRPOTrainer
+from lockstep.verify.sizes import SIZES
 
-# Settings that `lockstep verify` always uses: sizes that finish in a minute, and no files.
-SIZES = {
-    "num_generations": 4,
-    "per_device_train_batch_size": 12,
-    "generation_batch_size": 12,
-    "gradient_accumulation_steps": 1,
-    "steps_per_generation": 1,
-    "num_iterations": 1,
-    "max_completion_length": 12,
-    "save_strategy": "no",
-    "eval_strategy": "no",
-    "report_to": "none",
-    "shuffle_dataset": False,
-    "learning_rate": 1e-6,
-}
 _SCALES = (0.05, 0.1, 0.2, 0.4, 0.8)
 _QUESTIONS = (
     "Which number is larger, 38 or 61?",

@@ -19,7 +19,7 @@ from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
 from lockstep.training.config.interruption_fields import InterruptionFields
 from lockstep.training.config.precision import has_fast_bf16
-from lockstep.training.config.trl_fields import OneValueFields, doc
+from lockstep.training.config.trl_fields import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
 
 
 @dataclass
@@ -249,17 +249,8 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
         return torch.float32 if self.cast_lm_head_to_fp32 else self.engine_torch_dtype
 
     def _refuse_unsupported(self) -> None:
-        neutral: dict[str, object] = {"fp16": False, "auto_find_batch_size": False, "load_best_model_at_end": False}
-        neutral |= {"full_determinism": False, "ignore_data_skip": False}
-        neutral |= {"bf16_full_eval": False, "fp16_full_eval": False, "parallelism_config": None}
-        neutral |= {"remove_unused_columns": False, "dataloader_drop_last": True, "torch_compile": False}
-        # Fields of TrainingArguments that this training step does not use, or that would break it.
-        neutral |= {"deepspeed": None, "label_smoothing_factor": 0.0, "neftune_noise_alpha": None}
-        neutral |= {"save_only_model": False, "include_num_input_tokens_seen": "no", "torch_empty_cache_steps": None}
-        neutral |= {"dataloader_num_workers": 0, "resume_from_checkpoint": None, "train_sampling_strategy": "random"}
-        for name, value in neutral.items():
-            if getattr(self, name) != value:
-                raise InputError(f"{name}={getattr(self, name)!r} is not supported yet; only {value!r} is")
+        for name in UNSUPPORTED:
+            refuse_unsupported(name, getattr(self, name))
         if self.fsdp or self.n_gpu > 1:
             raise InputError(
                 "FSDP, DeepSpeed and several GPUs in one process are not supported yet; start one process per GPU (torchrun)"

@@ -64,6 +64,52 @@ ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+# Fields of TrainingArguments that the step here does not go through, or that would take it apart, with the value that they keep.
+UNSUPPORTED: dict[str, object] = {
+    "fp16": False,
+    "auto_find_batch_size": False,
+    "load_best_model_at_end": False,
+    "full_determinism": False,
+    "ignore_data_skip": False,
+    "bf16_full_eval": False,
+    "fp16_full_eval": False,
+    "parallelism_config": None,
+    "remove_unused_columns": False,
+    "dataloader_drop_last": True,
+    "torch_compile": False,
+    "deepspeed": None,
+    "label_smoothing_factor": 0.0,
+    "neftune_noise_alpha": None,
+    "save_only_model": False,
+    "include_num_input_tokens_seen": "no",
+    "torch_empty_cache_steps": None,
+    "dataloader_num_workers": 0,
+    "resume_from_checkpoint": None,
+    "train_sampling_strategy": "random",
+}
+
+
+def refuse_unsupported(name: str, given: Any) -> None:
+    """Check one field of `UNSUPPORTED`.
+
+    Raises:
+        InputError: the value is another one.
+    """
+    if given != UNSUPPORTED[name]:
+        raise InputError(f"{name}={given!r} is not supported yet; only {UNSUPPORTED[name]!r} is")
+
+
+def refuse_other_value(name: str, given: Any) -> None:
+    """Check one field of `ONE_VALUE`.
+
+    Raises:
+        InputError: the value is not supported.
+    """
+    values, why = ONE_VALUE[name]
+    if given not in values:
+        raise InputError(f"{name}={given!r} is not supported, only {values[0]!r} is: {why}")
+
+
 @dataclass
 class OneValueFields:
     """The fields of TRL's configs that `ONE_VALUE` lists."""
@@ -97,6 +143,5 @@ class OneValueFields:
         Raises:
             InputError: a field has a value that is not supported.
         """
-        for name, (values, why) in ONE_VALUE.items():
-            if getattr(self, name) not in values:
-                raise InputError(f"{name}={getattr(self, name)!r} is not supported, only {values[0]!r} is: {why}")
+        for name in ONE_VALUE:
+            refuse_other_value(name, getattr(self, name))

@@ -1,0 +1,81 @@
+"""Writes `fields.json`: what the methods' dataclasses say of their fields, for `cli/fields.py`, which must not import torch.
+
+`python -m lockstep.cli.describe` writes it anew. `tests/cli/test_fields.py` fails where the file and the classes differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib import import_module
+from typing import Any
+
+from transformers import HfArgumentParser
+
+from lockstep.cli.fields import FIELDS_FILE
+
+_RUN = "lockstep.cli.adapter:AdaptedRunArguments"
+# The classes whose fields a command takes.
+CLASSES = {
+    "grpo": (_RUN, "lockstep:GRPOConfig"),
+    "rloo": (_RUN, "lockstep:RLOOConfig"),
+    "online-dpo": (_RUN, "lockstep:OnlineDPOConfig"),
+    "reinforce-pp": (_RUN, "lockstep:ReinforcePPConfig"),
+    "ppo": (_RUN, "lockstep:PPOConfig"),
+    "verify": ("lockstep.cli.verify:VerifyArguments", "lockstep.verify.stage:StageConfig"),
+}
+_TYPES = {int: "int", float: "float", str: "text"}
+
+
+def describe() -> dict[str, dict[str, Any]]:
+    """Fields by command; under `shared` those that every command has alike."""
+    commands = {command: _fields_of(places) for command, places in CLASSES.items()}
+    first, *others = commands.values()
+    shared = {name: entry for name, entry in first.items() if all(other.get(name) == entry for other in others)}
+    own = {command: {n: e for n, e in found.items() if n not in shared} for command, found in commands.items()}
+    return {"shared": shared, **own}
+
+
+def as_text(described: dict[str, dict[str, Any]]) -> str:
+    """JSON with one line per field, so that two changes rarely meet in one line."""
+    parts = []
+    for command, found in described.items():
+        lines = [f"  {json.dumps(name)}: {json.dumps(entry, ensure_ascii=False)}" for name, entry in found.items()]
+        parts.append(f"{json.dumps(command)}: {{\n" + ",\n".join(lines) + "\n}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _fields_of(places: tuple[str, ...]) -> dict[str, Any]:
+    classes = [getattr(import_module(where), name) for where, name in (place.split(":") for place in places)]
+    actions = HfArgumentParser(classes)._actions
+    # A switch that is on comes with a second action that puts it off.
+    return {a.dest: _entry(a) for a in actions if a.dest != "help" and not isinstance(a, argparse._StoreFalseAction)}
+
+
+def _entry(action: argparse.Action) -> dict[str, Any]:
+    said: dict[str, Any] = {"type": "choice" if action.choices else _type(action)}
+    if action.choices:
+        said["choices"] = [str(choice) for choice in action.choices]
+    if action.nargs is not None:
+        said["nargs"] = action.nargs
+    if (default := _default(action.default)) is not None:
+        said["default"] = default
+    return {**said, "help": " ".join((action.help or "").replace("%%", "%").split())}
+
+
+def _type(action: argparse.Action) -> str:
+    if getattr(action.type, "__name__", "") == "string_to_bool":
+        return "bool"
+    return next((name for kind, name in _TYPES.items() if action.type is kind), "other")
+
+
+def _default(value: Any) -> str | None:
+    if value is None or value == []:
+        return None
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))
+
+
+if __name__ == "__main__":
+    FIELDS_FILE.write_text(as_text(describe()))

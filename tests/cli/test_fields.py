@@ -1,0 +1,112 @@
+"""What the command line knows of its fields without torch: it is what the classes say, and every early answer comes at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from lockstep.cli.describe import CLASSES, as_text, describe
+from lockstep.cli.field_groups import COMMON, GROUPS
+from lockstep.cli.fields import FIELDS_FILE, fields_of
+from lockstep.cli.main import main
+from lockstep.parity.receipt import Receipt
+from lockstep.training.config.trl_fields import ONE_VALUE, UNSUPPORTED
+
+# Runs command lines in one process, and says after each what it has imported.
+PROBE = """
+import contextlib, io, json, sys
+from lockstep.cli.main import main
+for words in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    heavy = sorted({"torch", "transformers", "vllm", "datasets", "peft", "accelerate"} & sys.modules.keys())
+    print(json.dumps([code, out.getvalue(), err.getvalue(), heavy]))
+"""
+
+
+def test_the_described_fields_are_those_of_the_classes() -> None:
+    assert FIELDS_FILE.read_text() == as_text(describe()), "run: python -m lockstep.cli.describe"
+
+
+def test_help_and_early_errors_import_nothing_heavy(tmp_path: Path) -> None:
+    gap = {"sampled_tokens": 2, "checked_tokens": 2, "sum_abs_gap": 0.0, "max_abs_gap": 0.0, "worst_request": "a"}
+    worst = {"name": "a", "error": 0.0}
+    engine = {"engine": "e", "architecture": "a", "dtype": "d", "head_dtype": "d", "logprobs_mode": "m"}
+    receipt = Receipt(tmp_path / "receipt.jsonl", 0)
+    receipt.append(
+        {"kind": "start", "step": 0, "engine": engine, "canary": {"mean_abs_gap": 0.0, "max_abs_gap": 0.0},
+         "trainer": {"compute": "c"}, "temperature": 1.0, "modules": {"probed": 1, "unreached": []}, "worst_module": worst,
+         "limits": {"module_probe": 1e-4, "mean": 1e-4, "max": 1e-3}}
+    )  # fmt: skip
+    receipt.append({"kind": "step", "step": 1, "version": 0, "tensors": 1, "worst_module": worst, **gap})
+    (tmp_path / "typo.yaml").write_text("learning_rat: 1\n")
+    run = ["grpo", "--model_name_or_path", "m", "--dataset_name"]
+    cases: list[tuple[list[str], int, str]] = [
+        ([], 0, "what to do next"),
+        (["--help"], 0, "usage: lockstep COMMAND"),
+        (["--version"], 0, "lockstep 0."),
+        (["grop"], 2, "did you mean 'grpo'?"),
+        *(([command, "--help"], 0, f"usage: lockstep {command} ") for command in CLASSES),
+        (["grpo", "--help-all"], 0, "--adam_beta1"),
+        (["grpo", "--learning_rat", "3"], 2, "did you mean 'learning_rate'?"),
+        (["ppo", "--learning_rate", "fast"], 2, "invalid float value: 'fast'"),
+        (["grpo", "--bf16", "perhaps"], 2, "'perhaps' is neither yes nor no"),
+        (["grpo", "--top_p", "0.9"], 2, "top_p=0.9 is not supported"),
+        (["grpo", "--deepspeed", "x"], 2, "deepspeed='x' is not supported"),
+        (["grpo", "--lora_r", "3"], 2, "lora_r has no effect without use_peft"),
+        (["rloo", "--config", "/no/such.yaml"], 2, "config file /no/such.yaml does not exist"),
+        (["grpo", "--config", str(tmp_path / "typo.yaml")], 2, "unknown field 'learning_rat'"),
+        (["grpo"], 2, "model_name_or_path is not set"),
+        ([*run, "no.jsonl"], 2, "data file no.jsonl does not exist"),
+        ([*run, "arithmetic", "--reward_funcs", "no.py:f"], 2, "reward file no.py does not exist"),
+        ([*run, "arithmetic", "--reward_funcs", "accurate"], 2, "not one of exact_match, accuracy"),
+        (["verify", "--model", "/no/such"], 2, "model directory /no/such does not exist"),
+        (["verify", "--explain", str(tmp_path)], 0, "2 tokens checked"),
+        (["verify", "--receipt", str(tmp_path / "receipt.jsonl")], 0, "PASS"),
+        (["serve", "/no/such"], 2, "model directory /no/such does not exist"),
+    ]
+    words = json.dumps([case[0] for case in cases])
+    done = subprocess.run([sys.executable, "-c", PROBE, words], capture_output=True, text=True, timeout=120, check=True)
+    for (line, code, said), answer in zip(cases, done.stdout.splitlines(), strict=True):
+        found, out, err, heavy = json.loads(answer)
+        assert (found, heavy) == (code, []), (line, answer)
+        assert said in out + err, (line, answer)
+        assert code == 0 or len(err.splitlines()) == 1
+
+
+def test_every_field_of_ours_has_a_group_and_no_group_names_another() -> None:
+    theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
+    grouped = [name for names in GROUPS.values() for name in names]
+    known = {name for command in CLASSES for name in fields_of(command)}
+    assert len(grouped) == len(set(grouped))
+    assert {*grouped, *COMMON} <= known
+    assert known - theirs - ONE_VALUE.keys() <= set(grouped)
+    assert not set(grouped) & {*ONE_VALUE, *UNSUPPORTED}
+
+
+@pytest.mark.parametrize("command", sorted(CLASSES))
+def test_help_names_each_common_field_once_and_nothing_that_is_refused(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    known = fields_of(command)
+
+    def flags(*words: str) -> list[str]:
+        assert main([command, *words]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80
+        return [line.split()[0][2:] for line in lines if line.startswith("  --")]
+
+    common, every = flags("--help"), flags("--help-all")
+    assert sorted(common) == sorted({"config", "dry_run", *(COMMON & known.keys())})
+    assert sorted(every) == sorted({"config", "dry_run", *(known.keys() - ONE_VALUE.keys() - UNSUPPORTED.keys())})
+    assert len(common) < 45
+    # Those that are the command's own come first.
+    assert common[2] == ("model" if command == "verify" else "model_name_or_path")
