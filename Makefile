@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env train test test-long test-release mutations lint verify bench sampling proof-overhead learning false-alarms server-sync server-load tied-head
+.PHONY: env train test test-long test-release mutations lint verify bench sampling long-context proof-overhead learning false-alarms server-sync server-load tied-head
 
 # Made once; made anew when pyproject.toml or the script changes.
 env:
@@ -22,6 +22,10 @@ bench: env
 # Tokens a second of vLLM in this process, by the settings that a run can choose.
 sampling: env
 	@$(BIN)/python benchmarks/sampling.py $(ARGS)
+
+# Memory and time of forward and backward over packs of up to 32,768 tokens.
+long-context: env
+	@$(BIN)/python benchmarks/long_context.py $(ARGS)
 
 # What the proofs cost on the recipe, and how often they stop what is right.
 proof-overhead: env

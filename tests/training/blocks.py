@@ -1,4 +1,4 @@
-"""Random trees of tokens, and tree attention for packs as small as those of the tests."""
+"""Trees of tokens drawn at random, the dense mask that they stand for, and attention by trees for packs as small as the tests'."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from lockstep.training.forward import tree_attention
+from lockstep.training.forward import block_attention
 
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
-    """Make attention cut packs of a dozen tokens into blocks, for every mask."""
+    """Packs of a dozen tokens are cut into blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tree_attention, "_ROWS", 6)
-        patch.setattr(tree_attention, "_GAP", 2)
-        patch.setattr(tree_attention, "_WORTH", 2.0)
+        patch.setattr(block_attention, "ROWS", 6)
         yield
 
 
@@ -28,14 +26,21 @@ class Layer(torch.nn.Module):
     num_key_value_groups = 3
 
 
+def dense(ends: torch.Tensor) -> torch.Tensor:
+    """(1, 1, T, T) bool: the mask that `ends` stand for."""
+    nodes = torch.arange(len(ends))
+    return ((nodes <= nodes[:, None]) & (nodes[:, None] < ends))[None, None]
+
+
 @st.composite
-def tree_masks(draw: st.DrawFn) -> torch.Tensor:
-    """(T, T) bool masks of trees of 13 to 60 nodes, parents before children."""
-    size = draw(st.integers(13, 60))
-    mask = torch.eye(size, dtype=torch.bool)
+def tree_ends(draw: st.DrawFn, smallest: int = 1) -> torch.Tensor:
+    """(T,) `ends` of trees of up to 60 nodes in depth-first order."""
+    size = draw(st.integers(smallest, 60))
+    ends, path = list(range(1, size + 1)), [0]
     for node in range(1, size):
-        # Most nodes continue a chain, as in completions; some begin a new branch, and some a new root.
-        parent = draw(st.sampled_from([node - 1, node - 1, node - 1, draw(st.integers(-1, node - 1))]))
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    return mask
+        # Mostly chains, as completions are; sometimes a new branch, sometimes a new root.
+        kept = draw(st.sampled_from([len(path)] * 3 + [draw(st.integers(0, len(path)))]))
+        path = [*path[:kept], node]
+        for ancestor in path:
+            ends[ancestor] = node + 1
+    return torch.tensor(ends)

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import Layer, tree_masks
+from blocks import Layer, dense, tree_ends
 from draws import draws
 from hypothesis import given
+from largest import Largest
 from tiny import make_model
 from torch.nn.attention import flex_attention as of_torch
 
@@ -27,10 +28,11 @@ from lockstep.training.forward import flex_attention, scoring
 from lockstep.training.forward.flex_attention import FLEX, adopt_flex_attention, block_mask, flex_attention_forward
 from lockstep.training.forward.policy import open_policy
 from lockstep.training.forward.scoring import check_scorable, score_pack
-from lockstep.training.forward.tree_attention import adopt_tree_attention, tree_attention_forward
+from lockstep.training.forward.tree_attention import adopt_tree_attention, no_mask, tree_attention_forward
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CPU = torch.device("cpu")
+NO_MASK = no_mask(CPU)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,27 +43,45 @@ def backward_on_a_cpu() -> Iterator[None]:
 
 
 @draws(40)
-@given(mask=tree_masks())
-def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) -> None:
-    size = len(mask)
+@given(ends=tree_ends(smallest=13))
+def test_values_and_gradients_are_those_of_the_dense_mask(ends: torch.Tensor) -> None:
+    size = len(ends)
     draw = torch.Generator().manual_seed(size)
     parts = [torch.randn(1, heads, size, 16, dtype=torch.float64, generator=draw) for heads in (6, 2, 2)]
     of = torch.randn(1, size, 6, 16, dtype=torch.float64, generator=draw)
     results = []
-    for tree, attend in ((None, tree_attention_forward), (block_mask(mask[None, None]), flex_attention_forward)):
+    for mask, tree, attend in (
+        (dense(ends), None, tree_attention_forward),
+        (NO_MASK, block_mask(ends, CPU), flex_attention_forward),
+    ):
         own = [part.clone().requires_grad_() for part in parts]
-        out, _ = attend(Layer(), *own, mask[None, None], tree=tree, scaling=0.3)
+        out, _ = attend(Layer(), *own, mask, tree=tree, scaling=0.3)
         out.backward(of)
         results.append([out.detach(), *(part.grad for part in own)])
-    for dense, flex in zip(*results, strict=True):
-        torch.testing.assert_close(flex, dense, rtol=1e-10, atol=1e-12)
+    for expected, flex in zip(*results, strict=True):
+        torch.testing.assert_close(flex, expected, rtol=1e-10, atol=1e-12)
 
 
 @draws(20)
-@given(mask=tree_masks())
-def test_no_block_that_anybody_sees_is_left_out(mask: torch.Tensor) -> None:
-    wide = torch.block_diag(*[mask] * 7)
-    assert torch.equal(block_mask(wide[None, None]).to_dense()[0, 0].bool(), blocks_seen(wide))
+@given(ends=tree_ends(smallest=13))
+def test_blocks_are_left_out_computed_whole_or_masked_as_the_dense_mask_says(ends: torch.Tensor) -> None:
+    wide = torch.cat([ends + len(ends) * i for i in range(7)])
+    # A beginning that all of them see, so that there are blocks without anything hidden.
+    wide = torch.cat([torch.full((256,), 256 + len(wide)), 256 + wide])
+    mask, found = dense(wide)[0, 0], block_mask(wide, CPU)
+    assert torch.equal(found.to_dense()[0, 0].bool(), blocks_seen(mask))
+    assert found.full_kv_num_blocks is not None
+    hidden = torch.ones_like(mask) ^ mask
+    inner = len(wide) // 128
+    whole = ~blocks_seen(hidden)[:inner, :inner]
+    assert torch.equal(found.full_kv_num_blocks[0, 0, :inner], whole.sum(1, dtype=torch.int32))
+
+
+def test_no_mask_of_all_pairs_is_made() -> None:
+    """PyTorch's own way to make the blocks asks for every pair at once."""
+    with Largest() as seen:
+        block_mask(torch.full((4096,), 4096), CPU)
+    assert seen.elements <= 2 * 4096
 
 
 def blocks_seen(mask: torch.Tensor, size: int = 128) -> torch.Tensor:
@@ -107,20 +127,18 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return used
 
 
-def test_a_layer_with_a_mask_of_its_own_keeps_it() -> None:
-    mask = torch.ones(40, 40, dtype=torch.bool).tril()
+def test_a_layer_that_adds_to_its_attention_is_refused() -> None:
     parts = [torch.randn(1, heads, 40, 16) for heads in (6, 2, 2)]
-    own = torch.where(mask, torch.randn(40, 40), -torch.inf)[None, None]
-    found, _ = flex_attention_forward(Layer(), *parts, own, tree=block_mask(mask[None, None]), scaling=0.3)
-    expected, _ = tree_attention_forward(Layer(), *parts, own, scaling=0.3)
-    assert torch.equal(found, expected)
+    tree = block_mask(torch.full((40,), 40), CPU)
+    with pytest.raises(InputError, match="Layer gives its attention a mask of its own"):
+        flex_attention_forward(Layer(), *parts, torch.zeros(1, 1, 40, 40), tree=tree)
 
 
 def test_under_autocast_it_attends_in_autocasts_dtype() -> None:
-    mask = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
     query, key = torch.randn(1, 6, 40, 16), torch.randn(1, 2, 40, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = flex_attention_forward(Layer(), query, key, key.bfloat16(), mask, tree=block_mask(mask))
+        tree = block_mask(torch.full((40,), 40), CPU)
+        out, _ = flex_attention_forward(Layer(), query, key, key.bfloat16(), NO_MASK, tree=tree)
     assert out.dtype == torch.bfloat16
 
 

@@ -19,6 +19,7 @@ from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.batch.pack import pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.scoring import score_pack
+from lockstep.training.forward.tree_attention import adopt_tree_attention
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 
@@ -46,6 +47,7 @@ def trainer(model: str, folder: Path, **fields: Any) -> GRPOTrainer:
 
 def test_the_trainers_head_is_computed_in_float32_past_autocast() -> None:
     model = make_model("llama", scale=0.05)
+    adopt_tree_attention(model)
     (pack,) = pack_sequences([TrainingSequence("a#0", (5, 6, 7), (8, 9), (-1.0,) * 2, (1.0,) * 2, 1.0)], 100)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         found = score_pack(model, pack, 1.0, 8, fp32_head=True).logps

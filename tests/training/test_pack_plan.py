@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.training.batch.pack_plan import cut_rows, cut_tree
+from lockstep.training.batch.tree import SortedPaths
 
 Paths = list[tuple[int, ...]]
 # Gives the size of a pack that is made of a range of units.
@@ -21,12 +22,8 @@ def positions(units: Sequence[Paths]) -> int:
     return len({path[: i + 1] for unit in units for path in unit for i in range(len(path))})
 
 
-def nodes_of(units: Sequence[Paths]) -> list[list[list[int]]]:
-    """The same paths as nodes: each beginning of a path has a number."""
-    numbers: dict[tuple[int, ...], int] = {}
-    return [
-        [[numbers.setdefault(path[: i + 1], len(numbers)) for i in range(len(path))] for path in unit] for unit in units
-    ]
+def cut(units: Sequence[Paths], prompts: list[int], budget: int) -> list[range]:
+    return cut_tree(SortedPaths.of([path for unit in units for path in unit]), list(map(len, units)), prompts, budget)
 
 
 def greedy(count: int, size: Size, budget: int) -> list[range]:
@@ -87,7 +84,7 @@ def test_no_cut_of_trees_is_better(drawn: tuple[list[Paths], list[int]], budget:
         shortest = min(len(units[run.start - 1][-1]), len(units[run.start][0]))
         return min(shortest if same is None else same, prompts[run.start])
 
-    assert_best(cut_tree(nodes_of(units), prompts, budget), len(units), size, repeated, budget)
+    assert_best(cut(units, prompts, budget), len(units), size, repeated, budget)
 
 
 @draws(100)
@@ -110,7 +107,7 @@ def test_packs_of_one_prompt_are_as_equal_as_whole_completions_allow(
 ) -> None:
     beginning = tuple(range(prompt))
     units = [[(*beginning, *(1000 * i + j for j in range(1, length + 1)))] for i in range(1, count + 1)]
-    runs = cut_tree(nodes_of(units), [prompt] * count, prompt + room * length)
+    runs = cut(units, [prompt] * count, prompt + room * length)
     assert len(runs) == -(-count // room)
     assert max(map(len, runs)) == -(-count // len(runs))
 
@@ -121,11 +118,11 @@ def test_a_prompt_that_fits_into_a_pack_is_not_cut_apart_for_balance() -> None:
     def group(prompt: int, completions: int) -> list[Paths]:
         return [[(*range(prompt, prompt + 10), 100 * prompt + i)] for i in range(completions)]
 
-    units = nodes_of(group(0, 2) + group(20, 6) + group(40, 2))
-    assert cut_tree(units, [10] * 10, 30) == [range(2), range(2, 10)]
-    assert cut_tree(units, [10] * 10, 27) == [range(5), range(5, 10)]
+    units = group(0, 2) + group(20, 6) + group(40, 2)
+    assert cut(units, [10] * 10, 30) == [range(2), range(2, 10)]
+    assert cut(units, [10] * 10, 27) == [range(5), range(5, 10)]
 
 
 def test_nothing_is_cut_into_nothing() -> None:
-    assert cut_tree([], [], 5) == []
+    assert cut([], [], 5) == []
     assert cut_rows([], 5) == []

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import small_blocks
+from blocks import dense, small_blocks
 from draws import draws
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
@@ -237,9 +237,8 @@ def test_a_wrong_mask_would_be_seen() -> None:
     model = MODELS["qwen2"]
     sequences = [TrainingSequence(f"a#{i}", (5, 6, 7), (8 + i, 9, 10), (-1.0,) * 3, (1.0,) * 3, 0.1) for i in range(2)]
     (pack,) = pack_sequences(sequences, 100)
-    size = pack.input_ids.shape[1]
-    causal = torch.tril(torch.ones(size, size, dtype=torch.bool))[None, None]
-    broken = type(pack)(pack.sequences, pack.input_ids, pack.position_ids, causal, pack.predictors, pack.targets)
+    assert pack.ends is not None
+    broken = replace(pack, ends=torch.full_like(pack.ends, len(pack.ends)))
     with torch.no_grad():
         right, wrong = score_pack(model, pack, 1.0, 64).logps, score_pack(model, broken, 1.0, 64).logps
     assert float((right - wrong).abs().max()) > 1e-2
@@ -285,13 +284,15 @@ def test_packs_hold_every_token_once_and_keep_to_the_budget(sequences: list[Trai
         assert token_names(pack.sequences) == [s.name for s in pack.sequences for _ in sampled_places(s)]
         # The position that predicts a token sees exactly the ids before it. Each id is marked with its depth.
         mark = pack.input_ids[0] * 1000 + pack.position_ids[0]
-        seen = iter(pack.attention_mask[0, 0, pack.predictors])
+        assert pack.ends is not None
+        mask = dense(pack.ends)[0, 0]
+        seen = iter(mask[pack.predictors])
         for s in pack.sequences:
             for place in sampled_places(s):
                 before = (*s.prompt_ids, *s.completion_ids[:place])
                 assert sorted(mark[next(seen)].tolist()) == sorted(1000 * t + i for i, t in enumerate(before))
-        # A node sees its ancestors and itself, so its depth gives their number.
-        assert torch.equal(pack.attention_mask[0, 0].sum(-1), pack.position_ids[0] + 1)
+        # A node sees as many nodes as its depth says: its ancestors and itself.
+        assert torch.equal(mask.sum(-1), pack.position_ids[0] + 1)
 
 
 def units_of(sequences: list[TrainingSequence], sizes: list[int]) -> list[list[TrainingSequence]]:

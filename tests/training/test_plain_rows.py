@@ -54,9 +54,11 @@ def test_rows_hold_every_token_once_and_keep_to_the_budget(sequences: list[Train
     assert rows == sorted(rows)
     for pack in packs:
         assert len(pack.sequences) == 1 or pack.input_ids.numel() <= budget
-        assert pack.attention_mask.sum(1).tolist() == [
-            len(s.prompt_ids) + sampled_places(s)[-1] for s in pack.sequences
-        ]
+        paths = [(*s.prompt_ids, *s.completion_ids[: sampled_places(s)[-1]]) for s in pack.sequences]
+        longest = max(map(len, paths))
+        assert pack.input_ids.tolist() == [[*path, *[0] * (longest - len(path))] for path in paths]
+        places = [(row, len(s.prompt_ids) - 1 + i) for row, s in enumerate(pack.sequences) for i in sampled_places(s)]
+        assert pack.predictors.tolist() == [row * longest + place for row, place in places]
 
 
 @draws(100)

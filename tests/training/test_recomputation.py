@@ -26,7 +26,7 @@ from lockstep.training.forward.scoring import score_pack
 from lockstep.training.forward.tree_attention import adopt_tree_attention
 
 ATEN = torch.ops.aten
-ATTENTION = ATEN._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION = torch.ops.lockstep.attend.default
 Build = Callable[[], PreTrainedModel]
 
 
@@ -200,7 +200,7 @@ def test_a_users_own_checkpointing_of_the_full_model_gives_the_same_gradients_to
     kind: str, reentrant: bool
 ) -> None:
     model, pack = prepared(MODELS[kind])
-    assert (pack.tree is None) == (kind == "without attention")
+    assert (pack.ends is None) == (kind == "without attention")
     results, products = [], []
     for own in (False, True):
         if own:

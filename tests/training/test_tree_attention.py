@@ -1,64 +1,100 @@
-"""Tree attention equals dense attention with the mask, and does not compute what the mask hides."""
+"""Attention by trees is dense attention with the mask, leaves out what the mask hides, and keeps nothing of T x T."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import pytest
 import torch
-from blocks import Layer, small_blocks, tree_masks
+from blocks import Layer, dense, small_blocks, tree_ends
 from draws import draws
 from hypothesis import given
+from largest import Largest
 from tiny import make_model
 
+from lockstep import InputError
+from lockstep.errors import LockstepError
 from lockstep.training.batch.pack import pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.tree_attention import (
-    TREE,
-    TreePlan,
-    adopt_tree_attention,
-    plan_attention,
-    tree_attention_forward,
-)
+from lockstep.training.forward import block_attention
+from lockstep.training.forward.attention_plan import AttentionPlan, plan_attention, positions, visible
+from lockstep.training.forward.block_attention import TreeAttention
+from lockstep.training.forward.scoring import score_pack
+from lockstep.training.forward.tree_attention import TREE, adopt_tree_attention, no_mask, tree_attention_forward
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+NO_MASK = no_mask(CPU)
 
 
-def plan_of(mask: torch.Tensor) -> TreePlan:
+def tree_of(ends: torch.Tensor, dtype: torch.dtype = torch.float32) -> TreeAttention:
     with small_blocks():
-        plan = plan_attention(mask)
-    assert plan is not None
-    return plan
+        return TreeAttention.of(ends, CPU, dtype)
 
 
-def computed(plan: TreePlan) -> int:
-    return sum(block.mask.numel() for block in plan.blocks)
+def drawn(size: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Queries, keys, values and the gradient of the result."""
+    generator = torch.Generator().manual_seed(size)
+    shapes = [(1, heads, size, 8) for heads in (6, 2, 2)] + [(1, size, 6, 8)]
+    return [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]
+
+
+def with_gradients(attend: Any, *parts: torch.Tensor) -> list[torch.Tensor]:
+    *parts, of = parts
+    own = [part.clone().requires_grad_() for part in parts]
+    out, _ = attend(Layer(), *own)
+    return [out.detach(), *torch.autograd.grad(out, own, of)]
 
 
 @draws(60)
-@given(mask=tree_masks())
-def test_values_and_gradients_are_those_of_the_dense_mask(mask: torch.Tensor) -> None:
-    plan = plan_of(mask)
-    size = len(mask)
-    generator = torch.Generator().manual_seed(size)
-    parts = [torch.randn(1, heads, size, 8, dtype=torch.float64, generator=generator) for heads in (6, 2, 2)]
-    of = torch.randn(1, size, 6, 8, dtype=torch.float64, generator=generator)
-    results = []
-    for tree in (None, plan, plan.added(torch.float64)):
-        own = [part.clone().requires_grad_() for part in parts]
-        out, _ = tree_attention_forward(Layer(), *own, mask[None, None], tree=tree, scaling=0.3)
-        out.backward(of)
-        results.append([out.detach(), *(part.grad for part in own)])
-    for dense, cut, added in zip(*results, strict=True):
-        torch.testing.assert_close(cut, dense, rtol=1e-10, atol=1e-12)
-        assert torch.equal(added, cut)
+@given(ends=tree_ends())
+def test_values_and_gradients_are_those_of_the_dense_mask(ends: torch.Tensor) -> None:
+    parts, mask = drawn(len(ends)), dense(ends)
+    expected = with_gradients(lambda *p: tree_attention_forward(*p, mask, scaling=0.3), *parts)
+    tree = tree_of(ends, torch.float64)
+    found = with_gradients(lambda *p: tree_attention_forward(*p, NO_MASK, tree=tree, scaling=0.3), *parts)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@draws(60)
+@given(ends=tree_ends())
+def test_what_other_devices_compute_is_the_same(ends: torch.Tensor) -> None:
+    """Their way through public functions, here on a CPU."""
+    parts = drawn(len(ends))
+    expected = with_gradients(lambda *p: tree_attention_forward(*p, dense(ends), scaling=0.3), *parts)
+    plan = plan_attention(ends.numpy(), 6)
+    masks = [None if block.chain else block_attention._mask(ends.numpy(), block) for block in plan.blocks]
+    tree = TreeAttention(plan, tuple(masks))
+
+    def attend(layer: Layer, *own: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return block_attention._Recomputed.apply(*own, tree, 0.3).transpose(1, 2), None
+
+    for one, other in zip(with_gradients(attend, *parts), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_values_may_have_another_width_than_keys() -> None:
+    ends = torch.tensor([30] * 20 + [25] * 5 + [30] * 5)
+    query, key, value, _ = drawn(30)
+    value, of = value[..., :5].contiguous(), torch.ones(1, 30, 6, 5, dtype=torch.float64)
+    expected = with_gradients(lambda *p: tree_attention_forward(*p, dense(ends)), query, key, value, of)
+    tree = tree_of(ends, torch.float64)
+    found = with_gradients(lambda *p: tree_attention_forward(*p, NO_MASK, tree=tree), query, key, value, of)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 def test_under_autocast_a_cpu_attends_in_float32() -> None:
-    mask = torch.ones(40, 40, dtype=torch.bool).tril()
-    parts = [torch.randn(1, heads, 40, 8) for heads in (6, 2, 2)]
-    # Under autocast rotated queries and keys are in float32, and values in bf16.
+    ends = torch.tensor([40] * 20 + [30] * 10 + [40] * 10)
+    parts = [part.float() for part in drawn(40)[:3]]
+    # As autocast leaves them: rotated queries and keys in float32, values in bf16.
     parts[2] = parts[2].bfloat16()
     results = []
     for half in (False, True):
         own = [part.clone().requires_grad_() for part in parts]
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            out, _ = tree_attention_forward(Layer(), *own, mask[None, None], tree=plan_of(mask), scaling=0.3)
+            out, _ = tree_attention_forward(Layer(), *own, NO_MASK, tree=tree_of(ends), scaling=0.3)
         out.float().square().sum().backward()
         results.append([out.detach(), *(part.grad for part in own)])
     assert [part.dtype for part in results[1]] == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
@@ -66,71 +102,130 @@ def test_under_autocast_a_cpu_attends_in_float32() -> None:
         assert torch.equal(half, single)
 
 
-@draws(60)
-@given(mask=tree_masks())
-def test_every_pair_that_sees_each_other_is_computed_once(mask: torch.Tensor) -> None:
-    plan = plan_of(mask)
-    starts = [sum(plan.sizes[:i]) for i in range(len(plan.sizes))]
-    counted = torch.zeros(mask.shape, dtype=torch.int)
+def computed(plan: AttentionPlan) -> int:
+    """Pairs that a kernel computes; of a chain's square the half that is seen."""
+    total = sum((part.stop - part.start) * len(positions(part.columns)) for part in plan.shared)
     for block in plan.blocks:
-        columns = torch.cat([torch.arange(starts[i], starts[i] + plan.sizes[i]) for i in block.pieces])
-        counted[block.start : block.end, columns] += block.mask[0, 0].int()
-    assert torch.equal(counted, mask.int())
-    assert sum(plan.sizes) == len(mask)
+        rows = block.stop - block.start
+        total += rows * (rows + 1) // 2 if block.chain else rows * (rows + sum(b - a for a, b in block.partly))
+    return total
+
+
+@draws(60)
+@given(ends=tree_ends())
+def test_every_pair_that_sees_each_other_is_computed_once(ends: torch.Tensor) -> None:
+    known, size = ends.numpy(), len(ends)
+    plan = plan_attention(known, 6)
+    counted = np.zeros((size, size), dtype=int)
+    for block in plan.blocks:
+        rows = (block.start, block.stop)
+        columns = positions((*block.partly, rows))
+        seen = visible(known, rows, columns)
+        assert not block.chain or (seen == np.tri(*seen.shape)).all()
+        # A mask has few rows, and few columns beside them.
+        assert block.chain or (len(seen) <= 6 and len(columns) <= 12)
+        counted[slice(*rows), columns] += seen
+    for part in plan.shared:
+        counted[part.start : part.stop, positions(part.columns)] += 1
+    assert (counted == dense(ends)[0, 0].numpy()).all()
+
+
+def chains(prompt: int, count: int, length: int) -> torch.Tensor:
+    """`ends` of a prompt and completions that part at their first token."""
+    size = prompt + count * length
+    return torch.tensor([size] * prompt + [prompt + (i + 1) * length for i in range(count) for _ in range(length)])
 
 
 def test_a_long_prompt_with_many_completions_leaves_most_pairs_out() -> None:
-    sequences = [
-        TrainingSequence(f"a#{i}", tuple(range(512)), tuple(range(1000 * i, 1000 * i + 64)), (0.0,) * 64)
-        for i in range(1, 17)
-    ]
-    (pack,) = pack_sequences(sequences, 2048)
-    assert pack.tree is not None
-    visible = int(pack.attention_mask.sum())
-    assert computed(pack.tree) < 0.4 * pack.attention_mask.numel()
-    assert computed(pack.tree) < 1.5 * visible
+    ends = chains(512, 16, 63)
+    plan = plan_attention(ends.numpy())
+    assert computed(plan) < 1.15 * int(dense(ends).sum()) < 0.35 * len(ends) ** 2
+    # All completions but the first, which goes on where the prompt ends, attend to the prompt at once.
+    assert [(part.start, part.stop, part.columns) for part in plan.shared] == [(575, len(ends), ((0, 512),))]
 
 
-def test_what_is_small_or_hides_little_is_not_cut() -> None:
-    assert plan_attention(torch.ones(200, 200, dtype=torch.bool).tril()) is None
-    assert plan_attention(torch.ones(2048, 2048, dtype=torch.bool).tril()) is None
+def test_a_text_without_branches_is_one_causal_block() -> None:
+    (block,) = plan_attention(np.full(32768, 32768)).blocks
+    assert (block.start, block.stop, block.above, block.partly, block.chain) == (0, 32768, (), (), True)
 
 
-def test_blocks_are_few_however_long_the_pack() -> None:
-    mask = torch.eye(4096, dtype=torch.bool)
-    plan = plan_attention(mask)
-    assert plan is not None
-    assert len(plan.blocks) == 16
+def test_long_completions_take_no_mask() -> None:
+    plan = plan_attention(chains(1024, 8, 4096).numpy())
+    assert all(block.chain for block in plan.blocks)
+    assert len(plan.blocks) == 8
+    assert len(plan.shared) == 1
 
 
-def test_a_layer_with_a_mask_of_its_own_keeps_it() -> None:
-    mask = torch.ones(40, 40, dtype=torch.bool).tril()
-    mask[20:, 2:20] = False
-    plan = plan_of(mask)
-    parts = [torch.randn(1, heads, 40, 8) for heads in (6, 2, 2)]
-    own = torch.where(mask, torch.randn(40, 40), -torch.inf)[None, None]
-    found, _ = tree_attention_forward(Layer(), *parts, own, tree=plan, scaling=0.3)
-    expected, _ = tree_attention_forward(Layer(), *parts, own, scaling=0.3)
-    assert torch.equal(found, expected)
+@pytest.mark.parametrize(("prompt", "count", "length"), [(4096, 0, 0), (2048, 8, 256), (2048, 128, 16), (16, 4080, 1)])
+def test_no_tensor_grows_faster_than_the_pack(prompt: int, count: int, length: int) -> None:
+    """Forward and backward, with what is kept in between; a dense mask would have 17 million elements."""
+    ends = chains(prompt, count, length)
+    parts = [torch.randn(1, heads, len(ends), 8, requires_grad=True) for heads in (2, 1, 1)]
+    with Largest() as seen:
+        tree = TreeAttention.of(ends, CPU, torch.float32)
+        out, _ = tree_attention_forward(Layer(), *parts, NO_MASK, tree=tree)
+        out.sum().backward()
+    assert seen.elements <= len(ends) * 2 * 8
+    assert sum(mask.numel() for mask in tree.masks if mask is not None) <= 2 * block_attention.ROWS * len(ends)
 
 
-def test_a_model_computes_the_same_with_and_without_it() -> None:
+def test_a_model_of_4096_tokens_makes_no_tensor_of_their_square() -> None:
+    model = make_model("llama", max_position_embeddings=8192).train()
+    adopt_tree_attention(model)
+    text = (*range(4, 384), *range(4, 384), *range(4, 384))
+    sequences = [TrainingSequence(f"a#{i}", text[:1024], (i, *text[:768]), (0.0,) * 769) for i in range(4, 8)]
+    (pack,) = pack_sequences(sequences, 10**6)
+    assert pack.input_ids.shape == (1, 4096)
+    with Largest() as seen:
+        score_pack(model, pack, 1.0, 512).logps.sum().backward()
+    assert seen.elements < 4096**2 // 16
+
+
+@pytest.mark.parametrize(
+    ("added", "named"),
+    [
+        ({"position_bias": torch.zeros(1, 6, 40, 40)}, "a bias of its own"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"attention_mask": torch.zeros(1, 1, 40, 40)}, "a mask of its own"),
+        ({"attention_mask": None}, "a mask of its own"),
+    ],
+)
+def test_a_layer_that_adds_to_its_attention_is_refused(added: dict[str, Any], named: str) -> None:
+    tree = tree_of(torch.tensor([40] * 20 + [30] * 10 + [40] * 10))
+    given_ = {"attention_mask": NO_MASK, **added}
+    with pytest.raises(InputError, match=f"Layer gives its attention {named}, which packed sequences cannot"):
+        tree_attention_forward(Layer(), *drawn(40)[:3], tree=tree, **given_)
+
+
+def test_a_layer_that_ignores_the_tree_fails() -> None:
+    """It is not left to attend to everything."""
+    query, key, _, _ = drawn(40)
+    with pytest.raises(RuntimeError, match="size"):
+        torch.nn.functional.scaled_dot_product_attention(query[:, :2], key, key, attn_mask=NO_MASK)
+
+
+def test_a_model_that_was_given_no_such_attention_is_named() -> None:
+    (pack,) = pack_sequences([TrainingSequence("a#0", (5, 6), (7, 8), (0.0, 0.0))], 10)
+    with pytest.raises(LockstepError, match="attention is 'sdpa', which takes no tree"):
+        score_pack(make_model("llama"), pack, 1.0, 64)
+
+
+def test_a_model_computes_the_same_as_with_the_dense_mask() -> None:
     model = make_model("qwen2").double()
     sequences = [
         TrainingSequence(f"a#{i}", tuple(range(4, 24)), (30 + i, 31, 32 + i, 33), (0.0,) * 4) for i in range(5)
     ]
-    with small_blocks():
-        (pack,) = pack_sequences(sequences, 100)
-    assert pack.tree is not None
-    inputs = {"input_ids": pack.input_ids, "position_ids": pack.position_ids, "attention_mask": pack.attention_mask}
+    (pack,) = pack_sequences(sequences, 100)
+    assert pack.ends is not None
+    inputs = {"input_ids": pack.input_ids, "position_ids": pack.position_ids, "use_cache": False}
     with torch.no_grad():
-        dense = model.base_model(**inputs, use_cache=False).last_hidden_state
+        expected = model.base_model(**inputs, attention_mask=dense(pack.ends)).last_hidden_state
         adopt_tree_attention(model)
         assert model.config._attn_implementation == TREE
-        without = model.base_model(**inputs, use_cache=False).last_hidden_state
-        cut = model.base_model(**inputs, use_cache=False, tree=pack.tree).last_hidden_state
-    assert torch.equal(without, dense)
-    torch.testing.assert_close(cut, dense, rtol=1e-10, atol=1e-12)
+        without = model.base_model(**inputs, attention_mask=dense(pack.ends)).last_hidden_state
+        cut = model.base_model(**inputs, attention_mask=NO_MASK, tree=tree_of(pack.ends)).last_hidden_state
+    assert torch.equal(without, expected)
+    torch.testing.assert_close(cut, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_an_adopted_model_generates_as_before() -> None:
@@ -139,3 +234,16 @@ def test_an_adopted_model_generates_as_before() -> None:
     before = model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
     adopt_tree_attention(model)
     assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0), before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_computes_what_the_dense_mask_gives(dtype: torch.dtype) -> None:
+    ends = torch.cat([chains(300, 12, 40), 780 + chains(200, 2, 150)])
+    parts = [part.to(GPU) for part in drawn(len(ends), torch.float32)]
+    expected = with_gradients(lambda *p: tree_attention_forward(*p, dense(ends).to(GPU)), *parts)
+    tree = TreeAttention.of(ends, GPU, dtype)
+    halved = [part.to(dtype) for part in parts]
+    found = with_gradients(lambda *p: tree_attention_forward(*p, no_mask(GPU), tree=tree), *halved)
+    for one, other in zip(found, expected, strict=True):
+        assert float((one.float() - other).norm() / other.norm()) < {torch.float32: 3e-3}.get(dtype, 2e-2)

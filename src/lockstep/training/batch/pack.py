@@ -1,10 +1,12 @@
 """Where token ids become tensors: sequences that share a beginning share its positions.
 
 Comes from: rollout groups. Goes to: `training/forward/scoring.py`. All sequences of a pack form one tree of tokens, one row
-position a node. A token attends to its ancestors, its position id is its depth, so each branch sees exactly what it would
+position per node. A token attends to its ancestors, its position id is its depth, so each branch sees exactly what it would
 see alone. There are no pad tokens, a prompt goes through the model once however many completions it has, worked examples that
 all prompts repeat go through once, and so do equal completions. The last token of a completion predicts nothing that is
 trained on and takes no position. Models that cannot attend within a tree get plain rows instead.
+
+A pack says who sees whom by one integer per node, and knows nothing of how attention is computed.
 
 Tokens of a completion that nobody sampled (`rollouts/interruptions.py`) are attended to like a prompt's and are not scored. This is
 the one place that knows of them: what comes out of a pack, and every column that goes into it, is of sampled tokens alone.
@@ -16,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.training.batch.pack_plan import cut_rows, cut_tree
 from lockstep.training.batch.sequence import TrainingSequence, column
-from lockstep.training.batch.tree import TokenTree
-from lockstep.training.forward.tree_attention import TreePlan, plan_attention
+from lockstep.training.batch.tree import Ints, SortedPaths
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +32,20 @@ class Pack:
 
     Attributes:
         sequences: what is packed, in the order of the scored tokens.
-        input_ids: (1, T) nodes of a tree; of plain rows (B, L).
+        input_ids: (1, T) ids of a tree's nodes in depth-first order; of plain rows (B, L), zeros behind the shorter ones.
         position_ids: the same shape, depth of each node.
-        attention_mask: (1, 1, T, T) bool, True where the row's node may see the column's; of plain rows (B, L), False at padding.
         predictors: (N,) node whose hidden state predicts each scored token, counted through all rows.
         targets: (N,) ids of the scored tokens.
-        tree: how attention skips what the mask hides; None: the mask alone says it.
+        ends: (T,) one past the last node below each node: node i sees node j if and only if j <= i < ends[j]. It stays on the
+            CPU, where attention is planned. None: plain rows, each of which sees what stands before it.
     """
 
     sequences: tuple[TrainingSequence, ...]
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    attention_mask: torch.Tensor
     predictors: torch.Tensor
     targets: torch.Tensor
-    tree: TreePlan | None = None
+    ends: torch.Tensor | None = None
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -61,10 +62,9 @@ class Pack:
 
     def to(self, device: torch.device) -> Pack:
         """The same pack on another device."""
-        names = ("input_ids", "position_ids", "attention_mask", "predictors", "targets")
+        names = ("input_ids", "position_ids", "predictors", "targets")
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
-        tree = self.tree.to(device) if self.tree is not None else None
-        return replace(self, **moved, tree=tree)
+        return replace(self, **moved)
 
 
 def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> Iterator[Pack]:
@@ -74,20 +74,28 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
 
     Args:
         sequences: put those that share a prompt side by side, or they share it only within a pack.
-        token_budget: bounds the (T, T) attention mask and the activations of one forward.
+        token_budget: most positions that go through the model at once; the memory of a forward and its backward grows with them.
 
     Raises:
         ValueError: a sequence has no prompt or no completion, or a mask of another length.
     """
-    whole, units = TokenTree(), list(_units(sequences))
-    paths = [[whole.insert(s.path) for s in unit] for unit in units]
-    for run in cut_tree(paths, [len(unit[0].prompt_ids) for unit in units], token_budget):
-        held = [s for i in run for s in units[i]]
-        tree, own = whole.part([path for i in run for path in paths[i]])
-        places: list[int] = []
-        for sequence, nodes in zip(held, own, strict=True):
-            places += [nodes[i] for i in sequence.predictors]
-        yield _finish(tree, held, places)
+    units = list(_units(sequences))
+    held = [s for unit in units for s in unit]
+    paths = SortedPaths.of([s.path for s in held])
+    counts = [len(unit) for unit in units]
+    bounds = [0, *np.cumsum(counts).tolist()]
+    for run in cut_tree(paths, counts, [len(unit[0].prompt_ids) for unit in units], token_budget):
+        members = range(bounds[run.start], bounds[run.stop])
+        tree = paths.tree(members)
+        own = [held[i] for i in members]
+        yield Pack(
+            sequences=tuple(own),
+            input_ids=torch.from_numpy(tree.tokens)[None],
+            position_ids=torch.from_numpy(tree.depths)[None],
+            predictors=_tensor([nodes[_ints(s.predictors)] for s, nodes in zip(own, tree.nodes, strict=True)]),
+            targets=_tensor([_ints(s.sampled_ids) for s in own]),
+            ends=torch.from_numpy(tree.ends),
+        )
 
 
 def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int) -> Iterator[Pack]:
@@ -105,16 +113,16 @@ def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int) -> Itera
 
 
 def _rows(held: list[TrainingSequence]) -> Pack:
-    paths = [s.path for s in held]
-    longest = max(len(path) for path in paths)
-    places = [row * longest + place for row, s in enumerate(held) for place in s.predictors]
+    paths = [_ints(s.path) for s in held]
+    ids = np.zeros((len(paths), max(len(path) for path in paths)), dtype=np.int64)
+    for row, path in zip(ids, paths, strict=True):
+        row[: len(path)] = path
     return Pack(
         sequences=tuple(held),
-        input_ids=torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths]),
-        position_ids=torch.arange(longest).expand(len(held), -1),
-        attention_mask=torch.tensor([[i < len(path) for i in range(longest)] for path in paths]),
-        predictors=torch.tensor(places),
-        targets=torch.tensor([token for s in held for token in s.sampled_ids]),
+        input_ids=torch.from_numpy(ids),
+        position_ids=torch.arange(ids.shape[1]).expand(len(held), -1),
+        predictors=_tensor([row * ids.shape[1] + _ints(s.predictors) for row, s in enumerate(held)]),
+        targets=_tensor([_ints(s.sampled_ids) for s in held]),
     )
 
 
@@ -122,7 +130,7 @@ def _units(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSeque
     """Runs of sequences of one unit."""
     unit: list[TrainingSequence] = []
     for sequence in sequences:
-        if not sequence.prompt_ids or not sequence.length:
+        if not len(sequence.prompt_ids) or not sequence.length:
             raise ValueError(f"sequence {sequence.name} has no prompt or no completion")
         if sequence.sampled is not None and len(sequence.sampled) != len(sequence.completion_ids):
             raise ValueError(f"sequence {sequence.name} does not say of each of its ids whether it was sampled")
@@ -134,14 +142,9 @@ def _units(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSeque
         yield unit
 
 
-def _finish(tree: TokenTree, held: list[TrainingSequence], places: list[int]) -> Pack:
-    mask = tree.mask()
-    return Pack(
-        sequences=tuple(held),
-        input_ids=torch.tensor([tree.tokens]),
-        position_ids=torch.tensor([tree.depths]),
-        attention_mask=mask[None, None],
-        predictors=torch.tensor(places),
-        targets=torch.tensor([token for s in held for token in s.sampled_ids]),
-        tree=plan_attention(mask),
-    )
+def _ints(values: Any) -> Ints:
+    return np.asarray(values, dtype=np.int64)
+
+
+def _tensor(parts: list[Ints]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts))

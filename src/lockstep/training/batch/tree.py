@@ -1,56 +1,120 @@
-"""A tree of token ids: sequences that begin alike share nodes.
+"""A tree of token ids, as arrays: sequences that begin alike share nodes.
 
-Comes from and goes to: `training/batch/pack.py`.
+Comes from: the paths of `training/batch/pack.py`. Goes to: the same, and to `training/batch/pack_plan.py`, which asks how much
+paths share. Paths are sorted once; what two neighbours have in common says everything else. A token costs what its copies cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
 class TokenTree:
-    """Token tree under construction; node 0 is the first token, parents come before children."""
+    """T nodes in depth-first order: a node, its first child with everything below it, its next child, and so on.
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.depths: list[int] = []
-        self._children: dict[tuple[int, int], int] = {}
+    Attributes:
+        tokens: (T,) id of each node.
+        depths: (T,) how many ancestors each node has.
+        ends: (T,) one past the last node below each node. Node i sees node j if and only if j <= i < ends[j].
+        nodes: for each path its nodes, from the first token on.
+    """
 
-    def insert(self, path: Sequence[int]) -> list[int]:
-        """Nodes along `path`, made where they do not exist yet."""
-        node, nodes = -1, []
-        for depth, token in enumerate(path):
-            child = self._children.get((node, token))
-            if child is None:
-                child = len(self.tokens)
-                self._children[node, token] = child
-                self.tokens.append(token)
-                self.parents.append(node)
-                self.depths.append(depth)
-            nodes.append(child)
-            node = child
-        return nodes
+    tokens: Ints
+    depths: Ints
+    ends: Ints
+    nodes: tuple[Ints, ...]
 
-    def part(self, paths: Sequence[Sequence[int]]) -> tuple[TokenTree, list[list[int]]]:
-        """A tree of some of the paths alone, and their nodes in it."""
-        tree, index = TokenTree(), {-1: -1}
-        for path in paths:
-            for node in path:
-                if node not in index:
-                    index[node] = len(tree.tokens)
-                    tree.tokens.append(self.tokens[node])
-                    tree.parents.append(index[self.parents[node]])
-                    tree.depths.append(self.depths[node])
-        return tree, [[index[node] for node in path] for path in paths]
 
-    def mask(self) -> torch.Tensor:
-        """(T, T) bool: each node sees its ancestors and itself."""
-        size = len(self.tokens)
-        mask = torch.eye(size, dtype=torch.bool)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                mask[node] |= mask[parent]
-        return mask
+@dataclass(frozen=True, slots=True)
+class SortedPaths:
+    """N paths of token ids and their order.
+
+    Attributes:
+        paths: the ids of each path, in the order given.
+        order: (N,) which path is the k-th when all are sorted.
+        ranks: (N,) where each path stands in that order.
+        shared: (N,) how many ids at its beginning the k-th path shares with the one before it in that order.
+    """
+
+    paths: tuple[Ints, ...]
+    order: Ints
+    ranks: Ints
+    shared: Ints
+
+    @classmethod
+    def of(cls, paths: Sequence[Any]) -> SortedPaths:
+        """Sort paths, each a sequence or an array of ids."""
+        arrays = tuple(np.asarray(path, dtype=np.int64) for path in paths)
+        # Bytes compare as fast as memory is read; with the highest byte first they sort as the ids do.
+        keys = [array.astype(">u4").tobytes() for array in arrays]
+        order = np.array(sorted(range(len(arrays)), key=keys.__getitem__), dtype=np.int64)
+        shared, ranks = np.zeros(len(arrays), dtype=np.int64), np.empty(len(arrays), dtype=np.int64)
+        ranks[order] = np.arange(len(arrays))
+        for k in range(1, len(arrays)):
+            shared[k] = _common(arrays[order[k - 1]], arrays[order[k]])
+        return cls(arrays, order, ranks, shared)
+
+    @property
+    def lengths(self) -> Ints:
+        """(N,) how many ids each path has."""
+        return np.array([len(path) for path in self.paths], dtype=np.int64)
+
+    @property
+    def size(self) -> int:
+        """How many nodes the tree of all paths has."""
+        return int(self.lengths.sum() - self.shared.sum())
+
+    def shared_with(self, path: int) -> Ints:
+        """(N,) how many ids at their beginning a path and every other one have in common."""
+        rank, found = int(self.ranks[path]), np.empty(len(self.paths), dtype=np.int64)
+        found[rank] = len(self.paths[path])
+        # Paths that stand apart share as much as the least that neighbours between them share.
+        found[rank + 1 :] = np.minimum.accumulate(self.shared[rank + 1 :])
+        found[:rank] = np.minimum.accumulate(self.shared[rank:0:-1])[::-1]
+        return found[self.ranks]
+
+    def tree(self, members: Sequence[int]) -> TokenTree:
+        """The tree of some of the paths; `nodes` are in the order of `members`."""
+        ranks = self.ranks[np.asarray(members, dtype=np.int64)]
+        sequence = np.argsort(ranks, kind="stable")
+        ranks = ranks[sequence]
+        shared = np.zeros(len(ranks), dtype=np.int64)
+        if len(ranks) > 1:
+            shared[1:] = np.minimum.reduceat(self.shared[: ranks[-1] + 1], ranks[:-1] + 1)
+        paths = [self.paths[self.order[rank]] for rank in ranks]
+        sizes = np.array([len(path) for path in paths], dtype=np.int64) - shared
+        ends = np.full(int(sizes.sum()), int(sizes.sum()), dtype=np.int64)
+        # Nodes along the path at hand.
+        along = np.empty(max((len(path) for path in paths), default=0), dtype=np.int64)
+        nodes: list[Ints] = [along] * len(paths)
+        first = last = 0
+        for k, path in enumerate(paths):
+            same = int(shared[k])
+            # What the path before has beyond the common beginning is complete.
+            ends[along[same:last]] = first
+            first, last = first + len(path) - same, len(path)
+            along[same:last] = np.arange(first - last + same, first)
+            nodes[sequence[k]] = along[:last].copy()
+        tokens = [path[same:] for path, same in zip(paths, shared, strict=True)]
+        depths = [np.arange(same, len(path)) for path, same in zip(paths, shared, strict=True)]
+        return TokenTree(_joined(tokens), _joined(depths), ends, tuple(nodes))
+
+
+def _common(one: Ints, other: Ints) -> int:
+    """How many ids at the beginning two paths have in common."""
+    shorter = min(len(one), len(other))
+    differs = one[:shorter] != other[:shorter]
+    place = int(differs.argmax()) if shorter else 0
+    return place if shorter and differs[place] else shorter
+
+
+def _joined(parts: list[Ints]) -> Ints:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)

@@ -1,6 +1,6 @@
 """Attention within a pack by PyTorch's FlexAttention: on a GPU, for those who set `attn_implementation: flex_attention`.
 
-Comes from: the mask of `training/batch/pack.py`. Goes to: every attention layer, in place of
+Comes from: `ends` of `training/batch/pack.py`. Goes to: every attention layer, in place of
 `training/forward/tree_attention.py`. Its kernel is made on the machine it runs on, so that its values and gradients are held
 against SDPA's there before a policy gets it.
 """
@@ -12,14 +12,14 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from lockstep.errors import InputError, ProofError
-from lockstep.training.forward.tree_attention import has_no_mask_of_its_own
+from lockstep.training.forward.tree_attention import check_nothing_added
 
 # The name under which transformers finds it.
 FLEX = "lockstep_flex"
@@ -30,6 +30,8 @@ ASKED = "flex_attention"
 _LIMITS = {torch.float32: 3e-3, torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float64: 3e-3}
 # Trees whose rows are no whole number of blocks. Two, since PyTorch makes another kernel for sizes that change.
 _SIZES = (333, 700)
+# Rows and columns that its kernel takes together.
+_BLOCK = 128
 _COMPARED = ("values", "gradient of queries", "of keys", "of values")
 
 _Attention = Callable[..., torch.Tensor]
@@ -59,14 +61,35 @@ def adopt_flex_attention(model: PreTrainedModel, device: torch.device, dtype: to
     model.set_attn_implementation(FLEX)
 
 
-def block_mask(mask: torch.Tensor) -> BlockMask:
-    """What FlexAttention takes as a (1, 1, T, T) bool mask: which blocks to leave out, and what is hidden in the others."""
-    seen = mask[0, 0]
+def block_mask(ends: torch.Tensor, device: torch.device) -> BlockMask:
+    """What FlexAttention takes as a tree: which blocks of pairs to leave out, which to compute whole, and the rest pair by pair.
+
+    Args:
+        ends: (T,) of a pack, on the CPU.
+        device: where attention is computed.
+    """
+    size, there = len(ends), ends.to(device)
+    count = -(-size // _BLOCK)
+    # Behind the last node there is nothing to see.
+    padded = torch.nn.functional.pad(ends, (0, count * _BLOCK - size)).view(count, _BLOCK)
+    first = torch.arange(count)[:, None] * _BLOCK
+    before = torch.ones(count, count, dtype=torch.bool).tril(-1)
+    whole = before & (padded.amin(1) >= first + _BLOCK)
+    some = (before & (padded.amax(1) > first) & ~whole) | torch.eye(count, dtype=torch.bool)
 
     def sees(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        return seen[row, column]
+        return (column <= row) & (row < there[column])
 
-    return create_block_mask(sees, None, None, seen.shape[0], seen.shape[1], device=seen.device)
+    return BlockMask.from_kv_blocks(
+        *_listed(some, device), *_listed(whole, device), BLOCK_SIZE=_BLOCK, mask_mod=sees, seq_lengths=(size, size)
+    )
+
+
+def _listed(blocks: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks of columns each block of rows has, and which, those first."""
+    counts = blocks.sum(1, dtype=torch.int32)
+    which = blocks.int().argsort(dim=1, descending=True, stable=True).int()
+    return counts[None, None].to(device), which[None, None].to(device)
 
 
 def flex_attention_forward(
@@ -79,8 +102,9 @@ def flex_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers, as `tree_attention.tree_attention_forward`."""
-    if tree is None or not has_no_mask_of_its_own(attention_mask, kwargs):
+    if tree is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    check_nothing_added(module, attention_mask, kwargs)
     return _attend(query, key, value, tree, kwargs.get("scaling")).transpose(1, 2).contiguous(), None
 
 
@@ -123,12 +147,14 @@ def _distances(
     size: int, heads: tuple[int, int], width: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
     """Relative distances of values and gradients over a tree of so many tokens, by name."""
-    mask = _example(size).to(device)
+    ends = _example(size)
+    nodes = torch.arange(size)
+    mask = ((nodes <= nodes[:, None]) & (nodes[:, None] < ends)).to(device)[None, None]
     draw = torch.Generator().manual_seed(size)
     shapes = [(1, count, size, width) for count in (heads[0], heads[1], heads[1], heads[0])]
     *parts, of = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
     try:
-        found = _with_gradients(partial(_attend, tree=block_mask(mask), scale=None), parts, of)
+        found = _with_gradients(partial(_attend, tree=block_mask(ends, device), scale=None), parts, of)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         # PyTorch's compiler and kernels have no kind of error in common but these.
         raise InputError(
@@ -151,13 +177,13 @@ def _with_gradients(attend: _Attention, parts: list[torch.Tensor], of: torch.Ten
 
 
 def _example(size: int) -> torch.Tensor:
-    """(1, 1, T, T) bool: a prompt of half the tokens, completions of 31 tokens, and another prompt."""
-    mask = torch.ones(size, size, dtype=torch.bool).tril()
+    """(T,) `ends` of a prompt of half the tokens, completions of 31 tokens, and another prompt."""
     prompt, last = size // 2, size - size // 7
-    for row in range(prompt, last):
-        mask[row, prompt : row - (row - prompt) % 31] = False
-    mask[last:, :last] = False
-    return mask[None, None]
+    ends = torch.full((size,), size)
+    ends[:prompt] = last
+    completions = torch.arange(prompt, last)
+    ends[prompt:last] = (completions + 31 - (completions - prompt) % 31).clamp(max=last)
+    return ends
 
 
 @cache

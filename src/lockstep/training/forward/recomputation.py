@@ -19,6 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+# Makes an operation of attention, which is kept.
+import lockstep.training.forward.block_attention  # noqa: F401
+
 _ATEN = torch.ops.aten
 _PRODUCTS = {
     _ATEN.mm.default,
@@ -28,6 +31,7 @@ _PRODUCTS = {
     _ATEN._grouped_mm.default,
     _ATEN.convolution.default,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.lockstep.attend.default,
 }
 # Products over fewer columns, such as an adapter's second, are themselves cheap, and large.
 _THIN = 64

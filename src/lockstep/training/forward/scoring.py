@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError
 from lockstep.models.adapters import causal_model
 from lockstep.models.policy import fp32_head_product
 from lockstep.training.batch.pack import Pack
+from lockstep.training.forward.block_attention import TreeAttention
 from lockstep.training.forward.flex_attention import FLEX, block_mask
 from lockstep.training.forward.recomputation import products_kept
 from lockstep.training.forward.token_logps import token_logps
-from lockstep.training.forward.tree_attention import TREE
+from lockstep.training.forward.tree_attention import TREE, no_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +93,14 @@ def score_pack(
         entropy_gradient: entropies are part of the loss.
         fp32_head: the head's product is in float32, past autocast.
         critic: maps hidden states (rows, width) to values (rows, 1).
+
+    Raises:
+        InputError: a layer adds something of its own to its attention.
     """
     inner = causal_model(model)
-    config = inner.config.get_text_config()
-    # Plain rows count their own positions.
-    branching: dict[str, Any] = {} if pack.attention_mask.ndim == 2 else {"position_ids": pack.position_ids}
-    if config._attn_implementation == TREE and pack.tree is not None:
-        on_cpu = pack.input_ids.device.type == "cpu"
-        branching["tree"] = pack.tree.added(torch.promote_types(inner.dtype, torch.float32)) if on_cpu else pack.tree
-    elif config._attn_implementation == FLEX and branching:
-        branching["tree"] = block_mask(pack.attention_mask)
     with products_kept(inner):
         hidden = inner.base_model(
-            input_ids=pack.input_ids, attention_mask=pack.attention_mask, use_cache=False, **branching
+            input_ids=pack.input_ids, use_cache=False, **_who_sees_whom(inner, pack)
         ).last_hidden_state.flatten(0, 1)
     # Tokens of equal branches share a predictor: each is put through the head once for all of them.
     rows, place = torch.unique(pack.predictors, return_inverse=True)
@@ -122,6 +118,22 @@ def score_pack(
     )
     values = _values(critic, selected)[place] if critic is not None else None
     return TokenScores(logps, entropies[place], values)
+
+
+def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
+    """What the model's layers are told of a pack.
+
+    Raises:
+        LockstepError: the model has not been given an attention that takes a tree.
+    """
+    if pack.ends is None:
+        # Padding stands behind what is scored, so that causal attention hides it, and rows count their own positions.
+        return {"attention_mask": None}
+    kind, device = model.config.get_text_config()._attn_implementation, pack.input_ids.device
+    if kind not in (TREE, FLEX):
+        raise LockstepError(f"attention is {kind!r}, which takes no tree: call adopt_tree_attention(model) first")
+    tree = block_mask(pack.ends, device) if kind == FLEX else TreeAttention.of(pack.ends, device, model.dtype)
+    return {"attention_mask": no_mask(device), "position_ids": pack.position_ids, "tree": tree}
 
 
 def _values(critic: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:

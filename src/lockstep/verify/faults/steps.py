@@ -44,8 +44,8 @@ def _attends_to_others(stage: Stage) -> Patch:
 
     def packed(sequences: Sequence[TrainingSequence], budget: int) -> Iterator[Any]:
         for pack in real(sequences, budget):
-            size = pack.input_ids.shape[1]
-            yield replace(pack, attention_mask=torch.ones(1, 1, size, size, dtype=torch.bool).tril(), tree=None)
+            assert pack.ends is not None
+            yield replace(pack, ends=torch.full_like(pack.ends, len(pack.ends)))
 
     return patch.object(updating, "pack_sequences", packed)
 

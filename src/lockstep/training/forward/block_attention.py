@@ -1,0 +1,249 @@
+"""Attention over a tree of tokens, piece by piece, with memory that follows the number of tokens.
+
+Comes from: `training/forward/attention_plan.py`. Goes to: `training/forward/tree_attention.py`. What is kept for the backward is
+queries, keys, values and the result: no keys twice, and no scores.
+
+On a CPU two parts of a row's attention, to the columns that its block shares and to its own block, are computed apart, each by
+PyTorch's flash kernel. With o and l the result of a part and the logarithm of its softmax's denominator, the whole is
+l = log(Σ exp lₚ), o = Σ exp(lₚ − l) · oₚ. The kernel's own backward of a part, given the o and l of the whole, is that part of
+the gradient. Elsewhere the public function computes a block with all of its columns, and once more in the backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+
+from lockstep.training.batch.tree import Ints
+from lockstep.training.forward.attention_plan import (
+    ROWS,
+    AttentionPlan,
+    Block,
+    Run,
+    plan_attention,
+    positions,
+    visible,
+)
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# Other kernels than a CPU's take larger blocks: as many of them as cost little to start, and no larger than this.
+_MOST_BLOCKS, _MOST_ROWS = 16, 1024
+# An operation of PyTorch's takes no such object, but its number.
+_TREES: WeakValueDictionary[int, TreeAttention] = WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class TreeAttention:
+    """What attention needs to know of a pack, the same in every layer.
+
+    Attributes:
+        plan: the pieces.
+        masks: for each block (1, 1, rows, columns that only some rows see, and its own), bool, or on a CPU what is added to the
+            scores; None for a chain.
+    """
+
+    plan: AttentionPlan
+    masks: tuple[torch.Tensor | None, ...]
+
+    def __post_init__(self) -> None:
+        _TREES[id(self)] = self
+
+    @classmethod
+    def of(cls, ends: torch.Tensor, device: torch.device, dtype: torch.dtype) -> TreeAttention:
+        """Plan attention over a pack.
+
+        Args:
+            ends: (T,) of the pack.
+            device: where attention is computed.
+            dtype: of the model; a CPU computes attention in float32 at least.
+        """
+        known, rows = ends.numpy(), ROWS
+        if device.type != "cpu":
+            rows = min(max(ROWS, len(ends) // _MOST_BLOCKS), _MOST_ROWS)
+        plan = plan_attention(known, rows)
+        masks: list[torch.Tensor | None] = []
+        for block in plan.blocks:
+            mask = None if block.chain else _mask(known, block)
+            if mask is not None and device.type == "cpu":
+                # Attention would make such numbers of a boolean mask in every layer.
+                added = torch.zeros(mask.shape, dtype=torch.promote_types(dtype, torch.float32))
+                mask = added.masked_fill_(~mask, -torch.inf)
+            masks.append(mask if mask is None else mask.to(device))
+        return cls(plan, tuple(masks))
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query, key, value: (1, heads, T, width); keys and values may have fewer heads, and values another width.
+
+        Returns:
+            (1, heads, T, width of the values).
+        """
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if query.device.type != "cpu":
+            return _Recomputed.apply(query, key, value, self, scale)
+        width = value.shape[-1]
+        if width < query.shape[-1]:
+            value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
+        return _Merged.apply(query, key, value, self, scale)[..., :width]
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeAttention, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention on a CPU, without gradient.
+
+    Returns:
+        (1, heads, T, width), and (1, heads, T) logarithm of each softmax's denominator.
+    """
+    blocks = tree.plan.blocks
+    if len(blocks) == 1:
+        return _FORWARD(query, key, value, 0.0, blocks[0].chain, attn_mask=tree.masks[0], scale=scale)
+    # As the layer takes it: a row's heads side by side.
+    out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3]).transpose(1, 2)
+    total = query.new_empty(out.shape[0], out.shape[2], out.shape[1]).transpose(1, 2)
+    for block, mask in zip(blocks, tree.masks, strict=True):
+        rows, columns = slice(block.start, block.stop), (*block.partly, (block.start, block.stop))
+        k, v = _columns(key, columns), _columns(value, columns)
+        out[:, :, rows], total[:, :, rows] = _FORWARD(
+            query[:, :, rows], k, v, 0.0, block.chain, attn_mask=mask, scale=scale
+        )
+    for part in tree.plan.shared:
+        rows = slice(part.start, part.stop)
+        k, v = _columns(key, part.columns), _columns(value, part.columns)
+        found, denominator = _FORWARD(query[:, :, rows], k, v, scale=scale)
+        torch.logaddexp(total[:, :, rows].clone(), denominator, out=total[:, :, rows])
+        # As much as the whole denominator is the other part's.
+        out[:, :, rows].lerp_(found, (denominator - total[:, :, rows]).exp_()[..., None])
+    return out, total
+
+
+@torch.library.custom_op("lockstep::attend", mutates_args=(), device_types="cpu")
+def attend_as_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` as one operation of PyTorch's: a layer (`recomputation.py`) then keeps its result, and no part of it."""
+    return attend(query, key, value, _TREES[tree], scale)
+
+
+class _Merged(torch.autograd.Function):
+    """On a CPU: two parts of each row's attention, joined by the denominators of their softmax."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeAttention, scale: float
+    ) -> torch.Tensor:
+        out, total = attend_as_one(query, key, value, id(tree), scale)
+        ctx.save_for_backward(query, key, value, out, total)
+        ctx.tree, ctx.scale = tree, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, total = ctx.saved_tensors
+        tree: TreeAttention = ctx.tree
+        of_query, of_key, of_value = (torch.zeros_like(part) for part in (query, key, value))
+
+        def add(start: int, stop: int, columns: tuple[Run, ...], chain: bool, mask: torch.Tensor | None) -> None:
+            rows = slice(start, stop)
+            k, v = _columns(key, columns), _columns(value, columns)
+            of_q, of_k, of_v = _BACKWARD(
+                *(part[:, :, rows] for part in (of_out, query)),
+                k,
+                v,
+                *(part[:, :, rows] for part in (out, total)),
+                0.0,
+                chain,
+                attn_mask=mask,
+                scale=ctx.scale,
+            )
+            of_query[:, :, rows] += of_q
+            _add(of_key, columns, of_k)
+            _add(of_value, columns, of_v)
+
+        for block, mask in zip(tree.plan.blocks, tree.masks, strict=True):
+            add(block.start, block.stop, (*block.partly, (block.start, block.stop)), block.chain, mask)
+        for part in tree.plan.shared:
+            add(part.start, part.stop, part.columns, False, None)
+        return of_query, of_key, of_value, None, None
+
+
+class _Recomputed(torch.autograd.Function):
+    """On other devices: each block with all of its columns, by the public function, whose backward computes it once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeAttention, scale: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.tree, ctx.scale = tree, scale
+        blocks = zip(tree.plan.blocks, tree.masks, strict=True)
+        return torch.cat([_block(_parts(query, key, value, block), block, mask, scale) for block, mask in blocks], 2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        found = [torch.zeros_like(part) for part in (query, key, value)]
+        for block, mask in zip(ctx.tree.plan.blocks, ctx.tree.masks, strict=True):
+            parts = tuple(part.detach().requires_grad_() for part in _parts(query, key, value, block))
+            with torch.enable_grad():
+                out = _block(parts, block, mask, ctx.scale)
+            of_q, of_k, of_v = torch.autograd.grad(out, parts, of_out[:, :, block.start : block.stop])
+            found[0][:, :, block.start : block.stop] = of_q
+            _add(found[1], _all_columns(block), of_k)
+            _add(found[2], _all_columns(block), of_v)
+        return (*found, None, None)
+
+
+def _all_columns(block: Block) -> tuple[Run, ...]:
+    return (*block.above, *block.partly, (block.start, block.stop))
+
+
+def _parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> tuple[torch.Tensor, ...]:
+    columns = _all_columns(block)
+    return query[:, :, block.start : block.stop], _columns(key, columns), _columns(value, columns)
+
+
+def _block(parts: tuple[torch.Tensor, ...], block: Block, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """Attention of a block's rows to its columns."""
+    query, key, value = parts
+    groups = query.shape[1] // key.shape[1]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    if mask is None and not block.above:
+        return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
+    # Fewer heads and anything like a mask have no fast kernel together.
+    key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
+    rows, columns = query.shape[2], key.shape[2]
+    if mask is None:
+        # Causal, the last row sees all columns: a kernel's own option on a GPU.
+        return attend(query, key, value, attn_mask=causal_lower_right(rows, columns), scale=scale)
+    hiding = torch.cat([mask.new_ones(1, 1, rows, columns - mask.shape[-1]), mask], -1)
+    return attend(query, key, value, attn_mask=hiding, scale=scale)
+
+
+def _mask(ends: Ints, block: Block) -> torch.Tensor:
+    columns = positions((*block.partly, (block.start, block.stop)))
+    return torch.from_numpy(visible(ends, (block.start, block.stop), columns))[None, None]
+
+
+def _columns(part: torch.Tensor, runs: tuple[Run, ...]) -> torch.Tensor:
+    if len(runs) == 1:
+        return part[:, :, runs[0][0] : runs[0][1]]
+    return torch.cat([part[:, :, a:b] for a, b in runs], 2)
+
+
+def _add(total: torch.Tensor, runs: tuple[Run, ...], part: torch.Tensor) -> None:
+    start = 0
+    for a, b in runs:
+        total[:, :, a:b] += part[:, :, start : start + b - a]
+        start += b - a
