@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from lockstep.algorithms.policy_loss import token_weights
 from lockstep.report.phases import PhaseClock
 from lockstep.training.batch.pack import pack_rows, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence, token_names
+from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.scoring import score_pack
 from lockstep.training.forward.tree_attention import adopt_tree_attention
 from lockstep.training.methods.grpo import GRPOObjective
@@ -252,7 +252,7 @@ def test_shared_beginnings_and_equal_completions_take_no_second_place() -> None:
     (pack,) = pack_sequences(sequences, 1000)
     # 4 shown once, and for each prompt: itself, 31, 32, 33 (the end tokens predict nothing).
     assert pack.input_ids.shape == (1, 4 + 2 * 4)
-    assert len(pack.targets) == len(pack.predictors) == len(token_names(pack.sequences)) == 18
+    assert len(pack.targets) == len(pack.predictors) == sum(s.length for s in pack.sequences) == 18
     assert pack.position_ids.max() == 6
 
 
@@ -279,7 +279,6 @@ def test_packs_hold_every_token_once_and_keep_to_the_budget(sequences: list[Trai
         assert pack.input_ids.shape[1] <= max(budget, alone)
         assert pack.targets.tolist() == [s.completion_ids[i] for s in pack.sequences for i in sampled_places(s)]
         assert pack.lengths.tolist() == [len(sampled_places(s)) for s in pack.sequences]
-        assert token_names(pack.sequences) == [s.name for s in pack.sequences for _ in sampled_places(s)]
         # What predicts a token has seen all that stands before it, and nothing else: a mark of each id and its depth.
         mark = pack.input_ids[0] * 1000 + pack.position_ids[0]
         seen = iter(pack.attention_mask[0, 0, pack.predictors])

@@ -22,6 +22,7 @@ from lockstep.parity.rescoring import Precision
 from lockstep.parity.samples import check_samples
 from lockstep.parity.tolerances import tolerance
 from lockstep.sync.push import SyncRecord, push_weights
+from lockstep.tokens.arrays import Ids
 from lockstep.training.generate.recovery import Recovery
 
 
@@ -83,9 +84,7 @@ class ProvenEngine:
         self._recovery.run(self._push)
         return self.version
 
-    def generate(
-        self, prompts: Mapping[RequestKey, tuple[int, ...]], sampling: Sampling
-    ) -> dict[RequestKey, Completion]:
+    def generate(self, prompts: Mapping[RequestKey, Ids], sampling: Sampling) -> dict[RequestKey, Completion]:
         """One completion a key. An engine that holds no weights, or lost them, is given them first.
 
         Args:
@@ -107,9 +106,9 @@ class ProvenEngine:
             for key, ids in prompts.items()
         ]
         answers = self._recovery.run(lambda: self._answers(requests))
-        by_prompt: dict[tuple[int, ...], list[Completion]] = {}
+        by_prompt: dict[bytes, list[Completion]] = {}
         for completion in answers.values():
-            by_prompt.setdefault(completion.prompt_ids, []).append(completion)
+            by_prompt.setdefault(completion.prompt_ids.tobytes(), []).append(completion)
         check_samples(by_prompt.values())
         return answers
 

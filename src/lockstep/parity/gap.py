@@ -6,8 +6,10 @@ is not taken before `check_gap` has passed, and the receipt.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lockstep.errors import ProofError
@@ -51,25 +53,32 @@ class GapStats:
         )
 
 
-def measure_gap(behaviour: torch.Tensor, policy: torch.Tensor, names: list[str]) -> GapStats:
-    """Gap statistics of a set of tokens.
+def measure_gap(
+    behaviour: torch.Tensor, policy: torch.Tensor, names: Sequence[str], lengths: Sequence[int]
+) -> GapStats:
+    """Gap statistics of the N tokens of several requests, one request after the other.
 
     Args:
         behaviour: (N,) the engine's log-probs.
         policy: (N,) the trainer's log-probs of the same tokens.
-        names: N request names, to say which token is worst.
+        names: of the requests, to say which one has the worst token.
+        lengths: tokens of each request; their sum is N.
 
     Raises:
         ProofError: a log-prob of either side is not finite.
+        ValueError: there are not as many log-probs on each side as the requests have tokens.
     """
-    if not len(behaviour) == len(policy) == len(names):
-        raise ValueError(f"{len(behaviour)} behaviour log-probs, {len(policy)} policy log-probs, {len(names)} names")
-    if len(names) == 0:
+    if not len(behaviour) == len(policy) == sum(lengths) or len(names) != len(lengths):
+        raise ValueError(
+            f"{len(behaviour)} behaviour log-probs, {len(policy)} policy log-probs, {len(names)} requests of "
+            f"{sum(lengths)} tokens"
+        )
+    if len(behaviour) == 0:
         return GapStats()
     gap = behaviour.double() - policy.detach().double()
     finite = torch.isfinite(gap)
     if not bool(finite.all()):
-        first = names[int((~finite).nonzero()[0])]
+        first = _owner(int((~finite).nonzero()[0]), names, lengths)
         raise ProofError(
             "gap",
             f"a log-prob of request {first} is not finite on one side",
@@ -78,12 +87,17 @@ def measure_gap(behaviour: torch.Tensor, policy: torch.Tensor, names: list[str])
         )
     worst = int(gap.abs().argmax())
     return GapStats(
-        len(names),
+        len(gap),
         float(gap.abs().sum()),
         float(gap.abs().max()),
         float((torch.exp(-gap) - 1 + gap).sum()),
-        names[worst],
+        _owner(worst, names, lengths),
     )
+
+
+def _owner(token: int, names: Sequence[str], lengths: Sequence[int]) -> str:
+    """Name of the request that a token belongs to."""
+    return names[int(np.searchsorted(np.cumsum(lengths), token, side="right"))]
 
 
 def check_count(stats: GapStats, expected_tokens: int, version: int) -> None:

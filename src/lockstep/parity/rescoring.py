@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -17,6 +18,7 @@ from lockstep.engines.protocol import Sampling
 from lockstep.engines.sampling import processed_logprobs
 from lockstep.models.adapters import causal_model, head_name
 from lockstep.sync.adapters import weights_of
+from lockstep.tokens.arrays import Ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Preci
 
 def completion_logps(
     model: PreTrainedModel,
-    prompt_ids: Sequence[int],
-    token_ids: Sequence[int],
+    prompt_ids: Sequence[int] | Ids,
+    token_ids: Sequence[int] | Ids,
     sampling: Sampling,
     precision: Precision = Precision(),
 ) -> torch.Tensor:
@@ -63,9 +65,10 @@ def completion_logps(
 
     −inf for a token that the settings leave no probability.
     """
-    logits = sequence_logits(model, [*prompt_ids, *token_ids[:-1]], precision)[len(prompt_ids) - 1 :].cpu()
+    prompt, tokens = np.asarray(prompt_ids).tolist(), np.asarray(token_ids).tolist()
+    logits = sequence_logits(model, [*prompt, *tokens[:-1]], precision)[len(prompt) - 1 :].cpu()
     scores = [
-        processed_logprobs(row, sampling, prompt_ids, token_ids[:position])[token_ids[position]]
+        processed_logprobs(row, sampling, prompt, tokens[:position])[tokens[position]]
         for position, row in enumerate(logits)
     ]
     return torch.stack(scores)

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.training.batch.pack_plan import cut_rows, cut_tree
@@ -80,7 +81,7 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
         ValueError: a sequence has no prompt or no completion, or a mask of another length.
     """
     whole, units = TokenTree(), list(_units(sequences))
-    paths = [[whole.insert(s.path) for s in unit] for unit in units]
+    paths = [[whole.insert(s.path.tolist()) for s in unit] for unit in units]
     for run in cut_tree(paths, [len(unit[0].prompt_ids) for unit in units], token_budget):
         held = [s for i in run for s in units[i]]
         tree, own = whole.part([path for i in run for path in paths[i]])
@@ -110,11 +111,11 @@ def _rows(held: list[TrainingSequence]) -> Pack:
     places = [row * longest + place for row, s in enumerate(held) for place in s.predictors]
     return Pack(
         sequences=tuple(held),
-        input_ids=torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths]),
+        input_ids=torch.tensor([[*path.tolist(), *[0] * (longest - len(path))] for path in paths]),
         position_ids=torch.arange(longest).expand(len(held), -1),
         attention_mask=torch.tensor([[i < len(path) for i in range(longest)] for path in paths]),
         predictors=torch.tensor(places),
-        targets=torch.tensor([token for s in held for token in s.sampled_ids]),
+        targets=torch.from_numpy(np.concatenate([s.sampled_ids for s in held])),
     )
 
 
@@ -122,7 +123,7 @@ def _units(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSeque
     """Runs of sequences of one unit."""
     unit: list[TrainingSequence] = []
     for sequence in sequences:
-        if not sequence.prompt_ids or not sequence.length:
+        if not len(sequence.prompt_ids) or not sequence.length:
             raise ValueError(f"sequence {sequence.name} has no prompt or no completion")
         if sequence.sampled is not None and len(sequence.sampled) != len(sequence.completion_ids):
             raise ValueError(f"sequence {sequence.name} does not say of each of its ids whether it was sampled")
@@ -142,6 +143,6 @@ def _finish(tree: TokenTree, held: list[TrainingSequence], places: list[int]) ->
         position_ids=torch.tensor([tree.depths]),
         attention_mask=mask[None, None],
         predictors=torch.tensor(places),
-        targets=torch.tensor([token for s in held for token in s.sampled_ids]),
+        targets=torch.from_numpy(np.concatenate([s.sampled_ids for s in held])),
         tree=plan_attention(mask),
     )
