@@ -1,4 +1,4 @@
-"""What a step costs beside the model and the engine: microseconds of this process per sampled token.
+"""What a step costs beside the model and the engine: microseconds of processor time per sampled token.
 
     make host-cost   (four sizes, up to 1,024 completions of 4,096 tokens)
 
@@ -92,7 +92,7 @@ class Watch:
             self._open.pop()
 
     def _charge(self) -> None:
-        now = time.perf_counter()
+        now = time.process_time()
         if self._open:
             self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
         self._since = now
@@ -155,13 +155,10 @@ class MadeUpReference:
         yield SimpleNamespace(device=torch.device("cpu"))
 
 
-def answered(request: GenerationRequest, length: int, vocabulary: int, watch: Watch, draw: np.random.Generator) -> Any:
-    """A request's completion, made of what a server says and, beside it, of what vLLM says in this process."""
-    from vllm.logprobs import Logprob
-
+def from_server(request: GenerationRequest, length: int, vocabulary: int, watch: Watch) -> Completion:
+    """A request's made-up completion, from what a server would send."""
     with watch.row(_LEFT_OUT):
-        ids = draw.integers(4, vocabulary, length).tolist()
-        logps = (-draw.exponential(2.0, length)).astype(np.float32).tolist()
+        ids, logps = made_up_tokens(request, length, vocabulary)
         name, span = "request/1", [{"version": "mine", "start": 0, "end": length}]
         content = [{"token_id": i, "token": f"token_id:{i}", "logprob": p} for i, p in zip(ids, logps, strict=True)]
         choice = {
@@ -170,18 +167,31 @@ def answered(request: GenerationRequest, length: int, vocabulary: int, watch: Wa
             "logprobs": {"content": content},
             "weight_versions": span,
         }
-        prompt = np.asarray(request.prompt_ids).tolist()
+        prompt = request.prompt_ids.tolist()
         text = json.dumps({"request_id": name, "prompt_token_ids": prompt, "choices": [choice]})
+        del content, choice
+    with watch.row("answers of a server"):
+        return completion_from(json.loads(text), request, name, {"mine": _VERSION})
+
+
+def from_vllm(request: GenerationRequest, length: int, vocabulary: int, watch: Watch) -> Completion:
+    """The same, from what vLLM gives in this process."""
+    from vllm.logprobs import Logprob
+
+    with watch.row(_LEFT_OUT):
+        ids, logps = made_up_tokens(request, length, vocabulary)
         entries = [{i: Logprob(p, 1, None)} for i, p in zip(ids, logps, strict=True)]
         stamps = [SimpleNamespace(version=str(_VERSION), start=0, end=length)]
         sample = SimpleNamespace(token_ids=ids, logprobs=entries, finish_reason="length", weight_versions=stamps)
-        output = SimpleNamespace(outputs=[sample], prompt_token_ids=prompt)
+        output: Any = SimpleNamespace(outputs=[sample], prompt_token_ids=request.prompt_ids.tolist())
     with watch.row(_OTHER_WAY):
-        own = completion(request.key, output)
-    with watch.row("answers of a server"):
-        found = completion_from(json.loads(text), request, name, {"mine": _VERSION})
-    assert own == found
-    return found
+        return completion(request.key, output)
+
+
+def made_up_tokens(request: GenerationRequest, length: int, vocabulary: int) -> tuple[list[int], list[float]]:
+    draw = np.random.default_rng(request.seed)
+    ids, logps = draw.integers(4, vocabulary, length), (-draw.exponential(2.0, length)).astype(np.float32)
+    return ids.tolist(), logps.tolist()
 
 
 def step(completions: int, length: int, tokenizer: Tokenizer, watch: Watch, folder: str) -> None:
@@ -202,8 +212,11 @@ def step(completions: int, length: int, tokenizer: Tokenizer, watch: Watch, fold
         Prompt(f"train/{i}", tuple(draw.integers(4, tokenizer.size, _PROMPT).tolist()), f"prompt {i}")
         for i in range(completions // _GROUP)
     ]
-    asked = [GenerationRequest(RequestKey(p.prompt_id, i), p.ids, sampling, 0) for p in prompts for i in range(_GROUP)]
-    engine = Answers([answered(r, length, tokenizer.size, watch, draw) for r in asked])
+    keys = [RequestKey(p.prompt_id, i) for p in prompts for i in range(_GROUP)]
+    asked = [GenerationRequest(key, prompts[n // _GROUP].ids, sampling, n) for n, key in enumerate(keys)]
+    completed = [from_server(request, length, tokenizer.size, watch) for request in asked]
+    assert all(from_vllm(r, length, tokenizer.size, watch) == c for r, c in zip(asked, completed, strict=True))
+    engine = Answers(completed)
     with watch.row("requests, checks, groups"):
         groups = collect(prompts, engine, tokenizer, sampling, num_generations=_GROUP, run_seed=0, version=_VERSION)  # type: ignore[arg-type]
     with watch.row("draws and staleness"):
