@@ -1,4 +1,4 @@
-"""What one rank sends is what another gets, to the last bit, or is refused: nothing that has come can be taken for something else."""
+"""What one rank sends is what another gets, to the last bit; bytes that are not whole and well-formed are refused."""
 
 from __future__ import annotations
 

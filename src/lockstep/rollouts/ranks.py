@@ -135,7 +135,7 @@ class Ranks:
         return answers
 
     def _gathered(self, mine: _Outcome) -> list[_Outcome]:
-        frame = mine.frame(self.rank)
+        (frame,) = self._frames(mine.name, [mine])
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
         dist.all_gather(sizes, torch.tensor([len(frame)]), group=self._group)
         width = int(max(sizes))
@@ -144,7 +144,7 @@ class Ranks:
         return [_Outcome.read(part[: int(size)]) for part, size in zip(parts or (), sizes, strict=False)]
 
     def _scattered(self, done: _Outcome) -> _Outcome:
-        frames = self._frames(done) if self.owner else []
+        frames = self._frames(done.name, self._outcomes(done)) if self.owner else []
         # The size of each rank's answer; the same for all of them is broadcast, and then all but the first are 0.
         sizes = torch.tensor([len(frame) for frame in frames] + [0] * (self.count - len(frames)))
         dist.broadcast(sizes, _OWNER, group=self._group)
@@ -158,12 +158,19 @@ class Ranks:
         dist.scatter(mine, answers, src=_OWNER, group=self._group)
         return _Outcome.read(mine[: int(sizes[self.rank])])
 
-    def _frames(self, done: _Outcome) -> list[bytearray]:
-        """One frame for each rank, or a single one that is every rank's."""
+    def _outcomes(self, done: _Outcome) -> list[_Outcome]:
+        """One outcome for each rank, or a single one that is every rank's."""
         values = [None] * self.count if done.failure else done.value
         if all(value is values[0] for value in values):
-            return [_Outcome(done.name, values[0], done.failure).frame(self.rank)]
-        return [_Outcome(done.name, value).frame(self.rank) for value in values]
+            return [_Outcome(done.name, values[0], done.failure)]
+        return [_Outcome(done.name, value) for value in values]
+
+    def _frames(self, name: str, outcomes: Sequence[_Outcome]) -> list[bytearray]:
+        """The frame of each; that of a failure where one of them cannot be sent, so that no rank waits for what is not coming."""
+        try:
+            return [outcome.frame() for outcome in outcomes]
+        except (TypeError, ValueError) as error:
+            return [_Outcome(name, None, _Failure.of(error, self.rank)).frame()]
 
     @contextmanager
     def _waiting(self, name: str, whom: str) -> Iterator[None]:
@@ -228,13 +235,14 @@ class _Outcome:
     value: Any
     failure: _Failure | None = None
 
-    def frame(self, rank: int) -> bytearray:
-        """Its bytes; those of a failure where the value cannot be sent, so that no rank waits for one that is not coming."""
+    def frame(self) -> bytearray:
+        """Its bytes.
+
+        Raises:
+            TypeError, ValueError: the value holds something that cannot be sent.
+        """
         failure = self.failure
-        try:
-            return encode({"name": self.name, "value": self.value, "failure": failure and asdict(failure)})
-        except (TypeError, ValueError) as error:
-            return _Outcome(self.name, None, _Failure.of(error, rank)).frame(rank)
+        return encode({"name": self.name, "value": self.value, "failure": failure and asdict(failure)})
 
     @classmethod
     def read(cls, frame: torch.Tensor) -> _Outcome:
