@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env train test test-long test-release mutations lint verify bench sampling long-context proof-overhead learning false-alarms server-sync server-load tied-head
+.PHONY: env train test test-long test-release mutations lint verify bench host-cost sampling long-context proof-overhead learning false-alarms server-sync server-load tied-head
 
 # Made once; made anew when pyproject.toml or the script changes.
 env:
@@ -18,6 +18,10 @@ verify: env
 # A whole step beside TRL's on the same work, its learning half alone, how it grows, and its floors (docs/speed.md).
 bench: env
 	@$(BIN)/python benchmarks/against_trl/run.py $(ARGS)
+
+# What a step costs beside the model and the engine, per sampled token (docs/speed.md).
+host-cost: env
+	@$(BIN)/python benchmarks/host_cost.py $(ARGS)
 
 # Tokens a second of vLLM in this process, by the settings that a run can choose.
 sampling: env

@@ -119,11 +119,11 @@ def gap_of(engine: Any, model: Any, held: Any, version: int) -> float:
     asked = [GenerationRequest(RequestKey(f"p{i}", 0), tuple(ids), Sampling(8), i) for i, ids in enumerate(prompts)]
     stats = GapStats()
     for completion in engine.generate(asked).values():
-        ids = torch.tensor([completion.prompt_ids + completion.token_ids])
+        ids = torch.tensor([[*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             scores = model(ids).logits[0, len(completion.prompt_ids) - 1 : -1].float().log_softmax(-1)
         policy = scores.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        stats += measure_gap(torch.tensor(completion.logprobs), policy, [str(completion.key)] * len(policy))
+        stats += measure_gap(torch.tensor(completion.logprobs), policy, [str(completion.key)], [len(policy)])
     over = over_limits(stats, tolerance(held, torch.float32))
     if over:
         sys.exit(f"after push {version} the gap is outside its limits: {', '.join(over)}")

@@ -198,7 +198,7 @@ class Lockstep:
         write_rollouts(
             path,
             [
-                Recorded(group.prompt.source, list(c.prompt_ids), list(c.token_ids), list(c.logprobs))
+                Recorded(group.prompt.source, c.prompt_ids.tolist(), c.token_ids.tolist(), c.logprobs.tolist())
                 for group in groups
                 for c in (rollout.completion for rollout in group.rollouts)
             ],
@@ -235,7 +235,7 @@ def recorded_engine(model: str, dtype: str, path: Path) -> Any:
                     finish_reason="length",
                 )
                 for request in requests
-                for found in [waiting[request.prompt_ids][request.key.sample]]
+                for found in [waiting[tuple(request.prompt_ids.tolist())][request.key.sample]]
             }
 
     longest = max(len(r.prompt_ids) + len(r.completion_ids) for r in read_rollouts(path))

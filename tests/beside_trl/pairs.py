@@ -83,7 +83,7 @@ def shifted_engine(model: str) -> Engine:
     """The transformers engine in fp32. One log-prob in six is off by 3e-4, with the same sign within a completion."""
 
     def shift(answer: Completion, place: int) -> float:
-        total = sum(answer.token_ids)
+        total = int(answer.token_ids.sum())
         return 0.0 if place % 6 != total % 6 else 3e-4 if total % 2 else -3e-4
 
     return ShiftedEngine(start("transformers", model), shift)  # type: ignore[return-value]
@@ -99,7 +99,7 @@ class Sampled:
 
         def recorded(*args: Any) -> Any:
             groups = rollout(*args)
-            self.generations.append({g.prompt.ids: [r.completion for r in g.rollouts] for g in groups})
+            self.generations.append({tuple(g.prompt.ids.tolist()): [r.completion for r in g.rollouts] for g in groups})
             return groups
 
         trainer.rollout = recorded
@@ -203,13 +203,13 @@ def _sample_grpo(trainer: Any, sampled: Sampled) -> None:
 
     def single_turn(prompt_ids: list[list[int]], *_: Any) -> tuple[list[list[int]], list[list[float]]]:
         found = sampled.take(prompt_ids)
-        return [list(c.token_ids) for c in found], [list(c.logprobs) for c in found]
+        return [c.token_ids.tolist() for c in found], [c.logprobs.tolist() for c in found]
 
     trainer._generate_single_turn = single_turn
 
 
 def _sample_rloo(trainer: Any, sampled: Sampled) -> None:
-    trainer._generate_single_turn = lambda prompt_ids, *_: [list(c.token_ids) for c in sampled.take(prompt_ids)]
+    trainer._generate_single_turn = lambda prompt_ids, *_: [c.token_ids.tolist() for c in sampled.take(prompt_ids)]
 
 
 def _sample_pairs(trainer: Any, sampled: Sampled) -> None:

@@ -54,7 +54,7 @@ def by_a_server(trainer: Any, sampled: Sampled) -> None:
 
     def generate(prompts: list[str], n: int, max_tokens: int, **_: Any) -> dict[str, Any]:
         ids = [ids for ids in trainer.processing_class(prompts)["input_ids"] for _ in range(n)]
-        return {"completion_ids": [list(c.token_ids) for c in sampled.take(ids)]}
+        return {"completion_ids": [c.token_ids.tolist() for c in sampled.take(ids)]}
 
     trainer.args.use_vllm, trainer.vllm_mode = True, "server"
     trainer.vllm_client = SimpleNamespace(generate=generate)

@@ -50,8 +50,8 @@ def sample(
 
 
 def said_by_some(plain: dict[Any, Completion]) -> int:
-    """A token that some completions contain before their interruption, and others do not."""
-    begins = [set(c.token_ids[:AFTER]) for c in plain.values()]
+    """A token that some completions have said by the time of their interruption, and others have not."""
+    begins = [set(c.token_ids[:AFTER].tolist()) for c in plain.values()]
     return max(set().union(*begins) - {0}, key=lambda token: min(n := sum(token in b for b in begins), len(begins) - n))
 
 
@@ -63,17 +63,17 @@ def test_sampled_tokens_have_the_trainers_log_probs_and_the_others_are_those_put
     found = sample(engine, untied_dir, Interruption(AFTER, INSERTED, (end,)))
     ways = set()
     for key, c in found.items():
-        begun = plain[key].token_ids[:AFTER]
-        # The seeds are the same, so the beginning is the same as without an interruption.
-        assert c.token_ids[:AFTER] == begun
+        begun = plain[key].token_ids[:AFTER].tolist()
+        # The same seeds: the beginning is the one that would have been sampled anyway.
+        assert c.token_ids[:AFTER].tolist() == begun
         whole = len(plain[key].token_ids) <= AFTER and plain[key].finish_reason == "stop"
         thinks = end not in begun and not whole
         ways.add("whole" if whole else "interrupted" if thinks else "goes on")
         mask = [not (thinks and AFTER <= i < AFTER + len(INSERTED)) for i in range(len(c.token_ids))]
-        assert c.sampled == (tuple(mask) if thinks else None)
-        assert c.token_ids[AFTER : AFTER + len(INSERTED)] == INSERTED or not thinks
+        assert (c.sampled is not None and c.sampled.tolist() == mask) if thinks else c.sampled is None
+        assert tuple(c.token_ids[AFTER : AFTER + len(INSERTED)].tolist()) == INSERTED or not thinks
         assert len(c.token_ids) <= LIMIT
-        assert c.prompt_ids == plain[key].prompt_ids
+        assert c.prompt_ids.tolist() == plain[key].prompt_ids.tolist()
         assert set(c.weight_versions) == {7}
         assert c.finish_reason == ("stop" if c.token_ids[-1] == 0 else "length")
         assert c.finish_reason == "stop" or len(c.token_ids) == LIMIT
@@ -90,7 +90,7 @@ def test_a_stop_string_across_two_parts_is_seen(engine: Engine, untied_dir: str)
     def text(ids: Sequence[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)
 
-    for end in {token for c in plain.values() for token in c.token_ids[:AFTER]} - {0}:
+    for end in {token for c in plain.values() for token in c.token_ids[:AFTER].tolist()} - {0}:
         interruption = Interruption(AFTER, INSERTED, (end,))
         going_on = sample(engine, untied_dir, interruption)
         for key, c in going_on.items():
@@ -106,7 +106,7 @@ def test_a_stop_string_across_two_parts_is_seen(engine: Engine, untied_dir: str)
                 continue
             stopped = sample(engine, untied_dir, interruption, stop=(stop,))[key]
             assert stopped.finish_reason == "stop"
-            assert stopped.token_ids == c.token_ids[: len(stopped.token_ids)]
+            assert stopped.token_ids.tolist() == c.token_ids[: len(stopped.token_ids)].tolist()
             assert stop in text(stopped.token_ids)
             assert stop not in text(stopped.token_ids[:-1])
             return

@@ -60,8 +60,8 @@ def test_t5_a_rollout_cut_at_the_limit_ends_there(stage: Stage) -> None:
     completions = {str(c.key): c for c in generation.completions}
     for sequence in (s for batch in generation.micro_batches for s in batch):
         # No end token and no next turn is appended to the sampled ids.
-        assert sequence.completion_ids == completions[sequence.name].token_ids
-        assert sequence.prompt_ids == completions[sequence.name].prompt_ids
+        assert sequence.completion_ids.tolist() == completions[sequence.name].token_ids.tolist()
+        assert sequence.prompt_ids.tolist() == completions[sequence.name].prompt_ids.tolist()
 
 
 def test_t6_added_tokens_are_refused() -> None:
@@ -95,7 +95,7 @@ def test_l4_answers_in_any_order_give_the_same_groups(stage: Stage, monkeypatch:
             run_seed=1,
             version=stage.version,
         )
-        return [[r.completion.token_ids for r in group.rollouts] for group in made]
+        return [[r.completion.token_ids.tolist() for r in group.rollouts] for group in made]
 
     straight = groups()
     real = stage.engine.generate

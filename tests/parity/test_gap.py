@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lockstep.errors import ProofError
@@ -19,7 +19,7 @@ SINGLE = tolerance(torch.float32, torch.float32)
 
 def test_the_numbers_are_the_definitions() -> None:
     behaviour, policy = torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -1.8])
-    stats = measure_gap(behaviour, policy, ["a#0", "b#0"])
+    stats = measure_gap(behaviour, policy, ["a#0", "b#0"], [1, 1])
     assert stats.mean_abs == pytest.approx(0.15)
     assert (stats.max_abs, stats.worst) == (pytest.approx(0.2), "b#0")
     assert stats.k3 == pytest.approx(sum(math.exp(-g) - 1 + g for g in (0.1, -0.2)) / 2)
@@ -28,17 +28,19 @@ def test_the_numbers_are_the_definitions() -> None:
 def test_few_tokens_are_held_to_the_largest_gap_at_once_and_to_the_means_when_they_are_many() -> None:
     half = tolerance(torch.bfloat16, torch.bfloat16)
     # Two tokens alone with ordinary gaps of bf16 are over the limits on means.
-    one = measure_gap(torch.tensor([-1.4, -1.4]), torch.tensor([-1.0, -1.0]), ["a#0"] * 2)
+    one = measure_gap(torch.tensor([-1.4, -1.4]), torch.tensor([-1.0, -1.0]), ["a#0"], [2])
     assert over_limits(one, half)
     pool = PooledGap()
     assert not over_limits(pool.add(one, half), half)
     assert not over_limits(pool.add(GapStats(), half), half)
     # A gap over the limit on the largest gap is always refused.
-    assert over_limits(PooledGap().add(measure_gap(torch.tensor([-4.0]), torch.tensor([-1.0]), ["a#0"]), half), half)
+    assert over_limits(
+        PooledGap().add(measure_gap(torch.tensor([-4.0]), torch.tensor([-1.0]), ["a#0"], [1]), half), half
+    )
     assert over_limits(PooledGap().add(replace(one, max_abs=math.nan), half), half)
     # A small gap on every token is detected after enough steps have been collected.
     steps = [
-        over_limits(pool.add(measure_gap(torch.full((16,), -1.3), torch.full((16,), -1.0), ["a#0"] * 16), half), half)
+        over_limits(pool.add(measure_gap(torch.full((16,), -1.3), torch.full((16,), -1.0), ["a#0"], [16]), half), half)
         for _ in range(16)
     ]
     assert [bool(found) for found in steps] == [False] * 15 + [True]
@@ -50,10 +52,10 @@ def test_few_tokens_are_held_to_the_largest_gap_at_once_and_to_the_means_when_th
 def test_the_parts_of_a_step_add_up(gaps: list[float], cut: int) -> None:
     values = torch.tensor(gaps)
     names = [str(i) for i in range(len(gaps))]
-    whole = measure_gap(values, torch.zeros_like(values), names)
+    whole = measure_gap(values, torch.zeros_like(values), names, [1] * len(names))
     cut = min(cut, len(gaps) - 1)
-    parts = measure_gap(values[:cut], torch.zeros(cut), names[:cut]) + measure_gap(
-        values[cut:], torch.zeros(len(gaps) - cut), names[cut:]
+    parts = measure_gap(values[:cut], torch.zeros(cut), names[:cut], [1] * cut) + measure_gap(
+        values[cut:], torch.zeros(len(gaps) - cut), names[cut:], [1] * (len(gaps) - cut)
     )
     assert parts.tokens == whole.tokens
     assert parts.sum_abs == pytest.approx(whole.sum_abs)
@@ -61,10 +63,26 @@ def test_the_parts_of_a_step_add_up(gaps: list[float], cut: int) -> None:
     assert parts.sum_k3 == pytest.approx(whole.sum_k3)
 
 
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8), st.data())
+def test_the_worst_token_is_named_by_its_own_request(lengths: list[int], data: st.DataObject) -> None:
+    assume(sum(lengths))
+    worst = data.draw(st.integers(0, sum(lengths) - 1))
+    names = [f"r#{i}" for i, length in enumerate(lengths) for _ in range(length)]
+    behaviour = torch.full((len(names),), -1.0)
+    behaviour[worst] = -2.0
+    requests = [f"r#{i}" for i in range(len(lengths))]
+    assert measure_gap(behaviour, torch.full((len(names),), -1.0), requests, lengths).worst == names[worst]
+
+
+def test_tokens_that_belong_to_no_request_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 behaviour log-probs, 2 policy log-probs, 1 requests of 3 tokens"):
+        measure_gap(torch.zeros(2), torch.zeros(2), ["a#0"], [3])
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_log_prob_that_is_not_finite_is_an_error(bad: float) -> None:
     with pytest.raises(ProofError, match="b#1 is not finite"):
-        measure_gap(torch.tensor([-1.0, bad]), torch.zeros(2), ["a#0", "b#1"])
+        measure_gap(torch.tensor([-1.0, bad]), torch.zeros(2), ["a#0", "b#1"], [1, 1])
 
 
 @pytest.mark.parametrize(

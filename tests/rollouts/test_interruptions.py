@@ -55,7 +55,7 @@ class Loop:
     def _one(self, request: GenerationRequest, version: int) -> Completion:
         ids, logps, reason = [], [], ""
         while not reason:
-            token, logp = next_token(request.prompt_ids + tuple(ids))
+            token, logp = next_token((*request.prompt_ids.tolist(), *ids))
             ids.append(token)
             logps.append(logp)
             stopped = token == END or any(s in decode(ids) for s in request.sampling.stop)
@@ -80,7 +80,7 @@ def token_by_token(request: GenerationRequest, interruption: Interruption) -> Co
             logps += [0.0] * len(interruption.ids)
             sampled += [False] * len(interruption.ids)
             own = []
-        token, logp = next_token(request.prompt_ids + tuple(ids))
+        token, logp = next_token((*request.prompt_ids.tolist(), *ids))
         ids.append(token)
         logps.append(logp)
         sampled.append(True)
@@ -110,7 +110,7 @@ def cases(draw: st.DrawFn) -> tuple[list[GenerationRequest], Interruption]:
     requests = asked(draw(st.integers(1, 8)), stop=stop)
     salt = draw(st.integers(0, 10**6))
     return [
-        replace(r, prompt_ids=(*r.prompt_ids, salt), sampling=replace(r.sampling, max_tokens=draw(rooms)))
+        replace(r, prompt_ids=(*r.prompt_ids.tolist(), salt), sampling=replace(r.sampling, max_tokens=draw(rooms)))
         for r in requests
     ], interruption
 
@@ -157,7 +157,7 @@ def test_a_stop_string_that_begins_in_one_part_and_ends_in_the_next_ends_the_com
 
     def says(ids: str) -> Callable[[list[Completion]], list[Completion]]:
         def change(answers: list[Completion]) -> list[Completion]:
-            n = answers[0].prompt_ids != request.prompt_ids
+            n = answers[0].prompt_ids.tolist() != request.prompt_ids.tolist()
             own = tuple(LETTERS.index(c) for c in ids.split("|")[n])
             return [
                 replace(
@@ -174,8 +174,8 @@ def test_a_stop_string_that_begins_in_one_part_and_ends_in_the_next_ends_the_com
 
     interruption = Interruption(3, (3,), (3,))
     (ended,) = generate_interrupted([request], Loop(change=says("aca|bcb")), interruption, decode).values()
-    assert (decode(ended.token_ids), ended.finish_reason, ended.logprobs) == ("acab", "stop", (-1.0,) * 4)
-    assert ended.weight_versions == (7,) * 4
+    assert (decode(ended.token_ids), ended.finish_reason, ended.logprobs.tolist()) == ("acab", "stop", [-1.0] * 4)
+    assert ended.weight_versions.tolist() == [7] * 4
     (apart,) = generate_interrupted([request], Loop(change=says("aaa|bcb")), interruption, decode).values()
     assert (decode(apart.token_ids), apart.finish_reason) == ("aaacbcb", "length")
 
@@ -184,7 +184,7 @@ def test_what_was_put_in_bears_the_version_that_first_read_it() -> None:
     (request,) = asked(1)
     found = generate_interrupted([request], Loop(versions=(7, 8)), Interruption(2, (3, 3), (9,)), decode)
     (completion,) = found.values()
-    assert completion.weight_versions[:5] == (7, 7, 8, 8, 8)
+    assert completion.weight_versions[:5].tolist() == [7, 7, 8, 8, 8]
 
 
 @pytest.mark.parametrize(

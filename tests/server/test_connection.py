@@ -43,7 +43,7 @@ def test_update_generate_score_and_verify_agree_with_the_model(servers: Connecti
         own = completion_logps(model, c.prompt_ids, c.token_ids, Sampling(1), Precision(None))
         assert torch.allclose(own, torch.tensor(c.logprobs), atol=1e-3)
         assert set(c.weight_versions) == {3}
-        scored = servers.score({"it": c.prompt_ids + c.token_ids})["it"]
+        scored = servers.score({"it": (*c.prompt_ids.tolist(), *c.token_ids.tolist())})["it"]
         assert torch.allclose(own, torch.tensor(scored[len(c.prompt_ids) - 1 :]), atol=1e-3)
     probed, gap = servers.verify()
     assert probed.modules == probed.of_modules

@@ -96,7 +96,7 @@ def test_every_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
     ages = set()
     for step, generation in watch.generations.items():
         assert gap_by_version(watch.models, generation.completions) < 2e-3
-        ages |= {step - v for c in generation.completions for v in c.weight_versions}
+        ages |= {step - v for c in generation.completions for v in c.weight_versions.tolist()}
         assert all(len(group.rollouts) == 8 for group in generation.groups)
     assert ages <= {0, 1, 2}
     assert 2 in ages
@@ -112,7 +112,7 @@ def test_every_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
         assert line["canary"]["tokens"] == 4 * 23
     logs = [log for log in trainer.state.log_history if "loss" in log]
     for log, generation in zip(logs, watch.generations.values(), strict=True):
-        old = [generation.version - v for c in generation.completions for v in c.weight_versions]
+        old = [generation.version - v for c in generation.completions for v in c.weight_versions.tolist()]
         assert log["staleness/mean"] == pytest.approx(sum(old) / len(old))
         assert log["staleness/max"] == max(old)
         assert log["sampling/tokens"] == len(old)
@@ -136,8 +136,8 @@ def test_prompts_are_those_of_a_run_that_takes_turns_each_sampled_by_seeds_of_it
     # The policy never changes, so the same seeds give the same completions at any time.
     for step in range(6):
         for one, other in zip(turns.generations[step].completions, ahead.generations[step].completions, strict=True):
-            assert one.token_ids == other.token_ids
-    assert len({c.token_ids for g in ahead.generations.values() for c in g.completions}) > 6 * 4
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+    assert len({c.token_ids.tobytes() for g in ahead.generations.values() for c in g.completions}) > 6 * 4
 
 
 def test_what_the_engine_computes_with_wrong_weights_is_seen_although_every_token_is_old(
@@ -218,7 +218,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_prompts_that_it_would_have_g
     for step in (2, 3):
         assert whole.generations[step].prompt_ids == again.generations[step].prompt_ids
     # The unfinished generations are sampled again, with the weights of the checkpoint.
-    assert {v for c in again.generations[2].completions for v in c.weight_versions} == {2}
+    assert {v for c in again.generations[2].completions for v in c.weight_versions.tolist()} == {2}
     assert [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -291,7 +291,7 @@ def test_an_evaluation_between_steps_is_of_the_policy_as_it_is(untied_dir: str, 
     train(trainer)
     # The evaluation waits behind two generations, so its time limit includes theirs.
     assert limits == {3 * trainer.config.vllm_server_timeout}
-    versions = {v for g in trainer.last_eval_groups for r in g.rollouts for v in r.completion.weight_versions}
+    versions = {v for g in trainer.last_eval_groups for r in g.rollouts for v in r.completion.weight_versions.tolist()}
     assert versions == {4}
     assert [log["step"] for log in trainer.state.log_history if "eval_reward" in log] == [2, 4]
 

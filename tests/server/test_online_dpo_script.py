@@ -97,12 +97,12 @@ def check_steps(recording: Recording, batch: int, worth: Callable[[str], float])
         assert list(Counter(prompt for prompt, _ in scored).values()) == [2] * batch
         texts = {s.name: tokenizer.decode(s.completion_ids, skip_special_tokens=True) for s in paired}
         assert Counter((tuple(tokenizer(prompt)["input_ids"]), text) for prompt, text in scored) == Counter(
-            (s.prompt_ids, texts[s.name]) for s in paired
+            (tuple(s.prompt_ids.tolist()), texts[s.name]) for s in paired
         )
         preferred = set()
         for unit in {s.unit for s in paired}:
             one, other = (s for s in paired if s.unit == unit)
-            assert one.prompt_ids == other.prompt_ids
+            assert one.prompt_ids.tolist() == other.prompt_ids.tolist()
             worths = [worth(texts[s.name]) for s in (one, other)]
             signs = [set(s.advantages) for s in (one, other)]
             if worths[0] == worths[1]:

@@ -77,7 +77,7 @@ def test_the_samples_of_a_prompt_stay_together(pair: Pair) -> None:
     routed = pair.engine._requests.routed(asked(5, 4))
     places: dict[tuple[int, ...], set[int]] = {}
     for request, server in routed:
-        places.setdefault(request.prompt_ids, set()).add(server)
+        places.setdefault(request.prompt_ids.tobytes(), set()).add(server)
     assert all(len(where) == 1 for where in places.values())
     assert {place for where in places.values() for place in where} == {0, 1}
 

@@ -44,7 +44,7 @@ def engine(proxy: FaultyProxy) -> Iterator[VLLMServer]:
 
 
 def tokens(engine: VLLMServer) -> dict[RequestKey, tuple[int, ...]]:
-    return {key: c.token_ids for key, c in engine.generate(REQUESTS).items()}
+    return {key: c.token_ids.tolist() for key, c in engine.generate(REQUESTS).items()}
 
 
 @pytest.mark.parametrize("fault", ["cut", "500", "503", "late", "body_twice", "truncated", "empty"])

@@ -25,11 +25,11 @@ def rollout_gap(engine: VLLMInProcess, model: PreTrainedModel) -> GapStats:
     asked = [GenerationRequest(RequestKey(f"p{i}", 0), (5 + i, 9, 40, 7), Sampling(max_tokens=8), i) for i in range(8)]
     stats = GapStats()
     for completion in engine.generate(asked).values():
-        ids = torch.tensor([completion.prompt_ids + completion.token_ids])
+        ids = torch.tensor([[*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             logps = model(ids).logits[0, len(completion.prompt_ids) - 1 : -1].log_softmax(-1)
         scored = logps[torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)]
-        stats = stats + measure_gap(torch.tensor(completion.logprobs), scored, [str(completion.key)] * len(scored))
+        stats = stats + measure_gap(torch.tensor(completion.logprobs), scored, [str(completion.key)], [len(scored)])
     return stats
 
 

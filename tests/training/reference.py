@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -18,7 +19,7 @@ def padded_logps(
     model: PreTrainedModel, sequences: list[TrainingSequence], temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, C) log-probs of sampled tokens, right-padded, and the (B, C) mask of real ones."""
-    rows = [torch.tensor(s.prompt_ids + s.completion_ids) for s in sequences]
+    rows = [torch.from_numpy(np.concatenate([s.prompt_ids, s.completion_ids])) for s in sequences]
     width = max(len(row) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     attention = torch.zeros_like(ids)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import assume
 from reference import sampled_places
@@ -54,8 +55,8 @@ class Padded:
 
 
 def padded(model: PreTrainedModel, sequences: Sequence[TrainingSequence], temperature: float) -> Padded:
-    """One row per completion with whole logits; only the logits that predict sampled tokens are used."""
-    rows = [torch.tensor(s.prompt_ids + s.completion_ids) for s in sequences]
+    """One row a completion, whole logits, of which those before sampled tokens count."""
+    rows = [torch.from_numpy(np.concatenate([s.prompt_ids, s.completion_ids])) for s in sequences]
     width, longest = max(map(len, rows)), max(len(sampled_places(s)) for s in sequences)
     ids = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
     attention = torch.stack([(torch.arange(width) < len(row)).long() for row in rows])
@@ -166,7 +167,7 @@ def by_function(drawn: Drawn, weights: Sequence[float]) -> list[float]:
 def leave_one_out(drawn: Drawn, config: Any) -> list[float]:
     """RLOO's advantages: the KL of the whole completion is part of its reward."""
     penalties = iter(
-        sum(s.old_logps or ()) - sum(s.ref_logps or ()) if config.beta and not out else 0.0
+        sum(s.old_logps.tolist()) - sum(s.ref_logps.tolist()) if config.beta and not out else 0.0
         for s, out in zip(drawn.sequences, is_masked(drawn, config), strict=True)
     )
     found: list[float | None] = []

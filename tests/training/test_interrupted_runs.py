@@ -151,8 +151,8 @@ def test_places_that_are_drawn_differ_within_a_group_and_are_proven_alike(
     fields = {**limited("GRPO", GROUPS), "max_steps": 1, "max_thinking_length": 9, "min_thinking_length": 1}
     run = make("GRPO", untied_dir, tmp_path, hf_engine, fields)
     run.train()
-    found = [r.completion for group in run.loop.generation.groups for r in group.rollouts]
-    places = {c.sampled.index(False) for c in found if c.sampled is not None}
+    found = [r.completion for group in run._generation.groups for r in group.rollouts]
+    places = {int(c.sampled.argmin()) for c in found if c.sampled is not None}
     assert len(places) > 1
     assert places <= set(range(1, 10))
     log = run.state.log_history[0]
@@ -194,7 +194,7 @@ def test_an_evaluation_is_interrupted_as_training_is(untied_dir: str, tmp_path: 
     run = make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS), eval_dataset=PROMPTS.select(range(3)))
     metrics = run.evaluate()
     rollouts = [r for group in run.last_eval_groups for r in group.rollouts]
-    interrupted = [was_interrupted(r.completion.token_ids) for r in rollouts]
+    interrupted = [was_interrupted(r.completion.token_ids.tolist()) for r in rollouts]
     assert metrics["eval_completions/interrupted"] == sum(interrupted) / len(interrupted) > 0
 
 

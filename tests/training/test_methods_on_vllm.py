@@ -124,8 +124,12 @@ def test_online_dpos_pairs_are_those_of_a_prompt_with_vllm_too(
         assert len(by_name) == 2 * len(groups) == 8
         for group in groups:
             pair = [by_name[str(r.completion.key)] for r in group.rollouts]
-            assert {(s.prompt_ids, s.unit) for s in pair} == {(group.prompt.ids, group.prompt.prompt_id)}
-            assert [s.completion_ids for s in pair] == [r.completion.token_ids for r in group.rollouts]
+            assert {(s.prompt_ids.tobytes(), s.unit) for s in pair} == {
+                (group.prompt.ids.tobytes(), group.prompt.prompt_id)
+            }
+            assert [s.completion_ids.tolist() for s in pair] == [
+                r.completion.token_ids.tolist() for r in group.rollouts
+            ]
             gain = group.rollouts[0].reward - group.rollouts[1].reward
             assert [s.advantages[0] for s in pair] == [(gain > 0) - (gain < 0), (gain < 0) - (gain > 0)]
             signs.append(pair[0].advantages[0])

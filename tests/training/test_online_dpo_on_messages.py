@@ -66,10 +66,10 @@ class Generations:
             assert sorted(CHATS.index(group.prompt.source) for group in groups) == [0, 1, 2, 3]
             for group in groups:
                 written = WRITTEN[CHATS.index(group.prompt.source)]
-                assert list(group.prompt.ids) == tokenizer(written)["input_ids"]
+                assert group.prompt.ids.tolist() == tokenizer(written)["input_ids"]
                 assert len(group.rollouts) == 2
                 for rollout in group.rollouts:
-                    assert rollout.completion.prompt_ids == group.prompt.ids
+                    assert rollout.completion.prompt_ids.tolist() == group.prompt.ids.tolist()
                     said = tokenizer.decode(rollout.completion.token_ids, skip_special_tokens=True)
                     assert rollout.text == said
 
@@ -96,7 +96,7 @@ def test_a_reward_function_is_given_messages_and_the_better_of_each_prompts_two_
         rollouts = [(group, rollout) for group in groups for rollout in group.rollouts]
         assert call["prompts"] == [group.prompt.source for group, _ in rollouts]
         assert call["completions"] == [[{"role": "assistant", "content": rollout.text}] for _, rollout in rollouts]
-        assert call["completion_ids"] == [list(rollout.completion.token_ids) for _, rollout in rollouts]
+        assert call["completion_ids"] == [rollout.completion.token_ids.tolist() for _, rollout in rollouts]
         assert call["topic"] == [DATA["topic"][CHATS.index(prompt)] for prompt in call["prompts"]]
         for group in groups:
             first, second = (float(sum(map(ord, rollout.text)) % 101) for rollout in group.rollouts)

@@ -8,8 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import numpy as np
+
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.errors import InputError, ProofError
+from lockstep.tokens.arrays import Ids
 
 
 def check_requests(requests: Sequence[GenerationRequest], version: int | None, max_model_len: int) -> None:
@@ -26,7 +29,7 @@ def check_requests(requests: Sequence[GenerationRequest], version: int | None, m
             raise InputError(f"request {request.key} occurs twice in one batch")
         seen.add(request.key)
         room = max_model_len - len(request.prompt_ids)
-        if not request.prompt_ids:
+        if not len(request.prompt_ids):
             raise InputError(f"prompt {request.key.prompt_id} has no tokens")
         if room < request.sampling.max_tokens:
             raise InputError(
@@ -45,9 +48,9 @@ def check_answers(
         versions: weight versions that may have sampled these tokens, in the order of their commits.
 
     Raises:
-        ProofError: an answer is missing, doubled, or belongs to no request; a prompt came back changed; a log-prob is missing
-            or not finite; a token was sampled by a version that is not in `versions`, or by an older version than the token
-            before it.
+        ProofError: an answer is missing, doubled or unasked for; a prompt came back changed; a log-prob is missing or not
+            finite; an id is below 0; a token was sampled by other weights than `versions`, or by older ones than
+            the token before it.
     """
     asked = {request.key: request for request in requests}
     found: dict[RequestKey, Completion] = {}
@@ -100,7 +103,7 @@ def _check_committed(version: int | None, verb: str) -> None:
 
 
 def _check_one(request: GenerationRequest, answer: Completion, versions: Collection[int]) -> None:
-    if answer.prompt_ids != request.prompt_ids:
+    if not np.array_equal(answer.prompt_ids, request.prompt_ids):
         raise ProofError(
             "echo",
             f"request {request.key}: the engine used {len(answer.prompt_ids)} prompt ids, not the "
@@ -108,26 +111,31 @@ def _check_one(request: GenerationRequest, answer: Completion, versions: Collect
             "text was tokenised again, or a special token was added, between trainer and engine",
             "send token ids, and turn off anything in the engine that rewrites prompts",
         )
-    if not answer.token_ids:
+    if not len(answer.token_ids):
         raise _unlike("keys", f"request {request.key} came back without a token")
     lengths = (len(answer.token_ids), len(answer.logprobs), len(answer.weight_versions))
     if len(set(lengths)) != 1:
         raise _unlike("logprobs", f"request {request.key} has {lengths} tokens, log-probs and versions")
-    if not all(math.isfinite(value) for value in answer.logprobs):
+    if answer.token_ids.min() < 0:
+        raise _unlike("keys", f"request {request.key} came back with {int(answer.token_ids.min())} as a token id")
+    if not np.isfinite(answer.logprobs).all():
         raise _unlike("logprobs", f"request {request.key} has a log-prob that is not finite")
-    if answer.sampled is not None and (len(answer.sampled) != lengths[0] or not any(answer.sampled)):
-        raise _unlike(
-            "keys", f"request {request.key} does not say for each of its {lengths[0]} tokens whether it was sampled"
-        )
-    order = list(versions)
-    if not set(answer.weight_versions) <= set(order) or not _ordered(answer.weight_versions, order):
+    if answer.sampled is not None and (len(answer.sampled) != lengths[0] or not answer.sampled.any()):
+        raise _unlike("keys", f"request {request.key} does not say of each of its {lengths[0]} tokens who sampled it")
+    order, spans = list(versions), _spans(answer.weight_versions)
+    if not set(spans) <= set(order) or not _ordered(spans, order):
         raise ProofError(
             "version",
-            f"request {request.key} has tokens sampled at versions {sorted(set(answer.weight_versions))}; the weights pushed are "
+            f"request {request.key} has tokens sampled at versions {sorted(set(spans))}; the weights pushed are "
             f"{order}",
             "the engine was restarted, or a program other than this trainer updated its weights",
             "let one trainer own the engine, and push the weights again",
         )
+
+
+def _spans(versions: Ids) -> list[int]:
+    """The version of each run of tokens that have the same one."""
+    return [int(versions[0]), *versions[1:][versions[1:] != versions[:-1]].tolist()]
 
 
 def _ordered(found: Sequence[int], order: Sequence[int]) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from lockstep.engines.probe import EngineModules
 from lockstep.errors import InputError
+from lockstep.tokens.arrays import ArrayFields, Flags, Ids, Reals, chosen, flags, places_of, reals, whole_numbers
 
 FinishReason = Literal["stop", "length"]
 
@@ -52,53 +53,73 @@ class Sampling:
             raise InputError(f"temperature {self.temperature} is not above 0")
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """The request for one completion. `seed` belongs to this request alone."""
-
-    key: RequestKey
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One completion as the engine produced it.
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest(ArrayFields):
+    """One completion asked for. `seed` belongs to this request alone.
 
     Attributes:
-        key: the key of the request.
-        prompt_ids: the prompt as the engine used it.
-        token_ids: the completion's ids. They include the end-of-sequence token if it was sampled.
-        logprobs: natural-log probability of each sampled token under the sampling distribution.
-        weight_versions: per token, version of the weights that sampled it.
-        finish_reason: the engine's own: `stop` for an end token or a stop string, `length` for the token limit.
-        sampled: per id, whether it was sampled. Other ids were inserted (`rollouts/interruptions.py`) with probability 1, so
-            that their log-prob is 0. None: all ids were sampled.
+        prompt_ids: (P,) int64; any sequence of integers is taken.
+
+    Raises:
+        BadValues: a prompt id is no integer.
     """
 
     key: RequestKey
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    weight_versions: tuple[int, ...]
+    prompt_ids: Ids
+    sampling: Sampling
+    seed: int
+
+    def __post_init__(self) -> None:
+        self._set("prompt_ids", whole_numbers(self.prompt_ids))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion(ArrayFields):
+    """One completion of N tokens as the engine produced it. Its arrays are read-only; any sequence of the right values is taken.
+
+    Attributes:
+        key: the key of the request.
+        prompt_ids: (P,) int64, the prompt as the engine used it.
+        token_ids: (N,) int64 sampled ids, the end-of-sequence token included where one was sampled.
+        logprobs: (N,) float32 natural-log probability of each sampled token under the distribution that was sampled.
+        weight_versions: (N,) int64 version of the weights that sampled each token.
+        finish_reason: the engine's own; `stop` for an end token or stop string, `length` for the token limit.
+        sampled: (N,) bool, whether each id was sampled; the others were put there (`rollouts/interruptions.py`), stood there with
+            probability 1, and have a log-prob of 0. None: all were.
+
+    Raises:
+        BadValues: an id or a version is no integer, a log-prob is no number, or `sampled` has something else than booleans.
+    """
+
+    key: RequestKey
+    prompt_ids: Ids
+    token_ids: Ids
+    logprobs: Reals
+    weight_versions: Ids
     finish_reason: FinishReason
-    sampled: tuple[bool, ...] | None = None
+    sampled: Flags | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_ids", "token_ids", "weight_versions"):
+            self._set(name, whole_numbers(getattr(self, name)))
+        self._set("logprobs", reals(self.logprobs))
+        if self.sampled is not None:
+            self._set("sampled", flags(self.sampled))
 
     @property
-    def sampled_places(self) -> Sequence[int]:
-        """Indices of the sampled ids among `token_ids`, in order."""
+    def sampled_places(self) -> Ids:
+        """(S,) where among `token_ids` the sampled ones stand, in order."""
         return places_of(self.sampled, len(self.token_ids))
 
     @property
-    def sampled_versions(self) -> tuple[int, ...]:
-        """Per sampled id, version of the weights that sampled it."""
-        return tuple(self.weight_versions[i] for i in self.sampled_places)
+    def sampled_versions(self) -> Ids:
+        """(S,) version of the weights that sampled each of those."""
+        return chosen(self.weight_versions, self.sampled)
 
-
-def places_of(sampled: Sequence[bool] | None, length: int) -> Sequence[int]:
-    """Indices at which a mask over `length` ids is true; all indices if there is no mask."""
-    return range(length) if sampled is None else [i for i, own in enumerate(sampled) if own]
+    @property
+    def sampled_logprobs(self) -> Reals:
+        """(S,) log-prob of each of those."""
+        return chosen(self.logprobs, self.sampled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
+import numpy as np
+
 from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest
-from lockstep.engines.vllm_requests import SCORING_FIELDS, sampling_fields
+from lockstep.engines.vllm_requests import SCORING_FIELDS, sampling_fields, versions_of
 from lockstep.errors import LockstepError, ProofError
+from lockstep.tokens.arrays import BadValues, Ids, Reals, reals, whole_numbers
 
 # vLLM's server writes this in place of a log-prob that is missing, NaN or −inf (fault P3).
 _NO_LOGPROB = -9999.0
@@ -20,8 +23,8 @@ INITIAL_WEIGHTS = "default"
 
 
 def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
-    """The body of a generation request. `name` must be unique among all requests."""
-    return _body(request.prompt_ids, name, sampling_fields(request))
+    """A request under a name that no other request ever has."""
+    return _body(request.prompt_ids.tolist(), name, sampling_fields(request))
 
 
 def scoring_body(ids: tuple[int, ...], name: str, *, first: bool) -> dict[str, Any]:
@@ -30,11 +33,11 @@ def scoring_body(ids: tuple[int, ...], name: str, *, first: bool) -> dict[str, A
     Args:
         first: whether to answer before requests that wait to be generated; only for servers that accept priorities.
     """
-    return _body(ids, name, SCORING_FIELDS) | ({"priority": -1} if first else {})
+    return _body(np.asarray(ids).tolist(), name, SCORING_FIELDS) | ({"priority": -1} if first else {})
 
 
-def _body(ids: tuple[int, ...], name: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    return {"request_id": name, "token_ids": list(ids), "return_token_ids": True, "sampling_params": params}
+def _body(ids: list[int], name: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    return {"request_id": name, "token_ids": ids, "return_token_ids": True, "sampling_params": params}
 
 
 def completion_from(answer: Any, request: GenerationRequest, name: str, versions: Mapping[str, int]) -> Completion:
@@ -49,14 +52,14 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
         LockstepError: the request ended for a reason other than a stop or the length limit.
     """
     choice = _choice(answer, name)
-    token_ids = tuple(choice.get("token_ids") or ())
+    token_ids = choice.get("token_ids") or []
     finish = choice.get("finish_reason")
     if finish not in ("stop", "length"):
         raise LockstepError(f"request {request.key} ended with finish reason {finish!r}")
     return Completion(
         key=request.key,
-        prompt_ids=tuple(answer.get("prompt_token_ids") or ()),
-        token_ids=token_ids,
+        prompt_ids=_ids(name, answer.get("prompt_token_ids") or []),
+        token_ids=_ids(name, token_ids),
         logprobs=_logprobs(request, token_ids, choice),
         weight_versions=_versions(request, choice.get("weight_versions") or [], versions, len(token_ids)),
         finish_reason=cast(FinishReason, finish),
@@ -72,7 +75,7 @@ def scores_from(answer: Any, ids: tuple[int, ...], name: str, versions: Mapping[
     """
     choice = _choice(answer, name)
     _check_stamps(name, choice.get("weight_versions") or [], versions)
-    if tuple(answer.get("prompt_token_ids") or ()) != ids:
+    if list(answer.get("prompt_token_ids") or ()) != np.asarray(ids).tolist():
         raise _mixed_up(f"the answer to request {name} is about other ids than were sent")
     entries = answer.get("prompt_logprobs") or []
     found = [(entry or {}).get(str(token)) for entry, token in zip(entries[1:], ids[1:], strict=False)]
@@ -96,7 +99,14 @@ def _choice(answer: Any, name: str) -> Mapping[str, Any]:
     return choices[0]
 
 
-def _logprobs(request: GenerationRequest, token_ids: tuple[int, ...], choice: Mapping[str, Any]) -> tuple[float, ...]:
+def _ids(name: str, values: Any) -> Ids:
+    try:
+        return whole_numbers(values)
+    except BadValues as error:
+        raise _mixed_up(f"the answer to request {name} has something else than token ids: {error}") from error
+
+
+def _logprobs(request: GenerationRequest, token_ids: list[int], choice: Mapping[str, Any]) -> Reals:
     entries = (choice.get("logprobs") or {}).get("content") or []
     values = [
         entry["logprob"]
@@ -111,17 +121,14 @@ def _logprobs(request: GenerationRequest, token_ids: tuple[int, ...], choice: Ma
             "the server was started without log-probs, or its model gives values that are no numbers",
             "start the server with 'lockstep serve'; if it was, look for NaN in the weights",
         )
-    return tuple(values)
+    return reals(values)
 
 
 def _versions(
     request: GenerationRequest, spans: list[Mapping[str, Any]], versions: Mapping[str, int], tokens: int
-) -> tuple[int, ...]:
+) -> Ids:
     _check_stamps(str(request.key), spans, versions)
-    found: list[int] = []
-    for span in spans:
-        found += [versions[span["version"]]] * (span["end"] - span["start"])
-    return tuple(found[:tokens])
+    return versions_of([(versions[span["version"]], span["start"], span["end"]) for span in spans], tokens)
 
 
 def _check_stamps(name: str, spans: list[Mapping[str, Any]], versions: Mapping[str, int]) -> None:

@@ -97,10 +97,10 @@ class ServerRequests:
     def routed(self, requests: Sequence[GenerationRequest]) -> list[tuple[GenerationRequest, int]]:
         """Each request with the index of its server. All samples of a prompt go to the server that had the smallest load."""
         load = list(self._open)
-        place: dict[tuple[int, ...], int] = {}
+        place: dict[bytes, int] = {}
         routed = []
         for request in requests:
-            server = place.setdefault(request.prompt_ids, min(range(len(load)), key=load.__getitem__))
+            server = place.setdefault(request.prompt_ids.tobytes(), min(range(len(load)), key=load.__getitem__))
             load[server] += request.sampling.max_tokens
             routed.append((request, server))
         return routed

@@ -42,6 +42,7 @@ from lockstep.engines.sampling import processed_logprobs
 from lockstep.engines.tensor_specs import described
 from lockstep.errors import InputError, LockstepError
 from lockstep.models.policy import fp32_head_product
+from lockstep.tokens.arrays import reals, whole_numbers
 from lockstep.tokens.end import end_ids
 
 
@@ -51,6 +52,7 @@ class _Row:
 
     request: GenerationRequest
     generator: torch.Generator
+    prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -129,9 +131,9 @@ class TransformersEngine:
         check_requests(requests, self._version, self._max_model_len)
         assert self._version is not None
         deadline = time.monotonic() + self._timeout
-        rows = [_Row(request, torch.Generator().manual_seed(request.seed)) for request in requests]
-        # Rows of similar length waste the fewest pad positions.
-        rows.sort(key=lambda row: len(row.request.prompt_ids))
+        rows = [_Row(r, torch.Generator().manual_seed(r.seed), r.prompt_ids.tolist()) for r in requests]
+        # Rows of like length waste the fewest pad positions.
+        rows.sort(key=lambda row: len(row.prompt_ids))
         for start in range(0, len(rows), self._max_num_seqs):
             together = rows[start : start + self._max_num_seqs]
             self._run(together, deadline)
@@ -142,12 +144,12 @@ class TransformersEngine:
 
     @torch.no_grad()
     def _run(self, rows: list[_Row], deadline: float) -> None:
-        longest = max(len(row.request.prompt_ids) for row in rows)
+        longest = max(len(row.prompt_ids) for row in rows)
         pad = self._end_ids[0]
         ids = torch.full((len(rows), longest), pad)
         mask = torch.zeros_like(ids)
         for i, row in enumerate(rows):
-            prompt = torch.tensor(row.request.prompt_ids)
+            prompt = torch.tensor(row.prompt_ids)
             ids[i, longest - len(prompt) :] = prompt
             mask[i, longest - len(prompt) :] = 1
         budget = max(row.request.sampling.max_tokens for row in rows)
@@ -165,9 +167,9 @@ class TransformersEngine:
         return Completion(
             key=row.request.key,
             prompt_ids=row.request.prompt_ids,
-            token_ids=tuple(row.token_ids),
-            logprobs=tuple(row.logprobs),
-            weight_versions=(self._version,) * len(row.token_ids),
+            token_ids=whole_numbers(row.token_ids),
+            logprobs=reals(row.logprobs),
+            weight_versions=whole_numbers([self._version] * len(row.token_ids)),
             finish_reason=row.finish_reason,
         )
 
@@ -194,7 +196,7 @@ class TransformersEngine:
         check_scoring(sequences, self._version, self._max_model_len)
         scores = {}
         for name, ids in sequences.items():
-            row = torch.tensor([ids], device=self._model.device)
+            row = torch.tensor(ids, device=self._model.device)[None]
             logprobs = self._model(input_ids=row[:, :-1]).logits[0].float().log_softmax(-1)
             scores[name] = tuple(logprobs.gather(1, row[0, 1:, None])[:, 0].tolist())
         check_scores(sequences, scores)
@@ -237,9 +239,7 @@ class _SampleRows(LogitsProcessor):
         for i, row in enumerate(self._rows):
             token = self._pad
             if row.finish_reason is None:
-                logprobs = processed_logprobs(
-                    scores[i].cpu(), row.request.sampling, row.request.prompt_ids, row.token_ids
-                )
+                logprobs = processed_logprobs(scores[i].cpu(), row.request.sampling, row.prompt_ids, row.token_ids)
                 token = int(torch.multinomial(logprobs.exp(), 1, generator=row.generator))
                 row.token_ids.append(token)
                 row.logprobs.append(float(logprobs[token]))

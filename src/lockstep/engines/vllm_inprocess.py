@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from lockstep.engines.answers import check_answers, check_requests, check_scores, check_scoring
@@ -82,8 +83,8 @@ class VLLMInProcess:
                     **(engine_kwargs or {}),
                 }
             )
-            # A trial request: kernels that do not support a shape raise an error only when they first run.
-            self._run({"trial": ((0, 0), scoring_params())})
+            # Kernels that lack a shape say so only when they first run.
+            self._run({"trial": ([0, 0], scoring_params())})
         except (ValueError, RuntimeError, OSError, TypeError, ImportError, KeyError, AssertionError) as error:
             # pydantic's and vLLM's own errors derive from these. The engine holds nothing worth keeping at this point.
             if hasattr(self, "_llm"):
@@ -125,12 +126,14 @@ class VLLMInProcess:
             if on_answer is not None:
                 on_answer(answers[-1])
 
-        self._run({name: (request.prompt_ids, sampling_params(request)) for name, request in by_id.items()}, answered)
+        self._run(
+            {name: (request.prompt_ids.tolist(), sampling_params(request)) for name, request in by_id.items()}, answered
+        )
         return check_answers(requests, answers, [self._version])
 
     def _run(
         self,
-        requests: Mapping[str, tuple[tuple[int, ...], Any]],
+        requests: Mapping[str, tuple[list[int], Any]],
         answered: Callable[[RequestOutput], None] = lambda output: None,
     ) -> list[RequestOutput]:
         """Drive vLLM's loop until every request is answered.
@@ -145,7 +148,7 @@ class VLLMInProcess:
         finished: list[RequestOutput] = []
         try:
             for name, (prompt_ids, params) in requests.items():
-                engine.add_request(name, {"prompt_token_ids": list(prompt_ids)}, params)
+                engine.add_request(name, {"prompt_token_ids": prompt_ids}, params)
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:
@@ -182,7 +185,7 @@ class VLLMInProcess:
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         check_scoring(sequences, self._version, self._max_model_len)
         params = scoring_params()
-        outputs = self._run({f"score/{name}": (ids, params) for name, ids in sequences.items()})
+        outputs = self._run({f"score/{name}": (np.asarray(ids).tolist(), params) for name, ids in sequences.items()})
         scores = {output.request_id.removeprefix("score/"): prompt_logprobs(output) for output in outputs}
         check_scores(sequences, scores)
         return scores

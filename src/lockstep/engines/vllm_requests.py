@@ -5,11 +5,14 @@ The engines that run vLLM use it. `engines/answers.py` then checks every answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import LockstepError, ProofError
+from lockstep.tokens.arrays import Ids, reals, whole_numbers
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -59,7 +62,7 @@ def _final_only(fields: Mapping[str, Any]) -> Any:
 def completion(key: RequestKey, output: RequestOutput) -> Completion:
     (sample,) = output.outputs
     logprobs = sample.logprobs or []
-    token_ids = tuple(sample.token_ids)
+    token_ids = list(sample.token_ids)
     if len(logprobs) != len(token_ids):
         raise ProofError(
             "logprobs",
@@ -71,20 +74,27 @@ def completion(key: RequestKey, output: RequestOutput) -> Completion:
         raise LockstepError(f"request {key} ended with finish reason {sample.finish_reason!r}")
     return Completion(
         key=key,
-        prompt_ids=tuple(output.prompt_token_ids or ()),
-        token_ids=token_ids,
-        # Looked up by token id: the first entry need not be the sampled token.
-        logprobs=tuple(entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)),
+        prompt_ids=whole_numbers(output.prompt_token_ids or ()),
+        token_ids=whole_numbers(token_ids),
+        # By token id: the first of the list need not be the sampled one.
+        logprobs=reals([entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]),
         weight_versions=_versions(sample.weight_versions, len(token_ids)),
         finish_reason=cast(FinishReason, sample.finish_reason),
     )
 
 
-def _versions(spans: Any, tokens: int) -> tuple[int, ...]:
-    versions: list[int] = []
-    for span in spans or ():
-        versions += [int(span.version)] * (span.end - span.start)
-    return tuple(versions[:tokens])
+def _versions(spans: Any, tokens: int) -> Ids:
+    return versions_of([(int(span.version), span.start, span.end) for span in spans or ()], tokens)
+
+
+def versions_of(spans: Sequence[tuple[int, int, int]], tokens: int) -> Ids:
+    """The version of each token, of which there are so many at most.
+
+    Args:
+        spans: version, first token and the token after the last one of each, in order.
+    """
+    versions = np.array([version for version, _, _ in spans], dtype=np.int64)
+    return whole_numbers(np.repeat(versions, [end - start for _, start, end in spans])[:tokens])
 
 
 def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:

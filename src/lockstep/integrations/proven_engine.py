@@ -19,6 +19,7 @@ from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Req
 from lockstep.parity.proven_push import ProvenPusher, PushProof
 from lockstep.parity.rescoring import Precision
 from lockstep.parity.samples import check_samples
+from lockstep.tokens.arrays import Ids
 from lockstep.training.generate.recovery import Recovery
 
 
@@ -63,9 +64,7 @@ class ProvenEngine:
         self._recovery.run(self._push)
         return self.version
 
-    def generate(
-        self, prompts: Mapping[RequestKey, tuple[int, ...]], sampling: Sampling
-    ) -> dict[RequestKey, Completion]:
+    def generate(self, prompts: Mapping[RequestKey, Ids], sampling: Sampling) -> dict[RequestKey, Completion]:
         """One completion per key. An engine that holds no weights, or lost them, gets them first.
 
         Args:
@@ -88,9 +87,9 @@ class ProvenEngine:
             for key, ids in prompts.items()
         ]
         answers = self._recovery.run(lambda: self._answers(requests))
-        by_prompt: dict[tuple[int, ...], list[Completion]] = {}
+        by_prompt: dict[bytes, list[Completion]] = {}
         for completion in answers.values():
-            by_prompt.setdefault(completion.prompt_ids, []).append(completion)
+            by_prompt.setdefault(completion.prompt_ids.tobytes(), []).append(completion)
         check_samples(by_prompt.values())
         return answers
 

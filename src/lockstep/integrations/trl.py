@@ -36,6 +36,7 @@ from lockstep.models.resolve import resolve_model
 from lockstep.parity.proven_push import PushProof
 from lockstep.parity.rescoring import Precision
 from lockstep.rollouts.ranks import Ranks
+from lockstep.tokens.arrays import Ids, Reals, whole_numbers
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
 from lockstep.training.generate.engine import shake_hands, start_here
 from lockstep.training.trainers.setup import context_within
@@ -185,7 +186,9 @@ class LockstepGeneration:
                 "generate", lambda: _checked_prompts(prompts, images, num_generations), self._sample
             )
         completions, self.version = found
-        prompt_ids, token_ids, logprobs = ([c[part] for c in completions] for part in ("prompt", "tokens", "logprobs"))
+        prompt_ids, token_ids, logprobs = (
+            [c[part].tolist() for c in completions] for part in ("prompt", "tokens", "logprobs")
+        )
         if self._logprobs is None:
             return prompt_ids, token_ids, None, None
         return prompt_ids, token_ids, _each_alone(logprobs), _each_alone(token_ids)
@@ -257,17 +260,13 @@ class LockstepGeneration:
             for rank, part in enumerate(parts)
         ]
         pairs = ((key, ids) for own, part in zip(keys, parts, strict=True) for key, ids in zip(own, part, strict=True))
-        asked = {key: tuple(ids) for key, ids in pairs}
+        asked = {key: whole_numbers(ids) for key, ids in pairs}
         answers = self._proven.generate(asked, self._sampling)
-        return [([_as_json(answers[key]) for key in own], self._proven.version) for own in keys]
+        return [([_sendable(answers[key]) for key in own], self._proven.version) for own in keys]
 
 
-def _as_json(completion: Completion) -> dict[str, Any]:
-    return {
-        "prompt": list(completion.prompt_ids),
-        "tokens": list(completion.token_ids),
-        "logprobs": list(completion.logprobs),
-    }
+def _sendable(completion: Completion) -> dict[str, Ids | Reals]:
+    return {"prompt": completion.prompt_ids, "tokens": completion.token_ids, "logprobs": completion.logprobs}
 
 
 def _each_alone(sequences: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:

@@ -47,7 +47,7 @@ def canary_gap(
     gap = GapStats()
     for name, ids in sequences.items():
         policy = completion_logps(model, ids[:1], ids[1:], Sampling(max_tokens=1), precision)
-        gap = gap + measure_gap(torch.tensor(scores[name]), policy, [name] * len(policy))
+        gap = gap + measure_gap(torch.tensor(scores[name]), policy, [name], [len(policy)])
     return gap
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -103,8 +104,8 @@ def decompose(
         version: the current weight version, which the engine still holds.
         stale_by_design: whether tokens of older weights are expected; then only the gap of the other tokens is explained.
     """
-    behaviour = torch.tensor([c.logprobs[i] for c in completions for i in c.sampled_places])
-    fresh = torch.tensor([c.weight_versions[i] == version for c in completions for i in c.sampled_places])
+    behaviour = torch.from_numpy(np.concatenate([c.sampled_logprobs for c in completions]))
+    fresh = torch.from_numpy(np.concatenate([c.sampled_versions == version for c in completions]))
 
     def mean_gap(other: torch.Tensor, among: torch.Tensor) -> float:
         gap = (behaviour - other).abs()
@@ -144,14 +145,14 @@ def _answers_again(
 ) -> float | None:
     """Mean gap if the engine scores the same tokens again at temperature 1; None if it cannot (no room for another token)."""
     try:
-        found = engine.score({str(c.key): (*c.prompt_ids, *c.token_ids) for c in completions})
+        found = engine.score({str(c.key): (*c.prompt_ids.tolist(), *c.token_ids.tolist()) for c in completions})
     except InputError:
         return None
     gaps = []
     for c in completions:
         own = _sampled_logps(model, c, Sampling(max_tokens=1), precision)
         behind = found[str(c.key)][-len(c.token_ids) :]
-        gaps.append((torch.tensor([behind[i] for i in c.sampled_places]) - own).abs())
+        gaps.append((torch.tensor(behind)[torch.tensor(c.sampled_places)] - own).abs())
     return float(torch.cat(gaps).mean())
 
 
@@ -160,7 +161,7 @@ def _sampled_logps(
 ) -> torch.Tensor:
     """The trainer's log-probs of a completion's sampled tokens."""
     logps = completion_logps(model, completion.prompt_ids, completion.token_ids, sampling, precision)
-    return logps[list(completion.sampled_places)]
+    return logps[torch.tensor(completion.sampled_places)]
 
 
 def _reading(

@@ -7,8 +7,10 @@ taken only if the gap is within its limits. The gap goes into the receipt.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lockstep.errors import ProofError
@@ -57,25 +59,32 @@ class GapStats:
         )
 
 
-def measure_gap(behaviour: torch.Tensor, policy: torch.Tensor, names: list[str]) -> GapStats:
-    """Gap statistics of a set of tokens.
+def measure_gap(
+    behaviour: torch.Tensor, policy: torch.Tensor, names: Sequence[str], lengths: Sequence[int]
+) -> GapStats:
+    """Gap statistics of the N tokens of several requests, one request after the other.
 
     Args:
         behaviour: (N,) the engine's log-probs.
         policy: (N,) the trainer's log-probs of the same tokens.
-        names: N request names, used to name the worst token's request.
+        names: names of the requests, used to name the worst token's request.
+        lengths: number of tokens of each request; they add up to N.
 
     Raises:
         ProofError: a log-prob of either side is not finite.
+        ValueError: there are not as many log-probs on each side as the requests have tokens.
     """
-    if not len(behaviour) == len(policy) == len(names):
-        raise ValueError(f"{len(behaviour)} behaviour log-probs, {len(policy)} policy log-probs, {len(names)} names")
-    if len(names) == 0:
+    if not len(behaviour) == len(policy) == sum(lengths) or len(names) != len(lengths):
+        raise ValueError(
+            f"{len(behaviour)} behaviour log-probs, {len(policy)} policy log-probs, {len(names)} requests of "
+            f"{sum(lengths)} tokens"
+        )
+    if len(behaviour) == 0:
         return GapStats()
     gap = behaviour.double() - policy.detach().double()
     finite = torch.isfinite(gap)
     if not bool(finite.all()):
-        first = names[int((~finite).nonzero()[0])]
+        first = _owner(int((~finite).nonzero()[0]), names, lengths)
         raise ProofError(
             "gap",
             f"a log-prob of request {first} is not finite on one side",
@@ -85,14 +94,19 @@ def measure_gap(behaviour: torch.Tensor, policy: torch.Tensor, names: list[str])
     size = gap.abs()
     worst = int(size.argmax())
     return GapStats(
-        len(names),
+        len(gap),
         float(size.sum()),
         float(size.max()),
         float((torch.exp(-gap) - 1 + gap).sum()),
-        names[worst],
+        _owner(worst, names, lengths),
         float(size.pow(3).sum()),
         float(size.pow(4).sum()),
     )
+
+
+def _owner(token: int, names: Sequence[str], lengths: Sequence[int]) -> str:
+    """Name of the request that a token belongs to."""
+    return names[int(np.searchsorted(np.cumsum(lengths), token, side="right"))]
 
 
 def check_count(stats: GapStats, expected_tokens: int, version: int) -> None:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -19,6 +20,7 @@ from lockstep.engines.sampling import processed_logprobs
 from lockstep.models.adapters import causal_model, head_name
 from lockstep.models.logits import transformed_logits
 from lockstep.sync.adapters import weights_of
+from lockstep.tokens.arrays import Ids
 
 # Most bytes of float32 logits that are held in one tensor; three of them are alive at a time.
 LOGITS_BYTES = 64 * 2**20
@@ -46,8 +48,8 @@ def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Preci
 @torch.no_grad()
 def completion_logps(
     model: PreTrainedModel,
-    prompt_ids: Sequence[int],
-    token_ids: Sequence[int],
+    prompt_ids: Sequence[int] | Ids,
+    token_ids: Sequence[int] | Ids,
     sampling: Sampling,
     precision: Precision = Precision(),
 ) -> torch.Tensor:
@@ -56,13 +58,14 @@ def completion_logps(
     −inf for a token to which the settings give no probability. However long the completion is, no tensor of logits is larger than
     `LOGITS_BYTES`.
     """
+    prompt, tokens = np.asarray(prompt_ids).tolist(), np.asarray(token_ids).tolist()
     scores: list[torch.Tensor] = []
-    for logits in _logit_chunks(model, [*prompt_ids, *token_ids[:-1]], len(prompt_ids) - 1, precision):
+    for logits in _logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision):
         for row in logits.cpu():
             position = len(scores)
-            logps = processed_logprobs(row, sampling, prompt_ids, token_ids[:position])
+            logps = processed_logprobs(row, sampling, prompt, tokens[:position])
             # A copy: a view would keep the whole row.
-            scores.append(logps[token_ids[position]].clone())
+            scores.append(logps[tokens[position]].clone())
     return torch.stack(scores)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from lockstep.engines.protocol import Completion
 from lockstep.errors import ProofError
 
@@ -28,8 +30,8 @@ def check_samples(groups: Iterable[Sequence[Completion]]) -> None:
     evidence = 0.0
     for completions in groups:
         first = completions[0]
-        repeats = len(completions) > 1 and len({c.token_ids for c in completions}) == 1
-        log_chance = (len(completions) - 1) * sum(first.logprobs)
+        repeats = len(completions) > 1 and all(np.array_equal(c.token_ids, first.token_ids) for c in completions[1:])
+        log_chance = (len(completions) - 1) * sum(first.logprobs.tolist()) if repeats else 0.0
         evidence += _log_evidence(log_chance) if repeats else math.log(0.5)
         if repeats and log_chance < math.log(_ALPHA):
             raise ProofError(

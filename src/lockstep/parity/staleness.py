@@ -24,7 +24,7 @@ def check_staleness(completions: Iterable[Completion], version: int, most: int) 
         ProofError: a token is older than that, or newer than `version`.
     """
     for completion in completions:
-        oldest, newest = min(completion.weight_versions), max(completion.weight_versions)
+        oldest, newest = int(completion.weight_versions.min()), int(completion.weight_versions.max())
         if oldest < version - most or newest > version:
             raise ProofError(
                 "staleness",

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.engines.answers import check_answers, check_requests
@@ -21,7 +22,7 @@ from lockstep.engines.protocol import (
 )
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.rollouts.interruptions import Generate, Interruption, generate_interrupted
+from lockstep.rollouts.interruptions import Decode, Generate, Interruption, generate_interrupted
 
 
 def collect(
@@ -125,5 +126,5 @@ def group_of(prompt: Prompt, completions: Sequence[Completion], tokenizer: PreTr
     return RolloutGroup(prompt, tuple(Rollout(c, decode(c.token_ids)) for c in completions))
 
 
-def _decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+def _decoding(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    return lambda ids: tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)

@@ -8,23 +8,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.engines.protocol import Completion
+from lockstep.tokens.arrays import ArrayFields, Ids, whole_numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt(ArrayFields):
     """One row of a dataset, ready for an engine.
 
     Attributes:
-        prompt_id: name of the row in every request; unique within a dataset.
-        ids: the prompt's token ids.
-        source: the row's `prompt` as in the dataset (text or messages), for reward functions.
+        prompt_id: names the row in every request; unique within a dataset.
+        ids: (P,) int64, the prompt's token ids, read-only; any sequence of integers is taken.
+        source: the row's `prompt` as the dataset has it (text or messages), for reward functions.
         columns: the row's other columns, for reward functions.
     """
 
     prompt_id: str
-    ids: tuple[int, ...]
+    ids: Ids
     source: Any
     columns: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._set("ids", whole_numbers(self.ids))
 
 
 @dataclass(frozen=True, slots=True)

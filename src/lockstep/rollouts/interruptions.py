@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from lockstep.engines.answers import check_answers
 from lockstep.engines.protocol import Completion, GenerationRequest, OnAnswer, RequestKey, derived_seed
 from lockstep.errors import InputError
+from lockstep.tokens.arrays import Flags, Ids, filled, flags, joined, whole_numbers
 
 Generate = Callable[[Sequence[GenerationRequest], OnAnswer | None], dict[RequestKey, Completion]]
-Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[Ids], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ class Interruption:
     def thinks(self, completion: Completion) -> bool:
         """Whether a completion has not yet ended its thinking."""
         ids, size = completion.token_ids, len(self.end_ids)
-        return all(ids[i : i + size] != self.end_ids for i in range(len(ids) - size + 1))
+        if len(ids) < size:
+            return True
+        return not (np.lib.stride_tricks.sliding_window_view(ids, size) == self.end_ids).all(axis=1).any()
 
     def check_room(self, limit: int) -> None:
         """Refuse a length limit that leaves no tokens for an answer. A limit that ends before every interruption is accepted.
@@ -135,22 +140,24 @@ def _asked_of(
 ) -> dict[RequestKey, Completion]:
     """An engine's answers, checked against their requests. The versions are checked later, on the joined completions."""
     answers = generate(requests, on_answer).values()
-    return check_answers(requests, answers, sorted({v for answer in answers for v in answer.weight_versions}))
+    return check_answers(
+        requests, answers, sorted({v for answer in answers for v in np.unique(answer.weight_versions).tolist()})
+    )
 
 
 def _limited(request: GenerationRequest, limit: int) -> GenerationRequest:
     return replace(request, sampling=replace(request.sampling, max_tokens=min(request.sampling.max_tokens, limit)))
 
 
-def _inserted(first: Completion, interruption: Interruption) -> tuple[int, ...]:
-    return interruption.ids if interruption.thinks(first) else ()
+def _inserted(first: Completion, interruption: Interruption) -> Ids:
+    return whole_numbers(interruption.ids if interruption.thinks(first) else ())
 
 
 def _next(request: GenerationRequest, first: Completion, interruption: Interruption) -> GenerationRequest:
-    behind = (*first.token_ids, *_inserted(first, interruption))
+    behind = joined([first.token_ids, _inserted(first, interruption)])
     return replace(
         _limited(request, request.sampling.max_tokens - len(behind)),
-        prompt_ids=request.prompt_ids + behind,
+        prompt_ids=joined([request.prompt_ids, behind]),
         seed=derived_seed(request.seed, "going on"),
     )
 
@@ -159,23 +166,25 @@ def _joined(
     request: GenerationRequest, first: Completion, second: Completion, interruption: Interruption, decode: Decode
 ) -> Completion:
     inserted = _inserted(first, interruption)
-    if not inserted:
-        # The engine has looked for stop strings in each part. A stop string may also span both parts.
+    if not len(inserted):
+        # The engine has looked for stop strings in each part; one may stand across both.
         second = _stopped(first, second, request.sampling.stop, decode)
     count = len(inserted)
     return replace(
         first,
-        token_ids=first.token_ids + inserted + second.token_ids,
-        logprobs=first.logprobs + (0.0,) * count + second.logprobs,
-        # The weights that continued after the inserted ids were the first to read them.
-        weight_versions=first.weight_versions + second.weight_versions[:1] * count + second.weight_versions,
+        token_ids=joined([first.token_ids, inserted, second.token_ids]),
+        logprobs=joined([first.logprobs, filled(0.0, count), second.logprobs]),
+        # What was put in was first read by the weights that went on behind it.
+        weight_versions=joined(
+            [first.weight_versions, np.repeat(second.weight_versions[:1], count), second.weight_versions]
+        ),
         finish_reason=second.finish_reason,
-        sampled=_mask(first, count, second) if inserted else None,
+        sampled=_mask(first, count, second) if count else None,
     )
 
 
-def _mask(first: Completion, inserted: int, second: Completion) -> tuple[bool, ...]:
-    return (True,) * len(first.token_ids) + (False,) * inserted + (True,) * len(second.token_ids)
+def _mask(first: Completion, inserted: int, second: Completion) -> Flags:
+    return flags(np.repeat([True, False, True], [len(first.token_ids), inserted, len(second.token_ids)]))
 
 
 def _stopped(first: Completion, second: Completion, stop: tuple[str, ...], decode: Decode) -> Completion:
@@ -186,7 +195,7 @@ def _stopped(first: Completion, second: Completion, stop: tuple[str, ...], decod
             # Later tokens are too far from the first part to complete such a stop string.
             break
         own = second.token_ids[:count]
-        text = decode(first.token_ids + own)
+        text = decode(joined([first.token_ids, own]))
         if any(s in text for s in stop):
             return replace(
                 second,

@@ -1,14 +1,14 @@
 """Several trainer ranks with one owner of the engine: every rank gives its part, the owner works on all parts, each gets an
 answer.
 
-Trainers and `integrations/` use it, and every rank makes the same calls. One call is one gather and one scatter, for any
-parts. A rank without data takes part too. An error on any rank is raised on all ranks. No answer is found by its position.
-The ranks exchange JSON: nothing is unpickled.
+Comes from: trainers and `integrations/`, which every rank calls alike. One call is one gather and one scatter, whatever the ranks
+bring: a rank with nothing takes part, an error on any rank is raised on all, and no answer is found by its position. What travels
+is JSON and arrays (`rollouts/frames.py`): nothing is unpickled. An answer that is the same object for every rank is encoded once
+and broadcast.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.rollouts.frames import decode, encode
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -49,10 +50,10 @@ class Ranks:
         """Do one thing together. Every rank must make this call.
 
         Args:
-            name: name of the call, which must be the same on all ranks.
-            offer: makes this rank's part, of JSON types. It raises if the part is bad.
-            work: runs on the owner alone, with the parts of all ranks in order of rank. It returns one answer per rank, of
-                JSON types (tuples arrive as lists).
+            name: what is done; all ranks must mean the same.
+            offer: makes this rank's part, of JSON types and arrays, and refuses it where it is bad.
+            work: run by the owner alone, on the parts of all ranks by rank; gives each rank's answer by rank, of JSON types
+                and arrays (tuples arrive as lists, arrays read-only).
 
         Raises:
             LockstepError: on every rank: a part was refused, or the work failed (`InputError` and `ProofError` keep their
@@ -79,8 +80,8 @@ class Ranks:
         """The value that the owner makes, on every rank. Every rank must make this call.
 
         Args:
-            make: runs on the owner alone.
-            pack, unpack: convert the value to JSON types and back, for the other ranks.
+            make: run by the owner alone.
+            pack, unpack: to JSON types and arrays, and back, for the other ranks.
 
         Raises:
             LockstepError: as in `call`.
@@ -104,7 +105,7 @@ class Ranks:
         self.from_owner(name, work, lambda _: None, lambda _: None)
 
     def share(self, name: str, part: Callable[[], T]) -> list[T]:
-        """The parts of all ranks, in order of rank, on every rank. The parts are of JSON types.
+        """Every rank's part, by rank, on every rank; of JSON types and arrays.
 
         Raises:
             LockstepError: as in `call`.
@@ -135,25 +136,42 @@ class Ranks:
         return answers
 
     def _gathered(self, mine: _Outcome) -> list[_Outcome]:
-        data = mine.data()
+        (frame,) = self._frames(mine.name, [mine])
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        dist.all_gather(sizes, torch.tensor([len(frame)]), group=self._group)
         width = int(max(sizes))
         parts = [torch.empty(width, dtype=torch.uint8) for _ in range(self.count)] if self.owner else None
-        dist.gather(_padded(data, width), parts, dst=_OWNER, group=self._group)
+        dist.gather(_padded(frame, width), parts, dst=_OWNER, group=self._group)
         return [_Outcome.read(part[: int(size)]) for part, size in zip(parts or (), sizes, strict=False)]
 
     def _scattered(self, done: _Outcome) -> _Outcome:
-        sizes, answers = torch.zeros(self.count, dtype=torch.int64), None
-        if self.owner:
-            values = [None] * self.count if done.failure else done.value
-            found = [_Outcome(done.name, value, done.failure).data() for value in values]
-            sizes = torch.tensor([len(data) for data in found])
-            answers = [_padded(data, int(sizes.max())) for data in found]
+        frames = self._frames(done.name, self._outcomes(done)) if self.owner else []
+        # The size of each rank's answer; the same for all of them is broadcast, and then all but the first are 0.
+        sizes = torch.tensor([len(frame) for frame in frames] + [0] * (self.count - len(frames)))
         dist.broadcast(sizes, _OWNER, group=self._group)
-        mine = torch.empty(int(sizes.max()), dtype=torch.uint8)
+        width = int(sizes.max())
+        if not int(sizes[1:].sum()):
+            mine = _padded(frames[0], width) if self.owner else torch.empty(width, dtype=torch.uint8)
+            dist.broadcast(mine, _OWNER, group=self._group)
+            return _Outcome.read(mine)
+        mine = torch.empty(width, dtype=torch.uint8)
+        answers = [_padded(frame, width) for frame in frames] if self.owner else None
         dist.scatter(mine, answers, src=_OWNER, group=self._group)
         return _Outcome.read(mine[: int(sizes[self.rank])])
+
+    def _outcomes(self, done: _Outcome) -> list[_Outcome]:
+        """One outcome for each rank, or a single one that is every rank's."""
+        values = [None] * self.count if done.failure else done.value
+        if all(value is values[0] for value in values):
+            return [_Outcome(done.name, values[0], done.failure)]
+        return [_Outcome(done.name, value) for value in values]
+
+    def _frames(self, name: str, outcomes: Sequence[_Outcome]) -> list[bytearray]:
+        """The frame of each; that of a failure where one of them cannot be sent, so that no rank waits for what is not coming."""
+        try:
+            return [outcome.frame() for outcome in outcomes]
+        except (TypeError, ValueError) as error:
+            return [_Outcome(name, None, _Failure.of(error, self.rank)).frame()]
 
     @contextmanager
     def _waiting(self, name: str, whom: str) -> Iterator[None]:
@@ -169,8 +187,9 @@ class Ranks:
             ) from error
 
 
-def _padded(data: bytes, width: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data.ljust(width, b" ")), dtype=torch.uint8)
+def _padded(frame: bytearray, width: int) -> torch.Tensor:
+    found = torch.frombuffer(frame, dtype=torch.uint8)
+    return found if len(frame) == width else torch.cat([found, torch.zeros(width - len(frame), dtype=torch.uint8)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +236,18 @@ class _Outcome:
     value: Any
     failure: _Failure | None = None
 
-    def data(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+    def frame(self) -> bytearray:
+        """Its bytes.
+
+        Raises:
+            TypeError, ValueError: the value holds something that cannot be sent.
+        """
+        failure = self.failure
+        return encode({"name": self.name, "value": self.value, "failure": failure and asdict(failure)})
 
     @classmethod
-    def read(cls, data: torch.Tensor) -> _Outcome:
-        found = json.loads(data.numpy().tobytes())
+    def read(cls, frame: torch.Tensor) -> _Outcome:
+        found = decode(frame.numpy())
         failure = found["failure"]
         return cls(
             found["name"], found["value"], failure and _Failure(**{**failure, "fields": tuple(failure["fields"])})

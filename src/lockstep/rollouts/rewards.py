@@ -158,7 +158,7 @@ def _arguments(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
             [{"role": "assistant", "content": rollout.text}] if chat else rollout.text
             for (_, rollout), chat in zip(pairs, conversational, strict=True)
         ],
-        "completion_ids": [list(rollout.completion.token_ids) for _, rollout in pairs],
+        "completion_ids": [rollout.completion.token_ids.tolist() for _, rollout in pairs],
     }
 
 

@@ -1,4 +1,4 @@
-"""Converts rollout groups and their scores to JSON types and back, for ranks that did not sample or score them.
+"""Rollout groups and their scores in JSON types and arrays, and back, for ranks that did not sample or score them.
 
 `training/generate/source.py` sends them through `rollouts/ranks.py`. Prompts are not sent, because every rank has the same
 prompts.
@@ -7,65 +7,80 @@ prompts.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.tokens.arrays import cut, flags, joined
+
+# One array for all completions of the generation, laid end to end.
+_COLUMNS = ("token_ids", "logprobs", "weight_versions")
 
 
-def groups_to_wire(groups: Sequence[RolloutGroup]) -> list[dict[str, Any]]:
-    """Groups as JSON types; a prompt is named by its id."""
-    return [
-        {
-            "prompt": group.prompt.prompt_id,
-            "rollouts": [
-                {
-                    "sample": r.completion.key.sample,
-                    "token_ids": r.completion.token_ids,
-                    "logprobs": r.completion.logprobs,
-                    "weight_versions": r.completion.weight_versions,
-                    "finish_reason": r.completion.finish_reason,
-                    "sampled": r.completion.sampled,
-                    "text": r.text,
-                }
-                for r in group.rollouts
-            ],
-        }
-        for group in groups
-    ]
+def groups_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
+    """Groups by the ids of their prompts; what each token has, in one array for all of them."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    completions = [rollout.completion for rollout in rollouts]
+    masks = [c.sampled for c in completions if c.sampled is not None]
+    return {
+        "prompts": [[group.prompt.prompt_id, len(group.rollouts)] for group in groups],
+        "samples": [c.key.sample for c in completions],
+        "finish_reasons": [c.finish_reason for c in completions],
+        "texts": [rollout.text for rollout in rollouts],
+        "masked": [c.sampled is not None for c in completions],
+        "lengths": np.array([len(c.token_ids) for c in completions], dtype=np.int64),
+        "sampled": joined(masks) if masks else flags([]),
+        **({name: joined([getattr(c, name) for c in completions]) for name in _COLUMNS} if completions else {}),
+    }
 
 
-def groups_from_wire(data: Sequence[dict[str, Any]], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-    """The groups of these prompts, in the order of the prompts.
+def groups_from_wire(data: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+    """The groups of these prompts, in their order.
 
     Raises:
-        ProofError: the data belong to other prompts.
+        ProofError: what has come belongs to other prompts, or does not have one value for each token.
     """
-    by_id = {group["prompt"]: group for group in data}
-    if sorted(by_id) != sorted(prompt.prompt_id for prompt in prompts):
+    known = {prompt.prompt_id: prompt for prompt in prompts}
+    names = [name for name, _ in data["prompts"]]
+    if sorted(names) != sorted(known) or len(known) != len(prompts):
         raise ProofError(
             "keys",
             "rollouts arrived for other prompts than those of this rank",
             "the ranks do not read the same data in the same order",
             "give every rank the same dataset, seed and configuration",
         )
-    return [RolloutGroup(p, tuple(_rollout(p, r) for r in by_id[p.prompt_id]["rollouts"])) for p in prompts]
+    try:
+        rollouts = list(_rollouts(data, [known[name] for name, size in data["prompts"] for _ in range(size)]))
+    except ValueError as error:
+        raise ProofError(
+            "keys",
+            f"rollouts have come whose parts do not fit each other ({error})",
+            "the ranks run different versions of Lockstep",
+            "install the same version for every rank; otherwise this is a defect of Lockstep: report it",
+        ) from error
+    places, end = {}, 0
+    for name, size in data["prompts"]:
+        places[name] = slice(end, end + size)
+        end += size
+    return [RolloutGroup(prompt, tuple(rollouts[places[prompt.prompt_id]])) for prompt in prompts]
 
 
-def _rollout(prompt: Prompt, data: dict[str, Any]) -> Rollout:
-    completion = Completion(
-        key=RequestKey(prompt.prompt_id, data["sample"]),
-        prompt_ids=prompt.ids,
-        token_ids=tuple(data["token_ids"]),
-        logprobs=tuple(data["logprobs"]),
-        weight_versions=tuple(data["weight_versions"]),
-        finish_reason=data["finish_reason"],
-        sampled=tuple(data["sampled"]) if data["sampled"] is not None else None,
-    )
-    return Rollout(completion, data["text"])
+def _rollouts(data: Mapping[str, Any], prompts: Sequence[Prompt]) -> Iterator[Rollout]:
+    """One rollout for each of the prompts, which stand there once for each of their completions."""
+    if not prompts:
+        return
+    lengths, masked = data["lengths"], np.array(data["masked"], dtype=np.bool_)
+    masks = iter(cut(data["sampled"], lengths[masked]))
+    columns = zip(*(cut(data[name], lengths) for name in _COLUMNS), strict=True)
+    rows = zip(prompts, data["samples"], data["finish_reasons"], data["texts"], masked.tolist(), columns, strict=True)
+    for prompt, sample, reason, text, has_mask, (ids, logprobs, versions) in rows:
+        key, mask = RequestKey(prompt.prompt_id, sample), next(masks) if has_mask else None
+        yield Rollout(Completion(key, prompt.ids, ids, logprobs, versions, reason, mask), text)
 
 
 def scores_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, dict[str, Any]]:

@@ -62,7 +62,7 @@ def _gap_inside(stage: Stage, completions: Sequence[Completion], sampling: Sampl
         own = completion_logps(stage.model, c.prompt_ids, c.token_ids, sampling, stage.precision)
         inside = torch.isfinite(own)
         outside += int((~inside).sum())
-        gap = gap + measure_gap(torch.tensor(c.logprobs)[inside], own[inside], [str(c.key)] * int(inside.sum()))
+        gap = gap + measure_gap(torch.tensor(c.logprobs)[inside], own[inside], [str(c.key)], [int(inside.sum())])
     return gap, outside
 
 

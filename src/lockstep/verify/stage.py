@@ -24,6 +24,7 @@ from lockstep.parity.module_probe import ProbeRecord
 from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.rollouts.collect import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.data.prompt_order import MicroBatch
 from lockstep.training.methods.grpo_config import GRPOConfig
@@ -120,9 +121,9 @@ class Stage:
         groups = self.groups(sampling, self.prompts if prompts is None else prompts, samples)
         return [rollout.completion for group in groups for rollout in group.rollouts]
 
-    def encoded_again(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The ids after decoding to text and encoding again."""
-        return tuple(self.tokenizer(self.tokenizer.decode(ids), add_special_tokens=False)["input_ids"])
+    def encoded_again(self, ids: Ids) -> Ids:
+        """What becomes of ids that are decoded and encoded."""
+        return whole_numbers(self.tokenizer(self.tokenizer.decode(ids.tolist()), add_special_tokens=False)["input_ids"])
 
     def gap(
         self, completions: Sequence[Completion], sampling: Sampling, precision: Precision | None = None
@@ -131,7 +132,7 @@ class Stage:
         stats = GapStats()
         for c in completions:
             own = completion_logps(self.model, c.prompt_ids, c.token_ids, sampling, precision or self.precision)
-            stats = stats + measure_gap(torch.tensor(c.logprobs), own, [str(c.key)] * len(own))
+            stats = stats + measure_gap(torch.tensor(c.logprobs), own, [str(c.key)], [len(own)])
         return stats
 
     def sampling(self, **changes: Any) -> Sampling:
@@ -243,7 +244,7 @@ def _with_foreign_ids(trainer: GRPOTrainer) -> tuple[Prompt, ...]:
     *first, last = trainer._train_prompts
     tokenizer = trainer.processing_class
     letters = [i for letter in "Which is it?" for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]
-    return (*first, replace(last, ids=(*letters, *last.ids)[: len(last.ids)]))
+    return (*first, replace(last, ids=whole_numbers((*letters, *last.ids.tolist())[: len(last.ids)])))
 
 
 def _alternating(completions: list, **columns: Any) -> list[float]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
+
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling, request_seed
 from lockstep.engines.tensor_specs import dtype_name
 from lockstep.rollouts.group import Prompt
+from lockstep.tokens.arrays import whole_numbers
 from lockstep.tokens.chat import render_prompt
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import embedding_rows
@@ -97,10 +100,10 @@ def echo(stage: Stage) -> list[Row]:
     rows = embedding_rows(stage.model)
     longest = max(len(p.ids) for p in stage.prompts)
     prompts = [p.ids for p in stage.prompts]
-    prompts += [tuple(draw.randrange(rows) for _ in range(min(24, longest))) for _ in range(4)]
+    prompts += [whole_numbers([draw.randrange(rows) for _ in range(min(24, longest))]) for _ in range(4)]
     answers = stage.sample(Sampling(1), [Prompt(f"echo/{i}", ids, "") for i, ids in enumerate(prompts)], samples=1)
-    equal = sum(answer.prompt_ids == ids for answer, ids in zip(answers, prompts, strict=True))
-    changed = sum(stage.encoded_again(ids) != ids for ids in prompts)
+    equal = sum(np.array_equal(answer.prompt_ids, ids) for answer, ids in zip(answers, prompts, strict=True))
+    changed = sum(not np.array_equal(stage.encoded_again(ids), ids) for ids in prompts)
     return [
         Row(
             "token echo",
@@ -144,10 +147,10 @@ def groups(stage: Stage) -> list[Row]:
     stage.trainer.proofs.check_groups(made)
     right = all(
         [r.completion.key for r in group.rollouts] == [RequestKey(prompt.prompt_id, i) for i in range(size)]
-        and all(r.completion.prompt_ids == prompt.ids for r in group.rollouts)
+        and all(np.array_equal(r.completion.prompt_ids, prompt.ids) for r in group.rollouts)
         for prompt, group in zip(stage.prompts, made, strict=True)
     )
-    distinct = len({r.completion.token_ids for group in made for r in group.rollouts})
+    distinct = len({r.completion.token_ids.tobytes() for group in made for r in group.rollouts})
     return [
         Row(
             "group layout",
@@ -166,7 +169,7 @@ def repetition(stage: Stage) -> list[Row]:
     first = stage.sample(stage.sampling(temperature=1.0))
     stage.trainer.proofs.sync(stage.version)
     again = stage.sample(stage.sampling(temperature=1.0))
-    same = sum(a.token_ids == b.token_ids for a, b in zip(first, again, strict=True))
+    same = sum(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, again, strict=True))
     pairs = [(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x.logprobs, y.logprobs, strict=False)]
     apart = max(abs(a - b) for a, b in pairs)
     return [
@@ -183,9 +186,9 @@ def repetition(stage: Stage) -> list[Row]:
 def _stopped_by_string(stage: Stage, found: list[Completion]) -> Completion | None:
     """Request a completion again, with a character of its own text as a stop string."""
     for c in found:
-        # Without the last token, because the completion must end earlier than it did.
-        text = stage.tokenizer.decode(c.token_ids[:-1], skip_special_tokens=True)
-        # Skip pieces of a character that is spread over several tokens.
+        # Without its last token: it must end before it would have ended anyway.
+        text = stage.tokenizer.decode(c.token_ids[:-1].tolist(), skip_special_tokens=True)
+        # Not a piece of a character that is spread over several tokens.
         whole = [letter for letter in text if letter != "\ufffd" and not letter.isspace()]
         if whole:
             (prompt,) = [p for p in stage.prompts if p.prompt_id == c.key.prompt_id]

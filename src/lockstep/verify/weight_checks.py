@@ -82,7 +82,7 @@ def versions(stage: Stage) -> list[Row]:
     """Tokens carry the version that sampled them, and the engine serves no token during an update."""
     stage.push()
     found = stage.sample(stage.sampling(), samples=1)
-    stamped = all(set(c.weight_versions) == {stage.version} for c in found)
+    stamped = all((c.weight_versions == stage.version).all() for c in found)
     stage.engine.begin_update()
     try:
         stage.engine.generate([])

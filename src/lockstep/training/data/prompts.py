@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt
+from lockstep.tokens.arrays import whole_numbers
 from lockstep.tokens.chat import render_prompt
 from lockstep.training.config.online_config import OnlineConfig
 
@@ -73,7 +74,7 @@ def load_prompts(
                 f"prompt {prompt_id} has {len(ids)} tokens; the model's context leaves {max_prompt_length} beside "
                 "max_completion_length: shorten or drop the row"
             )
-        prompts.append(Prompt(prompt_id, ids, source, {k: v for k, v in row.items() if k != "prompt"}))
+        prompts.append(Prompt(prompt_id, whole_numbers(ids), source, {k: v for k, v in row.items() if k != "prompt"}))
     return prompts
 
 

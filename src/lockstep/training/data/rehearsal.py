@@ -20,6 +20,7 @@ from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.judges import PairwiseJudge, judge_pairs
 from lockstep.rollouts.rewards import RewardRaised, call_functions
+from lockstep.tokens.arrays import filled, whole_numbers
 from lockstep.training.config.online_config import OnlineConfig
 
 
@@ -62,11 +63,11 @@ def made_up_group(dataset: Dataset, config: OnlineConfig) -> RolloutGroup | None
     text = _text(row["prompt"])
     if text is None:
         return None
-    prompt = Prompt("rehearsal", (0,), row["prompt"], {k: v for k, v in row.items() if k != "prompt"})
+    zero = whole_numbers([0])
+    prompt = Prompt("rehearsal", zero, row["prompt"], {k: v for k, v in row.items() if k != "prompt"})
     keys = [RequestKey(prompt.prompt_id, i) for i in range(config.group_size)]
-    return RolloutGroup(
-        prompt, tuple(Rollout(Completion(key, prompt.ids, (0,), (0.0,), (0,), "stop"), text) for key in keys)
-    )
+    completions = [Completion(key, zero, zero, filled(0.0, 1), zero, "stop") for key in keys]
+    return RolloutGroup(prompt, tuple(Rollout(c, text) for c in completions))
 
 
 def first_state(dataset: Dataset, config: OnlineConfig) -> TrainerState:

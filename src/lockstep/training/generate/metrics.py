@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from lockstep.rollouts.group import RolloutGroup
@@ -37,11 +38,11 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
     """`staleness/mean` and `/max` of the sampled tokens, in weight versions, and `staleness/fresh`, the share of those at 0."""
-    versions = [v for group in groups for rollout in group.rollouts for v in rollout.completion.sampled_versions]
+    versions = np.concatenate([r.completion.sampled_versions for group in groups for r in group.rollouts])
     return {
-        "staleness/mean": version - sum(versions) / len(versions),
-        "staleness/max": float(version - min(versions)),
-        "staleness/fresh": sum(v == version for v in versions) / len(versions),
+        "staleness/mean": version - int(versions.sum()) / len(versions),
+        "staleness/max": float(version - int(versions.min())),
+        "staleness/fresh": int(np.count_nonzero(versions == version)) / len(versions),
     }
 
 

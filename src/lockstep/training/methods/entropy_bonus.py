@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from lockstep.algorithms.tally import Tally
@@ -32,7 +33,9 @@ class EntropyBonus:
 
     def begin_step(self, sequences: Sequence[TrainingSequence]) -> None:
         """Count the step's tokens, over all ranks, that the policy learns from."""
-        self._tokens = sum(sum(s.kept) if s.kept is not None else s.length for s in sequences if s.weight != 0.0)
+        self._tokens = sum(
+            int(np.count_nonzero(s.kept)) if s.kept is not None else s.length for s in sequences if s.weight != 0.0
+        )
 
     def share(self, entropies: torch.Tensor, kept: torch.Tensor, tally: Tally) -> torch.Tensor:
         """A pack's share of the bonus; a scalar.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from lockstep.algorithms.advantages import group_advantages, normalised_reward_advantages, varies
@@ -26,6 +27,7 @@ from lockstep.algorithms.policy_loss import (
 from lockstep.algorithms.sequence_loss import vespo_loss
 from lockstep.algorithms.tally import Tally
 from lockstep.rollouts.group import RolloutGroup
+from lockstep.tokens.arrays import cut, flags
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.methods.entropy_bonus import EntropyBonus
 from lockstep.training.methods.grpo_config import GRPOConfig
@@ -88,10 +90,13 @@ class GRPOObjective(Objective[GRPOConfig]):
         if share < 1.0 and learned:
             # One threshold for the whole step: a threshold per micro-batch would depend on how the step is split.
             by_name = entropies(learned)
-            flat = torch.tensor([value for s in learned for value in by_name[s.name]])
-            parts = high_entropy_mask(flat, share).split([s.length for s in learned])
-            masks = {s.name: tuple(part.tolist()) for s, part in zip(learned, parts, strict=True)}
-            found = [replace(s, kept=masks.get(s.name, (False,) * s.length)) for s in sequences]
+            flat = torch.from_numpy(np.concatenate([by_name[s.name] for s in learned]))
+            parts = cut(flags(high_entropy_mask(flat, share).numpy()), [s.length for s in learned])
+            masks = {s.name: part for s, part in zip(learned, parts, strict=True)}
+            found = [
+                replace(s, kept=masks[s.name] if s.name in masks else flags(np.zeros(s.length, np.bool_)))
+                for s in sequences
+            ]
         self._bonus.begin_step(found)
         return found
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
 from lockstep.algorithms.corrections import importance_weights
@@ -19,13 +20,14 @@ from lockstep.algorithms.policy_loss import TokenLoss, clipped_policy_loss, impo
 from lockstep.algorithms.segments import Segments
 from lockstep.algorithms.tally import Tally
 from lockstep.rollouts.group import Rollout, RolloutGroup
+from lockstep.tokens.arrays import Reals, filled
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.scoring import TokenScores
 
 Config = TypeVar("Config", bound=OnlineConfig)
-Scores = dict[str, tuple[float, ...]]
+Scores = dict[str, Reals]
 # Scores sequences with the current policy. Returns entropies by request name, on all ranks.
 Entropies = Callable[[Sequence[TrainingSequence]], Scores]
 
@@ -146,7 +148,7 @@ class Objective(ABC, Generic[Config]):
 
     def has_gradient(self, sequence: TrainingSequence) -> bool:
         """Whether a sequence contributes a gradient to the policy. Other sequences are scored without gradient."""
-        return sequence.weight != 0.0 and any(advantage != 0.0 for advantage in sequence.advantages)
+        return sequence.weight != 0.0 and bool(np.any(sequence.advantages))
 
     def is_masked(self, rollout: Rollout) -> bool:
         """Whether a rollout is left out of the loss: it was cut at the length limit, and the config masks such rollouts."""
@@ -210,11 +212,6 @@ def scores_by_function(
     return scores, torch.tensor(list(weights) if weights is not None else [1.0] * len(names))
 
 
-def flat(sequences: Sequence[TrainingSequence], name: str) -> torch.Tensor:
-    """(N,) a column of all sequences, one after the other. In float64, because whitening may divide small differences."""
-    return torch.tensor([value for s in sequences for value in getattr(s, name)], dtype=torch.float64)
-
-
 def clipped_tokens(objective: Objective[Any], batch: TokenBatch, tally: Tally) -> torch.Tensor:
     """(N,) PPO's clipped loss with one ratio per token and the importance correction, for methods with advantages per token."""
     ratios = importance_ratios(batch.logps, batch.old_logps, batch.segments, "token")
@@ -229,7 +226,7 @@ def with_one_advantage(
 ) -> list[TrainingSequence]:
     """Sequences with one advantage per completion. It is the advantage of each of its tokens."""
     values = torch.cat(list(advantages)).tolist()
-    return [replace(s, advantages=(v,) * s.length) for s, v in zip(sequences, values, strict=True)]
+    return [replace(s, advantages=filled(v, s.length)) for s, v in zip(sequences, values, strict=True)]
 
 
 @torch.no_grad()

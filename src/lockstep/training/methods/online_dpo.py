@@ -16,6 +16,7 @@ from lockstep.algorithms.preference_loss import PreferenceLossType, choose, pref
 from lockstep.algorithms.tally import Tally
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
+from lockstep.tokens.arrays import filled
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.trl_fields import doc
@@ -119,7 +120,7 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
             "val/contain_eos_token": sum(stopped) / len(stopped),
             "pairs/undecided": float((~decided).float().mean()),
         }
-        return [replace(s, unit=by_name[s.name][0], advantages=(by_name[s.name][1],) * s.length) for s in sequences]
+        return [replace(s, unit=by_name[s.name][0], advantages=filled(by_name[s.name][1], s.length)) for s in sequences]
 
     def _reward(self, rollout: Any) -> float:
         penalty = self.config.missing_eos_penalty

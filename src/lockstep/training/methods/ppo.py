@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from lockstep.algorithms.advantages import whiten
@@ -19,10 +20,11 @@ from lockstep.algorithms.returns import clipped_value_loss, generalised_advantag
 from lockstep.algorithms.segments import Segments
 from lockstep.algorithms.tally import Tally
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.tokens.arrays import cut, flags, reals
+from lockstep.training.batch.sequence import TrainingSequence, column
 from lockstep.training.config.group_config import GroupConfig
 from lockstep.training.config.trl_fields import check_bounds, doc
-from lockstep.training.methods.objective import Objective, TokenBatch, clipped_tokens, flat
+from lockstep.training.methods.objective import Objective, TokenBatch, clipped_tokens
 
 
 @dataclass
@@ -77,26 +79,26 @@ class PPOObjective(Objective[PPOConfig]):
         segments = Segments(lengths)
         token_rewards = torch.zeros(int(lengths.sum()), dtype=torch.float64)
         if self.uses_reference:
-            token_rewards = -config.beta * k1(flat(sequences, "old_logps"), flat(sequences, "ref_logps"))
+            token_rewards = -config.beta * k1(
+                *(column(sequences, name, torch.float64) for name in ("old_logps", "ref_logps"))
+            )
         token_rewards[lengths.cumsum(0) - 1] += rewards.nan_to_num(0.0)
         advantages, returns = generalised_advantages(
-            token_rewards, flat(sequences, "values"), segments, config.gamma, config.lam
+            token_rewards, column(sequences, "values", torch.float64), segments, config.gamma, config.lam
         )
         masked = torch.tensor([self.is_masked(rollout) for group in groups for rollout in group.rollouts])
         learned = segments.spread((~rewards.isnan() & ~masked).float()) > 0
         advantages = torch.where(learned, whiten(advantages, learned), 0.0)
-        columns = zip(*(x.split(lengths.tolist()) for x in (advantages, returns, learned)), strict=True)
-        return [
-            replace(s, advantages=tuple(a.tolist()), returns=tuple(r.tolist()), kept=tuple(k.tolist()))
-            for s, (a, r, k) in zip(sequences, columns, strict=True)
-        ]
+        found = (reals(advantages.numpy()), reals(returns.numpy()), flags(learned.numpy()))
+        columns = zip(*(cut(x, lengths.numpy()) for x in found), strict=True)
+        return [replace(s, advantages=a, returns=r, kept=k) for s, (a, r, k) in zip(sequences, columns, strict=True)]
 
     def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return token_weights(lengths, "dapo", self.config.max_completion_length)
 
     def has_gradient(self, sequence: TrainingSequence) -> bool:
         # The value head learns from every completion that has a reward, for any advantages.
-        return sequence.weight != 0.0 and sequence.kept is not None and any(sequence.kept)
+        return sequence.weight != 0.0 and sequence.kept is not None and bool(np.any(sequence.kept))
 
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
         config = self.config

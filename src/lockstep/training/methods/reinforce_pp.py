@@ -23,10 +23,11 @@ from lockstep.algorithms.segments import Segments
 from lockstep.algorithms.tally import Tally
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.tokens.arrays import cut, reals
+from lockstep.training.batch.sequence import TrainingSequence, column
 from lockstep.training.config.group_config import GroupConfig
 from lockstep.training.config.trl_fields import check_bounds, doc
-from lockstep.training.methods.objective import Objective, TokenBatch, clipped_tokens, flat
+from lockstep.training.methods.objective import Objective, TokenBatch, clipped_tokens
 
 
 @dataclass
@@ -76,12 +77,13 @@ class ReinforcePPObjective(Objective[ReinforcePPConfig]):
         segments = Segments(torch.tensor([s.length for s in sequences]))
         divergence = torch.zeros(int(segments.lengths.sum()), dtype=torch.float64)
         if self.kl_in_reward:
-            divergence = k1(flat(sequences, "old_logps"), flat(sequences, "ref_logps"))
+            divergence = k1(*(column(sequences, name, torch.float64) for name in ("old_logps", "ref_logps")))
         flat_rewards = torch.cat(rewards).nan_to_num(0.0)
         to_go = rewards_to_go(flat_rewards, divergence, config.beta, segments, config.gamma)
         tokens = segments.spread(learned.float()) > 0
-        advantages = torch.where(tokens, whiten(to_go, tokens), 0.0).split(segments.lengths.tolist())
-        return [replace(s, advantages=tuple(a.tolist())) for s, a in zip(sequences, advantages, strict=True)]
+        advantages = reals(torch.where(tokens, whiten(to_go, tokens), 0.0).numpy())
+        parts = cut(advantages, segments.lengths.numpy())
+        return [replace(s, advantages=part) for s, part in zip(sequences, parts, strict=True)]
 
     def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return token_weights(lengths, "dapo", self.config.max_completion_length)

@@ -97,4 +97,4 @@ def _divergence(sequence: TrainingSequence) -> float:
     """Log-prob of a completion under the policy that sampled it, minus its log-prob under the reference model."""
     assert sequence.old_logps is not None
     assert sequence.ref_logps is not None
-    return sum(sequence.old_logps) - sum(sequence.ref_logps)
+    return sum(sequence.old_logps.tolist()) - sum(sequence.ref_logps.tolist())

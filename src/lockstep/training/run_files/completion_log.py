@@ -13,7 +13,9 @@ from lockstep.training.step.generation import Generation
 def rows_of(generation: Generation) -> list[Row]:
     """One row a completion; its advantage is the mean over its tokens, which only some methods give different ones."""
     advantages = {
-        s.name: sum(s.advantages) / max(len(s.advantages), 1) for batch in generation.micro_batches for s in batch
+        s.name: sum(s.advantages.tolist()) / max(len(s.advantages), 1)
+        for batch in generation.micro_batches
+        for s in batch
     }
     return [
         Row(group.prompt.source, r.text, r.scores, advantages[str(r.completion.key)], r.extra)

@@ -8,7 +8,6 @@ wrapper.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -54,8 +53,12 @@ def read_alike(ranks: Ranks, read: Callable[[], _Both]) -> _Both:
 
     def described() -> list[Any]:
         found.append(read())
-        ids = [[p.prompt_id, *p.ids] for both in found for prompts in both for p in prompts]
-        return [len(ids), hashlib.blake2b(json.dumps(ids).encode(), digest_size=16).hexdigest()]
+        every = [p for prompts in found[0] for p in prompts]
+        digest = hashlib.blake2b(digest_size=16)
+        for p in every:
+            name = p.prompt_id.encode()
+            digest.update(b"%d %d " % (len(name), len(p.ids)) + name + p.ids.tobytes())
+        return [len(every), digest.hexdigest()]
 
     parts = ranks.share("prompts", described)
     odd = [rank for rank, part in enumerate(parts) if part != parts[0]]

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from lockstep.engines.protocol import Completion
 from lockstep.rollouts.group import RolloutGroup
+from lockstep.tokens.arrays import flags
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.methods.objective import Objective
 
@@ -39,12 +41,12 @@ class Generation:
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that the engine sampled, counted in the engine's answers and not in the training sequences."""
-        return sum(len(c.sampled_places) for c in self.completions)
+        return sum(len(c.sampled_versions) for c in self.completions)
 
     @property
     def fresh_tokens(self) -> int:
         """Number of tokens that were sampled by the weights of `version`."""
-        return sum(version == self.version for c in self.completions for version in c.sampled_versions)
+        return sum(int(np.count_nonzero(c.sampled_versions == self.version)) for c in self.completions)
 
     @property
     def prompt_ids(self) -> tuple[str, ...]:
@@ -76,19 +78,18 @@ def sequences_of(groups: Sequence[RolloutGroup], version: int) -> list[TrainingS
     Args:
         version: weight version that will learn from them first.
     """
-    versions = [rollout.completion.sampled_versions for group in groups for rollout in group.rollouts]
-    stale = any(v != version for own in versions for v in own)
+    completions = [rollout.completion for group in groups for rollout in group.rollouts]
+    stale = any((c.sampled_versions != version).any() for c in completions)
     return [
         TrainingSequence(
-            name=str(rollout.completion.key),
-            prompt_ids=rollout.completion.prompt_ids,
-            completion_ids=rollout.completion.token_ids,
-            behaviour_logps=tuple(rollout.completion.logprobs[i] for i in rollout.completion.sampled_places),
-            sampled=rollout.completion.sampled,
-            fresh=tuple(v == version for v in rollout.completion.sampled_versions) if stale else None,
+            name=str(c.key),
+            prompt_ids=c.prompt_ids,
+            completion_ids=c.token_ids,
+            behaviour_logps=c.sampled_logprobs,
+            sampled=c.sampled,
+            fresh=flags(c.sampled_versions == version) if stale else None,
         )
-        for group in groups
-        for rollout in group.rollouts
+        for c in completions
     ]
 
 

@@ -22,8 +22,9 @@ from lockstep.parity.decomposition import split_gap
 from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.tolerances import Tolerance
 from lockstep.report.phases import PhaseClock
+from lockstep.tokens.arrays import cut, joined, reals
 from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence, column, token_names
+from lockstep.training.batch.sequence import TrainingSequence, column
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.scoring import TokenScores, score_pack
 from lockstep.training.methods.objective import Objective, Scores, TokenBatch
@@ -153,6 +154,9 @@ def learn(
     return sums.loss - before
 
 
+_KINDS = ("logps", "entropies", "values")
+
+
 @dataclass(frozen=True, slots=True)
 class AllScores:
     """Results of a forward without gradient for whole sequences, by request name."""
@@ -170,15 +174,29 @@ class AllScores:
         )
 
     def data(self) -> dict[str, Any]:
-        """The whole content, as JSON types."""
-        return asdict(self)
+        """The whole content, as JSON types and arrays. The scores of each kind are one array."""
+        return {
+            "gap": asdict(self.gap),
+            **{
+                kind: {
+                    "names": list(scores),
+                    "lengths": [len(values) for values in scores.values()],
+                    "values": joined([*scores.values()]) if scores else reals([]),
+                }
+                for kind, scores in zip(_KINDS, (self.logps, self.entropies, self.values), strict=True)
+            },
+        }
 
     @classmethod
     def merged(cls, parts: Sequence[dict[str, Any]]) -> AllScores:
         """The scores of all ranks, from the `data` of each rank."""
         logps, entropies, values = (
-            {name: tuple(found) for part in parts for name, found in part[kind].items()}
-            for kind in ("logps", "entropies", "values")
+            {
+                name: found
+                for part in (whole[kind] for whole in parts)
+                for name, found in zip(part["names"], cut(part["values"], part["lengths"]), strict=True)
+            }
+            for kind in _KINDS
         )
         return cls(logps, entropies, values, sum((GapStats(**part["gap"]) for part in parts), GapStats()))
 
@@ -202,7 +220,7 @@ def score_all(
     critic_values: Scores = {}
     gap = GapStats()
     for pack in policy.packs(sequences, config):
-        scores = policy.score(pack, config)
+        scores, lengths = policy.score(pack, config), [s.length for s in pack.sequences]
         if measure:
             gap = gap + _measured(pack.sequences, pack.column("behaviour_logps"), scores.logps)[0]
         elif not bool(torch.isfinite(scores.logps).all()):
@@ -215,8 +233,8 @@ def score_all(
             (critic_values, scores.values),
         ):
             if values is not None:
-                parts = values.split([s.length for s in pack.sequences])
-                by_name.update((s.name, tuple(part.tolist())) for s, part in zip(pack.sequences, parts, strict=True))
+                parts = cut(reals(values.cpu().numpy()), lengths)
+                by_name.update((s.name, part) for s, part in zip(pack.sequences, parts, strict=True))
     return AllScores(logps, entropies, critic_values, gap)
 
 
@@ -232,14 +250,14 @@ def _measured(
     Raises:
         ProofError: a log-prob is not finite.
     """
-    names = token_names(sequences)
-    every = measure_gap(behaviour, policy, names)
+    names = [s.name for s in sequences]
+    every = measure_gap(behaviour, policy, names, [s.length for s in sequences])
     if sequences[0].fresh is None:
         return every, every
-    fresh = column(sequences, "fresh").bool()
-    chosen = [name for name, own in zip(names, fresh.tolist(), strict=True) if own]
+    fresh = column(sequences, "fresh", torch.bool)
+    counts = [int(part.sum()) for part in fresh.split([s.length for s in sequences])]
     fresh = fresh.to(policy.device)
-    return measure_gap(behaviour[fresh], policy[fresh], chosen), every
+    return measure_gap(behaviour[fresh], policy[fresh], names, counts), every
 
 
 @torch.no_grad()

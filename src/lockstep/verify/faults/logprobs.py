@@ -14,6 +14,7 @@ import lockstep.engines.transformers_engine as transformers_engine
 import lockstep.engines.vllm_inprocess as vllm_inprocess
 from lockstep.engines.protocol import Completion, GenerationRequest
 from lockstep.parity.rescoring import sequence_logits
+from lockstep.tokens.arrays import Reals, reals
 from lockstep.verify.faults.seams import (
     Fault,
     Patch,
@@ -51,10 +52,10 @@ def _top_k_unasked(stage: Stage) -> Patch:
 
 def _first_becomes(stage: Stage, value: float) -> Patch:
     def changed(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
-        # The least likely token, because a token of which the model is sure rightly has a log-prob near 0.
-        unsure = min(answers, key=lambda a: min(a.logprobs))
-        place = unsure.logprobs.index(min(unsure.logprobs))
-        logprobs = (*unsure.logprobs[:place], value, *unsure.logprobs[place + 1 :])
+        # The least likely token: one that the model is sure of has a log-prob near 0 by right.
+        unsure = min(answers, key=lambda a: float(a.logprobs.min()))
+        logprobs = unsure.logprobs.copy()
+        logprobs[unsure.logprobs.argmin()] = value
         return [replace(a, logprobs=logprobs) if a is unsure else a for a in answers]
 
     return answers_become(stage, changed)
@@ -90,16 +91,18 @@ def _first_of_vllms_list() -> Iterator[None]:
 
     def first(key: Any, output: Any) -> Completion:
         best = [max(entry.values(), key=lambda e: e.logprob).logprob for entry in output.outputs[0].logprobs]
-        return replace(made(key, output), logprobs=tuple(best))
+        return replace(made(key, output), logprobs=reals(best))
 
     with patch.object(vllm_inprocess, "sampling_params", with_top), patch.object(vllm_inprocess, "completion", first):
         yield
 
 
-def _best(stage: Stage, answer: Completion) -> tuple[float, ...]:
-    logits = sequence_logits(stage.model, [*answer.prompt_ids, *answer.token_ids[:-1]], stage.precision)
+def _best(stage: Stage, answer: Completion) -> Reals:
+    logits = sequence_logits(
+        stage.model, [*answer.prompt_ids.tolist(), *answer.token_ids[:-1].tolist()], stage.precision
+    )
     scaled = logits[len(answer.prompt_ids) - 1 :] / stage.config.temperature
-    return tuple(scaled.log_softmax(-1).max(-1).values.tolist())
+    return reals(scaled.log_softmax(-1).max(-1).values.tolist())
 
 
 @contextlib.contextmanager

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.tokens.arrays import Ids, joined
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.step.generation import Generation
 from lockstep.verify.faults.seams import Fault, Patch, answers_become, generations_become, requests_become
@@ -25,7 +28,7 @@ def _encoded_again(stage: Stage) -> Patch:
 
 def _special_token_doubled(stage: Stage) -> Patch:
     def doubled(request: GenerationRequest) -> GenerationRequest:
-        ids = (request.prompt_ids[0], *request.prompt_ids)
+        ids = joined([request.prompt_ids[:1], request.prompt_ids])
         return replace(request, prompt_ids=ids) if _fits(stage, request, ids) else request
 
     return requests_become(stage, lambda requests: [doubled(r) for r in requests])
@@ -38,12 +41,13 @@ def _masked_by_value(stage: Stage) -> Patch:
         pad = generation.completions[0].token_ids[-1]
 
         def without_pad(sequence: TrainingSequence) -> TrainingSequence:
-            kept = [i for i, token in enumerate(sequence.completion_ids) if token != pad] or [0]
+            kept = np.flatnonzero(sequence.completion_ids != pad)
+            kept = kept if len(kept) else np.array([0])
             return replace(
                 sequence,
-                completion_ids=tuple(sequence.completion_ids[i] for i in kept),
-                behaviour_logps=tuple(sequence.behaviour_logps[i] for i in kept),
-                advantages=tuple(sequence.advantages[i] for i in kept),
+                completion_ids=sequence.completion_ids[kept],
+                behaviour_logps=sequence.behaviour_logps[kept],
+                advantages=sequence.advantages[kept],
             )
 
         batches = tuple(tuple(without_pad(s) for s in batch) for batch in generation.micro_batches)
@@ -99,14 +103,17 @@ def _the_call_before(stage: Stage) -> Patch:
             first.update({a.key: a for a in answers})
             return answers
         return [
-            replace(first.get(a.key, a), weight_versions=(a.weight_versions[0],) * len(first.get(a.key, a).token_ids))
+            replace(
+                first.get(a.key, a),
+                weight_versions=np.repeat(a.weight_versions[:1], len(first.get(a.key, a).token_ids)),
+            )
             for a in answers
         ]
 
     return answers_become(stage, earlier)
 
 
-def _fits(stage: Stage, request: GenerationRequest, ids: tuple[int, ...]) -> bool:
+def _fits(stage: Stage, request: GenerationRequest, ids: Ids) -> bool:
     return len(ids) + request.sampling.max_tokens <= stage.engine.settings().max_model_len
 
 

@@ -1,0 +1,307 @@
+"""What a step costs beside the model and the engine: microseconds of processor time per sampled token.
+
+    make host-cost   (four sizes, up to 1,024 completions of 4,096 tokens)
+
+Answers, log-probs and entropies are made up; everything else is what a run calls: answers become completions, are checked, sent to
+another rank, scored, prepared, packed, learned from and written down. The method is GRPO with a reference model and an entropy
+threshold, so that every pass is there: the policy and the reference score each completion once before it is learned from. Its
+model takes no time. Each row leaves out what another row counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from host_cost_plot import drawing
+
+from lockstep.engines.answers import check_answers
+from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.engines.server_messages import completion_from
+from lockstep.engines.vllm_requests import completion
+from lockstep.parity.gap import check_count
+from lockstep.parity.receipt import Receipt
+from lockstep.parity.samples import check_samples
+from lockstep.parity.staleness import check_staleness
+from lockstep.report.phases import PhaseClock
+from lockstep.rollouts.collect import collect
+from lockstep.rollouts.frames import decode, encode
+from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.rollouts.ranks import Ranks
+from lockstep.rollouts.rewards import score_groups
+from lockstep.rollouts.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
+from lockstep.training.batch.pack import Pack
+from lockstep.training.forward.scoring import TokenScores
+from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
+from lockstep.training.methods.grpo import GRPOObjective
+from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.training.run_files.completion_log import rows_of
+from lockstep.training.step.optimizer_step import OptimizerStep
+from lockstep.training.step.preparation import Preparation
+from lockstep.training.step.update import Policy
+
+SIZES = "64x512,256x1024,256x4096,1024x4096"
+# What is no part of the host's cost, and what stands beside another way to do the same.
+_LEFT_OUT, _OTHER_WAY = "made up", "answers of vLLM in process"
+ROWS = (
+    "answers of a server",
+    _OTHER_WAY,
+    "requests, checks, groups",
+    "decoding to text",
+    "draws and staleness",
+    "to another rank and back",
+    "rewards",
+    "metrics",
+    "preparation",
+    "packing",
+    "columns, loss, gap",
+    "receipt and log",
+)
+_GROUP, _PROMPT, _VERSION = 8, 128, 3
+
+
+class Watch:
+    """Seconds by row; while one row runs inside another, only the inner one counts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._open: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def row(self, name: str) -> Iterator[None]:
+        self._charge()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def _charge(self) -> None:
+        now = time.process_time()
+        if self._open:
+            self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
+        self._since = now
+
+
+class Tokenizer:
+    """The packaged model's, whose decoding has a row of its own."""
+
+    def __init__(self, watch: Watch) -> None:
+        from transformers import AutoTokenizer
+
+        from lockstep.models.packaged import packaged_model_dir
+
+        self._real, self._watch = AutoTokenizer.from_pretrained(packaged_model_dir()), watch
+        self.size = len(self._real)
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        with self._watch.row("decoding to text"):
+            return self._real.decode(*args, **kwargs)
+
+
+class Answers:
+    """An engine that gives made-up completions; it checks them as a real one does."""
+
+    version = _VERSION
+
+    def __init__(self, completions: Sequence[Completion]) -> None:
+        self._completions = completions
+
+    def generate(self, requests: Sequence[GenerationRequest], on_answer: Any = None) -> dict[RequestKey, Completion]:
+        return check_answers(requests, self._completions, [self.version])
+
+
+@dataclass(frozen=True, slots=True)
+class MadeUpPolicy(Policy):
+    """A policy that scores in no time, as the engine did."""
+
+    watch: Watch | None = None
+
+    def packs(self, *args: Any) -> Iterator[Pack]:
+        assert self.watch is not None
+        found = Policy.packs(self, *args)
+        while True:
+            with self.watch.row("packing"):
+                pack = next(found, None)
+            if pack is None:
+                return
+            yield pack
+
+    def score(self, pack: Pack, *args: Any, **kwargs: Any) -> TokenScores:
+        assert self.watch is not None
+        with self.watch.row(_LEFT_OUT):
+            logps = pack.column("behaviour_logps").requires_grad_(torch.is_grad_enabled())
+            return TokenScores(logps, torch.rand(len(logps)))
+
+
+class MadeUpReference:
+    @contextmanager
+    def model(self) -> Iterator[Any]:
+        yield SimpleNamespace(device=torch.device("cpu"))
+
+
+def from_server(request: GenerationRequest, length: int, vocabulary: int, watch: Watch) -> Completion:
+    """A request's made-up completion, from what a server would send."""
+    with watch.row(_LEFT_OUT):
+        ids, logps = made_up_tokens(request, length, vocabulary)
+        name, span = "request/1", [{"version": "mine", "start": 0, "end": length}]
+        content = [{"token_id": i, "token": f"token_id:{i}", "logprob": p} for i, p in zip(ids, logps, strict=True)]
+        choice = {
+            "token_ids": ids,
+            "finish_reason": "length",
+            "logprobs": {"content": content},
+            "weight_versions": span,
+        }
+        prompt = request.prompt_ids.tolist()
+        text = json.dumps({"request_id": name, "prompt_token_ids": prompt, "choices": [choice]})
+        del content, choice
+    with watch.row("answers of a server"):
+        return completion_from(json.loads(text), request, name, {"mine": _VERSION})
+
+
+def from_vllm(request: GenerationRequest, length: int, vocabulary: int, watch: Watch) -> Completion:
+    """The same, from what vLLM gives in this process."""
+    from vllm.logprobs import Logprob
+
+    with watch.row(_LEFT_OUT):
+        ids, logps = made_up_tokens(request, length, vocabulary)
+        entries = [{i: Logprob(p, 1, None)} for i, p in zip(ids, logps, strict=True)]
+        stamps = [SimpleNamespace(version=str(_VERSION), start=0, end=length)]
+        sample = SimpleNamespace(token_ids=ids, logprobs=entries, finish_reason="length", weight_versions=stamps)
+        output: Any = SimpleNamespace(outputs=[sample], prompt_token_ids=request.prompt_ids.tolist())
+    with watch.row(_OTHER_WAY):
+        return completion(request.key, output)
+
+
+def made_up_tokens(request: GenerationRequest, length: int, vocabulary: int) -> tuple[list[int], list[float]]:
+    draw = np.random.default_rng(request.seed)
+    ids, logps = draw.integers(4, vocabulary, length), (-draw.exponential(2.0, length)).astype(np.float32)
+    return ids.tolist(), logps.tolist()
+
+
+def step(completions: int, length: int, tokenizer: Tokenizer, watch: Watch, folder: str) -> None:
+    """One generation and its optimizer step."""
+    sampling, draw = Sampling(max_tokens=length), np.random.default_rng(0)
+    config = GRPOConfig(
+        output_dir=folder,
+        bf16=False,
+        report_to=[],
+        num_generations=_GROUP,
+        per_device_train_batch_size=_GROUP,
+        gradient_accumulation_steps=completions // _GROUP,
+        max_completion_length=length,
+        beta=0.04,
+        top_entropy_quantile=0.8,
+    )
+    prompts = [
+        Prompt(f"train/{i}", tuple(draw.integers(4, tokenizer.size, _PROMPT).tolist()), f"prompt {i}")
+        for i in range(completions // _GROUP)
+    ]
+    keys = [RequestKey(p.prompt_id, i) for p in prompts for i in range(_GROUP)]
+    asked = [GenerationRequest(key, prompts[n // _GROUP].ids, sampling, n) for n, key in enumerate(keys)]
+    completed = [from_server(request, length, tokenizer.size, watch) for request in asked]
+    assert all(from_vllm(r, length, tokenizer.size, watch) == c for r, c in zip(asked, completed, strict=True))
+    engine = Answers(completed)
+    with watch.row("requests, checks, groups"):
+        groups = collect(prompts, engine, tokenizer, sampling, num_generations=_GROUP, run_seed=0, version=_VERSION)  # type: ignore[arg-type]
+    with watch.row("draws and staleness"):
+        check_samples([[r.completion for r in group.rollouts] for group in groups])
+        check_staleness([r.completion for group in groups for r in group.rollouts], _VERSION, 1)
+    with watch.row("to another rank and back"):
+        groups = groups_from_wire(decode(encode(groups_to_wire(groups))), prompts)
+    with watch.row("rewards"):
+        scored = score_groups(groups, [made_up_reward], [1.0])
+    with watch.row("to another rank and back"):
+        scored = scores_from_wire([decode(encode(scores_to_wire(scored)))], groups)
+    with watch.row("metrics"):
+        rollout_metrics(scored), staleness_metrics(scored, _VERSION), interruption_metrics(scored)
+    learn(scored, config, watch, Path(folder))
+
+
+def learn(groups: list[RolloutGroup], config: GRPOConfig, watch: Watch, folder: Path) -> None:
+    """Everything from scored groups to the receipt."""
+    ranks, clock, objective = Ranks(1.0), PhaseClock(), GRPOObjective(config)
+    model = SimpleNamespace(device=torch.device("cpu"))
+    policy = MadeUpPolicy(model, nullcontext, lambda loss: loss.backward(), watch=watch)  # type: ignore[arg-type]
+    with watch.row("preparation"):
+        preparation = Preparation(objective, MadeUpReference(), clock, ranks)  # type: ignore[arg-type]
+        generation, _ = preparation.generation(policy, groups, _VERSION)
+        size = config.gradient_accumulation_steps
+        prepared = preparation.step(policy, generation.step(0, size), moved=False)
+        generation = generation.with_step(0, size, prepared)
+    with watch.row("columns, loss, gap"):
+        optimizer_step = OptimizerStep(objective, clock, ranks)
+        for batch in generation.micro_batches:
+            optimizer_step.learn(policy, batch)
+        total = optimizer_step.finish(lambda sums: None, [])
+    with watch.row("receipt and log"):
+        check_count(total.gap, generation.fresh_tokens, _VERSION)
+        check_count(total.difference, generation.sampled_tokens, _VERSION)
+        Receipt(folder / "receipt.jsonl", 0).append({"tokens": total.gap.tokens, "gap": total.gap.mean_abs})
+        rows_of(generation)
+
+
+def made_up_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [random.random() for _ in completion_ids]
+
+
+def measured(size: str, tokenizer_of: Callable[[Watch], Tokenizer]) -> dict[str, float]:
+    """Microseconds per sampled token, by row; medians of three where a step is short."""
+    completions, length = (int(part) for part in size.split("x"))
+    found = []
+    for _ in range(3 if completions * length < 500_000 else 1):
+        watch = Watch()
+        tokenizer = tokenizer_of(watch)
+        gc.collect()
+        with tempfile.TemporaryDirectory() as folder:
+            step(completions, length, tokenizer, watch, folder)
+        found.append({row: 1e6 * watch.seconds[row] / (completions * length) for row in ROWS})
+    return {row: statistics.median(each[row] for each in found) for row in ROWS}
+
+
+def total(figures: dict[str, float]) -> float:
+    """Of one run: it has a server or vLLM in its own process."""
+    return sum(figures.values()) - min(figures["answers of a server"], figures[_OTHER_WAY])
+
+
+def table(figures: dict[str, dict[str, float]]) -> str:
+    lines = ["| µs per sampled token | " + " | ".join(figures) + " |", "|---|" + "---:|" * len(figures)]
+    for row in ROWS:
+        lines.append(f"| {row} | " + " | ".join(f"{found[row]:.3f}" for found in figures.values()) + " |")
+    sums = " | ".join(f"**{total(found):.2f}**" for found in figures.values())
+    return "\n".join([*lines, f"| **together**, with the dearer way of answers | {sums} |"])
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--sizes", default=SIZES, help="completions x tokens of each, with commas between")
+    words.add_argument("--json", type=Path, default=Path("runs/bench/host_cost.json"))
+    words.add_argument("--plot", type=Path, help="where to draw the table (docs/host_cost.svg)")
+    asked = words.parse_args()
+    # What libraries load at their first call is no cost of a step.
+    measured("8x16", Tokenizer)
+    figures = {size: measured(size, Tokenizer) for size in asked.sizes.split(",")}
+    print(table(figures))
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    asked.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if asked.plot is not None:
+        asked.plot.write_text(drawing(figures, [row for row in ROWS if row != _OTHER_WAY]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The host's cost per token: what is counted where, and what the table and the plot say of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import host_cost
+from host_cost import _OTHER_WAY, ROWS, Watch, table, total
+from host_cost_plot import drawing
+
+FIGURES = {
+    size: {row: (1 + place) * scale for place, row in enumerate(ROWS)} for size, scale in (("a", 1.0), ("b", 2.0))
+}
+
+
+def test_a_row_leaves_out_what_a_row_inside_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 3.0, 7.0])
+    monkeypatch.setattr(host_cost.time, "process_time", lambda: next(clock))
+    watch = Watch()
+    with watch.row("outer"), watch.row("inner"):
+        pass
+    assert watch.seconds == {"outer": 1.0 + 4.0, "inner": 2.0}
+
+
+def test_a_run_gets_its_answers_in_one_way_and_the_dearer_one_is_in_the_sum() -> None:
+    every = sum(range(1, len(ROWS) + 1))
+    # The server's answers are the first row, vLLM's in process the second, and here dearer.
+    assert total(FIGURES["a"]) == every - 1
+    assert f"**{every - 1:.2f}** | **{2 * (every - 1):.2f}**" in table(FIGURES).splitlines()[-1]
+
+
+def test_the_plot_is_well_formed_and_as_high_as_the_rows_together() -> None:
+    rows = [row for row in ROWS if row != _OTHER_WAY]
+    root = ElementTree.fromstring(drawing(FIGURES, rows))
+    heights = [float(box.attrib["height"]) for box in root if box.attrib.get("width") == "70"]
+    assert len(heights) == 2 * len(rows)
+    assert sum(heights[: len(rows)]) * 2 == pytest.approx(sum(heights[len(rows) :]), rel=0.02)
