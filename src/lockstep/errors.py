@@ -14,7 +14,18 @@ class InputError(LockstepError, ValueError):
 
 
 class Interrupted(LockstepError):
-    """The run was asked to stop, has saved, and can be continued."""
+    """A signal ended the run before its last step.
+
+    Args:
+        number: the signal's number; 2 is SIGINT.
+
+    Attributes:
+        exit_code: 128 + the number, as shells report it: 130 after SIGINT, 143 after SIGTERM.
+    """
+
+    def __init__(self, message: str, number: int = 2) -> None:
+        self.exit_code = 128 + number
+        super().__init__(message)
 
 
 class EngineLost(LockstepError):

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from datasets import Dataset
 from methods import timeless
+from safetensors.torch import load_file
 
 from lockstep.cli.main import main
 
@@ -88,3 +90,70 @@ def test_a_run_goes_on_with_less_memory_and_other_intervals(
     assert run(home, untied_dir, "run", **fewer, logging_steps=2, save_steps=1) == 0, capsys.readouterr().err
     assert "going on from" in capsys.readouterr().out
     assert [line["step"] for line in curve(home / "run")] == [1, 2, 3, 4]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoint-4" / "model.safetensors")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("fields", "call", "stop"),
+    [
+        ({}, 3, "after step 2, with a checkpoint"),
+        # The second call of the reward is the first generation's; its second step is still to come.
+        ({"num_iterations": 2}, 2, "after step 2, where its generation ends, with a checkpoint"),
+    ],
+    ids=["a step a generation", "two steps a generation"],
+)
+def test_a_signal_stops_after_the_step_under_way_whatever_the_intervals_and_the_run_goes_on_to_the_same_weights(
+    home: Path,
+    untied_dir: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    fields: dict[str, Any],
+    call: int,
+    stop: str,
+) -> None:
+    fields = {**fields, "logging_steps": 10, "save_steps": 4}
+    assert run(home, untied_dir, "whole", **fields) == 0
+    before = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
+    monkeypatch.setenv("TEST_SIGNAL", f"{number:d} {call}")
+    assert run(home, untied_dir, "cut", **fields) == 128 + number
+    monkeypatch.delenv("TEST_SIGNAL")
+    found = capsys.readouterr()
+    assert f"{number.name}: stopping {stop}; again to stop at once" in found.out
+    assert found.err.strip() == "lockstep: stopped after step 2; the same command goes on from checkpoint-2"
+    assert [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)] == before
+    assert [line["step"] for line in curve(home / "cut")] == [2]
+    assert run(home, untied_dir, "cut", **fields) == 0
+    expected, resumed = weights(home / "whole"), weights(home / "cut")
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("fields", "calls", "message"),
+    [
+        ({"save_strategy": "no"}, "3", "stopped after step 2; there is no checkpoint, so the same command starts anew"),
+        ({}, "2 2", "stopped at once; there is no checkpoint, so the same command starts anew"),
+        ({}, "4 4", "stopped at once; the same command goes on from checkpoint-2"),
+        # In the evaluation before training there is no step to finish.
+        ({"eval_size": 4}, "2", "stopped at once; there is no checkpoint, so the same command starts anew"),
+    ],
+    ids=["nothing is saved", "twice before a checkpoint", "twice after a checkpoint", "before training"],
+)
+def test_a_checkpoint_is_spoken_of_only_where_there_is_one(
+    home: Path,
+    untied_dir: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    fields: dict[str, Any],
+    calls: str,
+    message: str,
+) -> None:
+    monkeypatch.setenv("TEST_SIGNAL", f"{number:d} {calls}")
+    assert run(home, untied_dir, "run", **fields) == 128 + number
+    assert capsys.readouterr().err.strip() == f"lockstep: {message}"

@@ -1,6 +1,6 @@
 """`lockstep COMMAND …`: finds the command, and turns every expected error into one line and an exit code.
 
-0 done, 1 the run failed or a proof did, 2 bad input, 130 interrupted.
+0 done, 1 the run failed or a proof did, 2 bad input, 130 interrupted (SIGINT), 143 terminated (SIGTERM).
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def _guarded(command: Callable[[], int]) -> int:
         return command()
     except Interrupted as error:
         print(f"lockstep: {error}", file=sys.stderr)
-        return 130
+        return error.exit_code
     except KeyboardInterrupt:
-        print("lockstep: stopped at once; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("lockstep: stopped at once", file=sys.stderr)
         return 130
     except InputError as error:
         # Other libraries' messages may have several lines.

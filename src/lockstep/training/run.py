@@ -7,27 +7,25 @@ Comes from: `cli/` (or a user's script). Leaves in the output directory: checkpo
 from __future__ import annotations
 
 import json
-import math
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
-from lockstep.errors import InputError, Interrupted, LockstepError
+from lockstep.errors import InputError, LockstepError
 from lockstep.parity.receipt import RECEIPT
 from lockstep.report.html import render_report
 from lockstep.report.live import LiveView
 from lockstep.report.summary import summarise
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.rollouts.ranks import Ranks
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.run_files.checkpoints import TRAINER_STATE, checkpoint_step
 from lockstep.training.run_files.run_directory import SUMMARY, RunPlace, read_lines
 from lockstep.training.trainers.online import OnlineTrainer
+from lockstep.training.trainers.stop_signals import StopSignals, interrupted
 
 _SHOWN_ROLLOUTS = 12
 
@@ -54,17 +52,21 @@ def run_method(
         arguments: what its constructor is given besides: reward functions, data, an adapter.
 
     Raises:
-        Interrupted: SIGINT arrived; the step under way was finished and saved.
+        Interrupted: SIGINT or SIGTERM arrived (see `trainers/stop_signals.py`).
         LockstepError: as the trainer.
     """
     start = time.monotonic()
     config.output_dir = str(place.folder)
     config.disable_tqdm = True
-    trainer = _trainer(kind, model, config, arguments)
-    try:
-        return _run(trainer, place, start)
-    finally:
-        trainer.close()
+    with StopSignals() as stop:
+        try:
+            trainer = _trainer(kind, model, config, arguments)
+            try:
+                return _run(trainer, place, start, stop)
+            finally:
+                trainer.close()
+        except KeyboardInterrupt as error:
+            raise interrupted(stop.number or signal.SIGINT, place.folder) from error
 
 
 def _trainer(kind: type[OnlineTrainer], model: str, config: OnlineConfig, arguments: dict[str, Any]) -> OnlineTrainer:
@@ -77,21 +79,17 @@ def _trainer(kind: type[OnlineTrainer], model: str, config: OnlineConfig, argume
         raise InputError(str(error)) from error
 
 
-def _run(trainer: OnlineTrainer, place: RunPlace, start: float) -> FinishedRun:
+def _run(trainer: OnlineTrainer, place: RunPlace, start: float, stop: StopSignals) -> FinishedRun:
     folder, ranks = place.folder, trainer.ranks
     trainer.remove_callback(PrinterCallback)
     before = _evaluation(trainer, folder / "before.json", again=place.checkpoint is None)
-    stop = StopOnInterrupt(trainer.config, ranks)
-    trainer.add_callback(stop)
-    try:
-        if ranks.owner:
-            _train_in_view(trainer, place)
-        else:
-            _train(trainer, place.checkpoint)
-    finally:
-        stop.restore()
-    if stop.requested and trainer.state.global_step < trainer.state.max_steps:
-        raise Interrupted(f"stopped after step {trainer.state.global_step}; the same command goes on from there")
+    stop.watch(trainer)
+    if ranks.owner:
+        _train_in_view(trainer, place)
+    else:
+        _train(trainer, place.checkpoint)
+    if stop.number and trainer.state.global_step < trainer.state.max_steps:
+        raise interrupted(stop.number, folder, trainer.state.global_step)
     after = _evaluation(trainer, folder / "after.json", again=True)
     seconds = time.monotonic() - start
     summary = ranks.from_owner("report", lambda: _report(trainer, folder, before, after, seconds), _same, _same)
@@ -197,40 +195,3 @@ class MetricsFile(TrainerCallback):
         if logs and ("loss" in logs or "eval_reward" in logs):
             with self._path.open("a") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
-
-
-class StopOnInterrupt(TrainerCallback):
-    """SIGINT ends the run after the step under way, with a checkpoint; a second one ends it at once.
-
-    One that reaches any rank stops all at the same step.
-    """
-
-    def __init__(self, config: OnlineConfig, ranks: Ranks) -> None:
-        self.requested = False
-        self._ranks = ranks
-        # Only between generations, whose rollouts are not saved, and at a log, whose sums are not saved.
-        self._every = math.lcm(config.steps_a_generation, max(int(config.logging_steps), 1))
-        self._earlier: Any = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._earlier = signal.signal(signal.SIGINT, self._handle)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self._every:
-            return
-        self.requested = any(self._ranks.share("stop", lambda: self.requested))
-        if self.requested:
-            control.should_save = control.should_training_stop = True
-
-    def restore(self) -> None:
-        """Give SIGINT back to whoever had it."""
-        if self._earlier is not None:
-            signal.signal(signal.SIGINT, self._earlier)
-            self._earlier = None
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        if self._ranks.owner:
-            print("\nstopping after this step, with a checkpoint (press again to stop at once)", flush=True)
