@@ -43,6 +43,8 @@ SIZES = {
     "report_to": "none",
     "shuffle_dataset": False,
     "learning_rate": 1e-6,
+    # Nothing is learned.
+    "router_aux_loss_coef": 0.0,
 }
 _SCALES = (0.05, 0.1, 0.2, 0.4, 0.8)
 _QUESTIONS = (

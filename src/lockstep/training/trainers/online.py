@@ -47,9 +47,11 @@ from lockstep.training.step.generation import Generation
 from lockstep.training.step.optimizer_step import OptimizerStep
 from lockstep.training.step.preparation import Preparation
 from lockstep.training.step.update import Policy, UpdateSums
+from lockstep.training.trainers.foreign_hooks import RefusesForeignHooks
 from lockstep.training.trainers.setup import (
     check_reference,
     check_reference_model,
+    check_router_loss,
     context_within,
     needs_plain_rows,
     refuse_arguments,
@@ -60,7 +62,7 @@ from lockstep.training.trainers.step_events import StepEvents
 _LONGEST_CALL = 12
 
 
-class OnlineTrainer(Trainer):
+class OnlineTrainer(RefusesForeignHooks, Trainer):
     """What the trainers have in common.
 
     Args:
@@ -136,6 +138,7 @@ class OnlineTrainer(Trainer):
         )
         longest = max(len(p.ids) for p in self._train_prompts + self._eval_prompts) + args.completion_limit
         check_scorable(causal_model(policy))
+        check_router_loss(policy, args)
         if ref_model is not None:
             check_reference_model(policy, ref_model)
         self._plain_rows = needs_plain_rows([policy, *([ref_model] if ref_model is not None else [])], longest)
