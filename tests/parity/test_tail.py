@@ -20,11 +20,11 @@ def drawn(scale: float, tokens: int, seed: int) -> GapStats:
     draw = torch.Generator().manual_seed(seed)
     size = -scale * torch.rand(tokens, generator=draw, dtype=torch.double).log()
     sign = 1 - 2.0 * torch.randint(2, (tokens,), generator=draw)
-    return measure_gap(size * sign, torch.zeros(tokens), ["a#0"] * tokens)
+    return measure_gap(size * sign, torch.zeros(tokens), ["a#0"], [tokens])
 
 
 def with_one_more(stats: GapStats, gap: float) -> GapStats:
-    return stats + measure_gap(torch.tensor([gap]), torch.zeros(1), ["b#0"])
+    return stats + measure_gap(torch.tensor([gap]), torch.zeros(1), ["b#0"], [1])
 
 
 @pytest.mark.parametrize("limit", [HALF, SINGLE])
@@ -79,8 +79,8 @@ def test_gaps_of_exactly_zero_leave_the_limit_as_it_is() -> None:
 def test_one_token_with_the_largest_gap_that_is_allowed_fails_no_mean() -> None:
     for tokens in (1, 10, 500):
         allowed = HALF.largest(tokens)
-        alone = measure_gap(torch.tensor([-allowed * 0.999]), torch.zeros(1), ["a#0"])
+        alone = measure_gap(torch.tensor([-allowed * 0.999]), torch.zeros(1), ["a#0"], [1])
         assert over_limits(alone + GapStats(tokens=tokens - 1), HALF) == []
-        above = measure_gap(torch.tensor([-allowed * 1.001]), torch.zeros(1), ["a#0"])
+        above = measure_gap(torch.tensor([-allowed * 1.001]), torch.zeros(1), ["a#0"], [1])
         assert over_limits(above + GapStats(tokens=tokens - 1), HALF)
-    assert over_limits(measure_gap(torch.tensor([-1e5]), torch.zeros(1), ["a#0"]), HALF)
+    assert over_limits(measure_gap(torch.tensor([-1e5]), torch.zeros(1), ["a#0"], [1]), HALF)

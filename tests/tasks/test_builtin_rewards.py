@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import reasoning_gym as gym
 
 from lockstep.errors import InputError
+from lockstep.tasks import math_comparison
 from lockstep.tasks.builtin_rewards import accuracy, format, length, reasoning_gym, soft_overlong
 from lockstep.tasks.rewards import load_reward, names_model
 
@@ -69,12 +70,34 @@ def test_accuracy_gives_no_score_where_there_is_no_readable_reference() -> None:
     assert "7" in extras["answer_parsed"][1]
 
 
-def test_accuracy_works_in_another_thread() -> None:
-    found: list[float | None] = []
-    thread = threading.Thread(target=lambda: found.extend(accuracy([r"\boxed{7}", r"\boxed{8}"], solution=["7", "7"])))
-    thread.start()
-    thread.join(60)
-    assert found == [1.0, 0.0]
+def elsewhere(completions: list[str], solution: list[str]) -> list[Any]:
+    """What `accuracy` gives in a thread that is not the main one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(accuracy, completions, solution=solution).result(120)
+
+
+def test_accuracy_is_the_same_in_another_thread() -> None:
+    completions, references = [list(column) for column in zip(*SAME, *OTHER, strict=True)]
+    assert elsewhere(completions, references) == accuracy(completions, solution=references)
+
+
+def test_in_another_thread_an_expression_that_hangs_costs_its_own_score_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(math_comparison, "_PAIR_LIMIT", 0.05)
+    assert elsewhere([r"\boxed{9^{9^{9^{9}}}}"], ["7"]) == [0.0]
+    assert "took longer than 0.05 s" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert elsewhere([r"\boxed{7}", r"\boxed{8}"], ["7", "7"]) == [1.0, 0.0]
+
+
+def test_a_process_that_compares_and_ends_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert elsewhere([r"\boxed{7}"], ["7"]) == [1.0]
+    process = math_comparison._worker._process
+    assert process is not None
+    process.kill()
+    process.wait(60)
+    assert elsewhere([r"\boxed{7}"], ["7"]) == [1.0]
 
 
 @pytest.mark.parametrize(

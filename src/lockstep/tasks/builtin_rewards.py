@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import functools
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from lockstep.errors import InputError
+from lockstep.tasks.math_comparison import compare
 
 Reward = Callable[..., Any]
-
-# Time limits of math-verify in seconds: for one expression, and for one comparison.
-_PARSE_LIMIT, _COMPARE_LIMIT = 10, 5
 
 
 def texts(completions: list[Any]) -> list[str]:
@@ -40,8 +37,7 @@ def accuracy(
 
     The final answer must be LaTeX, as for TRL's `accuracy_reward`. It is the content of the last `\boxed{…}`. Without a box
     it is a formula that is said to be the answer, as in "the answer is $4$". Boxes with little text between them are one
-    answer with several values. math-verify limits its time with a signal, which only the main thread can receive; in another
-    thread there is no limit.
+    answer with several values. A comparison that takes too long scores 0 (`lockstep.tasks.math_comparison`).
 
     Args:
         solution: the reference, LaTeX or a plain number. It may also contain a derivation that ends in the result.
@@ -56,15 +52,14 @@ def accuracy(
     references = solution if solution is not None else answer
     if references is None:
         raise InputError("accuracy needs a column 'solution' or 'answer' with the right result; the data has neither")
-    golds = [_reference(str(reference)) if reference is not None else [] for reference in references]
-    found = [_final_answer(text) if gold else [] for text, gold in zip(texts(completions), golds, strict=True)]
+    found = [
+        compare(None if reference is None else str(reference), text)
+        for reference, text in zip(references, texts(completions), strict=True)
+    ]
     if log_extra is not None:
-        log_extra("gold_parsed", [str(gold) if gold else "[unparseable]" for gold in golds])
-        log_extra(
-            "answer_parsed",
-            [str(a) if a else "[unparseable]" if gold else "[skipped]" for a, gold in zip(found, golds, strict=True)],
-        )
-    return [_equal(gold, own) if gold else None for gold, own in zip(golds, found, strict=True)]
+        log_extra("gold_parsed", [pair.gold for pair in found])
+        log_extra("answer_parsed", [pair.answer for pair in found])
+    return [pair.score for pair in found]
 
 
 def format(completions: list[Any], **_: Any) -> list[float]:
@@ -136,40 +131,6 @@ def _punished(tokens: int, *, start: int, cache: int) -> float:
     if tokens <= start:
         return 0.0
     return max((start - tokens) / cache, -1.0) if cache else -1.0
-
-
-def _limit(seconds: int) -> int | None:
-    return seconds if threading.current_thread() is threading.main_thread() else None
-
-
-def _reference(text: str) -> list[Any]:
-    # Imported here because importing sympy takes a second.
-    from math_verify import parse
-
-    return parse(text, parsing_timeout=_limit(_PARSE_LIMIT))
-
-
-def _final_answer(text: str) -> list[Any]:
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse
-
-    latex = LatexExtractionConfig(
-        normalization_config=NormalizationConfig(units=True),
-        boxed_match_priority=0,
-        try_extract_without_anchor=False,
-    )
-    return parse(
-        text,
-        extraction_config=[latex],
-        extraction_mode="first_match",
-        parsing_timeout=_limit(_PARSE_LIMIT),
-    )
-
-
-def _equal(gold: list[Any], found: list[Any]) -> float:
-    from math_verify import verify
-
-    return float(verify(gold, found, timeout_seconds=_limit(_COMPARE_LIMIT)))
 
 
 def _gym_name(problem: Any) -> str:

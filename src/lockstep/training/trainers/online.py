@@ -41,10 +41,12 @@ from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import leave_unwrapped, read_alike
 from lockstep.training.step.preparation import Preparation
 from lockstep.training.step.update import Policy
+from lockstep.training.trainers.foreign_hooks import RefusesForeignHooks
 from lockstep.training.trainers.resumable import ResumableSaves
 from lockstep.training.trainers.setup import (
     check_reference,
     check_reference_model,
+    check_router_loss,
     context_within,
     needs_plain_rows,
     refuse_arguments,
@@ -55,7 +57,7 @@ from lockstep.training.trainers.step_events import StepEvents
 _LONGEST_CALL = 12
 
 
-class OnlineTrainer(Trainer):
+class OnlineTrainer(RefusesForeignHooks, Trainer):
     """The base of all trainers.
 
     Args:
@@ -81,6 +83,7 @@ class OnlineTrainer(Trainer):
 
     config_class: ClassVar[type[OnlineConfig]]
     objective_class: ClassVar[type[Objective]]
+    loop_class: ClassVar[type[TrainingLoop]] = TrainingLoop
     # The method's name in reports.
     method: ClassVar[str]
     # `micro_step` already divides by the whole optimizer step; the base class must not divide again.
@@ -131,6 +134,7 @@ class OnlineTrainer(Trainer):
         )
         longest = max(len(p.ids) for p in self._train_prompts + self._eval_prompts) + args.completion_limit
         check_scorable(causal_model(policy))
+        check_router_loss(policy, args)
         if ref_model is not None:
             check_reference_model(policy, ref_model)
         self._plain_rows = needs_plain_rows([policy, *([ref_model] if ref_model is not None else [])], longest)
@@ -161,7 +165,7 @@ class OnlineTrainer(Trainer):
         )
         self.last_eval_groups: list[RolloutGroup] = []
         self.step_log = StepLog()
-        self.loop = TrainingLoop(
+        self.loop = self.loop_class(
             self.objective,
             self.source,
             Preparation(self.objective, self.reference, self.clock, self.ranks),

@@ -50,6 +50,22 @@ def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> 
         raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
 
 
+def check_router_loss(model: PreTrainedModel, args: Any) -> None:
+    """Refuse to leave out a part of the loss without a word (TRL's GRPO and RLOO add it by default).
+
+    Raises:
+        InputError: the model's routers have an auxiliary loss (mixture of experts), and `router_aux_loss_coef` does not say that
+            it is to be left out.
+    """
+    config = causal_model(model).config.get_text_config()
+    own = getattr(config, "router_aux_loss_coef", None)
+    if own and hasattr(config, "output_router_logits") and args.router_aux_loss_coef is None:
+        raise InputError(
+            f"the routers of this model's experts have an auxiliary loss (router_aux_loss_coef={own} in its config), which cannot "
+            "be added to the loss yet; set router_aux_loss_coef=0 to train without it"
+        )
+
+
 def context_within(model: PreTrainedModel, wanted: int | None) -> int:
     """The largest number of tokens in prompt and completion: `wanted`, bounded by the model's own limit.
 

@@ -1,0 +1,154 @@
+"""Whether a completion's final answer equals a reference as mathematics, by math-verify, within a time limit.
+
+math-verify limits its time by a signal, which only a process's main thread can have. Elsewhere (rewards given while the engine
+samples) a process of its own compares, one pair at a time: lines of JSON go in and come out. One that does not answer in time is
+killed, and the next pair gets a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.errors import LockstepError
+
+# Seconds that math-verify may take for one expression and for one comparison.
+_PARSE_LIMIT, _COMPARE_LIMIT = 10, 5
+# Seconds for a pair in a process of its own, whose own limits come first; and for that process to start (sympy takes a while).
+_PAIR_LIMIT, _START_LIMIT = 2 * _PARSE_LIMIT + _COMPARE_LIMIT + 5, 120.0
+UNREADABLE, SKIPPED, TIMED_OUT = "[unparseable]", "[skipped]", "[timed out]"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A pair, compared.
+
+    Attributes:
+        gold, answer: what was read of each, as text.
+        score: 1 if they are equal, else 0; None where the reference cannot be read.
+    """
+
+    gold: str
+    answer: str
+    score: float | None
+
+
+def compare(reference: str | None, text: str) -> Compared:
+    """Compare a completion's final answer with a reference, from any thread.
+
+    Raises:
+        LockstepError: the process that compares does not start.
+    """
+    if reference is None:
+        return Compared(UNREADABLE, SKIPPED, None)
+    if threading.current_thread() is threading.main_thread():
+        return _compare_here(reference, text)
+    return _worker.compare(reference, text)
+
+
+def _compare_here(reference: str, text: str) -> Compared:
+    # Imported where they are used: sympy takes a second.
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    gold = parse(reference, parsing_timeout=_PARSE_LIMIT)
+    if not gold:
+        return Compared(UNREADABLE, SKIPPED, None)
+    latex = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True),
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
+    )
+    found = parse(text, extraction_config=[latex], extraction_mode="first_match", parsing_timeout=_PARSE_LIMIT)
+    score = float(verify(gold, found, timeout_seconds=_COMPARE_LIMIT))
+    return Compared(str(gold), str(found) if found else UNREADABLE, score)
+
+
+class _Worker:
+    """A process that compares, started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._alone = threading.Lock()
+
+    def compare(self, reference: str, text: str) -> Compared:
+        with self._alone:
+            process = self._started()
+            found = self._asked(process, [reference, text])
+            if found is not None:
+                return Compared(**found)
+            self._stop()
+        print(
+            f"lockstep: comparing an answer with {reference!r:.80} took longer than {_PAIR_LIMIT:g} s or ended the process that "
+            f"compares; it scores 0: {text[-80:]!r}",
+            flush=True,
+        )
+        return Compared(reference, TIMED_OUT, 0.0)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._stop()
+            # It ends with its input, when this process ends. Ctrl-C is for this process.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONSAFEPATH": "1"},
+                start_new_session=True,
+            )
+            if _read_line(self._process, _START_LIMIT) is None:
+                self._stop()
+                raise LockstepError(f"the process that compares answers (accuracy) did not start in {_START_LIMIT:g} s")
+        return self._process
+
+    def _asked(self, process: subprocess.Popen[bytes], pair: list[str]) -> Any:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(pair).encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        return _read_line(process, _PAIR_LIMIT)
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+def _read_line(process: subprocess.Popen[bytes], seconds: float) -> Any:
+    """One line of JSON; None if it does not come in time, or the process has ended."""
+    assert process.stdout is not None
+    line, deadline = b"", time.monotonic() + seconds
+    while not line.endswith(b"\n"):
+        if not select.select([process.stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
+            return None
+        part = os.read(process.stdout.fileno(), 65536)
+        if not part:
+            return None
+        line += part
+    return json.loads(line)
+
+
+_worker = _Worker()
+
+
+def _serve() -> None:
+    """The process's own loop. What libraries print goes to stderr."""
+    out, sys.stdout = sys.stdout, sys.stderr
+    _compare_here("1", r"\boxed{1}")
+    print(json.dumps("ready"), file=out, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(asdict(_compare_here(*json.loads(line)))), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
