@@ -100,7 +100,7 @@ PATHS = (
     "/collective_rpc",
     "/init_weight_transfer_engine",
 )
-# Of the answers that come after their work was done, one that breaks off on every path, and one that cannot be read where it is read.
+# An answer that breaks off and a call that fails on every path; an answer that cannot be read where something is read from it.
 FAULTS: list[Any] = [(fault, path) for fault in ("cut", "500") for path in PATHS]
 FAULTS += [("truncated", path) for path in ("/update_weights", "/collective_rpc")]
 FAULTS += [
