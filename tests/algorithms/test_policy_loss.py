@@ -13,6 +13,7 @@ from lockstep.algorithms.policy_loss import (
     cispo_loss,
     clipped_policy_loss,
     importance_ratios,
+    prompt_weights,
     sapo_loss,
     token_weights,
 )
@@ -189,3 +190,10 @@ def test_the_order_of_completions_changes_no_ones_loss(order: list[int], seed: i
     straight, shuffled = losses([0, 1, 2, 3]), losses(order)
     for place, i in enumerate(order):
         assert torch.allclose(shuffled[place], straight[i], rtol=1e-12)
+
+
+def test_every_prompt_counts_alike_however_many_tokens_answer_it() -> None:
+    lengths, groups = torch.tensor([2, 4, 0, 3, 0]), torch.tensor([7, 7, 7, 2, 9])
+    weights = prompt_weights(lengths, groups)
+    # Three prompts, the last of which is masked and keeps its place: 6 tokens of the first, 3 of the second.
+    assert torch.allclose(weights[:4], torch.tensor([1 / 18, 1 / 18, 1 / 18, 1 / 9]))

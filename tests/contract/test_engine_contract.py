@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -318,13 +319,13 @@ def longest(engine: Engine) -> GenerationRequest:
     return max(asked, key=lambda request: len(answers[request.key].token_ids))
 
 
-def share_sampled(engine: Engine, request: pytest.FixtureRequest, tokens: int) -> Callable[[], float]:
-    """A function that returns the share of the next `tokens` that the engine has sampled; in process, it only knows 0 and 1."""
+def count_sampled(engine: Engine, request: pytest.FixtureRequest) -> Callable[[], float]:
+    """What tells how many tokens the engine has sampled from now on: of one in process, 0 until it has sampled all."""
     if isinstance(engine, VLLMInProcess):
-        return lambda: 0.0 if engine.llm.llm_engine.has_unfinished_requests() else 1.0
+        return lambda: 0.0 if engine.llm.llm_engine.has_unfinished_requests() else math.inf
     server: Server = request.getfixturevalue("server")
     before = server.sampled_tokens()
-    return lambda: (server.sampled_tokens() - before) / tokens
+    return lambda: server.sampled_tokens() - before
 
 
 def test_short_completions_are_handed_over_while_a_long_one_is_sampled(
@@ -333,15 +334,16 @@ def test_short_completions_are_handed_over_while_a_long_one_is_sampled(
     """Early rewards need this: an engine that hands over everything at the end would have sampled all tokens before."""
     if engine.settings().engine == "transformers":
         pytest.skip("samples a batch together and hands it over at its end, early rewards gain nothing there")
-    long = longest(engine)
-    asked = [long, *(replace(r, key=RequestKey(f"short {r.key}", 0)) for r in requests(3, Sampling(max_tokens=2)))]
-    expected = engine.generate(asked)
-    tokens = sum(len(completion.token_ids) for completion in expected.values())
-    assert len(expected[long.key].token_ids) >= 100
-    shares: dict[RequestKey, float] = {}
-    sampled = share_sampled(engine, request, tokens)
-    engine.generate(asked, lambda completion: shares.update({completion.key: sampled()}))
-    assert shares.keys() == expected.keys()
-    assert list(shares)[-1] == long.key
-    assert all(share < 0.9 for key, share in shares.items() if key != long.key), shares
-    assert sampled() > 0.9
+    # Many long ones, so that much is left to sample for as long as this process may be late to hear of the short ones.
+    one = longest(engine)
+    long = [replace(one, key=RequestKey(f"long {i}", 0)) for i in range(60)]
+    short = [replace(r, key=RequestKey(f"short {r.key}", 0)) for r in requests(3, Sampling(max_tokens=2))]
+    counts: dict[RequestKey, float] = {}
+    sampled = count_sampled(engine, request)
+    answers = engine.generate([*short, *long], lambda completion: counts.update({completion.key: sampled()}))
+    tokens = sum(len(completion.token_ids) for completion in answers.values())
+    assert tokens >= 60 * 100
+    assert counts.keys() == answers.keys()
+    assert {key for key, _ in list(counts.items())[:3]} == {r.key for r in short}
+    assert all(counts[r.key] < 0.9 * tokens for r in short), counts
+    assert sampled() > 0.9 * tokens

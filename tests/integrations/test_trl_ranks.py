@@ -16,7 +16,7 @@ from servers import KEY, Server, free_port
 from lockstep.server.keys import KEY_VARIABLE
 
 Results = list[dict[str, Any]]
-SCRIPT = Path(__file__).parent / "two_ranks.py"
+SCRIPT = Path(__file__).parent / "trl_two_ranks.py"
 
 
 def run_ranks(model: str, folder: Path, *arguments: str, limit: float) -> Results:
@@ -64,11 +64,12 @@ ASKED = {
     "engine lost once": [[[4, 5]], [[4, 5]]],
     "after all that": [[[5, 6]], [[5, 7]]],
 }
-# In tests/server/ a real server is lost.
+SERVED = [pytest.mark.long, pytest.mark.vllm, needs_vllm]
+# A real server is lost in tests/server.
 ON_SERVER = [case for case in ASKED if case != "engine lost once"]
 CALLS = [
     *(("results", case) for case in ASKED),
-    *(pytest.param("served", case, marks=[pytest.mark.vllm, needs_vllm]) for case in ON_SERVER),
+    *(pytest.param("served", case, marks=SERVED) for case in ON_SERVER),
 ]
 
 
@@ -116,6 +117,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_limit(results: Results) -
     assert "did not come within 2 s" in results[0]["alone"]["message"]
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @needs_vllm
 def test_images_on_one_rank_are_refused_on_both_beside_a_real_server(served: Results) -> None:
@@ -125,6 +127,7 @@ def test_images_on_one_rank_are_refused_on_both_beside_a_real_server(served: Res
     assert "rank 1: images are not supported" in refused[0]["message"]
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @needs_vllm
 def test_trls_trainer_on_two_ranks_with_a_real_server(served: Results) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -88,21 +89,28 @@ def test_a_request_that_the_server_got_twice_is_answered_once(engine: VLLMServer
     assert tokens(engine) == plain
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/pause",
-        "/start_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
-        "/reset_prefix_cache",
-        "/update_weight_version",
-        "/resume",
-        "/collective_rpc",
-        "/init_weight_transfer_engine",
-    ],
+PATHS = (
+    "/pause",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/reset_prefix_cache",
+    "/update_weight_version",
+    "/resume",
+    "/collective_rpc",
+    "/init_weight_transfer_engine",
 )
-@pytest.mark.parametrize("fault", ["cut", "500", "truncated"])
+# An answer that breaks off and a call that fails on every path; an answer that cannot be read where something is read from it.
+FAULTS: list[Any] = [(fault, path) for fault in ("cut", "500") for path in PATHS]
+FAULTS += [("truncated", path) for path in ("/update_weights", "/collective_rpc")]
+FAULTS += [
+    pytest.param("truncated", path, marks=pytest.mark.long)
+    for path in PATHS
+    if path not in ("/update_weights", "/collective_rpc")
+]
+
+
+@pytest.mark.parametrize(("fault", "path"), FAULTS)
 def test_a_push_that_loses_a_call_is_not_repeated_by_itself_and_a_new_one_is_whole(
     path: str, fault: str, engine: VLLMServer, proxy: FaultyProxy
 ) -> None:

@@ -15,6 +15,7 @@ from lockstep.tasks.builtin_rewards import exact_match
 RECIPE = Path(__file__).parents[2] / "recipes" / "arithmetic.yaml"
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.real_model
 @needs_vllm

@@ -1,6 +1,6 @@
 """One of two trainer ranks, started by `test_trl_ranks.py`. It writes what each call returned or raised, as JSON.
 
-python two_ranks.py RANK PORT MODEL OUT [SERVER_URL]
+python trl_two_ranks.py RANK PORT MODEL OUT [SERVER_URL]
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ def alone(rank: int, out: Path) -> Any:
 
     from lockstep.rollouts.ranks import Ranks
 
-    given_up = out.parent / "given-up"
+    ranks, given_up = Ranks(limit=2.0), out.parent / "given-up"
     if rank == 0:
         try:
-            return Ranks(limit=2.0).call("generate", lambda: 1, lambda parts: parts)
+            return ranks.call("generate", lambda: 1, lambda parts: parts)
         finally:
             given_up.touch()
     deadline = time.monotonic() + 60
