@@ -84,6 +84,8 @@ class RolloutSource:
         self._proofs: Proofs | None = None
         self._recovery: Recovery | None = None
         self._ahead: GenerationsAhead | None = None
+        # A group that was measured last, for the live view.
+        self.shown_group: RolloutGroup | None = None
         self._ranks.on_owner("engine", lambda: self._open(model_path, max_model_len, longest, compute_dtype))
 
     def _open(self, model_path: str, max_model_len: int, longest: int, compute_dtype: torch.dtype) -> None:
@@ -255,7 +257,7 @@ class RolloutSource:
                 num_generations=num_generations,
                 run_seed=self._config.seed,
                 version=version,
-                on_answer=on_answer,
+                on_answer=self._clock.counted(len(prompts) * num_generations, on_answer),
                 interruption=self._interruption,
                 generate=self._ahead.at_once if self._ahead is not None else None,
             )
@@ -326,7 +328,7 @@ class RolloutSource:
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
         """What is logged of scored groups, with what reward functions have logged since this was last asked."""
-        metrics = rollout_metrics(groups)
+        metrics, self.shown_group = rollout_metrics(groups), groups[0]
         if self._config.max_staleness:
             metrics |= staleness_metrics(groups, version)
         if self._interruption is not None:

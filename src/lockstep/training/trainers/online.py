@@ -23,6 +23,7 @@ from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model
 from lockstep.parity.gap import check_count
+from lockstep.report.busy import busy
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
@@ -382,7 +383,7 @@ class OnlineTrainer(Trainer):
         if eval_dataset is not None or not self._eval_prompts:
             raise InputError("give the evaluation set as eval_dataset when the trainer is made")
         # An evaluation's time is not charged to a step.
-        with self.clock.aside():
+        with self.clock.aside(), busy(f"evaluating on {len(self._eval_prompts)} problems", self.clock.progress):
             groups = self.source.rollout_in_parts(self._eval_prompts, self.config.group_size_eval, self.state)
         named = evaluation_metrics(groups, self.source.metrics(groups, self.state.global_step), metric_key_prefix)
         self.last_eval_groups = groups
@@ -409,7 +410,7 @@ class OnlineTrainer(Trainer):
                 save()
 
         # The owner writes last, since the trainer's state makes a checkpoint whole.
-        with whole_or_absent(folder) if self.ranks.owner else nullcontext():
+        with whole_or_absent(folder) if self.ranks.owner else nullcontext(), busy(f"saving {folder.name}"):
             if self.ranks.count > 1:
                 self.ranks.share("checkpoint", lambda: guarded(lambda: self._save_rng_state(str(folder))))
             self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
