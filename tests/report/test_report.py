@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import io
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 from transformers import TrainerState
 
+from lockstep.report.busy import busy, watched_by
 from lockstep.report.html import render_report
-from lockstep.report.live import LiveView, clock, sparkline
+from lockstep.report.live import About, LiveView, clock, sparkline
+from lockstep.report.phases import PhaseClock
+from lockstep.report.status import StatusLine
 from lockstep.report.summary import summarise, summary_lines
+from lockstep.training.run_files.step_log import StepLog
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
@@ -86,20 +94,32 @@ def test_the_page_is_self_contained_and_escapes_what_a_model_wrote() -> None:
         assert title in page
 
 
-def follow(console: Console) -> str:
-    view, state = LiveView("GRPO", console), TrainerState(max_steps=4)
-    view.on_train_begin(None, state, None)
-    for step in (1, 2):
-        state.global_step = step
-        view.on_log(None, state, None, line(step))
-    view.on_train_end(None, state, None)
+def view_of(console: Console, phase: Callable[[], str] = str, steps: Callable[[], dict[str, float]] = dict) -> LiveView:
+    about = About("GRPO · vllm in lockstep", "smollm2-135m-instruct", "runs/a-rather-long-name" * 4, (1e-4, 1e-3))
+    return LiveView(about, phase, steps, lambda: ("[b]The answer\nis " + "42 " * 60, 1.0), console)
+
+
+def shown(view: LiveView, console: Console) -> list[str]:
+    with console.capture() as caught:
+        console.print(view.panel())
+    return caught.get().splitlines()
+
+
+def test_away_from_a_terminal_each_log_is_a_plain_line_and_so_is_each_long_phase() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    view, state = view_of(console), TrainerState(max_steps=4)
+    with watched_by(view):
+        view.on_train_begin(None, state, None)
+        for step in (1, 2):
+            state.global_step = step
+            view.on_step_end(None, state, None)
+            view.on_log(None, state, None, line(step))
+        with busy("evaluating on 7 problems"):
+            pass
+        view.on_train_end(None, state, None)
     assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
-def test_away_from_a_terminal_each_step_is_a_plain_line() -> None:
-    lines = follow(Console(file=io.StringIO(), width=200)).splitlines()
-    assert len(lines) == 2
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 3
     for word in (
         "step 2/4",
         "reward 0.400",
@@ -110,18 +130,119 @@ def test_away_from_a_terminal_each_step_is_a_plain_line() -> None:
     ):
         assert word in lines[1]
     assert "\x1b" not in lines[1]
+    assert lines[2] == "evaluating on 7 problems …"
 
 
-def test_on_a_terminal_a_panel_shows_trend_gap_speed_time_and_what_is_left() -> None:
-    shown = follow(Console(file=io.StringIO(), force_terminal=True, width=100))
-    for word in ("step 2/4", "reward", "▁█", "parity gap", "tokens/s", "generate 2.0s", "left"):
-        assert word in shown
+def test_the_panel_shows_every_step_before_the_first_log_and_wraps_nothing_at_80_columns() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    clock, log = PhaseClock(), StepLog()
+    view, state = view_of(console, clock.progress, log.latest), TrainerState(max_steps=40)
+    view.on_train_begin(None, state, None)
+    view.stop()
+    before = shown(view, console)
+    assert "step 0/40" in "".join(before)
+    assert "first step" in "".join(before)
+    rows = len(before)
+    for step in (1, 2):
+        log.note({k: v for k, v in line(step).items() if k not in ("step", "loss") and not k.startswith("time/")})
+        log.note({"entropy": 1.25, "frac_reward_zero_std": 0.25, "completions/clipped_ratio": 0.125})
+        state.global_step = step
+        view.on_step_end(None, state, None)
+    view.on_evaluate(None, state, None, BEFORE)
+    answered = clock.counted(8)
+    with clock.phase("generate"):
+        for _ in range(3):
+            answered(SimpleNamespace(token_ids=(1, 2, 3)))
+        page = shown(view, console)
+    text = "\n".join(page)
+    for word in (
+        "smollm2-135m-instruct → runs/",
+        "step 2/40",
+        "sampling · 3/8 completions · ",
+        "tokens/s",
+        "0.400  ▁█",
+        "1.250",
+        "3 tokens in the mean, 12% cut at the limit",
+        "25% of the groups",
+        "1.0e-06 of 1e-04 mean, 1.0e-05 of 1e-03 max",
+        "40 tokens, all that were sampled",
+        "0.400 ± 0.050 at step 2",
+        "1.00: [b]The answer is 42 42",
+        "left",
+    ):
+        assert word in text, word
+    assert {len(row) for row in page} == {80}
+    # One row for each figure, so nothing was wrapped.
+    assert len(page) == rows + 7
+    assert "loss" not in text
+    view.on_log(None, state, None, line(2))
+    with busy_in(view, "evaluating on 7 problems", clock.progress), clock.phase("rewards"):
+        text = "\n".join(shown(view, console))
+    assert "evaluating on 7 problems · scoring completions · 0 s" in text
+    assert "0.1 at the log of step 2" in text
+    assert "generate 2.0s" in text
+
+
+@contextmanager
+def busy_in(view: LiveView, text: str, detail: Callable[[], str]) -> Iterator[None]:
+    with watched_by(view), busy(text, detail):
+        yield
+
+
+def test_a_gap_close_to_its_limit_is_shown_in_another_colour() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system="standard")
+    pages = []
+    for gap in (1e-5, 9e-4):
+        view = view_of(console, str, lambda gap=gap: line(1, **{"parity/max_abs_gap": gap}))
+        view.on_step_end(None, TrainerState(max_steps=4, global_step=1), None)
+        pages.append(next(row for row in shown(view, console) if "1e-03 max" in row))
+    assert ["\x1b[33m" in page for page in pages] == [False, True]
+
+
+def test_the_panel_is_drawn_anew_while_a_step_is_under_way() -> None:
+    frames: list[str] = []
+    moved = threading.Event()
+
+    def phase() -> str:
+        frames.append("asked")
+        if len(frames) > 2:
+            moved.set()
+        return f"phase {len(frames)}"
+
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    view = view_of(console, phase)
+    view.on_train_begin(None, TrainerState(max_steps=4), None)
+    try:
+        assert moved.wait(60)
+    finally:
+        view.stop()
+    assert isinstance(console.file, io.StringIO)
+    assert "phase 2" in console.file.getvalue()
+
+
+def test_the_status_line_says_what_is_under_way_and_how_far_it_is() -> None:
+    plain = Console(file=io.StringIO(), width=80)
+    with watched_by(StatusLine(plain)), busy("loading the model"), busy("starting vLLM"):
+        pass
+    assert isinstance(plain.file, io.StringIO)
+    assert plain.file.getvalue().splitlines() == ["loading the model …", "starting vLLM …"]
+    terminal, asked = Console(file=io.StringIO(), force_terminal=True, width=80), threading.Event()
+
+    def detail() -> str:
+        asked.set()
+        return "3/8 completions"
+
+    with watched_by(StatusLine(terminal)), busy("evaluating", detail):
+        assert asked.wait(60)
+    assert isinstance(terminal.file, io.StringIO)
+    assert "evaluating · 3/8 completions · 0 s" in terminal.file.getvalue()
 
 
 def test_small_helpers() -> None:
     assert sparkline([0.0, 1.0, 0.5]) == "▁█▅"
     assert sparkline([2.0]) == "▁"
     assert clock(125) == "2:05"
+    assert clock(3725) == "1:02:05"
 
 
 def test_a_rollout_without_a_reward_is_shown_as_such_and_is_not_the_best() -> None:

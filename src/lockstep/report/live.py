@@ -1,58 +1,116 @@
-"""What a run shows while it goes: a live panel on a terminal, plain lines elsewhere.
+"""What a run shows while it trains: a live panel on a terminal, plain lines elsewhere.
 
-Comes from: the trainer's logs. It never slows a step by more than a redraw.
+Comes from: the trainer's callbacks, the clock of its phases and the figures of its steps; all of them are only read. The panel is
+drawn anew four times a second, so that the phase under way is seen to move.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDEST = 100
+# The share of its limit from which on a gap is shown in yellow.
+_CLOSE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What does not change during a run.
+
+    Attributes:
+        folder: the output directory.
+        gap_limits: limits on the mean and on the largest parity gap, in nats.
+    """
+
+    title: str
+    model: str
+    folder: str
+    gap_limits: tuple[float, float]
 
 
 class LiveView(TrainerCallback):
-    """Follows a run's logs; `start_step` is the step a resumed run begins at."""
+    """Follows a run; also a watcher of long work (`report/busy.py`) while it trains.
 
-    def __init__(self, title: str, console: Console | None = None) -> None:
-        self._title = title
+    Args:
+        phase: gives the phase under way in words, with its counters; empty between phases.
+        latest: gives the figures of the last step, by metric name.
+        sample: gives text and reward of one completion, None where there is none yet.
+    """
+
+    def __init__(
+        self,
+        about: About,
+        phase: Callable[[], str],
+        latest: Callable[[], Mapping[str, float]],
+        sample: Callable[[], tuple[str, float] | None],
+        console: Console | None = None,
+    ) -> None:
+        self._about, self._phase, self._latest, self._sample = about, phase, latest, sample
         self._console = console or Console()
         self._live: Live | None = None
-        self._history: list[dict[str, float]] = []
-        self._began = 0.0
-        self._first_step = 0
+        self._spinner = Spinner("dots", style="cyan")
+        self._work: list[tuple[str, Callable[[], str]]] = []
+        self._figures: Mapping[str, float] = {}
+        self._logged: dict[str, float] = {}
+        self._trends: dict[str, list[float]] = {"reward": [], "parity/max_abs_gap": []}
+        self._evaluation = ""
+        self._began = self._stepped = time.monotonic()
+        self._first_step = self._step = self._steps = self._logged_step = 0
+
+    # ---- what the run tells ---------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._began, self._first_step = time.monotonic(), state.global_step
+        self._began = self._stepped = time.monotonic()
+        self._first_step = self._step = state.global_step
+        self._steps = state.max_steps
         if self._console.is_terminal:
-            self._live = Live(Text("starting the first step …"), console=self._console, refresh_per_second=4)
-            self._live.start()
+            self._live = Live(console=self._console, get_renderable=self.panel, refresh_per_second=4)
+            self._live.start(refresh=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step, self._stepped = state.global_step, time.monotonic()
+        self._figures = self._latest()
+        for name, values in self._trends.items():
+            values.append(self._figures.get(name, float("nan")))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs:
             return
         # A step that learns from an earlier step's rollouts has no reward of its own.
-        last = self._history[-1] if self._history else {"reward": float("nan")}
-        logs = {"reward": last["reward"], **logs}
-        self._history.append(logs)
-        left = self._seconds_left(state.global_step, state.max_steps)
-        if self._live is not None:
-            self._live.update(self._panel(state.global_step, state.max_steps, left))
-        else:
-            self._console.print(
-                plain_line(state.global_step, state.max_steps, logs, left), highlight=False, soft_wrap=True
-            )
+        self._logged_step = state.global_step
+        self._logged = {"reward": self._logged.get("reward", float("nan")), **logs}
+        if self._live is None:
+            line = plain_line(state.global_step, state.max_steps, self._logged, self._left())
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **kwargs: Any) -> None:
+        self._evaluation = (
+            f"{metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f} at step {state.global_step}"
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.stop()
+
+    def begin(self, text: str, detail: Callable[[], str]) -> None:
+        self._work.append((text, detail))
+        if self._live is None:
+            self._console.print(f"{text} …", highlight=False, soft_wrap=True, markup=False)
+
+    def end(self) -> None:
+        self._work.pop()
 
     def stop(self) -> None:
         """Give the terminal back; safe to call twice."""
@@ -60,30 +118,102 @@ class LiveView(TrainerCallback):
             self._live.stop()
             self._live = None
 
-    def _seconds_left(self, step: int, steps: int) -> float:
-        done = max(step - self._first_step, 1)
-        return (time.monotonic() - self._began) / done * max(steps - step, 0)
+    # ---- what is shown --------------------------------------------------------------------------------------------------
 
-    def _panel(self, step: int, steps: int, left: float) -> Panel:
-        logs = self._history[-1]
-        table = Table.grid(padding=(0, 2))
-        rewards = [entry["reward"] for entry in self._history]
-        table.add_row("reward", f"{logs['reward']:.3f}", Text(sparkline(rewards), style="green"))
-        gaps = [entry["parity/max_abs_gap"] for entry in self._history]
-        table.add_row("parity gap", f"{logs['parity/mean_abs_gap']:.1e} mean, {gaps[-1]:.1e} max", sparkline(gaps))
-        table.add_row("checked", checked(logs), "")
-        table.add_row("tokens/s", f"{tokens_per_second(logs):.0f} sampled", "")
-        table.add_row("time", time_shares(logs), "")
-        progress = Table.grid(padding=(0, 2))
-        progress.add_row(
-            f"step {step}/{steps}", ProgressBar(total=steps, completed=step, width=40), f"{clock(left)} left"
-        )
+    def panel(self) -> Panel:
+        """The panel as it is at this moment. No line of it is wrapped."""
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(no_wrap=True, style="bold")
+        rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+        for label, shown in self._rows():
+            rows.add_row(label, shown)
+        self._spinner.update(text=_line(self._under_way()))
         return Panel(
-            Group(progress, table), title=self._title, border_style="cyan", width=min(100, self._console.width)
+            Group(_line(f"{self._about.model} → {self._about.folder}"), self._bar(), self._spinner, Text(""), rows),
+            title=self._about.title,
+            border_style="cyan",
+            width=min(_WIDEST, self._console.width),
         )
 
+    def _bar(self) -> Table:
+        bar = Table.grid(padding=(0, 2), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        elapsed = clock(time.monotonic() - self._began)
+        left = f"{clock(self._left())} left" if self._step > self._first_step else "first step"
+        bar.add_row(
+            f"step {self._step}/{self._steps}",
+            ProgressBar(total=max(self._steps, 1), completed=self._step),
+            f"{elapsed} elapsed, {left}",
+        )
+        return bar
 
-def plain_line(step: int, steps: int, logs: dict[str, float], left: float) -> str:
+    def _under_way(self) -> str:
+        if self._work:
+            text, detail = self._work[-1]
+            return " · ".join(filter(None, [text, detail()]))
+        return self._phase() or "between two phases"
+
+    def _rows(self) -> list[tuple[str, Text]]:
+        figures = self._figures
+        rows: list[tuple[str, Text]] = []
+
+        def add(label: str, needed: str, words: Callable[[], str], style: str = "") -> None:
+            if needed in figures:
+                rows.append((label, _line(words(), style)))
+
+        mean, largest = self._about.gap_limits
+        add("reward", "reward", lambda: f"{figures['reward']:.3f}  {sparkline(self._trends['reward'])}")
+        if self._logged:
+            rows.append(("loss", _line(f"{self._logged['loss']:.4g} at the log of step {self._logged_step}")))
+        add("entropy", "entropy", lambda: f"{figures['entropy']:.3f}")
+        add("length", "completions/mean_length", lambda: _lengths(figures))
+        add("no spread", "frac_reward_zero_std", lambda: f"{figures['frac_reward_zero_std']:.0%} of the groups")
+        add("gap", "parity/mean_abs_gap", lambda: self._gap(figures), self._gap_style(figures, mean, largest))
+        add("checked", "parity/checked_tokens", lambda: checked(figures))
+        if self._logged:
+            rows.append(("speed", _line(f"{tokens_per_second(self._logged):.0f} tokens/s over whole steps")))
+            rows.append(("time", _line(time_shares(self._logged))))
+        if self._evaluation:
+            rows.append(("evaluation", _line(self._evaluation)))
+        if (found := self._sample()) is not None:
+            rows.append(("sample", _line(f"{found[1]:.2f}: {' '.join(found[0].split())}", "dim")))
+        return rows
+
+    def _gap(self, figures: Mapping[str, float]) -> str:
+        mean, largest = self._about.gap_limits
+        return (
+            f"{figures['parity/mean_abs_gap']:.1e} of {mean:.0e} mean, {figures['parity/max_abs_gap']:.1e} of {largest:.0e} "
+            f"max  {sparkline(self._trends['parity/max_abs_gap'], 16)}"
+        )
+
+    @staticmethod
+    def _gap_style(figures: Mapping[str, float], mean: float, largest: float) -> str:
+        shares = (
+            figures.get("parity/mean_abs_gap", 0.0) / mean,
+            figures.get("parity/max_abs_gap", 0.0) / largest,
+        )
+        return "yellow" if max(shares) > _CLOSE else "green"
+
+    def _left(self) -> float:
+        """Seconds to the last step, at the pace so far."""
+        done = max(self._step - self._first_step, 1)
+        pace = (self._stepped - self._began) / done
+        return max(pace * (self._steps - self._step) - (time.monotonic() - self._stepped), 0.0)
+
+
+def _line(text: str, style: str = "") -> Text:
+    # Text: square brackets in what was sampled are no markup.
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _lengths(figures: Mapping[str, float]) -> str:
+    cut = figures.get("completions/clipped_ratio", 0.0)
+    return f"{figures['completions/mean_length']:.0f} tokens in the mean, {cut:.0%} cut at the limit"
+
+
+def plain_line(step: int, steps: int, logs: Mapping[str, float], left: float) -> str:
     """One step as a line of text."""
     return (
         f"step {step}/{steps}  reward {logs['reward']:.3f}  gap {logs['parity/mean_abs_gap']:.1e} mean "
@@ -92,19 +222,19 @@ def plain_line(step: int, steps: int, logs: dict[str, float], left: float) -> st
     )
 
 
-def tokens_per_second(logs: dict[str, float]) -> float:
+def tokens_per_second(logs: Mapping[str, float]) -> float:
     """Sampled tokens over the whole step's time."""
     return logs["sampling/tokens"] / logs["time/step"] if logs.get("time/step") else 0.0
 
 
-def checked(logs: dict[str, float]) -> str:
+def checked(logs: Mapping[str, float]) -> str:
     """How many tokens were compared with the policy, and how many were too old to be."""
     stale = logs["sampling/tokens"] - logs["parity/checked_tokens"]
     others = f"; {stale:.0f} are older than the policy" if stale else ", all that were sampled"
     return f"{logs['parity/checked_tokens']:.0f} tokens{others}"
 
 
-def time_shares(logs: dict[str, float]) -> str:
+def time_shares(logs: Mapping[str, float]) -> str:
     """Seconds of each phase of a step, the longest first."""
     phases = {k.removeprefix("time/"): v for k, v in logs.items() if k.startswith("time/") and k != "time/step"}
     longest = sorted(phases.items(), key=lambda item: -item[1])
@@ -122,5 +252,7 @@ def sparkline(values: list[float], width: int = 32) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+    """Minutes and seconds, with hours where there are any."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

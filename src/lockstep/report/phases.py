@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 PHASES = ("generate", "rewards", "reference", "forward_backward", "optimizer", "sync", "verify")
+_WORDS = {
+    "generate": "sampling",
+    "rewards": "scoring completions",
+    "reference": "reference model",
+    "forward_backward": "learning",
+    "optimizer": "optimizer",
+    "sync": "sending weights to the engine",
+    "verify": "checking proofs",
+}
 
 
 class PhaseClock:
@@ -16,6 +26,38 @@ class PhaseClock:
         self._recent = dict.fromkeys(PHASES, 0.0)
         self._open: dict[str, float] = {}
         self._since = time.perf_counter()
+        self._answered = self._asked = self._tokens = 0
+
+    def counted(self, asked: int, then: Callable[[Any], None] | None = None) -> Callable[[Any], None]:
+        """A function to be called with each completion as it is finished, so that `progress` can say how many there are.
+
+        Args:
+            asked: completions that were asked for.
+            then: called with each completion too.
+        """
+        self._answered, self._asked, self._tokens = 0, asked, 0
+
+        def answered(completion: Any) -> None:
+            self._answered += 1
+            self._tokens += len(completion.token_ids)
+            if then is not None:
+                then(completion)
+
+        return answered
+
+    def progress(self) -> str:
+        """The phase that is under way, in words, with counters and seconds; empty between phases. May be asked by any thread."""
+        phases = list(self._open.items())
+        if not phases:
+            return ""
+        name, since = phases[-1]
+        seconds = time.perf_counter() - since
+        words = [_WORDS[name]]
+        if name == "generate" and self._asked:
+            words.append(f"{self._answered}/{self._asked} completions")
+            if self._tokens:
+                words.append(f"{self._tokens / max(seconds, 1e-9):.0f} tokens/s")
+        return " · ".join([*words, f"{seconds:.0f} s"])
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

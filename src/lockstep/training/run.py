@@ -17,8 +17,9 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from lockstep.errors import InputError, LockstepError
 from lockstep.parity.receipt import RECEIPT
+from lockstep.report.busy import busy, watched_by
 from lockstep.report.html import render_report
-from lockstep.report.live import LiveView
+from lockstep.report.live import About, LiveView
 from lockstep.report.summary import summarise
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.config.online_config import OnlineConfig
@@ -71,7 +72,8 @@ def run_method(
 
 def _trainer(kind: type[OnlineTrainer], model: str, config: OnlineConfig, arguments: dict[str, Any]) -> OnlineTrainer:
     try:
-        return kind(model, args=config, **arguments)
+        with busy(f"loading {model}"):
+            return kind(model, args=config, **arguments)
     except LockstepError:
         raise
     except (ValueError, RuntimeError, ImportError) as error:
@@ -85,7 +87,7 @@ def _run(trainer: OnlineTrainer, place: RunPlace, start: float, stop: StopSignal
     before = _evaluation(trainer, folder / "before.json", again=place.checkpoint is None)
     stop.watch(trainer)
     if ranks.owner:
-        _train_in_view(trainer, place)
+        _train_in_view(trainer, place, before)
     else:
         _train(trainer, place.checkpoint)
     if stop.number and trainer.state.global_step < trainer.state.max_steps:
@@ -96,15 +98,32 @@ def _run(trainer: OnlineTrainer, place: RunPlace, start: float, stop: StopSignal
     return FinishedRun(summary, folder / "report.html")
 
 
-def _train_in_view(trainer: OnlineTrainer, place: RunPlace) -> None:
+def _train_in_view(trainer: OnlineTrainer, place: RunPlace, before: dict[str, Any] | None) -> None:
     """Train, with every log written down and shown."""
     # The evaluations before and after have files of their own.
     metrics_file = MetricsFile(place.folder / "metrics.jsonl")
-    view = LiveView(f"{trainer.method} · {trainer.engine.settings().engine} in lockstep")
+    limit = trainer.source.limit
+    view = LiveView(
+        About(
+            f"{trainer.method} · {trainer.engine.settings().engine} in lockstep",
+            model=Path(trainer.model_path).name,
+            folder=str(place.folder),
+            gap_limits=(
+                limit.mean,
+                limit.largest(trainer.config.completions_per_step * trainer.config.completion_limit),
+            ),
+        ),
+        trainer.clock.progress,
+        trainer.step_log.latest,
+        lambda: _sample(trainer.source.shown_group),
+    )
+    if before:
+        view.on_evaluate(trainer.args, trainer.state, trainer.control, before["metrics"])
     for callback in (metrics_file, view):
         trainer.add_callback(callback)
     try:
-        _train(trainer, place.checkpoint)
+        with watched_by(view):
+            _train(trainer, place.checkpoint)
     finally:
         view.stop()
         trainer.remove_callback(metrics_file)
@@ -154,14 +173,17 @@ def _evaluation(trainer: OnlineTrainer, path: Path, *, again: bool) -> dict[str,
     earlier = ranks.from_owner("evaluation", lambda: _read(path) if not again else {}, _same, _same)
     if earlier:
         return earlier
-    if ranks.owner:
-        print(f"evaluating on {len(trainer.eval_dataset)} held-out problems …", flush=True)
     metrics = trainer.evaluate()
     found = {"metrics": metrics, "rollouts": [_shown(group) for group in trainer.last_eval_groups[:_SHOWN_ROLLOUTS]]}
     if ranks.owner:
         print(f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}", flush=True)
         path.write_text(json.dumps(found, indent=1) + "\n")
     return found
+
+
+def _sample(group: RolloutGroup | None) -> tuple[str, float] | None:
+    """Text and reward of one completion, for the live view."""
+    return (group.rollouts[0].text, group.rollouts[0].reward) if group is not None else None
 
 
 def _same(found: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lockstep.engines.vllm_inprocess import VLLMInProcess, vllm_installed
 from lockstep.engines.vllm_server import VLLMServer
 from lockstep.errors import InputError
 from lockstep.parity.handshake import check_settings, expected_settings
+from lockstep.report.busy import busy
 from lockstep.training.config.online_config import OnlineConfig
 
 
@@ -35,14 +36,15 @@ def start_engine(
         LockstepError: a server did not answer in time.
     """
     if config.vllm_mode == "server":
-        return connect(
-            config.server_urls,
-            key_file=config.vllm_server_key_file,
-            timeout=config.vllm_server_timeout,
-            transport=config.vllm_weight_transport,
-            group_host=config.vllm_group_host,
-            group_port=config.vllm_group_port,
-        ).engine
+        with busy(f"waiting for {', '.join(config.server_urls)}"):
+            return connect(
+                config.server_urls,
+                key_file=config.vllm_server_key_file,
+                timeout=config.vllm_server_timeout,
+                transport=config.vllm_weight_transport,
+                group_host=config.vllm_group_host,
+                group_port=config.vllm_group_port,
+            ).engine
     if ranks > 1 and (vllm_installed() if config.use_vllm is None else config.use_vllm):
         raise InputError(
             f"{ranks} trainer processes: vLLM in one of them would wait for the others in their process group. Start "
@@ -84,7 +86,8 @@ def start_here(
         InputError: the engine cannot load the model, or vLLM was asked for and is not installed.
     """
     if vllm_installed() if use_vllm is None else use_vllm:
-        return VLLMInProcess(model_path, **vllm_arguments, **common)
+        with busy("starting vLLM"):
+            return VLLMInProcess(model_path, **vllm_arguments, **common)
     why = "use_vllm is false" if use_vllm is False else "vLLM is not installed here"
     print(f"engine: transformers ({why}); the proofs are the same, generation is slower", flush=True)
     return TransformersEngine(model_path, tokenizer, **common)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lockstep.errors import EngineLost, LockstepError
+from lockstep.report.busy import busy
 
 T = TypeVar("T")
 # How often one piece of work may lose its engine. Without a bound, work that kills the engine would be repeated forever.
@@ -42,7 +43,8 @@ class Recovery:
             self.losses += 1
             _say(f"{lost}; waiting for it")
             start = time.monotonic()
-            lost.recover()
+            with busy("waiting for the engine"):
+                lost.recover()
             self._distrust()
             _say(f"the engine answers again after {time.monotonic() - start:.0f} s; giving it the weights anew")
         raise LockstepError(f"the engine was lost {_LOSSES} times in one piece of work, the last time: {lost}")

@@ -81,6 +81,8 @@ class RolloutSource:
         self._proofs: Proofs | None = None
         self._recovery: Recovery | None = None
         self._ahead: GenerationsAhead | None = None
+        # A group of the last metrics, for the live view.
+        self.shown_group: RolloutGroup | None = None
         self._ranks.on_owner("engine", lambda: self._open(model_path, max_model_len, longest))
 
     def _open(self, model_path: str, max_model_len: int, longest: int) -> None:
@@ -192,7 +194,7 @@ class RolloutSource:
                 num_generations=num_generations,
                 run_seed=self._config.seed,
                 version=version,
-                on_answer=on_answer,
+                on_answer=self._clock.counted(len(prompts) * num_generations, on_answer),
                 interruption=self._interruption,
                 generate=self._ahead.at_once if self._ahead is not None else None,
             )
@@ -308,7 +310,7 @@ class RolloutSource:
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
         """Metrics of scored groups, with the metrics that reward functions logged since the last call."""
-        metrics = rollout_metrics(groups)
+        metrics, self.shown_group = rollout_metrics(groups), groups[0]
         if self._config.max_staleness:
             metrics |= staleness_metrics(groups, version)
         if self._interruption is not None:

@@ -22,11 +22,17 @@ class StepLog:
 
     def __init__(self) -> None:
         self._noted: dict[str, list[float]] = {}
+        self._latest: dict[str, float] = {}
 
     def note(self, figures: Mapping[str, float]) -> None:
         """Take in figures of a step or a generation."""
         for name, value in figures.items():
             self._noted.setdefault(name, []).append(value)
+        self._latest.update(figures)
+
+    def latest(self) -> dict[str, float]:
+        """The last figure of each name; taking or clearing the log does not forget them."""
+        return dict(self._latest)
 
     def values(self, name: str) -> list[float]:
         """What was noted under a name since the last log, one entry a note."""

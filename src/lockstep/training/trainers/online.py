@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model
+from lockstep.report.busy import busy
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.ranks import Ranks
@@ -300,7 +301,10 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
         if eval_dataset is not None or not self._eval_prompts:
             raise InputError("give the evaluation set as eval_dataset when the trainer is made")
         # The time of an evaluation does not count as a step's.
-        with self.clock.aside():
+        with (
+            self.clock.aside(),
+            busy(f"evaluating on {len(self._eval_prompts)} held-out problems", self.clock.progress),
+        ):
             groups = self.loop.rollout_in_parts(self._eval_prompts, self.config.group_size_eval)
         named = evaluation_metrics(groups, self.source.metrics(groups, self.state.global_step), metric_key_prefix)
         self.last_eval_groups = groups
@@ -326,8 +330,8 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
             with guarded_save(folder.parent, self.state.global_step):
                 save()
 
-        # The rank with the engine writes last: the trainer's state, which it writes, marks a checkpoint as complete.
-        with whole_or_absent(folder) if self.ranks.owner else nullcontext():
+        # The owner writes last, since the trainer's state makes a checkpoint whole.
+        with whole_or_absent(folder) if self.ranks.owner else nullcontext(), busy(f"saving {folder.name}"):
             if self.ranks.count > 1:
                 self.ranks.share("checkpoint", lambda: guarded(lambda: self._save_rng_state(str(folder))))
             self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
