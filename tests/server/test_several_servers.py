@@ -75,7 +75,7 @@ def test_both_hold_the_weights_and_both_answer(pair: Pair) -> None:
 def test_the_samples_of_a_prompt_stay_together(pair: Pair) -> None:
     push_weights(make_model(), pair.engine, 1)
     routed = pair.engine._requests.routed(asked(5, 4))
-    places: dict[tuple[int, ...], set[int]] = {}
+    places: dict[bytes, set[int]] = {}
     for request, server in routed:
         places.setdefault(request.prompt_ids.tobytes(), set()).add(server)
     assert all(len(where) == 1 for where in places.values())
