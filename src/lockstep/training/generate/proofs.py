@@ -1,6 +1,6 @@
 """The proofs of a training run, in the order in which a step meets them, and the receipt they leave.
 
-start: settings, one push probed at every module, the canary. Every push: transport digest, acknowledgement, caches, version, a
+Before anything is sampled (an evaluation before training too): settings, one push probed at every module, the canary. Every push: transport digest, acknowledgement, caches, version, a
 sampled module probe. Every generation: samples. Every optimizer step: the gap over all sampled tokens, before the optimizer. Where
 generations are sampled ahead, tokens may be older than the weights: the gap is over those that are not, staleness has a bound, and
 the canary is scored anew at every generation.
@@ -92,10 +92,8 @@ class Proofs:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._receipt = Receipt(folder / RECEIPT, step)
-        probed = self.sync(step, every_module=True)
+        probed, canary = self.prove_engine(step)
         settings = self._engine.settings()
-        canary = score_canary(self._model, self._engine, settings.max_model_len, self.precision)
-        check_canary(canary, self.limit, step)
         name, error = probed.worst
         self._receipt.append(
             {
@@ -111,6 +109,17 @@ class Proofs:
                 "canary": _figures(canary),
             }
         )
+
+    def prove_engine(self, version: int) -> tuple[ProbeRecord, GapStats]:
+        """Push the weights, probe every module, and score the canary: what comes before anything is sampled.
+
+        Raises:
+            ProofError: a push, any module, or the canary fails.
+        """
+        probed = self.sync(version, every_module=True)
+        canary = score_canary(self._model, self._engine, self._engine.settings().max_model_len, self.precision)
+        check_canary(canary, self.limit, version)
+        return probed, canary
 
     def remember_receipt(self, checkpoint: Path) -> None:
         """Leave the receipt's head in a checkpoint, so that a receipt that is cut short or written anew shows."""

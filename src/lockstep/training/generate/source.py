@@ -80,6 +80,7 @@ class RolloutSource:
         compute_dtype = torch.bfloat16 if config.bf16 else policy.dtype
         self.limit = tolerance(config.engine_torch_dtype, compute_dtype)
         self._owns_engine = given is None
+        self._proven = False
         self._engine: Engine | None = given
         self._proofs: Proofs | None = None
         self._recovery: Recovery | None = None
@@ -156,6 +157,7 @@ class RolloutSource:
     def start(self, folder: Path, step: int) -> None:
         """Open the receipt, and prove the engine before the first rollout is paid for."""
         self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step)))
+        self._proven = True
 
     def sync(self, version: int) -> None:
         """Push the policy's weights as `version`.
@@ -188,6 +190,10 @@ class RolloutSource:
             LockstepError: the engine was lost and did not come back in time.
         """
         version = state.global_step
+        if not self._proven:
+            # An evaluation before training: its tokens are the first, and they are shown to be the policy's too.
+            self._ranks.on_owner("prove", lambda: self.recovery.run(lambda: self.proofs.prove_engine(version)))
+            self._proven = True
         if self._config.overlap_rewards:
             return self._scorer.finish(self.recovery.run(lambda: self._sample_scored(prompts, num_generations, state)))
         groups = self._ranks.from_owner(
