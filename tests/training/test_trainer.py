@@ -202,6 +202,51 @@ def test_weights_set_by_hand_reach_the_engine(untied_dir: str, tmp_path: Path, h
     assert run.evaluate()["eval_reward"] != before["eval_reward"]
 
 
+def test_an_evaluation_before_training_samples_nothing_on_an_engine_that_the_canary_would_refuse(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = GRPOConfig(output_dir=str(tmp_path), max_completion_length=8, bf16=False, disable_tqdm=True)
+    run = GRPOTrainer(untied_dir, by_length, args, PROMPTS, PROMPTS.select(range(3)), engine=hf_engine)
+    score, generate, sampled = hf_engine.score, hf_engine.generate, []
+    shifted = {"by": 0.5}
+
+    def off(sequences: Any) -> Any:
+        found = score(sequences)
+        return {name: tuple(logp + shifted["by"] for logp in logps) for name, logps in found.items()}
+
+    def recorded(*arguments: Any) -> Any:
+        sampled.append(len(arguments[0]))
+        return generate(*arguments)
+
+    monkeypatch.setattr(hf_engine, "score", off)
+    monkeypatch.setattr(hf_engine, "generate", recorded)
+    with pytest.raises(ProofError, match="gap"):
+        run.evaluate()
+    assert not sampled
+    shifted["by"] = 0.0
+    run.evaluate()
+    assert sampled
+
+
+def test_an_evaluation_before_training_probes_every_module_once(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = GRPOConfig(output_dir=str(tmp_path), max_completion_length=8, bf16=False, disable_tqdm=True)
+    run = GRPOTrainer(untied_dir, by_length, args, PROMPTS, PROMPTS.select(range(3)), engine=hf_engine)
+    real, probes = run.proofs.probe.measure, []
+
+    def measured(seed: int, *, every: bool = False) -> Any:
+        found = real(seed, every=every)
+        probes.append(found.modules)
+        return found
+
+    monkeypatch.setattr(run.proofs.probe, "measure", measured)
+    run.evaluate()
+    run.evaluate()
+    whole, *sampled = probes
+    assert whole > max(sampled)
+
+
 def test_training_again_starts_anew_with_a_receipt_of_its_own(
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:

@@ -149,6 +149,7 @@ class TrainingLoop:
         state, source = self._state(), self.source
         version = state.global_step
         check_same_weights(self.ranks, self.trained(), version)
+        source.prove_first(version)
         if self.config.overlap_rewards:
             return source.sample_and_score(prompts, num_generations, state)
 

@@ -2,7 +2,7 @@
 
 | when | proofs |
 |------|--------|
-| start | engine settings, one push with a probe of every module, the canary |
+| start, before anything is sampled (an evaluation too) | engine settings, one push with a probe of every module, the canary |
 | every push | transport digest, acknowledgement, cache reset, version, a probe of some modules |
 | every generation | the samples of a group are independent draws |
 | every optimizer step, before the optimizer | the parity gap over all sampled tokens |
@@ -29,7 +29,7 @@ from lockstep.parity.canary import canary_gap, canary_sequences, check_canary
 from lockstep.parity.decomposition import decompose
 from lockstep.parity.gap import GapStats, PooledGap, check_count, gap_error, over_limits
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord
-from lockstep.parity.proven_push import ProvenPusher
+from lockstep.parity.proven_push import ProvenPusher, PushProof
 from lockstep.parity.receipt import RECEIPT, RECEIPT_HEAD, Receipt
 from lockstep.parity.rescoring import Precision
 from lockstep.parity.samples import check_samples
@@ -106,9 +106,7 @@ class Proofs:
             self._tail.passed(
                 GapStats(sum_cubes=entry.get("sum_cubes", 0.0), sum_fourths=entry.get("sum_fourths", 0.0))
             )
-        # A resumed run is proven as fully as a new one.
-        self._pusher.distrust()
-        proof = self._pusher.push(step, canary=True)
+        proof = self.prove_engine(step)
         assert proof.canary is not None
         probed, settings = proof.probe, self._engine.settings()
         name, error = probed.worst
@@ -130,6 +128,15 @@ class Proofs:
                 "canary": _figures(proof.canary),
             }
         )
+
+    def prove_engine(self, version: int) -> PushProof:
+        """Push the weights, probe every module and score the canary. This comes before the engine samples anything.
+
+        Raises:
+            ProofError: the push, a module or the canary fails.
+        """
+        self._pusher.distrust()
+        return self._pusher.push(version, canary=True)
 
     def remember_receipt(self, checkpoint: Path) -> None:
         """Write the hash of the receipt's last line into a checkpoint, which no longer fits a receipt that is cut or rewritten."""

@@ -77,6 +77,7 @@ class RolloutSource:
         compute_dtype = torch.bfloat16 if config.bf16 else policy.dtype
         self.limit = tolerance(config.engine_torch_dtype, compute_dtype)
         self._owns_engine = given is None
+        self._proven = False
         self._engine: Engine | None = given
         self._proofs: Proofs | None = None
         self._recovery: Recovery | None = None
@@ -155,6 +156,13 @@ class RolloutSource:
     def start(self, folder: Path, step: int) -> None:
         """Open the receipt, and prove the engine before it samples the first rollout."""
         self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step)))
+        self._proven = True
+
+    def prove_first(self, version: int) -> None:
+        """Prove the engine before it samples for the first time, if `start` has not done so. Every rank calls."""
+        if not self._proven:
+            self._ranks.on_owner("prove", lambda: self.recovery.run(lambda: self.proofs.prove_engine(version)))
+            self._proven = True
 
     def on_every_rank(self, work: Callable[[], list[RolloutGroup]], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         """Groups that the rank with the engine makes, on every rank. Every rank calls.
