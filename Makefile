@@ -72,4 +72,5 @@ mutations: env
 	@$(BIN)/python scripts/mutations.py $(ARGS)
 
 lint: env
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && \
+		$(BIN)/python scripts/mutations.py --fit

@@ -109,7 +109,9 @@ MUTATIONS = [
         "tests/sync/test_chunks.py",
     ),
     # proofs
-    _of(GAP, "a largest gap that looks to one side", "float(gap.abs().max())", "float(gap.max())"),
+    _of(
+        GAP, "a largest gap that is that of the last part", "            larger.max_abs,", "            other.max_abs,"
+    ),
     _of(GAP, "a gap that is no number passes", "if not value <= bound]", "if value > bound]"),
     _of(
         GAP,
@@ -137,7 +139,9 @@ MUTATIONS = [
         "return found[-1] if found else None",
     ),
     _of(CHECKPOINTS, "what a failed save leaves", "if not _is_complete(checkpoint):", "if False:"),
-    _of(CHECKPOINTS, "later checkpoints that stay", "checkpoint_step(path) > step:", "False:"),
+    _of(
+        CHECKPOINTS, "later checkpoints that stay", "checkpoint_step(path) > step", "checkpoint_step(path) > step + 100"
+    ),
     # recovery
     _of(RECOVERY, "an engine that came back is trusted", "self._distrust()", "pass"),
     _of(RECOVERY, "work that is given up at its first loss", "for _ in range(_LOSSES):", "for _ in range(1):"),
@@ -250,8 +254,8 @@ MUTATIONS = [
     Mutation(
         "a token predicted from itself",
         "training/batch/sequence.py",
-        "len(self.prompt_ids) - 1 + i",
-        "len(self.prompt_ids) + i - (i > 0)",
+        "len(self.prompt_ids) - 1 + ",
+        "len(self.prompt_ids) - 2 + ",
         "tests/training/test_packing.py",
     ),
     Mutation(
@@ -278,8 +282,8 @@ MUTATIONS = [
     Mutation(
         "a step beyond the limits of the gap",
         "training/generate/proofs.py",
-        "raise self._explained(found, completions, version)",
-        "return",
+        "raise self._explained(",
+        "return self._explained(",
         "tests/training/test_trainer.py::test_raw_log_probs_at_another_temperature_are_refused",
     ),
     Mutation(

@@ -5,6 +5,7 @@ test that is named must pass without a fault. Exit code 1: a fault went unnotice
 
     --only WORD   cases whose file or description holds it
     --jobs N      how many at a time (2)
+    --fit         run nothing; only see that each case still fits the source (`make lint` does)
 """
 
 from __future__ import annotations
@@ -29,20 +30,42 @@ PASSED, FAILED = 0, 1
 STRANGE = 99
 
 
-def copy_of_source(folder: Path, mutation: Mutation | None = None) -> Path:
-    """A copy of `src/` with the fault in it.
+def mutated(mutation: Mutation) -> str:
+    """The file with the fault in it.
 
     Raises:
         ValueError: the text to replace is not in the file exactly once.
     """
+    file = ROOT / "src" / "lockstep" / mutation.file
+    text = file.read_text() if file.exists() else ""
+    if (found := text.count(mutation.old)) != 1:
+        raise ValueError(f"{mutation.file} holds {mutation.old!r} {found} times instead of once: mend the case")
+    return text.replace(mutation.old, mutation.new)
+
+
+def misfits(cases: list[Mutation]) -> list[str]:
+    """What is wrong with the cases that no longer fit the source or the tests, one line each."""
+    wrong = []
+    for case in cases:
+        try:
+            mutated(case)
+        except ValueError as error:
+            wrong.append(str(error))
+        files = [test.partition("::")[0] for test in case.tests.split()]
+        wrong += [f"{case.file}: there is no {file}" for file in files if not (ROOT / file).exists()]
+    return wrong
+
+
+def copy_of_source(folder: Path, mutation: Mutation | None = None) -> Path:
+    """A copy of `src/` with the fault in it.
+
+    Raises:
+        ValueError: as `mutated`.
+    """
     source = folder / "src"
     shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     if mutation is not None:
-        file = source / "lockstep" / mutation.file
-        text = file.read_text() if file.exists() else ""
-        if (found := text.count(mutation.old)) != 1:
-            raise ValueError(f"{mutation.file} holds {mutation.old!r} {found} times instead of once: mend the case")
-        file.write_text(text.replace(mutation.old, mutation.new))
+        (source / "lockstep" / mutation.file).write_text(mutated(mutation))
     return source
 
 
@@ -78,13 +101,10 @@ def run_tests(source: Path, tests: list[str], log: Path) -> int:
 
 
 def tried(mutation: Mutation) -> tuple[str, float]:
-    """What became of a fault: "caught", "SURVIVED", or what is wrong with the case; and the seconds that it took."""
+    """What became of a fault: "caught", "SURVIVED", or why neither can be said; and the seconds that it took."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lockstep-mutation-") as folder:
-        try:
-            source = copy_of_source(Path(folder), mutation)
-        except ValueError as error:
-            return str(error), 0.0
+        source = copy_of_source(Path(folder), mutation)
         log = Path(folder) / "log"
         code = run_tests(source, mutation.tests.split(), log)
         said = log.read_text()[-2000:]
@@ -118,10 +138,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--fit", action="store_true")
     arguments = parser.parse_args()
     cases = [case for case in MUTATIONS if arguments.only in f"{case.file} {case.about}"]
     if not cases:
         sys.exit(f"no case holds {arguments.only!r}")
+    if wrong := misfits(cases):
+        print(*wrong, sep="\n", file=sys.stderr)
+        return 1
+    if arguments.fit:
+        print(f"{len(cases)} cases fit the source")
+        return 0
     import_libraries()
     start = time.monotonic()
     check_unbroken(cases)
