@@ -17,7 +17,7 @@ from lockstep.engines.server_calls import server_urls
 from lockstep.errors import InputError
 from lockstep.models.liger import liger_config
 from lockstep.training.config.interruption_fields import InterruptionFields
-from lockstep.training.config.precision import has_fast_bf16
+from lockstep.training.config.precision import has_fast_bf16, usual_token_budget
 from lockstep.training.config.trl_fields import OneValueFields, doc
 
 
@@ -117,7 +117,13 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
     cast_lm_head_to_fp32: bool = field(
         default=False, metadata=doc("Compute the output head in float32 on both sides, where the rest is bfloat16.")
     )
-    token_budget: int = field(default=2048, metadata=doc("Most positions of one forward (tokens after sharing)."))
+    token_budget: int = field(
+        default_factory=usual_token_budget,
+        metadata=doc(
+            "Most positions that go through the model at once: tokens after sharing, padding included where rows are padded. "
+            "The memory of forward and backward grows with them. Default: 4096 on a GPU, 2048 on a CPU."
+        ),
+    )
     logits_chunk_size: int = field(default=512, metadata=doc("Rows of logits held at a time."))
 
     log_completions: bool = field(
