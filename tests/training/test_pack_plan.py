@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
+from types import FrameType
 
+import numpy as np
 from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,6 +124,41 @@ def test_a_prompt_that_fits_into_a_pack_is_not_cut_apart_for_balance() -> None:
     units = group(0, 2) + group(20, 6) + group(40, 2)
     assert cut(units, [10] * 10, 30) == [range(2), range(2, 10)]
     assert cut(units, [10] * 10, 27) == [range(5), range(5, 10)]
+
+
+def steps_of_python(work: Callable[[], object]) -> int:
+    """How many instructions of Python's a piece of work takes; what NumPy does within one of them is not counted."""
+    count = 0
+
+    def traced(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return traced
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_python_does_the_same_work_however_long_the_completions_are() -> None:
+    def work(length: int) -> Callable[[], None]:
+        draw = np.random.default_rng(0)
+        prompts = [draw.integers(4, 1000, length // 4) for _ in range(4)]
+        drawn = [np.concatenate([prompt, draw.integers(4, 1000, length)]) for prompt in prompts for _ in range(6)]
+
+        def packed() -> None:
+            paths = SortedPaths.of(drawn)
+            for run in cut_tree(paths, [1] * 24, [length // 4] * 24, 10 * length):
+                paths.tree(run)
+
+        return packed
+
+    assert steps_of_python(work(4096)) < 1.05 * steps_of_python(work(64))
 
 
 def test_nothing_is_cut_into_nothing() -> None:

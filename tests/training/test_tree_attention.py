@@ -10,18 +10,34 @@ import torch
 from blocks import Layer, dense, small_blocks, tree_ends
 from draws import draws
 from hypothesis import given
+from hypothesis import strategies as st
 from largest import Largest
 from tiny import make_model
+from transformers.masking_utils import chunked_causal_mask_function, sliding_window_causal_mask_function
 
 from lockstep import InputError
 from lockstep.errors import LockstepError
-from lockstep.training.batch.pack import pack_sequences
+from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.batch.tree import Ints
 from lockstep.training.forward import block_attention
-from lockstep.training.forward.attention_plan import AttentionPlan, plan_attention, positions, visible
+from lockstep.training.forward.attention_plan import (
+    AttentionPlan,
+    plan_attention,
+    plan_window,
+    positions,
+    visible,
+    window_ends,
+)
 from lockstep.training.forward.block_attention import TreeAttention
 from lockstep.training.forward.scoring import score_pack
-from lockstep.training.forward.tree_attention import TREE, adopt_tree_attention, no_mask, tree_attention_forward
+from lockstep.training.forward.tree_attention import (
+    TREE,
+    adopt_tree_attention,
+    no_mask,
+    tree_attention_forward,
+    window_or_mask,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NO_MASK = no_mask(CPU)
@@ -111,23 +127,26 @@ def computed(plan: AttentionPlan) -> int:
     return total
 
 
+def assert_each_pair_once(plan: AttentionPlan, ends: Ints, rows: int) -> None:
+    size = len(ends)
+    counted = np.zeros((size, size), dtype=int)
+    for block in plan.blocks:
+        own = (block.start, block.stop)
+        columns = positions((*block.partly, own))
+        seen = visible(ends, own, columns)
+        assert not block.chain or (seen == np.tri(*seen.shape)).all()
+        # A mask has few rows, and few columns beside them.
+        assert block.chain or (len(seen) <= rows and len(columns) <= 2 * rows)
+        counted[slice(*own), columns] += seen
+    for part in plan.shared:
+        counted[part.start : part.stop, positions(part.columns)] += 1
+    assert (counted == dense(torch.from_numpy(ends))[0, 0].numpy()).all()
+
+
 @draws(60)
 @given(ends=tree_ends())
 def test_every_pair_that_sees_each_other_is_computed_once(ends: torch.Tensor) -> None:
-    known, size = ends.numpy(), len(ends)
-    plan = plan_attention(known, 6)
-    counted = np.zeros((size, size), dtype=int)
-    for block in plan.blocks:
-        rows = (block.start, block.stop)
-        columns = positions((*block.partly, rows))
-        seen = visible(known, rows, columns)
-        assert not block.chain or (seen == np.tri(*seen.shape)).all()
-        # A mask has few rows, and few columns beside them.
-        assert block.chain or (len(seen) <= 6 and len(columns) <= 12)
-        counted[slice(*rows), columns] += seen
-    for part in plan.shared:
-        counted[part.start : part.stop, positions(part.columns)] += 1
-    assert (counted == dense(ends)[0, 0].numpy()).all()
+    assert_each_pair_once(plan_attention(ends.numpy(), 6), ends.numpy(), 6)
 
 
 def chains(prompt: int, count: int, length: int) -> torch.Tensor:
@@ -179,6 +198,55 @@ def test_a_model_of_4096_tokens_makes_no_tensor_of_their_square() -> None:
     with Largest() as seen:
         score_pack(model, pack, 1.0, 512).logps.sum().backward()
     assert seen.elements < 4096**2 // 16
+
+
+@draws(60)
+@given(size=st.integers(1, 60), window=st.integers(1, 70), rows=st.integers(1, 9))
+def test_of_a_window_every_pair_is_computed_once(size: int, window: int, rows: int) -> None:
+    ends, plan = window_ends(size, window), plan_window(size, window, rows)
+    assert_each_pair_once(plan, ends, rows)
+    nodes = np.arange(size)
+    expected = (nodes <= nodes[:, None]) & (nodes > nodes[:, None] - window)
+    assert (dense(torch.from_numpy(ends))[0, 0].numpy() == expected).all()
+
+
+@pytest.mark.parametrize("window", [1, 5, 6, 7, 23])
+def test_rows_within_a_window_attend_as_transformers_has_it(window: int) -> None:
+    model, plain = (make_model("mistral", sliding_window=window).double() for _ in range(2))
+    adopt_tree_attention(model)
+    ids = torch.arange(4, 76).view(3, 24)
+    with small_blocks():
+        losses = [of(ids, use_cache=False).logits[:, :, 7].square().sum() for of in (model, plain)]
+        for loss in losses:
+            loss.backward()
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-10, atol=1e-12)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-8, atol=1e-10)
+
+
+def test_rows_within_a_window_make_no_tensor_of_the_square_of_their_length() -> None:
+    model = make_model("mistral", sliding_window=512, max_position_embeddings=8192).train()
+    adopt_tree_attention(model)
+    text = (*range(4, 384),) * 11
+    (pack,) = pack_rows([TrainingSequence("a#0", text[:4096], (5,), (0.0,))], 10**6)
+    with Largest() as seen:
+        score_pack(model, pack, 1.0, 512).logps.sum().backward()
+    assert seen.elements < 4096**2 // 16
+
+
+def test_a_chunk_is_not_taken_for_a_window() -> None:
+    """Both hide what is far away; transformers names the size of either the same way."""
+    shape: dict[str, Any] = {"batch_size": 1, "q_length": 12, "kv_length": 12, "local_size": 4}
+    chunked = window_or_mask(mask_function=chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int)), **shape)
+    assert chunked is not None
+    assert chunked[0, 0].sum(1).tolist() == [1, 2, 3, 4] * 3
+    window = window_or_mask(mask_function=sliding_window_causal_mask_function(4), **shape)
+    assert window is not None
+    assert window.shape == (1, 1, 0, 4)
+    padded = torch.tensor([[False] * 2 + [True] * 10])
+    mask = window_or_mask(mask_function=sliding_window_causal_mask_function(4), attention_mask=padded, **shape)
+    assert mask is not None
+    assert mask.shape == (1, 1, 12, 12)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def _best(count: int, budget: int, packs: Callable[[int], _Packs]) -> list[range
         best = np.arange(fitting)
         for cost in costs:
             best = best[cost[best] == cost[best].min()]
-        choice = best[-1]
+        choice = best[0]
         number[start], waste[start], largest[start] = (cost[choice] for cost in costs)
         after[start] = start + 1 + choice
     runs, start = [], 0

@@ -18,7 +18,7 @@ from lockstep.errors import InputError
 from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
 from lockstep.training.config.interruption_fields import InterruptionFields
-from lockstep.training.config.precision import has_fast_bf16
+from lockstep.training.config.precision import has_fast_bf16, usual_token_budget
 from lockstep.training.config.trl_fields import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
 
 
@@ -122,7 +122,11 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
         default=False, metadata=doc("Compute the output head in float32 on both sides, while the rest is bfloat16.")
     )
     token_budget: int = field(
-        default=2048, metadata=doc("Largest number of positions per forward (tokens after sharing).")
+        default_factory=usual_token_budget,
+        metadata=doc(
+            "Largest number of positions per forward: tokens after sharing, padding included. Memory grows with it. Default: 4096 on "
+            "a GPU, 2048 on a CPU."
+        ),
     )
     logits_chunk_size: int = field(default=512, metadata=doc("Rows of logits in memory at a time."))
 

@@ -1,4 +1,4 @@
-"""The dtype in which this machine computes fast."""
+"""What this machine computes fast: its dtype, and how many positions at once."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def has_fast_bf16() -> bool:
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()
     return any(bool(capabilities.get(name)) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+def usual_token_budget() -> int:
+    """Positions of one forward that fill this machine's kernels and fit into usual memory (docs/training.md)."""
+    return 4096 if torch.cuda.is_available() else 2048
 
 
 def engine_dtype(name: str) -> torch.dtype:

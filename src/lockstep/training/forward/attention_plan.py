@@ -13,7 +13,7 @@ The number of pieces follows the number of chains, the sum of all masks the numb
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,7 +68,33 @@ def plan_attention(ends: Ints, rows: int = ROWS) -> AttentionPlan:
     Args:
         rows: most rows of a block that holds several chains.
     """
-    blocks = tuple(_blocks(ends, rows))
+    return _joined(_blocks(ends, rows))
+
+
+def plan_window(size: int, window: int, rows: int = ROWS) -> AttentionPlan:
+    """Plan attention over a text of `size` tokens, each of which sees itself and the `window` − 1 before it.
+
+    Args:
+        rows: rows of a block.
+    """
+    blocks = []
+    for start in range(0, size, rows):
+        stop = min(start + rows, size)
+        # The last row sees least of what stands before the block.
+        first, common = max(0, start - window + 1), max(0, min(start, stop - window))
+        above = ((common, start),) if common < start else ()
+        partly = ((first, common),) if first < common else ()
+        blocks.append(Block(start, stop, above, partly, chain=not partly and stop - start <= window))
+    return _joined(blocks)
+
+
+def window_ends(size: int, window: int) -> Ints:
+    """(T,) integers that say of a window what a pack's `ends` say of a tree."""
+    return np.minimum(np.arange(size) + window, size)
+
+
+def _joined(blocks: Iterable[Block]) -> AttentionPlan:
+    blocks = tuple(blocks)
     shared: list[Shared] = []
     for block in blocks:
         if not block.above:

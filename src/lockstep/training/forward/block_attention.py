@@ -25,8 +25,10 @@ from lockstep.training.forward.attention_plan import (
     Block,
     Run,
     plan_attention,
+    plan_window,
     positions,
     visible,
+    window_ends,
 )
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -39,7 +41,7 @@ _TREES: WeakValueDictionary[int, TreeAttention] = WeakValueDictionary()
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TreeAttention:
-    """What attention needs to know of a pack, the same in every layer.
+    """What attention needs to know of a pack, the same in every layer; of plain rows, what a window hides.
 
     Attributes:
         plan: the pieces.
@@ -62,13 +64,20 @@ class TreeAttention:
             device: where attention is computed.
             dtype: of the model; a CPU computes attention in float32 at least.
         """
-        known, rows = ends.numpy(), ROWS
-        if device.type != "cpu":
-            rows = min(max(ROWS, len(ends) // _MOST_BLOCKS), _MOST_ROWS)
-        plan = plan_attention(known, rows)
+        known = ends.numpy()
+        return cls._planned(plan_attention(known, _rows(len(known), device)), known, device, dtype)
+
+    @classmethod
+    def within(cls, window: int, size: int, device: torch.device, dtype: torch.dtype) -> TreeAttention:
+        """Plan attention over plain rows of `size` tokens, each of which sees itself and the `window` − 1 before it."""
+        plan = plan_window(size, window, _rows(size, device))
+        return cls._planned(plan, window_ends(size, window), device, dtype)
+
+    @classmethod
+    def _planned(cls, plan: AttentionPlan, ends: Ints, device: torch.device, dtype: torch.dtype) -> TreeAttention:
         masks: list[torch.Tensor | None] = []
         for block in plan.blocks:
-            mask = None if block.chain else _mask(known, block)
+            mask = None if block.chain else _mask(ends, block)
             if mask is not None and device.type == "cpu":
                 # Attention would make such numbers of a boolean mask in every layer.
                 added = torch.zeros(mask.shape, dtype=torch.promote_types(dtype, torch.float32))
@@ -82,10 +91,10 @@ class TreeAttention:
         """Attend.
 
         Args:
-            query, key, value: (1, heads, T, width); keys and values may have fewer heads, and values another width.
+            query, key, value: (B, heads, T, width); keys and values may have fewer heads, and values another width.
 
         Returns:
-            (1, heads, T, width of the values).
+            (B, heads, T, width of the values).
         """
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if query.device.type != "cpu":
@@ -96,13 +105,17 @@ class TreeAttention:
         return _Merged.apply(query, key, value, self, scale)[..., :width]
 
 
+def _rows(size: int, device: torch.device) -> int:
+    return ROWS if device.type == "cpu" else min(max(ROWS, size // _MOST_BLOCKS), _MOST_ROWS)
+
+
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeAttention, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention on a CPU, without gradient.
 
     Returns:
-        (1, heads, T, width), and (1, heads, T) logarithm of each softmax's denominator.
+        (B, heads, T, width), and (B, heads, T) logarithm of each softmax's denominator.
     """
     blocks = tree.plan.blocks
     if len(blocks) == 1:

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from lockstep.errors import InputError, ProofError
-from lockstep.training.forward.tree_attention import check_nothing_added
+from lockstep.training.forward.tree_attention import attend_without_tree, check_nothing_added, window_or_mask
 
 # The name under which transformers finds it.
 FLEX = "lockstep_flex"
@@ -103,7 +102,7 @@ def flex_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers, as `tree_attention.tree_attention_forward`."""
     if tree is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return attend_without_tree(module, query, key, value, attention_mask, **kwargs)
     check_nothing_added(module, attention_mask, kwargs)
     return _attend(query, key, value, tree, kwargs.get("scaling")).transpose(1, 2).contiguous(), None
 
@@ -199,4 +198,4 @@ def _kernel(kind: str) -> _Attention:
 
 
 AttentionInterface.register(FLEX, flex_attention_forward)
-AttentionMaskInterface.register(FLEX, sdpa_mask)
+AttentionMaskInterface.register(FLEX, window_or_mask)
