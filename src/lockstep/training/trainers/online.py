@@ -383,7 +383,10 @@ class OnlineTrainer(Trainer):
         if eval_dataset is not None or not self._eval_prompts:
             raise InputError("give the evaluation set as eval_dataset when the trainer is made")
         # An evaluation's time is not charged to a step.
-        with self.clock.aside(), busy(f"evaluating on {len(self._eval_prompts)} held-out problems", self.clock.progress):
+        with (
+            self.clock.aside(),
+            busy(f"evaluating on {len(self._eval_prompts)} held-out problems", self.clock.progress),
+        ):
             groups = self.source.rollout_in_parts(self._eval_prompts, self.config.group_size_eval, self.state)
         named = evaluation_metrics(groups, self.source.metrics(groups, self.state.global_step), metric_key_prefix)
         self.last_eval_groups = groups
