@@ -11,6 +11,7 @@ from lockstep.cli.adapter import AdaptedRunArguments, adapter_arguments, check_a
 from lockstep.cli.arguments import Given, build, read, resolved, said_of
 from lockstep.cli.guard import run_to_its_end
 from lockstep.cli.inputs import check_inputs
+from lockstep.cli.library_log import LibraryLog, libraries_aside
 from lockstep.cli.quiet import quiet_libraries
 from lockstep.errors import InputError
 from lockstep.report.busy import busy, watched_by
@@ -33,11 +34,11 @@ def train(words: list[str], command: str, method: Callable[[], Any]) -> int:
     from lockstep.report.status import StatusLine
 
     # Of several ranks one speaks.
-    with watched_by(StatusLine()) if os.environ.get("RANK", "0") == "0" else nullcontext():
-        return _run(given, method)
+    with libraries_aside() as log, watched_by(StatusLine()) if os.environ.get("RANK", "0") == "0" else nullcontext():
+        return _run(given, method, log)
 
 
-def _run(given: Given, method: Callable[[], Any]) -> int:
+def _run(given: Given, method: Callable[[], Any], log: LibraryLog) -> int:
     with busy("loading PyTorch and transformers"):
         quiet_libraries()
         kind = method()
@@ -49,12 +50,12 @@ def _run(given: Given, method: Callable[[], Any]) -> int:
         return 0
     try:
         with run_to_its_end():
-            return _train(kind, arguments, config, adapter)
+            return _train(kind, arguments, config, adapter, log)
     finally:
         _leave_ranks()
 
 
-def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict[str, Any]) -> int:
+def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict[str, Any], log: LibraryLog) -> int:
     from lockstep.cli.data import data_of
     from lockstep.models.resolve import resolve_model
     from lockstep.rollouts.ranks import Ranks
@@ -77,6 +78,9 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict
     settings = {"method": kind.method, **settings_of(arguments), **curve_settings(config)}
     ranks = Ranks(config.vllm_server_timeout)
     with open_run_together(ranks, config.output_dir, settings) as place:
+        moved = log.move_to(place.folder)
+        if ranks.owner:
+            print(f"notes and warnings of libraries go to {moved}", flush=True)
         if place.checkpoint and ranks.owner:
             print(f"going on from {place.checkpoint}", flush=True)
         finished = run_method(

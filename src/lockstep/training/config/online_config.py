@@ -124,8 +124,8 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
     token_budget: int = field(
         default_factory=usual_token_budget,
         metadata=doc(
-            "Largest number of positions per forward: tokens after sharing, padding included. Memory grows with it. Default: 4096 on "
-            "a GPU, 2048 on a CPU."
+            "Largest number of positions per forward: tokens after sharing, padding included. Memory grows with it. "
+            "Default: 4096 on a GPU, 2048 on a CPU."
         ),
     )
     logits_chunk_size: int = field(default=512, metadata=doc("Rows of logits in memory at a time."))
