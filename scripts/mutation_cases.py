@@ -68,7 +68,12 @@ MUTATIONS = [
     _of(
         CHAT, "a last message that is not continued", "continue_final_message=continues", "continue_final_message=False"
     ),
-    _of(ANSWERS, "another prompt of any length passes", "if answer.prompt_ids != request.prompt_ids:", "if False:"),
+    _of(
+        ANSWERS,
+        "another prompt of any length passes",
+        "if not np.array_equal(answer.prompt_ids, request.prompt_ids):",
+        "if False:",
+    ),
     # log-probs
     _of(
         LOGPS,
@@ -261,15 +266,15 @@ MUTATIONS = [
     Mutation(
         "branches that see each other",
         "training/batch/tree.py",
-        "child = self._children.get((node, token))",
-        "child = self._children.get((node, token)) if depth else None",
+        "ends[along[same:last]] = first",
+        "ends[along[same:last]] = first + 1",
         "tests/training/test_packing.py",
     ),
     Mutation(
         "packs beyond the budget",
         "training/batch/pack_plan.py",
-        "if size > budget and end > start + 1:",
-        "if size > 2 * budget and end > start + 1:",
+        'fitting = max(1, int(np.searchsorted(sizes, budget, side="right")))',
+        'fitting = max(1, int(np.searchsorted(sizes, 2 * budget, side="right")))',
         "tests/training/test_pack_plan.py",
     ),
     Mutation(
@@ -288,8 +293,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a push whose probe failed",
-        "training/generate/proofs.py",
-        "check_probe(self._probed, version)",
+        "parity/proven_push.py",
+        "check_probe(record, version)",
         "pass",
         "tests/training/test_trainer.py::test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves",
     ),
