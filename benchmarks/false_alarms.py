@@ -40,7 +40,7 @@ def main() -> None:
     words.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     words.add_argument("--json", type=Path, default=Path("runs/bench/false_alarms.json"))
     asked = words.parse_args()
-    from lockstep.cli.quiet import quiet_libraries
+    from lockstep.cli.process.quiet import quiet_libraries
 
     quiet_libraries()
     found: dict[str, Any] = {}

@@ -48,9 +48,9 @@ def measure(steps: int, folder: str) -> list[dict[str, float]]:
 
     import lockstep.engines.tensor_specs as reading
     import lockstep.parity.proven_push as proofs
-    from lockstep.cli.arguments import RunArguments, build, read
-    from lockstep.cli.data import data_of
-    from lockstep.cli.quiet import quiet_libraries
+    from lockstep.cli.fields.arguments import RunArguments, build, read
+    from lockstep.cli.fields.data import data_of
+    from lockstep.cli.process.quiet import quiet_libraries
     from lockstep.parity.module_probe import ModuleProbe
     from lockstep.training.methods.grpo_config import GRPOConfig
     from lockstep.training.trainers.grpo import GRPOTrainer

@@ -28,7 +28,7 @@ from against_trl.answering import AnsweringProcess
 from against_trl.floors import cpu_name
 from against_trl.workloads import make_model
 
-from lockstep.cli.huge_pages import kernel_setting, with_huge_pages
+from lockstep.cli.process.huge_pages import kernel_setting, with_huge_pages
 from lockstep.training.config.precision import engine_dtype
 
 HERE = Path(__file__).parent

@@ -39,7 +39,7 @@ def main() -> None:
     asked = words.parse_args()
     from servers import engine_process, serving
 
-    from lockstep.cli.quiet import quiet_libraries
+    from lockstep.cli.process.quiet import quiet_libraries
 
     quiet_libraries()
     with serving("--dtype", asked.dtype, "--max_model_len", "512") as (url, supervisor):

@@ -18,7 +18,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def main() -> None:
-    from lockstep.cli.quiet import quiet_libraries
+    from lockstep.cli.process.quiet import quiet_libraries
     from lockstep.verify.stage import open_stage, stage_config
 
     quiet_libraries()

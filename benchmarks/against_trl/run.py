@@ -27,7 +27,7 @@ from floors import floors, measure_machine
 from plot import drawing
 from workloads import make_model, workload
 
-from lockstep.cli.huge_pages import kernel_setting, with_huge_pages
+from lockstep.cli.process.huge_pages import kernel_setting, with_huge_pages
 from lockstep.training.config.precision import has_fast_bf16
 
 HERE = Path(__file__).parent

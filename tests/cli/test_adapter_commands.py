@@ -11,8 +11,8 @@ import pytest
 import yaml
 from test_method_commands import GROUPS, config, curve, home
 
-from lockstep.cli.adapter import AdaptedRunArguments, adapter_arguments, settings_of
-from lockstep.cli.arguments import RunArguments, build, read
+from lockstep.cli.fields.adapter import AdaptedRunArguments, adapter_arguments, settings_of
+from lockstep.cli.fields.arguments import RunArguments, build, read
 from lockstep.cli.main import main
 from lockstep.errors import InputError
 from lockstep.models import quantised

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.cli.arguments import RunArguments, build, read
+from lockstep.cli.fields.arguments import RunArguments, build, read
 from lockstep.cli.main import main
 from lockstep.training.methods.grpo_config import GRPOConfig
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from lockstep.cli.describe import CLASSES, as_text, describe
-from lockstep.cli.field_groups import COMMON, GROUPS
-from lockstep.cli.fields import FIELDS_FILE, fields_of
+from lockstep.cli.fields.describe import CLASSES, as_text, describe
+from lockstep.cli.fields.description import FIELDS_FILE, fields_of
+from lockstep.cli.fields.groups import COMMON, GROUPS
 from lockstep.cli.main import main
 from lockstep.parity.receipt import Receipt
 from lockstep.training.config.trl_fields import ONE_VALUE, UNSUPPORTED
@@ -32,7 +32,7 @@ for words in json.loads(sys.argv[1]):
 
 
 def test_the_described_fields_are_those_of_the_classes() -> None:
-    assert FIELDS_FILE.read_text() == as_text(describe()), "run: python -m lockstep.cli.describe"
+    assert FIELDS_FILE.read_text() == as_text(describe()), "run: python -m lockstep.cli.fields.describe"
 
 
 def test_help_and_early_errors_import_nothing_heavy(tmp_path: Path) -> None:

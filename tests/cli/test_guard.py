@@ -12,12 +12,12 @@ import pytest
 
 from lockstep.cli import main as command_line
 from lockstep.cli import training
-from lockstep.cli.guard import run_to_its_end
+from lockstep.cli.process.guard import run_to_its_end
 from lockstep.errors import LockstepError
 
 START = """
 import os, signal, sys
-from lockstep.cli.guard import run_to_its_end, split_in_two
+from lockstep.cli.process.guard import run_to_its_end, split_in_two
 split_in_two()
 """
 

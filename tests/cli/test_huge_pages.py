@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.huge_pages import kernel_setting, with_huge_pages
 from lockstep.cli.main import main
+from lockstep.cli.process.huge_pages import kernel_setting, with_huge_pages
 
 ASKED = "glibc.malloc.hugetlb=1"
 ASKING_KERNEL = "always [madvise] never\n"
@@ -18,7 +18,7 @@ ASKING_KERNEL = "always [madvise] never\n"
 CHILD = """
 import os, re, sys
 from pathlib import Path
-from lockstep.cli import huge_pages
+from lockstep.cli.process import huge_pages
 huge_pages._SETTING = Path(sys.argv[1])
 huge_pages.start_anew_with_huge_pages()
 block = bytearray(64 << 20)

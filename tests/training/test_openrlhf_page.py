@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep import PPOConfig, ReinforcePPConfig
-from lockstep.cli.adapter import AdaptedRunArguments
+from lockstep.cli.fields.adapter import AdaptedRunArguments
 from lockstep.cli.main import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating-from-openrlhf.md"

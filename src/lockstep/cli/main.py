@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable
 
 import lockstep
-from lockstep.cli.fields import asks_for_help, help_text, underscored
-from lockstep.cli.guard import split_in_two
-from lockstep.cli.huge_pages import start_anew_with_huge_pages
+from lockstep.cli.fields.description import asks_for_help, help_text, underscored
+from lockstep.cli.process.guard import split_in_two
+from lockstep.cli.process.huge_pages import start_anew_with_huge_pages
 from lockstep.errors import InputError, Interrupted, LockstepError
 
 _TRAINING = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo")
@@ -80,8 +80,15 @@ def main(argv: list[str] | None = None) -> int:
         start_anew_with_huge_pages()
         if words[0] in _TRAINING:
             split_in_two()
-    command = importlib.import_module(f"lockstep.cli.{words[0].replace('-', '_')}")
-    return _guarded(lambda: command.run(words[1:]))
+    return _guarded(lambda: _run(words[0], words[1:]))
+
+
+def _run(command: str, words: list[str]) -> int:
+    if command in _TRAINING:
+        from lockstep.cli.training import train
+
+        return train(command, words)
+    return importlib.import_module(f"lockstep.cli.{command}").run(words)
 
 
 def _no_command(word: str) -> str:

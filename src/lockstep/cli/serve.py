@@ -10,8 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from lockstep.cli.inputs import check_model
-from lockstep.cli.quiet import quiet_libraries
+from lockstep.cli.fields.inputs import check_model
+from lockstep.cli.process.quiet import quiet_libraries
 from lockstep.errors import InputError
 
 _EPILOG = "Any other argument goes to vLLM's server as it is (vllm serve --help lists them)."

@@ -1,27 +1,37 @@
-"""What the training commands share: a config and data become a run of a method, with a summary and a report at its end."""
+"""`lockstep grpo` and the other training commands: a config and data become a run, with a summary and a report at its end."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-from lockstep.cli.adapter import AdaptedRunArguments, adapter_arguments, check_adapter, settings_of
-from lockstep.cli.arguments import Given, build, read, resolved, said_of
-from lockstep.cli.guard import run_to_its_end
-from lockstep.cli.inputs import check_inputs
-from lockstep.cli.library_log import LibraryLog, libraries_aside
-from lockstep.cli.quiet import quiet_libraries
+import lockstep
+from lockstep.cli.fields.adapter import AdaptedRunArguments, adapter_arguments, check_adapter, settings_of
+from lockstep.cli.fields.arguments import Given, build, read, resolved, said_of
+from lockstep.cli.fields.inputs import check_inputs
+from lockstep.cli.process.guard import run_to_its_end
+from lockstep.cli.process.library_log import LibraryLog, libraries_aside
+from lockstep.cli.process.quiet import quiet_libraries
 from lockstep.errors import InputError
 from lockstep.report.busy import busy, watched_by
 
+# The trainer class of each command.
+TRAINERS = {
+    "grpo": "GRPOTrainer",
+    "rloo": "RLOOTrainer",
+    "online-dpo": "OnlineDPOTrainer",
+    "reinforce-pp": "ReinforcePPTrainer",
+    "ppo": "PPOTrainer",
+}
 
-def train(words: list[str], command: str, method: Callable[[], Any]) -> int:
+
+def train(command: str, words: list[str]) -> int:
     """Run a training command; returns the exit code.
 
     Args:
-        method: imports and gives the method's trainer class.
+        command: a key of `TRAINERS`.
+        words: the rest of the command line.
 
     Raises:
         LockstepError: as `lockstep.training.run.run_method`; bad input before anything is started; something ended the program.
@@ -33,15 +43,15 @@ def train(words: list[str], command: str, method: Callable[[], Any]) -> int:
         check_inputs(about)
     from lockstep.report.status import StatusLine
 
-    # Of several ranks one speaks.
+    # Only rank 0 prints.
     with libraries_aside() as log, watched_by(StatusLine()) if os.environ.get("RANK", "0") == "0" else nullcontext():
-        return _run(given, method, log)
+        return _run(given, command, log)
 
 
-def _run(given: Given, method: Callable[[], Any], log: LibraryLog) -> int:
+def _run(given: Given, command: str, log: LibraryLog) -> int:
     with busy("loading PyTorch and transformers"):
         quiet_libraries()
-        kind = method()
+        kind = getattr(lockstep, TRAINERS[command])
         arguments, config = build(given, kind.config_class, AdaptedRunArguments)
         adapter = adapter_arguments(arguments)
     if given.dry_run:
@@ -56,7 +66,7 @@ def _run(given: Given, method: Callable[[], Any], log: LibraryLog) -> int:
 
 
 def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict[str, Any], log: LibraryLog) -> int:
-    from lockstep.cli.data import data_of
+    from lockstep.cli.fields.data import data_of
     from lockstep.models.resolve import resolve_model
     from lockstep.rollouts.ranks import Ranks
     from lockstep.tasks.rewards import load_reward, names_model

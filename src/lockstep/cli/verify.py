@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.adapter import AdaptedRunArguments
-from lockstep.cli.arguments import build, read, resolved, said_of
-from lockstep.cli.fields import underscored
-from lockstep.cli.inputs import check_model
-from lockstep.cli.quiet import quiet_libraries
+from lockstep.cli.fields.adapter import AdaptedRunArguments
+from lockstep.cli.fields.arguments import build, read, resolved, said_of
+from lockstep.cli.fields.description import underscored
+from lockstep.cli.fields.inputs import check_model
+from lockstep.cli.process.quiet import quiet_libraries
 from lockstep.errors import InputError, ProofError
 from lockstep.report.busy import busy, watched_by
 from lockstep.verify.sizes import SIZES
@@ -168,7 +168,7 @@ def _prompts(arguments: VerifyArguments) -> Any | None:
     """The user's own training prompts, where a data set is named."""
     if arguments.dataset_name is None:
         return None
-    from lockstep.cli.data import data_of
+    from lockstep.cli.fields.data import data_of
 
     data = data_of(arguments)
     if len(data.train) == 0:

@@ -25,8 +25,8 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.run_files.checkpoints import TRAINER_STATE, checkpoint_step
 from lockstep.training.run_files.run_directory import SUMMARY, RunPlace, read_lines
+from lockstep.training.stop_signals import StopSignals, interrupted
 from lockstep.training.trainers.online import OnlineTrainer
-from lockstep.training.trainers.stop_signals import StopSignals, interrupted
 
 _SHOWN_ROLLOUTS = 12
 
@@ -53,7 +53,7 @@ def run_method(
         arguments: what its constructor is given besides: reward functions, data, an adapter.
 
     Raises:
-        Interrupted: SIGINT or SIGTERM arrived (see `trainers/stop_signals.py`).
+        Interrupted: SIGINT or SIGTERM arrived (see `stop_signals.py`).
         LockstepError: as the trainer.
     """
     start = time.monotonic()

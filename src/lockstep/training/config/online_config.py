@@ -358,7 +358,7 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
             )
 
     def _check_saves(self) -> None:
-        """Check that the run ends where a generation ends. `trainers/resumable.py` places the checkpoints."""
+        """Check that the run ends where a generation ends. `run_files/resumable.py` places the checkpoints."""
         if self.max_steps > 0 and self.save_strategy != "no" and self.max_steps % self.steps_a_generation:
             raise InputError(
                 f"max_steps={self.max_steps} is no multiple of the {self.steps_a_generation} optimizer steps of a generation: a "

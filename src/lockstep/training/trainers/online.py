@@ -38,12 +38,12 @@ from lockstep.training.methods.objective import Objective
 from lockstep.training.run_files.checkpoints import guarded_save, whole_or_absent
 from lockstep.training.run_files.completion_log import show_generation
 from lockstep.training.run_files.method_state import MethodState
+from lockstep.training.run_files.resumable import ResumableSaves
 from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import leave_unwrapped, read_alike
 from lockstep.training.step.preparation import Preparation
 from lockstep.training.step.update import Policy
 from lockstep.training.trainers.foreign_hooks import RefusesForeignHooks
-from lockstep.training.trainers.resumable import ResumableSaves
 from lockstep.training.trainers.setup import (
     check_reference,
     check_reference_model,

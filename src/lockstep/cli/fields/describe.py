@@ -1,6 +1,6 @@
-"""Writes `fields.json`: what the methods' dataclasses say of their fields, for `cli/fields.py`, which must not import torch.
+"""Writes `fields.json`: the fields of every method, for `cli/fields/description.py`, which must not import torch.
 
-`python -m lockstep.cli.describe` writes it anew. `tests/cli/test_fields.py` fails where the file and the classes differ.
+`python -m lockstep.cli.fields.describe` writes it anew. `tests/cli/test_fields.py` fails where the file and the classes differ.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
-from lockstep.cli.fields import FIELDS_FILE
+from lockstep.cli.fields.description import FIELDS_FILE
 
-_RUN = "lockstep.cli.adapter:AdaptedRunArguments"
+_RUN = "lockstep.cli.fields.adapter:AdaptedRunArguments"
 # The classes whose fields a command takes.
 CLASSES = {
     "grpo": (_RUN, "lockstep:GRPOConfig"),

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from lockstep.cli.fields import check_names, check_words, fields_of, underscored
+from lockstep.cli.fields.description import check_names, check_words, fields_of, underscored
 from lockstep.errors import InputError
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.cli.adapter import AdaptedRunArguments
+from lockstep.cli.fields.adapter import AdaptedRunArguments
 from lockstep.errors import InputError
 from lockstep.models.packaged import PACKAGED_MODEL
 from lockstep.models.resolve import resolve_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.cli.arguments import RunArguments
+from lockstep.cli.fields.arguments import RunArguments
 from lockstep.errors import InputError
 from lockstep.tasks.data import TaskData, load_data
 

@@ -1,7 +1,7 @@
 """The fields of a command, known without importing torch: their names and types are checked here, and `--help` is printed here.
 
-Comes from: `fields.json`, which `cli/describe.py` writes from the methods' dataclasses. Goes to: `cli/arguments.py`, which makes
-the dataclasses of a command line that has passed.
+Comes from: `fields.json`, which `cli/fields/describe.py` writes from the methods' dataclasses. Goes to:
+`cli/fields/arguments.py`, which makes the dataclasses of a command line that has passed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.cli.field_groups import COMMON, GROUPS, OTHERS
+from lockstep.cli.fields.groups import COMMON, GROUPS, OTHERS
 from lockstep.errors import InputError
 from lockstep.training.config.trl_fields import ONE_VALUE, UNSUPPORTED, refuse_other_value, refuse_unsupported
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from lockstep.cli.arguments import RunArguments
+from lockstep.cli.fields.arguments import RunArguments
 from lockstep.errors import InputError
 from lockstep.training.config.trl_fields import doc
 

@@ -1,6 +1,6 @@
 """In which order and under which headings `--help` shows the fields, and which of them it shows at first.
 
-Read by `cli/fields.py`. A field without a group is one of `transformers.TrainingArguments`; `--help-all` shows it last.
+Read by `cli/fields/description.py`. A field without a group is one of `transformers.TrainingArguments`; `--help-all` shows it last.
 """
 
 from __future__ import annotations

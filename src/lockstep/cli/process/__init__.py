@@ -1,0 +1,1 @@
+"""The process that a command runs in: its memory, its guard, and where libraries write."""
