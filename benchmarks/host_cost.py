@@ -41,7 +41,8 @@ from lockstep.rollouts.collect import collect
 from lockstep.rollouts.frames import decode, encode
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
-from lockstep.rollouts.rewards import score_groups
+from lockstep.rollouts.reward_log import RewardLog
+from lockstep.rollouts.rewards import RewardScorer
 from lockstep.rollouts.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
 from lockstep.training.batch.pack import Pack
 from lockstep.training.forward.scoring import TokenScores
@@ -49,9 +50,8 @@ from lockstep.training.generate.metrics import interruption_metrics, rollout_met
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.run_files.completion_log import rows_of
-from lockstep.training.step.optimizer_step import OptimizerStep
-from lockstep.training.step.preparation import Preparation
-from lockstep.training.step.update import Policy
+from lockstep.training.step.generation import Preparation
+from lockstep.training.step.update import OptimizerStep, Policy
 
 SIZES = "64x512,256x1024,256x4096,1024x4096"
 # What is no part of the host's cost, and what stands beside another way to do the same.
@@ -225,7 +225,8 @@ def step(completions: int, length: int, tokenizer: Tokenizer, watch: Watch, fold
     with watch.row("to another rank and back"):
         groups = groups_from_wire(decode(encode(groups_to_wire(groups))), prompts)
     with watch.row("rewards"):
-        scored = score_groups(groups, [made_up_reward], [1.0])
+        scorer = RewardScorer([made_up_reward], [1.0], timeout=600.0)
+        scored = scorer.finish(scorer.score(groups, None, RewardLog()))
     with watch.row("to another rank and back"):
         scored = scores_from_wire([decode(encode(scores_to_wire(scored)))], groups)
     with watch.row("metrics"):

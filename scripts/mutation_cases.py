@@ -279,7 +279,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a step whose groups agree leaves no gradient",
-        "training/step/optimizer_step.py",
+        "training/step/update.py",
         "parameter.grad = torch.zeros_like(parameter)",
         "pass",
         "tests/training/test_trainer.py::test_a_step_whose_groups_agree_has_gradient_zero_and_not_none",

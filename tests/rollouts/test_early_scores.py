@@ -11,6 +11,7 @@ import pytest
 from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
+from scored import score_groups
 from tiny import make_tokenizer
 
 from lockstep.engines.protocol import Completion, RequestKey
@@ -19,7 +20,7 @@ from lockstep.rollouts.collect import group_of
 from lockstep.rollouts.early_scores import EarlyScores
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.reward_log import RewardLog
-from lockstep.rollouts.rewards import call_functions, score_groups
+from lockstep.rollouts.rewards import call_functions
 
 TOKENIZER = make_tokenizer()
 PROMPTS = [Prompt(f"p{i}", (5, 6, 7 + i), f"prompt {i}", {"answer": i}) for i in range(3)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from scored import score_groups
 from test_rewards import groups
 from tiny import make_model, make_tokenizer, save_model
 from tokenizers.processors import TemplateProcessing
@@ -21,7 +22,7 @@ from transformers import (
 from lockstep.errors import InputError
 from lockstep.models.reward_model import RewardModel
 from lockstep.rollouts.reward_functions import reward_functions
-from lockstep.rollouts.rewards import reward_name, score_groups
+from lockstep.rollouts.rewards import reward_name
 
 PROMPTS = ["what is 12 + 34? ", "hello ", "the lazy dog jumps over the quick brown fox. ", "a"]
 COMPLETIONS = ["46, and so on and on and on", "w", "no", " b c d"]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scored import score_groups
 
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError
@@ -18,7 +19,6 @@ from lockstep.rollouts import coroutines
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.judges import judge_pairs
 from lockstep.rollouts.reward_log import RewardLog
-from lockstep.rollouts.rewards import score_groups
 
 
 def groups(conversational: bool = False) -> list[RolloutGroup]:

@@ -17,7 +17,7 @@ from tiny import make_tokenizer
 
 import lockstep
 import lockstep.training.forward.policy
-import lockstep.training.step.preparation
+import lockstep.training.step.generation
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.parity.receipt import RECEIPT, check_chain, check_receipt
@@ -132,7 +132,7 @@ def test_a_trainer_that_took_what_was_put_in_for_sampled_is_stopped(
         made = zip(sequences_of(groups, version), whole, strict=True)
         return [replace(s, sampled=None, behaviour_logps=logps) for s, logps in made]
 
-    monkeypatch.setattr(lockstep.training.step.preparation, "sequences_of", all_sampled)
+    monkeypatch.setattr(lockstep.training.step.generation, "sequences_of", all_sampled)
     run = make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS))
     with pytest.raises(ProofError, match="tokens were compared at version 0"):
         run.train()

@@ -14,7 +14,7 @@ from tiny import CONTEXT, make_model, make_tokenizer, save_model
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
 import lockstep.parity.proven_push
-import lockstep.training.step.optimizer_step
+import lockstep.training.step.update
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
@@ -170,7 +170,7 @@ def test_what_a_broken_call_of_train_left_does_not_reach_the_next(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(untied_dir, tmp_path, engine=hf_engine, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    real, calls = lockstep.training.step.optimizer_step.learn, []
+    real, calls = lockstep.training.step.update.learn, []
 
     def breaks_at_the_second(*args: Any) -> float:
         calls.append(1)
@@ -178,7 +178,7 @@ def test_what_a_broken_call_of_train_left_does_not_reach_the_next(
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(lockstep.training.step.optimizer_step, "learn", breaks_at_the_second)
+    monkeypatch.setattr(lockstep.training.step.update, "learn", breaks_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         run.train()
     run.train()

@@ -20,8 +20,7 @@ from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence, column
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.methods.objective import Entropies
-from lockstep.training.step.optimizer_step import OptimizerStep
-from lockstep.training.step.update import Policy
+from lockstep.training.step.update import OptimizerStep, Policy
 
 
 @pytest.mark.parametrize("of", ["the policy", "its trunk", "the reference"])

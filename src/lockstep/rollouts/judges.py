@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.rollouts.rewards import RewardRaised
+from lockstep.rollouts.reward_log import RewardLog
+from lockstep.rollouts.rewards import RewardRaised, check_scored
 
 NO_VERDICT = -1
 
@@ -104,3 +105,28 @@ def _text(prompt: Prompt) -> str:
     if isinstance(prompt.source, str):
         return prompt.source
     return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in prompt.source)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeScorer:
+    """A `Scorer` for pairs: 1 for the completion that a judge prefers, 0 for the other, no score without a verdict.
+
+    Raises:
+        InputError: the object has no method `judge`.
+    """
+
+    judge: PairwiseJudge
+
+    def __post_init__(self) -> None:
+        if not callable(getattr(self.judge, "judge", None)):
+            raise InputError(
+                f"judge is a {type(self.judge).__name__} without a method 'judge' (see lockstep.rollouts.judges)"
+            )
+
+    def score(self, groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
+        verdicts = judge_pairs(groups, self.judge)
+        return [judged(group, verdict) for group, verdict in zip(groups, verdicts, strict=True)]
+
+    def finish(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        check_scored(groups, "no verdict")
+        return list(groups)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.errors import InputError
 from lockstep.models.resolve import resolve_model
 from lockstep.models.reward_model import RewardModel, load_reward_model
-from lockstep.rollouts.rewards import RewardFunction
+from lockstep.rollouts.rewards import RewardFunction, RewardScorer, check_weights
 from lockstep.tokens.tokenizer import load_tokenizer
 
 Given: TypeAlias = str | PreTrainedModel | RewardFunction
@@ -24,6 +24,34 @@ ProcessingClasses: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedToke
 def entries_of(given: Any) -> list[Any]:
     """The `reward_funcs` of a trainer, one or several, as a list."""
     return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def reward_scorer(
+    given: Given | list[Given] | None,
+    processing_classes: ProcessingClasses,
+    *,
+    weights: Sequence[float] | None,
+    timeout: float,
+    chat_template_kwargs: dict[str, Any] | None,
+    device: torch.device | str | None,
+) -> RewardScorer:
+    """The scorer of a trainer's `reward_funcs`.
+
+    Args:
+        weights: one weight per function; None for 1 each.
+        timeout: seconds that coroutine functions may take together.
+
+    Raises:
+        InputError: no function is given, the number of weights is wrong, or as in `reward_functions`.
+    """
+    entries = entries_of(given)
+    if not entries or None in entries:
+        raise InputError("no reward function given")
+    weighted = [1.0] * len(entries) if weights is None else list(weights)
+    # Before a reward model is loaded.
+    check_weights(weighted, len(entries))
+    functions = reward_functions(entries, processing_classes, chat_template_kwargs=chat_template_kwargs, device=device)
+    return RewardScorer(functions, weighted, timeout)
 
 
 def reward_functions(

@@ -12,8 +12,8 @@ import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from lockstep.errors import InputError
 from lockstep.rollouts.coroutines import run_coroutine
@@ -34,28 +34,50 @@ def reward_name(function: RewardFunction) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
-def score_groups(
-    groups: Sequence[RolloutGroup],
-    functions: Sequence[RewardFunction],
-    weights: Sequence[float],
-    *,
-    trainer_state: Any = None,
-    timeout: float = 600.0,
-    log: RewardLog | None = None,
-) -> list[RolloutGroup]:
-    """Score every rollout of every group.
+class Scorer(Protocol):
+    """Gives groups their rewards, in two halves. Each rank does the first half for its share of the groups."""
 
-    Args:
-        weights: one weight per function. The reward of a rollout is the weighted sum of its scores, and NaN if it has none.
-        trainer_state: passed to the functions.
-        timeout: seconds that coroutine functions may take together. (A plain function cannot be interrupted.)
-        log: receives the values of `log_metric`. The values of `log_extra` go to the rollouts.
+    def score(self, groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
+        """Some groups with their scores.
+
+        Args:
+            state: the trainer's state, for the reward functions.
+            log: receives the metrics that reward functions log.
+        """
+
+    def finish(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """All groups with their rewards, from all groups with their scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardScorer:
+    """A `Scorer` whose reward is the weighted sum of the scores of reward functions; NaN for a rollout without a score.
+
+    Attributes:
+        functions: reward functions, and reward models behind the same convention.
+        weights: one weight per function.
+        timeout: seconds that coroutine functions may take together. A plain function cannot be interrupted.
+    """
+
+    functions: Sequence[RewardFunction]
+    weights: Sequence[float]
+    timeout: float
+
+    def score(self, groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
+        return call_functions(groups, self.functions, state, self.timeout, log)
+
+    def finish(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        return weigh_scores(groups, self.weights)
+
+
+def check_weights(weights: Sequence[float], functions: int) -> None:
+    """Check that there is one weight per reward function.
 
     Raises:
-        InputError: a function raised, or returned a wrong number of scores or values that are not numbers; or no function scored
-            any rollout.
+        InputError: there is not.
     """
-    return weigh_scores(call_functions(groups, functions, trainer_state, timeout, log), weights)
+    if len(weights) != functions:
+        raise InputError(f"reward_weights has {len(weights)} entries for {functions} reward functions")
 
 
 def call_functions(
@@ -65,7 +87,7 @@ def call_functions(
     timeout: float = 600.0,
     log: RewardLog | None = None,
 ) -> list[RolloutGroup]:
-    """First half of `score_groups`, for any part of the groups: compute their scores, without rewards. A returned NaN stays NaN.
+    """Scores of any part of the groups, without rewards. A returned NaN stays NaN.
 
     Raises:
         InputError: a function raised, or returned a wrong number of scores or values that are not numbers.
@@ -87,7 +109,7 @@ def call_functions(
 
 
 def weigh_scores(groups: Sequence[RolloutGroup], weights: Sequence[float]) -> list[RolloutGroup]:
-    """Second half of `score_groups`, for all groups together: compute rewards from scores.
+    """Rewards of all groups together, from their scores.
 
     Raises:
         InputError: a function returned NaN for every rollout, or no function scored any rollout.

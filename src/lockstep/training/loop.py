@@ -14,7 +14,7 @@ groups, and each rank learns from its own micro-batches.
 | push   | `rollout`           | `parity/proven_push.py`: send the weights, probe the engine's modules |
 | sample | `rollout`           | `training/generate/source.py`, `rollouts/collect.py`, the engine |
 | score  | `rollout`           | `training/generate/scorer.py`, `rollouts/rewards.py` |
-| prepare| `_next_generation`  | `training/step/preparation.py`: advantages, weights, micro-batches |
+| prepare| `_next_generation`  | `training/step/generation.py`: advantages, weights, micro-batches |
 | learn  | `micro_step`        | `training/step/update.py`: forward, loss and backward of one micro-batch |
 | prove  | `_finish_step`      | `parity/gap.py`, through `training/generate/proofs.py` |
 | step   | `transformers.Trainer` | clips the gradients and calls the optimizer |
@@ -38,10 +38,8 @@ from lockstep.training.generate.source import RolloutSource
 from lockstep.training.methods.objective import Objective
 from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import check_same_weights
-from lockstep.training.step.generation import Generation
-from lockstep.training.step.optimizer_step import OptimizerStep
-from lockstep.training.step.preparation import Preparation
-from lockstep.training.step.update import Policy, UpdateSums
+from lockstep.training.step.generation import Generation, Preparation
+from lockstep.training.step.update import OptimizerStep, Policy, UpdateSums
 
 # Completions that an evaluation asks an engine for in one call, because one call has a time limit.
 _EVALUATION_PART = 2048

@@ -6,6 +6,8 @@ them in the dataset's order.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -13,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt
+from lockstep.rollouts.ranks import Ranks
 from lockstep.tokens.arrays import whole_numbers
 from lockstep.tokens.chat import render_prompt
 from lockstep.training.config.online_config import OnlineConfig
@@ -79,22 +82,56 @@ def load_prompts(
 
 
 def read_prompts(
-    train: Dataset, evaluation: Dataset | None, tokenizer: PreTrainedTokenizerBase, context: int, config: OnlineConfig
+    train: Dataset,
+    evaluation: Dataset | None,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    config: OnlineConfig,
+    ranks: Ranks,
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts of both datasets.
+    """The prompts of both datasets. Every rank calls this and reads them; the ranks compare what they have read.
+
+    Ranks must have equal prompts, because rollouts travel between ranks with the names of their prompts only.
 
     Args:
         context: number of tokens that the model can attend to.
 
     Raises:
-        InputError: as in `load_prompts`.
+        InputError: on every rank; a rank cannot use its data (see `load_prompts`), or two ranks have different prompts.
     """
     room, arguments = context - config.completion_limit, config.chat_template_kwargs
-    both = [("train", train), ("eval", evaluation)]
-    found = [
-        []
-        if data is None
-        else load_prompts(data, name, tokenizer, max_prompt_length=room, chat_template_kwargs=arguments)  # type: ignore[arg-type]
-        for name, data in both
-    ]
+    found: list[list[Prompt]] = []
+
+    def read() -> list[Any]:
+        for name, data in (("train", train), ("eval", evaluation)):
+            prompts = (
+                []
+                if data is None
+                else load_prompts(
+                    data,
+                    name,
+                    tokenizer,
+                    max_prompt_length=room,
+                    chat_template_kwargs=arguments,  # type: ignore[arg-type]
+                )
+            )
+            found.append(prompts)
+        return _digest([p for prompts in found for p in prompts])
+
+    parts = [read()] if ranks.count == 1 else ranks.share("prompts", read)
+    odd = [rank for rank, part in enumerate(parts) if part != parts[0]]
+    if odd:
+        raise InputError(
+            f"rank {odd[0]} has other prompts than rank 0 ({parts[odd[0]][0]} and {parts[0][0]} of them): give every rank the same "
+            "dataset, in the same order"
+        )
     return found[0], found[1]
+
+
+def _digest(prompts: Sequence[Prompt]) -> list[Any]:
+    """The number of prompts, and a digest of their names and ids."""
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        name = prompt.prompt_id.encode()
+        digest.update(b"%d %d " % (len(name), len(prompt.ids)) + name + prompt.ids.tobytes())
+    return [len(prompts), digest.hexdigest()]

@@ -27,6 +27,7 @@ from lockstep.rollouts.early_scores import EarlyScores
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.ranks import Ranks
 from lockstep.rollouts.reward_log import RewardLog
+from lockstep.rollouts.rewards import Scorer
 from lockstep.rollouts.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
 from lockstep.training.config.interruption import interruption_of
 from lockstep.training.config.online_config import OnlineConfig
@@ -35,7 +36,6 @@ from lockstep.training.generate.engine import shake_hands, start_engine
 from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
 from lockstep.training.generate.proofs import Proofs
 from lockstep.training.generate.recovery import Recovery
-from lockstep.training.generate.scorer import Scorer
 from lockstep.training.step.distributed import share_of
 from lockstep.training.step.generation import Generation
 
@@ -174,6 +174,8 @@ class RolloutSource:
         Raises:
             LockstepError: the engine was lost and did not come back in time.
         """
+        if self._ranks.count == 1:
+            return self.recovery.run(work)
         return self._ranks.from_owner(
             "sample", lambda: self.recovery.run(work), groups_to_wire, lambda data: groups_from_wire(data, prompts)
         )

@@ -7,21 +7,18 @@ wrapper.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import InputError, ProofError
-from lockstep.rollouts.group import Prompt
+from lockstep.errors import ProofError
 from lockstep.rollouts.ranks import Ranks
 from lockstep.sync.source import PlainSource
 
 T = TypeVar("T")
-_Both = tuple[list[Prompt], list[Prompt]]
 # Number of elements that are summed in one call.
 _BUCKET = 1 << 24
 
@@ -36,38 +33,6 @@ def share_of(items: Sequence[T], ranks: Ranks) -> list[T]:
     """This rank's part of a list. The part is contiguous, so that sequences with a shared prompt stay together."""
     size = -(-len(items) // ranks.count)
     return list(items[ranks.rank * size : (ranks.rank + 1) * size])
-
-
-def read_alike(ranks: Ranks, read: Callable[[], _Both]) -> _Both:
-    """Read the prompts on every rank and check that they are equal, because rollouts are sent between ranks by prompt name only.
-
-    Args:
-        read: reads this rank's training and evaluation prompts. If it raises on one rank, every rank raises.
-
-    Raises:
-        InputError: on every rank; a rank cannot use its data, or two ranks have different prompts.
-    """
-    if ranks.count == 1:
-        return read()
-    found: list[_Both] = []
-
-    def described() -> list[Any]:
-        found.append(read())
-        every = [p for prompts in found[0] for p in prompts]
-        digest = hashlib.blake2b(digest_size=16)
-        for p in every:
-            name = p.prompt_id.encode()
-            digest.update(b"%d %d " % (len(name), len(p.ids)) + name + p.ids.tobytes())
-        return [len(every), digest.hexdigest()]
-
-    parts = ranks.share("prompts", described)
-    odd = [rank for rank, part in enumerate(parts) if part != parts[0]]
-    if odd:
-        raise InputError(
-            f"rank {odd[0]} has other prompts than rank 0 ({parts[odd[0]][0]} and {parts[0][0]} of them): give every rank the same "
-            "dataset, in the same order"
-        )
-    return found[0]
 
 
 def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version: int) -> None:

@@ -22,7 +22,8 @@ from lockstep.report.busy import busy
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.ranks import Ranks
-from lockstep.rollouts.reward_functions import Given, ProcessingClasses, entries_of
+from lockstep.rollouts.reward_functions import Given, ProcessingClasses, entries_of, reward_scorer
+from lockstep.rollouts.rewards import Scorer
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.data.prompt_order import MicroBatch, PromptLoader, make_loader, order_of
 from lockstep.training.data.prompts import check_datasets, read_prompts
@@ -31,7 +32,6 @@ from lockstep.training.forward.policy import open_policy
 from lockstep.training.forward.reference import Reference
 from lockstep.training.forward.scoring import check_scorable
 from lockstep.training.generate.metrics import evaluation_metrics
-from lockstep.training.generate.scorer import Scorer, reward_scorer
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.loop import TrainingLoop
 from lockstep.training.methods.objective import Objective
@@ -40,8 +40,8 @@ from lockstep.training.run_files.completion_log import show_generation
 from lockstep.training.run_files.method_state import MethodState
 from lockstep.training.run_files.resumable import ResumableSaves
 from lockstep.training.run_files.step_log import StepLog
-from lockstep.training.step.distributed import leave_unwrapped, read_alike
-from lockstep.training.step.preparation import Preparation
+from lockstep.training.step.distributed import leave_unwrapped
+from lockstep.training.step.generation import Preparation
 from lockstep.training.step.update import Policy
 from lockstep.training.trainers.foreign_hooks import RefusesForeignHooks
 from lockstep.training.trainers.setup import (
@@ -130,8 +130,8 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
         self.critic = self.make_critic(policy)
         follows = getattr(args, "sync_ref_model", False) and self.reference is not None
         context = context_within(policy, args.context_limit)
-        self._train_prompts, self._eval_prompts = read_alike(
-            self.ranks, lambda: read_prompts(train_dataset, eval_dataset, tokenizer, context, args)
+        self._train_prompts, self._eval_prompts = read_prompts(
+            train_dataset, eval_dataset, tokenizer, context, args, self.ranks
         )
         longest = max(len(p.ids) for p in self._train_prompts + self._eval_prompts) + args.completion_limit
         check_scorable(causal_model(policy))
@@ -186,7 +186,15 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
 
     def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
         """The scorer that gives rollouts their rewards."""
-        return reward_scorer(reward_funcs, processing_classes, self.config)
+        config = self.config
+        return reward_scorer(
+            reward_funcs,
+            processing_classes,
+            weights=config.reward_weights,
+            timeout=config.reward_timeout,
+            chat_template_kwargs=config.chat_template_kwargs,
+            device=config.device,
+        )
 
     def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module | None:
         """The value head of methods that have one; else None."""

@@ -7,8 +7,9 @@ from typing import Any
 from datasets import Dataset
 
 from lockstep.errors import InputError
+from lockstep.rollouts.judges import JudgeScorer
+from lockstep.rollouts.rewards import Scorer
 from lockstep.training.data.rehearsal import rehearse_judge
-from lockstep.training.generate.scorer import Scorer, judge_scorer
 from lockstep.training.methods.online_dpo import OnlineDPOConfig, OnlineDPOObjective
 from lockstep.training.trainers.online import OnlineTrainer
 
@@ -87,4 +88,4 @@ class OnlineDPOTrainer(OnlineTrainer):
             raise InputError(
                 "missing_eos_penalty is taken off a reward, and a judge gives none; leave one of the two out"
             )
-        return judge_scorer(self._judge)
+        return JudgeScorer(self._judge)

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-import lockstep.training.step.preparation as trainer_module
+import lockstep.training.step.generation as trainer_module
 import lockstep.verify.logprob_checks as checks
 from lockstep.engines.protocol import Completion, GenerationRequest, LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs

@@ -1,0 +1,25 @@
+"""A reader who follows a prompt or a parameter through the code opens few files."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import needs_vllm
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@needs_vllm
+def test_a_prompt_passes_through_at_most_20_files_and_a_parameter_through_13() -> None:
+    printed = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "follow.py")], capture_output=True, text=True, check=True, timeout=600
+    ).stdout
+    counts = [int(line.split(": ")[1].split()[0]) for line in printed.splitlines() if line.endswith(" files")]
+    prompt, parameter = counts
+    assert 10 < prompt <= 20, printed
+    assert 5 < parameter <= 13, printed
