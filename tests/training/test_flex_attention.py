@@ -77,6 +77,12 @@ def test_blocks_are_left_out_computed_whole_or_masked_as_the_dense_mask_says(end
     assert torch.equal(found.full_kv_num_blocks[0, 0, :inner], whole.sum(1, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("edge", [127, 128, 129, 256, 257])
+def test_a_text_that_ends_at_the_edge_of_a_block_is_seen_as_far_as_it_goes(edge: int) -> None:
+    ends = torch.tensor([edge] * edge + [400] * (400 - edge))
+    assert torch.equal(block_mask(ends, CPU).to_dense()[0, 0].bool(), blocks_seen(dense(ends)[0, 0]))
+
+
 def test_no_mask_of_all_pairs_is_made() -> None:
     """PyTorch's own way to make the blocks asks for every pair at once."""
     with Largest() as seen:
