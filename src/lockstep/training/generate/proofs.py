@@ -1,9 +1,9 @@
 """The proofs of a training run, in the order in which a step meets them, and the receipt they leave.
 
-Before anything is sampled (an evaluation before training too): settings, one push probed at every module, the canary. Every push: transport digest, acknowledgement, caches, version, a
-sampled module probe. Every generation: samples. Every optimizer step: the gap over all sampled tokens, before the optimizer. Where
-generations are sampled ahead, tokens may be older than the weights: the gap is over those that are not, staleness has a bound, and
-the canary is scored anew at every generation.
+Before anything is sampled (by an evaluation before training too): settings, one push probed at every module, the canary. Every
+push: transport digest, acknowledgement, caches, version, a sampled module probe. Every generation: samples. Every optimizer step:
+the gap over all sampled tokens, before the optimizer. Where generations are sampled ahead, tokens may be older than the weights:
+the gap is over those that are not, staleness has a bound, and the canary is scored anew at every generation.
 The checks themselves are in `parity/`; this is where a trainer calls them, and `lockstep verify` with it.
 """
 

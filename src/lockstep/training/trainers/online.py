@@ -44,6 +44,7 @@ from lockstep.training.run_files.method_state import MethodState
 from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import check_same_weights, leave_unwrapped, read_alike
 from lockstep.training.step.generation import Generation
+from lockstep.training.step.moving_share import check_steps_move
 from lockstep.training.step.optimizer_step import OptimizerStep
 from lockstep.training.step.preparation import Preparation
 from lockstep.training.step.update import Policy, UpdateSums
@@ -126,6 +127,8 @@ class OnlineTrainer(Trainer):
 
         opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
+        if optimizers[0] is None:
+            check_steps_move(policy, args)
 
         self.objective: Objective = self.objective_class(args)
         self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None
