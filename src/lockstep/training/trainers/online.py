@@ -42,6 +42,7 @@ from lockstep.training.run_files.resumable import ResumableSaves
 from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import leave_unwrapped
 from lockstep.training.step.generation import Preparation
+from lockstep.training.step.moving_share import check_steps_move
 from lockstep.training.step.update import Policy
 from lockstep.training.trainers.foreign_hooks import RefusesForeignHooks
 from lockstep.training.trainers.setup import (
@@ -124,6 +125,8 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
 
         opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
+        if optimizers[0] is None:
+            check_steps_move(policy, args)
 
         self.objective: Objective = self.objective_class(args)
         self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None
