@@ -34,7 +34,7 @@ def test_few_tokens_are_held_to_the_largest_gap_at_once_and_to_the_means_when_th
     assert not over_limits(pool.add(one, half), half)
     assert not over_limits(pool.add(GapStats(), half), half)
     # One over the largest is refused whatever came before.
-    assert over_limits(PooledGap().add(measure_gap(torch.tensor([-4.0]), torch.tensor([-1.0]), ["a#0"]), half), half)
+    assert over_limits(PooledGap().add(measure_gap(torch.tensor([-5.0]), torch.tensor([-1.0]), ["a#0"]), half), half)
     assert over_limits(PooledGap().add(replace(one, max_abs=math.nan), half), half)
     # A small gap on every token is seen once enough of them have come, step by step.
     steps = [
