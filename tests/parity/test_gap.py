@@ -35,7 +35,7 @@ def test_few_tokens_are_held_to_the_largest_gap_at_once_and_to_the_means_when_th
     assert not over_limits(pool.add(GapStats(), half), half)
     # A gap over the limit on the largest gap is always refused.
     assert over_limits(
-        PooledGap().add(measure_gap(torch.tensor([-4.0]), torch.tensor([-1.0]), ["a#0"], [1]), half), half
+        PooledGap().add(measure_gap(torch.tensor([-5.0]), torch.tensor([-1.0]), ["a#0"], [1]), half), half
     )
     assert over_limits(PooledGap().add(replace(one, max_abs=math.nan), half), half)
     # A small gap on every token is detected after enough steps have been collected.

@@ -47,7 +47,7 @@ def test_clean_steps_of_any_size_pass_from_the_first_on(scale: float) -> None:
 
 def test_one_wrong_token_is_found_that_a_limit_for_every_model_let_pass() -> None:
     tail = GapTail(HALF)
-    for seed in range(20):
+    for seed in range(60):
         tail.passed(drawn(0.04, 500, seed))
     step = with_one_more(drawn(0.04, 500, 99), 1.6)
     assert not over_limits(step, HALF)

@@ -6,9 +6,9 @@ directory, or has a slash and no colon, names a reward model, which is loaded el
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from lockstep.errors import InputError
 from lockstep.tasks.builtin_rewards import BUILT_IN, Reward, soft_overlong
 
+_numbers = itertools.count()
 _SOFT_OVERLONG = re.compile(r"soft_overlong\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 
 
@@ -65,12 +66,8 @@ def reward_place(name: str) -> tuple[str, str]:
 
 
 def _from_file(path: Path) -> Any:
-    """The module of a file. Its name holds a digest of path and text: one file is one module, and hides no other."""
-    text = path.read_bytes()
-    digest = hashlib.blake2b(str(path.resolve()).encode() + b"\0" + text, digest_size=8).hexdigest()
-    name = f"lockstep_reward_file_{path.stem}_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
+    """A new module of a file, under a name that no other module has."""
+    name = f"lockstep_reward_file_{next(_numbers)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -78,7 +75,7 @@ def _from_file(path: Path) -> Any:
     sys.modules[name] = module
     try:
         # Not by its loader, which may take bytecode of an older text for that of this one.
-        exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
