@@ -30,10 +30,13 @@ def train(words: list[str], command: str, method: Callable[[], Any]) -> int:
     check_adapter(about)
     if not given.dry_run:
         check_inputs(about)
+    from rich.console import Console
+
     from lockstep.report.status import StatusLine
 
-    # Of several ranks one speaks.
-    with libraries_aside() as log, watched_by(StatusLine()) if os.environ.get("RANK", "0") == "0" else nullcontext():
+    # One of several ranks speaks. A dry run's output is a config file, and nothing else.
+    speaks = os.environ.get("RANK", "0") == "0" and not given.dry_run
+    with libraries_aside() as log, watched_by(StatusLine(Console())) if speaks else nullcontext():
         return _run(given, method, log)
 
 
