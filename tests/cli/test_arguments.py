@@ -67,7 +67,11 @@ def test_words_win_over_the_file(tmp_path: Path) -> None:
         ([], "learning_rate: fast\n", "invalid float value: 'fast'"),
         ([], "- a\n- b\n", "must hold fields with values"),
         ([], "a: [\n", "is not YAML"),
-        (["--num_generations", "3", "--dry_run"], None, "no multiple of num_generations=3"),
+        (
+            ["--num_generations", "3", "--model_name_or_path", "m", "--dataset_name", "arithmetic"],
+            None,
+            "no multiple of num_generations=3",
+        ),
         (["--top_p", "0.9"], None, "top_p=0.9 is not supported"),
         ([], None, "model_name_or_path is not set"),
         (["--model_name_or_path", "m"], None, "dataset_name is not set"),
@@ -81,8 +85,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
         (tmp_path / "c.yaml").write_text(content)
         words = ["--config", str(tmp_path / "c.yaml"), *words]
     assert main(["grpo", *words]) == 2
-    *before, line = capsys.readouterr().err.strip().splitlines()
-    assert before in ([], ["loading PyTorch and transformers …"])
+    (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("lockstep: ")
     assert message in line
 

@@ -180,6 +180,20 @@ def test_the_panel_shows_every_step_before_the_first_log_and_wraps_nothing_at_80
         text = "\n".join(shown(view, console))
     assert "evaluating on 7 problems · scoring completions · 0 s" in text
     assert "0.1 at the log of step 2" in text
+    for label in (
+        "reward",
+        "loss",
+        "entropy",
+        "length",
+        "no spread",
+        "gap",
+        "checked",
+        "speed",
+        "time",
+        "evaluation",
+        "sample",
+    ):
+        assert f"│ {label} " in text, label
     assert "generate 2.0s" in text
 
 

@@ -41,10 +41,13 @@ def train(command: str, words: list[str]) -> int:
     check_adapter(about)
     if not given.dry_run:
         check_inputs(about)
+    from rich.console import Console
+
     from lockstep.report.status import StatusLine
 
-    # Only rank 0 prints.
-    with libraries_aside() as log, watched_by(StatusLine()) if os.environ.get("RANK", "0") == "0" else nullcontext():
+    # Only rank 0 prints. The output of a dry run is a config file and nothing else.
+    speaks = os.environ.get("RANK", "0") == "0" and not given.dry_run
+    with libraries_aside() as log, watched_by(StatusLine(Console())) if speaks else nullcontext():
         return _run(given, command, log)
 
 

@@ -123,7 +123,7 @@ class LiveView(TrainerCallback):
     def panel(self) -> Panel:
         """The panel as it is at this moment. No line of it is wrapped."""
         rows = Table.grid(padding=(0, 2))
-        rows.add_column(no_wrap=True, style="bold")
+        rows.add_column(no_wrap=True, style="bold", min_width=len("evaluation"))
         rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
         for label, shown in self._rows():
             rows.add_row(label, shown)

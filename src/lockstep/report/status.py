@@ -1,6 +1,6 @@
 """One line about what is under way: a spinner with the seconds on a terminal, a plain line per piece of work elsewhere.
 
-Comes from: `report/busy.py`. Goes to: standard error, so that what a command prints can be piped.
+Comes from: `report/busy.py`. Goes to: a console, by default on standard error, so that what a command prints can be piped.
 """
 
 from __future__ import annotations
