@@ -1,6 +1,6 @@
 """Forward and backward over packs of up to 32,768 tokens: peak memory, time per token, and the gradients beside a plain reference.
 
-    make long-context                          (one core: about ten minutes)
+    make long-context                          (one core: about four minutes)
     make long-context ARGS="--longest 8192"    (a look)
 
 Two kinds of packs, each at five sizes: one text without branches, and a prompt with eight completions (1,024 + 8 × 4,096 tokens at

@@ -90,10 +90,12 @@ def test_what_other_devices_compute_is_the_same(ends: torch.Tensor) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_values_may_have_another_width_than_keys() -> None:
+@pytest.mark.parametrize("width", [5, 11])
+def test_values_may_have_another_width_than_keys(width: int) -> None:
     ends = torch.tensor([30] * 20 + [25] * 5 + [30] * 5)
-    query, key, value, _ = drawn(30)
-    value, of = value[..., :5].contiguous(), torch.ones(1, 30, 6, 5, dtype=torch.float64)
+    query, key, *_ = drawn(30)
+    value = torch.randn(1, 2, 30, width, dtype=torch.float64)
+    of = torch.ones(1, 30, 6, width, dtype=torch.float64)
     expected = with_gradients(lambda *p: tree_attention_forward(*p, dense(ends)), query, key, value, of)
     tree = tree_of(ends, torch.float64)
     found = with_gradients(lambda *p: tree_attention_forward(*p, NO_MASK, tree=tree), query, key, value, of)

@@ -99,10 +99,16 @@ class TreeAttention:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if query.device.type != "cpu":
             return _Recomputed.apply(query, key, value, self, scale)
+        # The kernel takes one width; zeros behind change no product.
         width = value.shape[-1]
-        if width < query.shape[-1]:
-            value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
+        widest = max(width, query.shape[-1])
+        query, key, value = (_padded(part, widest) for part in (query, key, value))
         return _Merged.apply(query, key, value, self, scale)[..., :width]
+
+
+def _padded(part: torch.Tensor, width: int) -> torch.Tensor:
+    missing = width - part.shape[-1]
+    return torch.nn.functional.pad(part, (0, missing)) if missing else part
 
 
 def _rows(size: int, device: torch.device) -> int:

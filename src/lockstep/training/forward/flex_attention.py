@@ -18,7 +18,12 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from lockstep.errors import InputError, ProofError
-from lockstep.training.forward.tree_attention import attend_without_tree, check_nothing_added, window_or_mask
+from lockstep.training.forward.tree_attention import (
+    attend_without_tree,
+    check_nothing_added,
+    in_one_dtype,
+    window_or_mask,
+)
 
 # The name under which transformers finds it.
 FLEX = "lockstep_flex"
@@ -110,10 +115,7 @@ def flex_attention_forward(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: BlockMask, scale: float | None
 ) -> torch.Tensor:
-    kind = query.device.type
-    # As autocast leaves them: rotated queries and keys may be wider than the values.
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    parts = (part.to(dtype) for part in (query, key, value))
+    kind, parts = query.device.type, in_one_dtype(query, key, value)
     with torch.autocast(kind, enabled=False):
         return _kernel(kind)(*parts, block_mask=tree, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
 

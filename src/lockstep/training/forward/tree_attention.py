@@ -82,13 +82,24 @@ def _window(window: int, size: int, device: torch.device, *dtypes: torch.dtype) 
 def _attend(
     tree: TreeAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    if query.device.type != "cpu":
-        found = tree(query, key, value, scale)
-    else:
+    if query.device.type == "cpu":
         # The half-precision backward of a CPU takes twice as long as that of float32.
-        with torch.autocast("cpu", enabled=False):
-            found = tree(_wide(query), _wide(key), _wide(value), scale).to(value.dtype)
-    return found.transpose(1, 2).contiguous()
+        (query, key, value), dtype = (_wide(part) for part in (query, key, value)), value.dtype
+    else:
+        query, key, value = in_one_dtype(query, key, value)
+        dtype = value.dtype
+    with torch.autocast(query.device.type, enabled=False):
+        return tree(query, key, value, scale).to(dtype).transpose(1, 2).contiguous()
+
+
+def in_one_dtype(*parts: torch.Tensor) -> list[torch.Tensor]:
+    """Queries, keys and values in autocast's dtype, or without it in that of the values.
+
+    Autocast leaves rotated queries and keys wider than the values, and is not in force in a backward that computes them again.
+    """
+    kind = parts[0].device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parts[-1].dtype
+    return [part.to(dtype) for part in parts]
 
 
 def _wide(part: torch.Tensor) -> torch.Tensor:
