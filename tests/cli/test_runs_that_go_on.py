@@ -16,8 +16,6 @@ from safetensors.torch import load_file
 
 from lockstep.cli.main import main
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 REWARD = """
 import os, signal
 calls = 0

@@ -11,8 +11,6 @@ from methods import GROUPS, logs, make, parameters
 
 from lockstep.engines.protocol import Engine
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def steps_saved(folder: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))

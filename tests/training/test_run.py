@@ -137,7 +137,7 @@ class TestRuns:
         # Calls of the reward function: the rehearsal, the evaluation, then one per step.
         stopped = finish(words, TEST_SIGNAL_AT="SIGINT:5")
         assert stopped.returncode == 130, stopped.stdout + stopped.stderr
-        assert "the same command goes on from there" in stopped.stderr
+        assert "the same command goes on from checkpoint-3" in stopped.stderr
         assert not (folder / "summary.json").exists()
         assert steps(folder) == [1, 2, 3]
 
