@@ -95,14 +95,14 @@ class Sampled:
     def __init__(self, trainer: Any) -> None:
         self.generations: list[dict[tuple[int, ...], list[Completion]]] = []
         self.adapter = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "lora_" in n}
-        rollout = trainer.rollout
+        rollout = trainer.loop.rollout
 
         def recorded(*args: Any) -> Any:
             groups = rollout(*args)
             self.generations.append({tuple(g.prompt.ids.tolist()): [r.completion for r in g.rollouts] for g in groups})
             return groups
 
-        trainer.rollout = recorded
+        trainer.loop.rollout = recorded
 
     def take(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
         """One completion per prompt, in order, from the oldest remaining generation. Each completion is given exactly once."""

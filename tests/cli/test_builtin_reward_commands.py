@@ -19,7 +19,7 @@ from tiny import make_model, make_tokenizer
 from lockstep.cli.main import main
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.tasks.builtin_rewards import accuracy
-from lockstep.training.trainers.online import OnlineTrainer
+from lockstep.training.loop import TrainingLoop
 
 RESULTS = range(2, 6)
 SPOKEN = [*(rf"\boxed{{{n}}}" for n in RESULTS), "<think>", "</think>"]
@@ -44,14 +44,14 @@ def train(
 ) -> tuple[list[list[RolloutGroup]], list[dict[str, Any]]]:
     """Run two steps from the command line; return the rollouts and the log of each step."""
     kept: list[list[RolloutGroup]] = []
-    rollout = OnlineTrainer.rollout
+    rollout = TrainingLoop.rollout
 
-    def recorded(trainer: OnlineTrainer, *args: Any) -> Any:
-        groups = rollout(trainer, *args)
+    def recorded(loop: TrainingLoop, *args: Any) -> Any:
+        groups = rollout(loop, *args)
         kept.append(list(groups))
         return groups
 
-    monkeypatch.setattr(OnlineTrainer, "rollout", recorded)
+    monkeypatch.setattr(TrainingLoop, "rollout", recorded)
     fields = {
         "model_name_or_path": model,
         "output_dir": home / "run",

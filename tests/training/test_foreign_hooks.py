@@ -13,6 +13,7 @@ from transformers import Trainer
 
 import lockstep
 from lockstep.errors import InputError
+from lockstep.training.loop import TrainingLoop
 from lockstep.training.trainers.foreign_hooks import HOOKS
 from lockstep.training.trainers.online import OnlineTrainer
 
@@ -42,9 +43,11 @@ def test_a_hook_that_nothing_calls_is_refused_with_what_does_the_same(hook: str)
 
 
 def test_what_is_said_to_do_the_same_is_there_to_be_overridden() -> None:
-    for name in ("rollout", "scorer", "evaluate", "sync_weights", "log"):
+    for name in ("scorer", "evaluate", "log"):
         assert any(f"{name}()" in instead for instead in HOOKS.values())
         type("Own", (lockstep.GRPOTrainer,), {name: never})
+    own_loop = type("OwnLoop", (TrainingLoop,), {"rollout": never})
+    assert type("Own", (lockstep.GRPOTrainer,), {"loop_class": own_loop}).loop_class.rollout is never
 
 
 def test_no_run_calls_a_hook_that_is_refused(untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def test_places_that_are_drawn_differ_within_a_group_and_are_proven_alike(
     fields = {**limited("GRPO", GROUPS), "max_steps": 1, "max_thinking_length": 9, "min_thinking_length": 1}
     run = make("GRPO", untied_dir, tmp_path, hf_engine, fields)
     run.train()
-    found = [r.completion for group in run._generation.groups for r in group.rollouts]
+    found = [r.completion for group in run.loop.generation.groups for r in group.rollouts]
     places = {int(c.sampled.argmin()) for c in found if c.sampled is not None}
     assert len(places) > 1
     assert places <= set(range(1, 10))

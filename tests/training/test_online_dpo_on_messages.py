@@ -49,7 +49,7 @@ class Generations:
     def __init__(self, trainer: Any) -> None:
         self.groups: list[list[RolloutGroup]] = []
         self.signs: list[dict[str, float]] = []
-        generate = trainer._generate
+        generate = trainer.loop._next_generation
 
         def kept(*args: Any) -> Any:
             generation = generate(*args)
@@ -57,7 +57,7 @@ class Generations:
             self.signs.append({s.name: s.advantages[0] for batch in generation.micro_batches for s in batch})
             return generation
 
-        trainer._generate = kept
+        trainer.loop._next_generation = kept
 
     def assert_asked_as_written(self, model: str) -> None:
         """Every pair belongs to one prompt with the ids of the chat template, and its texts are the decoded ids."""

@@ -132,7 +132,8 @@ def test_a_forward_leaves_much_less(kind: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(scoring, "token_logps", lambda head, hidden, *a, **k: (hidden.sum(1), hidden.sum(1).detach()))
     lean = left_bytes(model, pack)
     plainly(monkeypatch)
-    assert 0 < lean < 0.6 * left_bytes(model, pack)
+    # Attention itself keeps no scores in either case.
+    assert 0 < lean < 0.8 * left_bytes(model, pack)
 
 
 class Counting(TorchDispatchMode):

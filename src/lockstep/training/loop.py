@@ -13,7 +13,7 @@ groups, and each rank learns from its own micro-batches.
 |--------|---------------------|---------|
 | push   | `rollout`           | `parity/proven_push.py`: send the weights, probe the engine's modules |
 | sample | `rollout`           | `training/generate/source.py`, `rollouts/collect.py`, the engine |
-| score  | `rollout`           | `training/generate/scorer.py`, `rollouts/rewards.py` |
+| score  | `rollout`           | `rollouts/rewards.py`: reward functions, on each rank its share |
 | prepare| `_next_generation`  | `training/step/generation.py`: advantages, weights, micro-batches |
 | learn  | `micro_step`        | `training/step/update.py`: forward, loss and backward of one micro-batch |
 | prove  | `_finish_step`      | `parity/gap.py`, through `training/generate/proofs.py` |
