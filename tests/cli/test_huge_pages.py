@@ -84,6 +84,8 @@ def test_nothing_is_started_anew_where_it_would_change_nothing(setting: str) -> 
 def test_commands_ask_when_they_are_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("lockstep.cli.main.start_anew_with_huge_pages", lambda: asked.append(True))
+    # The real one would fork this test process.
+    monkeypatch.setattr("lockstep.cli.main.split_in_two", lambda: None)
     monkeypatch.setattr("lockstep.cli.serve.run", lambda words: 2)
     for words in ([], ["--help"], ["fly"], ["serve", "model"], ["grpo", "--no_such_field", "1"]):
         monkeypatch.setattr(sys, "argv", ["lockstep", *words])
