@@ -24,7 +24,7 @@ from lockstep.server.keys import KEY_VARIABLE
 from lockstep.training.run_files.checkpoints import last_checkpoint
 from lockstep.training.trainers.grpo import GRPOTrainer
 
-pytestmark = VLLM
+pytestmark = [*VLLM, pytest.mark.long]
 
 # The faults of an answer; each step has one of them.
 ANSWERS = ["cut", "500", "503", "late", "asked_twice", "body_twice", "truncated", "empty", "last"]

@@ -40,7 +40,7 @@ from lockstep.training.trainers.reinforce_pp import ReinforcePPTrainer
 from lockstep.training.trainers.rloo import RLOOTrainer
 from lockstep.verify.explain import explain_run
 
-pytestmark = VLLM
+pytestmark = [*VLLM, pytest.mark.long]
 
 AHEAD: dict[str, Any] = {"max_staleness": 2, "vllm_importance_sampling_correction": True, "logging_steps": 1}
 

@@ -19,7 +19,7 @@ from lockstep.engines.vllm_server import VLLMServer
 from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.sync.push import push_weights
 
-pytestmark = VLLM
+pytestmark = [*VLLM, pytest.mark.long]
 
 
 @pytest.fixture(params=["shared_memory", "gloo"])

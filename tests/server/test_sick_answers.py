@@ -23,7 +23,7 @@ from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.parity.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
 
-pytestmark = VLLM
+pytestmark = [*VLLM, pytest.mark.long]
 
 REQUESTS = [GenerationRequest(RequestKey(f"p{i}", 0), (7, 8, 9 + i), Sampling(12), 50 + i) for i in range(4)]
 

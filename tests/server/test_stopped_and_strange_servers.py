@@ -16,7 +16,7 @@ from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
 
-pytestmark = VLLM
+pytestmark = [*VLLM, pytest.mark.long]
 
 REQUESTS = [GenerationRequest(RequestKey(f"p{i}", 0), (7, 8, 9 + i), Sampling(12), 50 + i) for i in range(4)]
 

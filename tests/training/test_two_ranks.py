@@ -26,6 +26,8 @@ from two_ranks import ALONE, CLIPPED, WORK
 from lockstep.parity.receipt import check_chain
 from lockstep.training.run_files.checkpoints import last_checkpoint
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(__file__).parent / "two_ranks.py"
 LIMIT = 400
 Found = Callable[[str], list[dict[str, Any]]]
