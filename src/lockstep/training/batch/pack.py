@@ -2,10 +2,10 @@
 
 The sequences come from rollout groups. `training/forward/scoring.py` uses the packs. All sequences of a pack form one tree of
 tokens. The pack has one row with one position per node. A token attends to its ancestors, and its position id is its depth.
-Therefore each branch attends to the same tokens as if it went through the model alone. A tree has no pad tokens. A prompt goes through
-the model once, for any number of completions. Examples that all prompts repeat go through it once, and so do equal completions.
-The last token of a completion has no position, because it predicts no token of the loss. Models that cannot attend within a tree
-get plain rows instead.
+Therefore each branch attends to the same tokens as if it went through the model alone. A tree has no pad tokens. A prompt goes
+through the model once, for any number of completions. Examples that all prompts repeat go through it once, and so do equal
+completions. The last token of a completion has no position, because it predicts no token of the loss. Models that cannot attend
+within a tree get plain rows instead.
 
 One integer per node (`ends`) describes which tokens each token sees. A pack does not depend on how attention is computed.
 

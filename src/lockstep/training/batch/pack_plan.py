@@ -76,10 +76,10 @@ def _best(count: int, budget: int, packs: Callable[[int], _Packs]) -> list[range
     """The best cut of `count` units.
 
     Args:
-        packs: returns the sizes and wastes of the packs that begin at a unit. It is called once per unit, from the last unit to the
-            first. The sizes never decrease.
+        packs: returns the sizes and wastes of the packs that begin at a unit. It is called once per unit, from the last unit to
+            the first. The sizes never decrease.
     """
-    # For the units from each index to the last: number of packs, total waste, size of the largest pack, end of the first pack.
+    # For the units from each index to the last: number of packs, waste, largest pack, end of the first pack.
     number, waste, largest, after = (np.zeros(count + 1, dtype=np.int64) for _ in range(4))
     for start in reversed(range(count)):
         sizes, wastes = packs(start)

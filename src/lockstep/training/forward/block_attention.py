@@ -4,8 +4,8 @@
 values and the result are kept for the backward. No keys are kept twice, and no attention scores are kept.
 
 On a CPU the attention of a row has two parts: the columns that its block shares, and the block itself. PyTorch's flash kernel
-computes each part separately. Let oₚ be the result of a part and lₚ the logarithm of its softmax's denominator. The whole is
-l = log(Σ exp lₚ), o = Σ exp(lₚ − l) · oₚ. If the kernel's backward of a part gets the o and l of the whole, it returns that part of
+computes each part separately. Let oₚ be the result of a part and lₚ the logarithm of its softmax's denominator. The whole is l =
+log(Σ exp lₚ), o = Σ exp(lₚ − l) · oₚ. If the kernel's backward of a part gets the o and l of the whole, it returns that part of
 the gradient. On other devices PyTorch's public function computes each block with all of its columns. The backward computes the
 block again.
 """
@@ -34,7 +34,7 @@ from lockstep.training.forward.attention_plan import (
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# On other devices than a CPU, blocks are larger: at most so many blocks (each costs a kernel start), of at most so many rows.
+# On other devices than a CPU, blocks are larger: about so many blocks (each costs a kernel start), of at most so many rows.
 _MOST_BLOCKS, _MOST_ROWS = 16, 1024
 # A custom operation of PyTorch cannot take a `TreeAttention` as an argument. It takes its number.
 _TREES: WeakValueDictionary[int, TreeAttention] = WeakValueDictionary()

@@ -74,7 +74,7 @@ def block_mask(ends: torch.Tensor, device: torch.device) -> BlockMask:
     """
     size, there = len(ends), ends.to(device)
     count = -(-size // _BLOCK)
-    # The padding after the last node sees nothing, and no node sees it.
+    # No node sees the padding after the last node.
     padded = torch.nn.functional.pad(ends, (0, count * _BLOCK - size)).view(count, _BLOCK)
     first = torch.arange(count)[:, None] * _BLOCK
     before = torch.ones(count, count, dtype=torch.bool).tril(-1)
