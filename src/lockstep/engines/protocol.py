@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class RequestKey(NamedTuple):
-    """Identity of one completion: the prompt, and the sample of that prompt. Answers are matched by this key, never by position."""
+    """Identity of one completion: the prompt, and the sample of that prompt. Answers are matched by key, never by position."""
 
     prompt_id: str
     sample: int
@@ -55,7 +55,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest(ArrayFields):
-    """A request for one completion. Each request has a different `seed`.
+    """A request for one completion. `seed` is used for this request only.
 
     Attributes:
         prompt_ids: (P,) int64. The constructor accepts any sequence of integers.
@@ -75,7 +75,9 @@ class GenerationRequest(ArrayFields):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion(ArrayFields):
-    """One completion of N tokens as the engine produced it. Its arrays are read-only.
+    """One completion of N tokens as the engine produced it.
+
+    Its arrays are read-only. The constructor accepts any sequence of values of the right kind.
 
     Attributes:
         key: the key of the request.

@@ -38,8 +38,8 @@ class Rollout:
     Attributes:
         text: the decoded completion, for reward functions and reports. It is never encoded again.
         scores: one score per reward function, by name. None: the function gave no score.
-        reward: weighted sum of the scores. NaN: there is no score, or the rollout is not scored yet. A rollout without a reward is
-            in no baseline and has no advantage. (A KL or entropy term in the loss also covers its tokens.)
+        reward: weighted sum of the scores. NaN: there is no score, or the rollout is not scored yet. A rollout without a reward
+            is in no baseline and has no advantage. (A KL or entropy term in the loss also covers its tokens.)
         extra: values that reward functions logged for this rollout with `log_extra`, by column.
     """
 
