@@ -4,10 +4,10 @@
 values and the result are kept for the backward. No keys are kept twice, and no attention scores are kept.
 
 On a CPU the attention of a row has two parts: the columns that its block shares, and the block itself. PyTorch's flash kernel
-computes each part separately. Let oₚ be the result of a part and lₚ the logarithm of its softmax's denominator. The whole is l =
-log(Σ exp lₚ), o = Σ exp(lₚ − l) · oₚ. If the kernel's backward of a part gets the o and l of the whole, it returns that part of
-the gradient. On other devices PyTorch's public function computes each block with all of its columns. The backward computes the
-block again.
+computes each part separately. Let oₚ be the result of a part and lₚ the logarithm of its softmax's denominator. The whole is
+l = log(Σ exp lₚ), o = Σ exp(lₚ − l) · oₚ. If the kernel's backward of a part gets the o and l of the whole, it returns that
+part of the gradient. On other devices PyTorch's public function computes each block with all of its columns. The backward
+computes the block again.
 """
 
 from __future__ import annotations
