@@ -16,7 +16,7 @@ from lockstep.tokens.arrays import Ids
 
 
 def check_requests(requests: Sequence[GenerationRequest], version: int | None, max_model_len: int) -> None:
-    """Refuse a batch of which a request cannot be answered, before any request is started.
+    """Refuse a batch with a request that cannot be answered, before any request is started.
 
     Raises:
         ProofError: no weight version is committed.
@@ -49,8 +49,8 @@ def check_answers(
 
     Raises:
         ProofError: an answer is missing, doubled or unasked for; a prompt came back changed; a log-prob is missing or not
-            finite; an id is below 0; a token was sampled by other weights than `versions`, or by older ones than
-            the token before it.
+            finite; an id is below 0; a token was sampled by other weights than `versions`, or by older weights
+            than the token before it.
     """
     asked = {request.key: request for request in requests}
     found: dict[RequestKey, Completion] = {}
@@ -134,7 +134,7 @@ def _check_one(request: GenerationRequest, answer: Completion, versions: Collect
 
 
 def _spans(versions: Ids) -> list[int]:
-    """The version of each run of tokens that have the same one."""
+    """The version of each run of tokens with the same version."""
     return [int(versions[0]), *versions[1:][versions[1:] != versions[:-1]].tolist()]
 
 

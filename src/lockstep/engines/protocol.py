@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class RequestKey(NamedTuple):
-    """Identity of one completion: the prompt, and the sample of that prompt. Nothing is ever paired by position."""
+    """Identity of one completion: the prompt, and the sample of that prompt. Answers are matched by key, never by position."""
 
     prompt_id: str
     sample: int
@@ -55,10 +55,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest(ArrayFields):
-    """One completion asked for. `seed` belongs to this request alone.
+    """A request for one completion. `seed` is used for this request only.
 
     Attributes:
-        prompt_ids: (P,) int64; any sequence of integers is taken.
+        prompt_ids: (P,) int64. The constructor accepts any sequence of integers.
 
     Raises:
         BadValues: a prompt id is no integer.
@@ -75,20 +75,22 @@ class GenerationRequest(ArrayFields):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion(ArrayFields):
-    """One completion of N tokens as the engine produced it. Its arrays are read-only; any sequence of the right values is taken.
+    """One completion of N tokens as the engine produced it.
+
+    Its arrays are read-only. The constructor accepts any sequence of values of the right kind.
 
     Attributes:
         key: the key of the request.
         prompt_ids: (P,) int64, the prompt as the engine used it.
         token_ids: (N,) int64 sampled ids, the end-of-sequence token included where one was sampled.
-        logprobs: (N,) float32 natural-log probability of each sampled token under the distribution that was sampled.
+        logprobs: (N,) float32 natural-log probability of each sampled token under the sampling distribution.
         weight_versions: (N,) int64 version of the weights that sampled each token.
-        finish_reason: the engine's own; `stop` for an end token or stop string, `length` for the token limit.
-        sampled: (N,) bool, whether each id was sampled; the others were put there (`rollouts/interruptions.py`), stood there with
-            probability 1, and have a log-prob of 0. None: all were.
+        finish_reason: reason from the engine: `stop` for an end token or stop string, `length` for the token limit.
+        sampled: (N,) bool, whether each id was sampled. The other ids were inserted (`rollouts/interruptions.py`). Their
+            probability is 1, and their log-prob is 0. None: all ids were sampled.
 
     Raises:
-        BadValues: an id or a version is no integer, a log-prob is no number, or `sampled` has something else than booleans.
+        BadValues: an id or a version is no integer, a log-prob is no number, or `sampled` has a value that is no boolean.
     """
 
     key: RequestKey
@@ -108,17 +110,17 @@ class Completion(ArrayFields):
 
     @property
     def sampled_places(self) -> Ids:
-        """(S,) where among `token_ids` the sampled ones stand, in order."""
+        """(S,) positions of the sampled ids in `token_ids`, in order."""
         return places_of(self.sampled, len(self.token_ids))
 
     @property
     def sampled_versions(self) -> Ids:
-        """(S,) version of the weights that sampled each of those."""
+        """(S,) version of the weights that sampled each sampled id."""
         return chosen(self.weight_versions, self.sampled)
 
     @property
     def sampled_logprobs(self) -> Reals:
-        """(S,) log-prob of each of those."""
+        """(S,) log-prob of each sampled id."""
         return chosen(self.logprobs, self.sampled)
 
 

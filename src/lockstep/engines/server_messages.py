@@ -23,7 +23,7 @@ INITIAL_WEIGHTS = "default"
 
 
 def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
-    """A request under a name that no other request ever has."""
+    """The body of a generation request. Its name must be unique."""
     return _body(request.prompt_ids.tolist(), name, sampling_fields(request))
 
 
@@ -67,7 +67,7 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
 
 
 def scores_from(answer: Any, ids: tuple[int, ...], name: str, versions: Mapping[str, int]) -> tuple[float, ...]:
-    """Log-prob of every id except the first. The result is shorter if a log-prob is missing.
+    """Log-prob of every id except the first. If a log-prob is missing, the result is shorter.
 
     Raises:
         ProofError: the answer belongs to another request or to other ids, or was computed by weights that this trainer did

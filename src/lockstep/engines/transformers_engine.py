@@ -136,7 +136,7 @@ class TransformersEngine:
         assert self._version is not None
         deadline = time.monotonic() + self._timeout
         rows = [_Row(r, torch.Generator().manual_seed(r.seed), r.prompt_ids.tolist()) for r in requests]
-        # Rows of like length waste the fewest pad positions.
+        # Rows of similar length need the fewest pad positions.
         rows.sort(key=lambda row: len(row.prompt_ids))
         for start in range(0, len(rows), self._max_num_seqs):
             together = rows[start : start + self._max_num_seqs]
@@ -227,7 +227,7 @@ class TransformersEngine:
         return LoadedWeights(tuple(specs), tuple(name for name in own if name not in written))
 
     def reset_caches(self) -> bool:
-        # No cache outlives a call of `generate`.
+        # Each call of `generate` makes a new cache and drops it at the end.
         return True
 
     def commit_version(self, version: int) -> None:

@@ -83,10 +83,10 @@ class VLLMInProcess:
                     **(engine_kwargs or {}),
                 }
             )
-            # Kernels that lack a shape say so only when they first run.
+            # A kernel that does not support a shape raises an error only when it first runs.
             self._run({"trial": ([0, 0], scoring_params())})
         except (ValueError, RuntimeError, OSError, TypeError, ImportError, KeyError, AssertionError) as error:
-            # pydantic's and vLLM's own errors derive from these. The engine holds nothing worth keeping at this point.
+            # pydantic's and vLLM's own errors derive from these. The engine has no state to keep at this point.
             if hasattr(self, "_llm"):
                 self.close()
             if isinstance(error, InputError):
@@ -156,7 +156,7 @@ class VLLMInProcess:
                         answered(output)
                 self._check_deadline(deadline, requests.keys() - {output.request_id for output in finished})
         except BaseException as error:
-            # No answer to a broken call may reach the next call.
+            # After an error, no answer to this call may reach the next call.
             engine.abort_request(list(requests))
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
                 raise LockstepError(f"vLLM failed while it answered: {str(error).strip()[:600]}") from error

@@ -76,7 +76,7 @@ def completion(key: RequestKey, output: RequestOutput) -> Completion:
         key=key,
         prompt_ids=whole_numbers(output.prompt_token_ids or ()),
         token_ids=whole_numbers(token_ids),
-        # By token id: the first of the list need not be the sampled one.
+        # Look up by token id: the first entry is not always the sampled token.
         logprobs=reals([entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]),
         weight_versions=_versions(sample.weight_versions, len(token_ids)),
         finish_reason=cast(FinishReason, sample.finish_reason),
@@ -88,10 +88,10 @@ def _versions(spans: Any, tokens: int) -> Ids:
 
 
 def versions_of(spans: Sequence[tuple[int, int, int]], tokens: int) -> Ids:
-    """The version of each token, of which there are so many at most.
+    """The version of each token. Tokens from index `tokens` on are left out.
 
     Args:
-        spans: version, first token and the token after the last one of each, in order.
+        spans: for each span its version, its first token, and the token after its last token. Spans are in order.
     """
     versions = np.array([version for version, _, _ in spans], dtype=np.int64)
     return whole_numbers(np.repeat(versions, [end - start for _, start, end in spans])[:tokens])

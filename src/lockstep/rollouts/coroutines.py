@@ -1,7 +1,7 @@
-"""Runs coroutine reward functions together and waits for them, within a limit.
+"""Runs coroutine reward functions concurrently and waits for them, with a time limit.
 
-Comes from: `rollouts/rewards.py`. A thread whose event loop runs already (a notebook's) cannot run a second one: there the
-functions get a loop of their own in another thread.
+`rollouts/rewards.py` calls it. A thread with a running event loop (for example in a notebook) cannot run a second loop. In that
+case the functions run in a new loop in another thread.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from lockstep.errors import InputError
 
 T = TypeVar("T")
 
-# Seconds beyond the functions' own limit in which their loop may cancel them and come back.
+# Seconds after the time limit in which the loop may cancel the functions and end.
 _GRACE = 1.0
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str) -> T:
-    """The result of a coroutine that ends by itself within a time limit, wherever it is called.
+    """Run a coroutine that has its own time limit, and return its result. The calling thread may have a running loop.
 
     Args:
-        timeout: the coroutine's own limit, in seconds.
-        names: the functions that it awaits, for the error.
+        timeout: the time limit of the coroutine, in seconds.
+        names: names of the functions that it awaits, for the error.
 
     Raises:
-        InputError: beside a running loop: a function blocked the new loop, which could not cancel it in time. Its thread goes on
-            in the background and does not keep the process from ending.
+        InputError: the calling thread has a running loop, and a function blocked the new loop, so that it was not cancelled in
+            time. The new thread continues in the background. The process can end without it.
     """
     if not _in_a_loop():
         return asyncio.run(coroutine)
@@ -48,7 +48,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str)
 def _settle(found: Future[T], coroutine: Coroutine[Any, Any, T], context: Context) -> None:
     try:
         found.set_result(context.run(asyncio.run, coroutine))
-    except BaseException as error:  # noqa: BLE001 (whoever waits raises it)
+    except BaseException as error:  # noqa: BLE001 (the waiting thread raises it)
         found.set_exception(error)
 
 

@@ -1,7 +1,7 @@
-"""Values of JSON types with arrays in them, as bytes and back: a JSON header, then the arrays as they lie in memory.
+"""Converts values of JSON types and arrays to bytes and back: a JSON header, then the memory of each array.
 
-Comes from and goes to: `rollouts/ranks.py`. Nothing is unpickled: the header names each array's dtype, shape and offset, the dtypes
-are a fixed few, and bytes that do not add up to exactly what the header says are refused.
+`rollouts/ranks.py` uses it. No pickle is involved. The header has the dtype, shape and offset of each array. Only a few dtypes
+are allowed. If the length of the bytes does not match the header exactly, `decode` refuses them.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import numpy as np
 from lockstep.errors import LockstepError
 
 _DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int64", "float32", "float64", "bool")}
-# The header's length stands in front of it. Arrays begin at multiples of this too, so that they can be read where they are.
+# The header's length comes before the header. Arrays also begin at multiples of this size, so that they need no copy.
 _WORD = 8
 
 
 def encode(value: Any) -> bytearray:
-    """Bytes of a value.
+    """The bytes of a value.
 
     Args:
-        value: of JSON types and numpy arrays, nested as one likes. Tuples arrive as lists; numbers arrive exactly.
+        value: JSON types and numpy arrays, nested to any depth. Tuples arrive as lists. Numbers arrive exactly.
 
     Raises:
-        TypeError, ValueError: it holds something else.
+        TypeError, ValueError: the value contains another type.
     """
     arrays: list[np.ndarray] = []
     tag, body = "array", _dumped(value, "array", arrays)
-    # A mapping of the value's own may have the same key.
+    # A mapping in the value may have the same key.
     while body.count(json.dumps(tag)) != len(arrays):
         arrays, tag = [], f"{tag}'"
         body = _dumped(value, tag, arrays)
@@ -51,10 +51,10 @@ def encode(value: Any) -> bytearray:
 
 
 def decode(frame: bytes | bytearray | memoryview | np.ndarray) -> Any:
-    """The value of `encode`; its arrays are read-only and lie in `frame`.
+    """The value that was given to `encode`. Its arrays are read-only views of `frame`.
 
     Raises:
-        LockstepError: the bytes are no such frame, whole and unchanged in length.
+        LockstepError: the bytes are not a complete frame of `encode`, or their length has changed.
     """
     try:
         return _decoded(memoryview(frame).toreadonly())  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def _decoded(frame: memoryview) -> Any:
     if len(frame) < start:
         raise ValueError(f"a header of {length} bytes in a message of {len(frame)}")
     text = frame[_WORD : _WORD + length].tobytes().decode()
-    # First without the arrays: what the placeholders are called stands in the header itself.
+    # First without the arrays: the name of the placeholders is part of the header.
     outline = json.loads(text)
     if not isinstance(outline, dict) or outline.keys() != {"tag", "arrays", "value"}:
         raise ValueError("the header has other parts than it should")

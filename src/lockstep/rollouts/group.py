@@ -1,4 +1,4 @@
-"""The types of rollouts: prompt, rollout and group. A group is an object of its own and never a matter of order."""
+"""The types of rollouts: prompt, rollout and group. A group is an object; no code derives groups from an order."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Prompt(ArrayFields):
 
     Attributes:
         prompt_id: names the row in every request; unique within a dataset.
-        ids: (P,) int64, the prompt's token ids, read-only; any sequence of integers is taken.
-        source: the row's `prompt` as the dataset has it (text or messages), for reward functions.
+        ids: (P,) int64, the prompt's token ids, read-only. The constructor accepts any sequence of integers.
+        source: the row's `prompt` as in the dataset (text or messages), for reward functions.
         columns: the row's other columns, for reward functions.
     """
 
@@ -37,10 +37,10 @@ class Rollout:
 
     Attributes:
         text: the decoded completion, for reward functions and reports. It is never encoded again.
-        scores: score per reward function, by name; None if the function gave none.
-        reward: weighted sum of the scores; NaN if there is none, and before scoring. A rollout without a reward is in no
-            baseline and has no advantage. (A KL or entropy term in the loss also covers its tokens.)
-        extra: values that reward functions logged for it with `log_extra`, by column.
+        scores: one score per reward function, by name. None: the function gave no score.
+        reward: weighted sum of the scores. NaN: there is no score, or the rollout is not scored yet. A rollout without a reward
+            is in no baseline and has no advantage. (A KL or entropy term in the loss also covers its tokens.)
+        extra: values that reward functions logged for this rollout with `log_extra`, by column.
     """
 
     completion: Completion
@@ -69,7 +69,7 @@ class RolloutGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """Reward of each rollout, in order; NaN if there is none."""
+        """Reward of each rollout, in order. NaN: the rollout has no reward."""
         return [rollout.reward for rollout in self.rollouts]
 
     @property

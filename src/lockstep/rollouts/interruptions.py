@@ -25,7 +25,7 @@ Decode = Callable[[Ids], str]
 class Interruption:
     """When thinking is interrupted, and the ids that are inserted.
 
-    The ids of a completion decide whether it has ended its thinking; its text does not. That is exact if the end of thinking
+    The check for the end of thinking uses the ids of a completion, not its text. The check is exact if the end of thinking
     is one token, as in models that are trained to think. An end of several tokens is missed if the model writes it with other
     tokens (for example with a part joined to the word before). Such a completion is interrupted although it has ended its
     thinking.
@@ -95,7 +95,7 @@ def generate_interrupted(
 
     Args:
         generate: an engine's `generate`; called at most twice.
-        decode: text of ids without special tokens, in which engines look for stop strings. Inserted ids are not part of that
+        decode: text of ids without special tokens, in which the engine looks for stop strings. Inserted ids are not part of that
             text.
         on_answer: called with each completion when it is finished.
 
@@ -167,14 +167,14 @@ def _joined(
 ) -> Completion:
     inserted = _inserted(first, interruption)
     if not len(inserted):
-        # The engine has looked for stop strings in each part; one may stand across both.
+        # The engine has looked for stop strings in each part. A stop string may also begin in one part and end in the other.
         second = _stopped(first, second, request.sampling.stop, decode)
     count = len(inserted)
     return replace(
         first,
         token_ids=joined([first.token_ids, inserted, second.token_ids]),
         logprobs=joined([first.logprobs, filled(0.0, count), second.logprobs]),
-        # What was put in was first read by the weights that went on behind it.
+        # The inserted ids get the version of the weights that continued after them: these weights read the ids first.
         weight_versions=joined(
             [first.weight_versions, np.repeat(second.weight_versions[:1], count), second.weight_versions]
         ),

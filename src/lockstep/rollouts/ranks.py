@@ -1,10 +1,9 @@
-"""Several trainer ranks with one owner of the engine: every rank gives its part, the owner works on all parts, each gets an
-answer.
+"""Communication of several trainer ranks, one of which owns the engine.
 
-Comes from: trainers and `integrations/`, which every rank calls alike. One call is one gather and one scatter, whatever the ranks
-bring: a rank with nothing takes part, an error on any rank is raised on all, and no answer is found by its position. What travels
-is JSON and arrays (`rollouts/frames.py`): nothing is unpickled. An answer that is the same object for every rank is encoded once
-and broadcast.
+Every rank sends its part, the owner works on all parts, and each rank gets an answer. The trainers and `integrations/` make the
+same calls on every rank. One call is one gather and one scatter. A rank without data also takes part. An error on any rank is
+raised on all ranks. No answer is matched by its position. Ranks send JSON and arrays (`rollouts/frames.py`), without pickle. If
+the answer is the same object for every rank, the owner encodes it once and broadcasts it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Ranks:
         self._limit = limit
         self.rank = dist.get_rank() if several else _OWNER
         self.count = dist.get_world_size() if several else 1
-        # A separate group: if a rank has gone on to the trainer's collectives, a call here times out and does not mix with them.
+        # A separate group. If a rank already runs the trainer's collectives, a call here times out instead of mixing with them.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit)) if several else None
 
     @property
@@ -47,17 +46,17 @@ class Ranks:
         return self.rank == _OWNER
 
     def call(self, name: str, offer: Callable[[], T], work: Callable[[Sequence[T]], Sequence[R]]) -> R:
-        """Do one thing together. Every rank must make this call.
+        """Do one task on all ranks together. Every rank must make this call.
 
         Args:
-            name: what is done; all ranks must mean the same.
-            offer: makes this rank's part, of JSON types and arrays, and refuses it where it is bad.
-            work: run by the owner alone, on the parts of all ranks by rank; gives each rank's answer by rank, of JSON types
-                and arrays (tuples arrive as lists, arrays read-only).
+            name: name of the task. It must be the same on all ranks.
+            offer: makes this rank's part (JSON types and arrays), or raises an error if the part is invalid.
+            work: only the owner calls it, with the parts of all ranks in the order of ranks. It returns one answer per rank, in
+                the same order (JSON types and arrays; tuples arrive as lists, arrays are read-only).
 
         Raises:
-            LockstepError: on every rank: a part was refused, or the work failed (`InputError` and `ProofError` keep their
-                type); or a rank did not arrive within the limit.
+            LockstepError: on every rank, if a part was refused, if the work failed (`InputError` and `ProofError` keep their
+                type), or if a rank did not make the call within the limit.
         """
         if self._group is None:
             (answer,) = work([offer()])
@@ -71,17 +70,17 @@ class Ranks:
         cause = done.error or mine.error
         if outcome.failure is not None:
             if cause is not None and not isinstance(cause, LockstepError):
-                # An interrupt, or running out of memory, keeps its type only on the rank on which it happened.
+                # Errors such as an interrupt or a lack of memory keep their type only on the rank on which they happened.
                 raise cause
             raise outcome.failure.rebuilt() from cause
         return outcome.value
 
     def from_owner(self, name: str, make: Callable[[], T], pack: Callable[[T], Any], unpack: Callable[[Any], T]) -> T:
-        """The value that the owner makes, on every rank. Every rank must make this call.
+        """Return the value that the owner makes on every rank. Every rank must make this call.
 
         Args:
-            make: run by the owner alone.
-            pack, unpack: to JSON types and arrays, and back, for the other ranks.
+            make: only the owner calls it.
+            pack, unpack: convert the value to JSON types and arrays, and back, for the other ranks.
 
         Raises:
             LockstepError: as in `call`.
@@ -90,7 +89,7 @@ class Ranks:
 
         def work(parts: Sequence[None]) -> list[Any]:
             made.append(make())
-            # Packed only if there are other ranks.
+            # The value is packed only if there are other ranks.
             return [pack(made[0])] * len(parts) if len(parts) > 1 else [None]
 
         answer = self.call(name, lambda: None, work)
@@ -105,7 +104,7 @@ class Ranks:
         self.from_owner(name, work, lambda _: None, lambda _: None)
 
     def share(self, name: str, part: Callable[[], T]) -> list[T]:
-        """Every rank's part, by rank, on every rank; of JSON types and arrays.
+        """Return the parts of all ranks on every rank, in the order of ranks. Parts are JSON types and arrays.
 
         Raises:
             LockstepError: as in `call`.
@@ -146,7 +145,7 @@ class Ranks:
 
     def _scattered(self, done: _Outcome) -> _Outcome:
         frames = self._frames(done.name, self._outcomes(done)) if self.owner else []
-        # The size of each rank's answer; the same for all of them is broadcast, and then all but the first are 0.
+        # The size of each rank's answer. An answer that all ranks share is broadcast; then all sizes but the first are 0.
         sizes = torch.tensor([len(frame) for frame in frames] + [0] * (self.count - len(frames)))
         dist.broadcast(sizes, _OWNER, group=self._group)
         width = int(sizes.max())
@@ -160,14 +159,14 @@ class Ranks:
         return _Outcome.read(mine[: int(sizes[self.rank])])
 
     def _outcomes(self, done: _Outcome) -> list[_Outcome]:
-        """One outcome for each rank, or a single one that is every rank's."""
+        """One outcome per rank, or a single outcome for all ranks."""
         values = [None] * self.count if done.failure else done.value
         if all(value is values[0] for value in values):
             return [_Outcome(done.name, values[0], done.failure)]
         return [_Outcome(done.name, value) for value in values]
 
     def _frames(self, name: str, outcomes: Sequence[_Outcome]) -> list[bytearray]:
-        """The frame of each; that of a failure where one of them cannot be sent, so that no rank waits for what is not coming."""
+        """The frame of each outcome. If one cannot be encoded, the frame of that failure, so that no rank waits in vain."""
         try:
             return [outcome.frame() for outcome in outcomes]
         except (TypeError, ValueError) as error:
@@ -178,7 +177,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            # gloo has no error type of its own for a peer that is late or gone.
+            # gloo has no separate error type for a peer that is late or gone.
             said = str(error).partition(". This is typically")[0].strip()[-160:]
             raise LockstepError(
                 f"rank {self.rank} waited at {name!r} for {whom}, which is gone or did not come within {self._limit:.0f} s "
@@ -237,10 +236,10 @@ class _Outcome:
     failure: _Failure | None = None
 
     def frame(self) -> bytearray:
-        """Its bytes.
+        """The bytes of the outcome.
 
         Raises:
-            TypeError, ValueError: the value holds something that cannot be sent.
+            TypeError, ValueError: the value contains something that cannot be sent.
         """
         failure = self.failure
         return encode({"name": self.name, "value": self.value, "failure": failure and asdict(failure)})

@@ -18,12 +18,12 @@ from lockstep.errors import InputError, ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.tokens.arrays import cut, flags, joined
 
-# One array for all completions of the generation, laid end to end.
+# Each column is one array: the values of all completions, concatenated.
 _COLUMNS = ("token_ids", "logprobs", "weight_versions")
 
 
 def groups_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
-    """Groups by the ids of their prompts; what each token has, in one array for all of them."""
+    """Groups, named by the ids of their prompts. Each column of values per token is one array for all completions."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     completions = [rollout.completion for rollout in rollouts]
     masks = [c.sampled for c in completions if c.sampled is not None]
@@ -43,7 +43,7 @@ def groups_from_wire(data: Mapping[str, Any], prompts: Sequence[Prompt]) -> list
     """The groups of these prompts, in their order.
 
     Raises:
-        ProofError: what has come belongs to other prompts, or does not have one value for each token.
+        ProofError: the data belongs to other prompts, or does not have one value per token.
     """
     known = {prompt.prompt_id: prompt for prompt in prompts}
     names = [name for name, _ in data["prompts"]]
@@ -71,7 +71,7 @@ def groups_from_wire(data: Mapping[str, Any], prompts: Sequence[Prompt]) -> list
 
 
 def _rollouts(data: Mapping[str, Any], prompts: Sequence[Prompt]) -> Iterator[Rollout]:
-    """One rollout for each of the prompts, which stand there once for each of their completions."""
+    """One rollout per entry of `prompts`, in which each prompt is repeated once per completion."""
     if not prompts:
         return
     lengths, masked = data["lengths"], np.array(data["masked"], dtype=np.bool_)
@@ -84,7 +84,7 @@ def _rollouts(data: Mapping[str, Any], prompts: Sequence[Prompt]) -> Iterator[Ro
 
 
 def scores_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, dict[str, Any]]:
-    """Scores, reward and extras of each rollout, by the name of its request.
+    """Scores, reward and extras of each rollout, by the name of the request.
 
     Raises:
         InputError: a reward function logged an extra that cannot be sent.

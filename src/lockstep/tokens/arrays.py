@@ -1,9 +1,9 @@
-"""One value for each token: one-dimensional numpy arrays that nobody changes.
+"""One value per token: one-dimensional, read-only numpy arrays.
 
-Every sequence of token ids, log-probs, versions or masks is such an array from an engine's answer to the loss. Ids and versions are
-int64. Log-probs and all other reals are float32: engines and the trainer's forward compute them in it, and a Python float, JSON
-and float64 hold each of its values exactly. Sums over tokens are taken in float64. An array that is read-only already is kept as
-it is and never copied; anything else is copied once, so that whoever gave it cannot change it afterwards.
+All token ids, log-probs, versions and masks are such arrays, from an engine's answer to the loss. Ids and versions are int64.
+Log-probs and all other reals are float32: engines and the trainer's forward compute them in float32, and Python floats, JSON and
+float64 represent each float32 value exactly. Sums over tokens use float64. A read-only array is kept without a copy. Other values
+are copied once, so that the caller cannot change them afterwards.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from lockstep.errors import LockstepError
 Ids = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
-# What a constructor takes for one of them.
+# The values that a constructor accepts for such an array.
 Values = npt.NDArray[Any] | Sequence[Any]
 
 
 class BadValues(LockstepError, ValueError):
-    """Values that are not of the kind that was asked for."""
+    """Values of another kind than required."""
 
 
 def whole_numbers(values: Values) -> Ids:
     """(N,) int64, read-only.
 
     Raises:
-        BadValues: a value is no integer, or does not fit; nothing is rounded and no text is read as a number.
+        BadValues: a value is no integer, or does not fit into int64. Values are not rounded, and text is not read as a number.
     """
     return _held(values, np.dtype(np.int64), "iu")
 
 
 def reals(values: Values) -> Reals:
-    """(N,) float32, read-only; a number that is too large for it becomes infinite.
+    """(N,) float32, read-only. A number that is too large for float32 becomes infinite.
 
     Raises:
-        BadValues: a value is no number (None among them).
+        BadValues: a value is no number (for example None).
     """
     return _held(values, np.dtype(np.float32), "fiu")
 
@@ -56,20 +56,20 @@ def flags(values: Values) -> Flags:
 
 
 def filled(value: float, count: int) -> Reals:
-    """(count,) float32, read-only: one value for each token."""
+    """(count,) float32, read-only: the same value for each token."""
     return _frozen(np.full(count, value, np.float32))
 
 
 def joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    """Arrays of one dtype, one after the other, read-only. There must be at least one."""
+    """Arrays of one dtype, concatenated, read-only. There must be at least one array."""
     return parts[0] if len(parts) == 1 else _frozen(np.concatenate(parts))
 
 
 def cut(values: npt.NDArray[Any], lengths: Sequence[int] | npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """The parts of these lengths, in their order: read-only views where `values` is read-only.
+    """Split `values` into parts of these lengths, in order. The parts are views; they are read-only if `values` is.
 
     Raises:
-        ValueError: the lengths do not add up to those of `values`.
+        ValueError: the sum of the lengths is not the length of `values`.
     """
     ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
     if (int(ends[-1]) if len(ends) else 0) != len(values):
@@ -79,17 +79,17 @@ def cut(values: npt.NDArray[Any], lengths: Sequence[int] | npt.NDArray[Any]) -> 
 
 
 def places_of(sampled: Flags | None, length: int) -> Ids:
-    """Where a mask over so many tokens is true; everywhere where there is none."""
+    """Positions at which a mask over `length` tokens is true. If there is no mask, all positions."""
     return np.arange(length) if sampled is None else np.flatnonzero(sampled)
 
 
 def chosen(values: npt.NDArray[Any], sampled: Flags | None) -> npt.NDArray[Any]:
-    """The values at which a mask is true, read-only; all of them where there is none."""
+    """Values at the positions at which a mask is true, read-only. If there is no mask, all values."""
     return values if sampled is None else _frozen(values[sampled])
 
 
 class ArrayFields:
-    """For dataclasses that hold arrays: two are equal if all of their fields are. Such an object cannot be hashed."""
+    """Base of dataclasses with arrays. Two objects are equal if all their fields are equal. They cannot be hashed."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
@@ -100,7 +100,7 @@ class ArrayFields:
         return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))  # type: ignore[arg-type]
 
     def _set(self, name: str, value: Any) -> None:
-        """Set a field of a frozen dataclass while it is made."""
+        """Set a field of a frozen dataclass during its construction."""
         object.__setattr__(self, name, value)
 
 

@@ -1,7 +1,7 @@
-"""The user's model, engine and settings, set up as a training run with a few prompts, on which the proofs run.
+"""The user's model, engine and settings as a training run with a few prompts. The proofs of `lockstep verify` run on it.
 
-It is a real `GRPOTrainer` with a real engine: the code that passes or fails here is the code that trains. Nothing is learned.
-Where an optimizer step would change the weights, they are changed by small random amounts and restored later.
+It is a real `GRPOTrainer` with a real engine. Therefore the proofs test the same code that trains. Nothing is learned. Instead
+of an optimizer step, the stage changes the weights by small random amounts and restores them later.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Stage:
         return [rollout.completion for group in groups for rollout in group.rollouts]
 
     def encoded_again(self, ids: Ids) -> Ids:
-        """What becomes of ids that are decoded and encoded."""
+        """The ids after decoding them to text and encoding the text again."""
         return whole_numbers(self.tokenizer(self.tokenizer.decode(ids.tolist()), add_special_tokens=False)["input_ids"])
 
     def gap(
@@ -148,7 +148,7 @@ class Stage:
 
     @contextmanager
     def kept_weights(self) -> Iterator[None]:
-        """Restore the weights bit for bit at the end, whatever happens to them inside."""
+        """A context that restores the weights bit for bit at its end."""
         parameters = list(self.model.parameters())
         kept = [p.detach().clone() for p in parameters]
         try:
@@ -160,14 +160,14 @@ class Stage:
 
     @contextmanager
     def moved(self, scale: float, seed: int = 0) -> Iterator[None]:
-        """Weights are changed with `move` inside the context, and restored at the end."""
+        """A context that changes the weights with `move` and restores them at its end."""
         with self.kept_weights():
             self.move(scale, seed)
             yield
 
     @contextmanager
     def counted_tokens(self) -> Iterator[Callable[[], int]]:
-        """Yields a function that returns the number of tokens that the engine has answered since then."""
+        """A context that gives a function. It returns the number of tokens that the engine has answered in the context."""
         real, answered = self.engine.generate, 0
 
         def counting(requests: Sequence[GenerationRequest], *more: Any) -> dict[RequestKey, Completion]:
@@ -192,7 +192,7 @@ def open_stage(
     """Load both sides, check the handshake, and prove the first push.
 
     Args:
-        dataset: the user's own prompts (the first one is used, beside a long one that fills cache blocks), or None.
+        dataset: the user's own prompts (the first one is used, together with a long prompt that fills cache blocks), or None.
         plain: whether the built-in prompts are text instead of messages.
         engine: a running engine to use. The caller closes it.
 
@@ -225,7 +225,7 @@ def open_stage(
 
 
 def _visible_scale(stage: Stage) -> float:
-    """The smallest scale that changes log-probs by more than the tolerance of the engine's dtype, else the largest."""
+    """The smallest scale that changes log-probs by more than the tolerance of the engine's dtype; otherwise the largest scale."""
     prompt = min(stage.prompts, key=lambda p: len(p.ids)).ids
 
     def scores() -> torch.Tensor:
@@ -240,7 +240,7 @@ def _visible_scale(stage: Stage) -> float:
 
 
 def _with_foreign_ids(trainer: GRPOTrainer) -> tuple[Prompt, ...]:
-    """The trainer's prompts. The last one gets ids that its tokenizer would not make from its text: encoded letter by letter."""
+    """The trainer's prompts. The last prompt is encoded letter by letter: the tokenizer would make other ids from its text."""
     *first, last = trainer._train_prompts
     tokenizer = trainer.processing_class
     letters = [i for letter in "Which is it?" for i in tokenizer(letter, add_special_tokens=False)["input_ids"]]

@@ -1,1 +1,1 @@
-"""Sequences of ids become packs of tensors. Nothing here knows a model."""
+"""Sequences of ids become packs of tensors. This package does not depend on a model."""

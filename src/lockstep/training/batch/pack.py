@@ -1,15 +1,17 @@
-"""Where token ids become tensors: sequences that share a beginning share its positions.
+"""Makes tensors from token ids. Sequences with a common prefix share the positions of that prefix.
 
-Comes from: rollout groups. Goes to: `training/forward/scoring.py`. All sequences of a pack form one tree of tokens, one row
-position per node. A token attends to its ancestors, its position id is its depth, so each branch sees exactly what it would
-see alone. There are no pad tokens, a prompt goes through the model once however many completions it has, worked examples that
-all prompts repeat go through once, and so do equal completions. The last token of a completion predicts nothing that is
-trained on and takes no position. Models that cannot attend within a tree get plain rows instead.
+The sequences come from rollout groups. `training/forward/scoring.py` uses the packs. All sequences of a pack form one tree of
+tokens. The pack has one row with one position per node. A token attends to its ancestors, and its position id is its depth.
+Therefore each branch attends to the same tokens as if it went through the model alone. A tree has no pad tokens. A prompt goes
+through the model once, for any number of completions. Examples that all prompts repeat go through it once, and so do equal
+completions. The last token of a completion has no position, because it predicts no token of the loss. Models that cannot attend
+within a tree get plain rows instead.
 
-A pack says who sees whom by one integer per node, and knows nothing of how attention is computed.
+One integer per node (`ends`) describes which tokens each token sees. A pack does not depend on how attention is computed.
 
-Tokens of a completion that nobody sampled (`rollouts/interruptions.py`) are attended to like a prompt's and are not scored. This is
-the one place that knows of them: what comes out of a pack, and every column that goes into it, is of sampled tokens alone.
+A completion can contain inserted tokens that were not sampled (`rollouts/interruptions.py`). Other tokens attend to them as to
+the tokens of a prompt, and they are not scored. Only this module handles inserted tokens: all scored tokens of a pack, and all
+columns, are of sampled tokens.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ from lockstep.training.batch.tree import Ints, SortedPaths
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """What goes through the model at once; N scored tokens (those of each sequence in turn).
+    """The input of one forward, with N scored tokens. The tokens are in the order of the sequences.
 
     Attributes:
-        sequences: what is packed, in the order of the scored tokens.
-        input_ids: (1, T) ids of a tree's nodes in depth-first order; of plain rows (B, L), zeros behind the shorter ones.
-        position_ids: the same shape, depth of each node.
-        predictors: (N,) node whose hidden state predicts each scored token, counted through all rows.
+        sequences: the packed sequences, in the order of their scored tokens.
+        input_ids: (1, T) ids of a tree's nodes in depth-first order; or (B, L) ids of plain rows, padded at the end with zeros.
+        position_ids: depth of each node, in the same shape.
+        predictors: (N,) index of the node whose hidden state predicts each scored token. The index runs over all rows.
         targets: (N,) ids of the scored tokens.
-        ends: (T,) one past the last node below each node: node i sees node j if and only if j <= i < ends[j]. It stays on the
-            CPU, where attention is planned. None: plain rows, each of which sees what stands before it.
+        ends: (T,) for each node, the index after its last descendant. Node i sees node j if and only if j <= i < ends[j]. The
+            tensor stays on the CPU, where attention is planned. None: the pack has plain rows with causal attention.
     """
 
     sequences: tuple[TrainingSequence, ...]
@@ -49,14 +51,14 @@ class Pack:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """(B,) scored tokens of each sequence."""
+        """(B,) number of scored tokens of each sequence."""
         return torch.tensor([s.length for s in self.sequences], device=self.targets.device)
 
     def column(self, name: str) -> torch.Tensor:
-        """(N,) float32: what each sequence has under `name` for each of its tokens.
+        """(N,) float32 values of the field `name` of the sequences, one value per token.
 
         Raises:
-            ValueError: as `column`.
+            ValueError: as in `batch.sequence.column`.
         """
         return column(self.sequences, name).to(self.targets.device)
 
@@ -68,16 +70,17 @@ class Pack:
 
 
 def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> Iterator[Pack]:
-    """Packs of at most `token_budget` nodes each, in the order given (a longer unit gets a pack of its own).
+    """Yield packs of at most `token_budget` nodes, in the order given. A unit that is larger gets a separate pack.
 
-    There are as few as this order allows, cut where the least of a prompt is repeated, and about equal in size.
+    The number of packs is the smallest that this order allows. The cuts repeat as few prompt positions as possible, and the packs
+    have about the same size.
 
     Args:
-        sequences: put those that share a prompt side by side, or they share it only within a pack.
-        token_budget: most positions that go through the model at once; the memory of a forward and its backward grows with them.
+        sequences: sequences with the same prompt must be adjacent; otherwise they share its positions only within a pack.
+        token_budget: largest number of positions per forward. The memory of a forward and its backward grows with it.
 
     Raises:
-        ValueError: a sequence has no prompt or no completion, or a mask of another length.
+        ValueError: a sequence has no prompt or no completion, or its mask has another length than its completion.
     """
     units = list(_units(sequences))
     held = [s for unit in units for s in unit]
@@ -99,13 +102,13 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
 
 
 def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int) -> Iterator[Pack]:
-    """Packs of plain rows, padded behind, shortest first, for models whose layers cannot be told of a tree.
+    """Yield packs of plain rows, for models that cannot attend within a tree. Rows are padded at the end. Short rows come first.
 
     Args:
-        token_budget: most positions of a pack, padding included (a longer unit gets a pack of its own).
+        token_budget: largest number of positions of a pack, padding included. A unit that is larger gets a separate pack.
 
     Raises:
-        ValueError: a sequence has no prompt or no completion, or a mask of another length.
+        ValueError: a sequence has no prompt or no completion, or its mask has another length than its completion.
     """
     units = sorted(_units(sequences), key=lambda unit: max(len(s.path) for s in unit))
     for run in cut_rows([[len(s.path) for s in unit] for unit in units], token_budget):
@@ -127,7 +130,7 @@ def _rows(held: list[TrainingSequence]) -> Pack:
 
 
 def _units(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSequence]]:
-    """Runs of sequences of one unit."""
+    """Yield the sequences of each unit as one list."""
     unit: list[TrainingSequence] = []
     for sequence in sequences:
         if not len(sequence.prompt_ids) or not sequence.length:

@@ -1,8 +1,9 @@
-"""Where a micro-batch is cut into packs: as few as the budget allows, no prompt twice without need, and about equal in size.
+"""Plans how a micro-batch is cut into packs: few packs, few repeated prompts, and packs of about the same size.
 
-Comes from and goes to: `training/batch/pack.py`, which makes tensors of each pack. Filling one pack after the other would leave a
-small rest, and the largest pack, and with it a step's memory, would be as large as the budget where two packs of little more than
-half of it do. The work grows with the number of paths and not with their tokens.
+`training/batch/pack.py` calls this module and makes the tensors of each pack. A simple method would fill one pack after the
+other. Its first packs would be as large as the budget, and its last pack would be small. Two packs of about half the budget need
+less memory, because the largest pack determines the memory of a step. The time of planning grows with the number of paths. It
+does not grow with the number of their tokens.
 """
 
 from __future__ import annotations
@@ -13,26 +14,27 @@ import numpy as np
 
 from lockstep.training.batch.tree import Ints, SortedPaths
 
-# Of the packs that begin at a unit: the size of each, by the unit that it ends before, and the waste of each (or of all).
+# All possible packs that begin at one unit, ordered by where they end: their sizes, and their wastes (an int if all are equal).
 _Packs = tuple[Ints, Ints | int]
 
 
 def cut_tree(paths: SortedPaths, units: Sequence[int], prompts: Sequence[int], budget: int) -> list[range]:
-    """Runs of units, each a pack whose paths form one tree.
+    """Cut units into packs. The paths of each pack form one tree. Returns the units of each pack.
 
-    Of all cuts of the units in this order the one with the fewest packs; of those, the one whose packs repeat the fewest prompt
-    positions of the pack before; of those, the one whose largest pack is smallest.
+    The cut keeps the order of the units. Among all cuts it is one with the fewest packs. If there are several, it is one whose
+    packs repeat the fewest prompt positions of the previous pack. If there are still several, it is the one whose largest pack
+    is smallest.
 
     Args:
-        paths: of all units, one unit after the other.
-        units: how many paths each unit has; they stay in one pack.
-        prompts: how many ids of each unit's first path are its prompt's.
-        budget: most nodes of a pack, those that paths share counted once; a unit that is larger gets a pack of its own.
+        paths: the paths of all units, one unit after the other.
+        units: number of paths of each unit. The paths of a unit stay in one pack.
+        prompts: number of prompt ids in each unit's first path.
+        budget: largest number of nodes of a pack. Shared nodes count once. A unit that is larger gets a separate pack.
     """
     if paths.size <= budget:
         return [range(len(units))] if units else []
     bounds, lengths = np.concatenate(([0], np.cumsum(units))), paths.lengths
-    # How much of each path is shared with one before it in the pack at hand; at first with those of its own unit.
+    # Ids that each path shares with an earlier path of the pack. At first only paths of the same unit are counted.
     known = np.zeros(len(lengths), dtype=np.int64)
     repeated = np.zeros(len(units), dtype=np.int64)
 
@@ -50,14 +52,14 @@ def cut_tree(paths: SortedPaths, units: Sequence[int], prompts: Sequence[int], b
 
 
 def cut_rows(lengths: Sequence[Sequence[int]], budget: int) -> list[range]:
-    """Runs of units, each a pack with one row per path, padded to its longest.
+    """Cut units into packs with one row per path, padded to the longest row. Returns the units of each pack.
 
-    Of all cuts of the units in this order the one with the fewest packs; of those, the one with the least padding; of those, the
-    one whose largest pack is smallest.
+    The cut keeps the order of the units. Among all cuts it is one with the fewest packs. If there are several, it is one with
+    the least padding. If there are still several, it is the one whose largest pack is smallest.
 
     Args:
-        lengths: of the paths of each unit, which stay in one pack.
-        budget: most positions of a pack, padding included; a unit that is larger gets a pack of its own.
+        lengths: lengths of the paths of each unit. The paths of a unit stay in one pack.
+        budget: largest number of positions of a pack, padding included. A unit that is larger gets a separate pack.
     """
     rows = np.array([len(unit) for unit in lengths], dtype=np.int64)
     longest = np.array([max(unit) for unit in lengths], dtype=np.int64)
@@ -74,10 +76,10 @@ def _best(count: int, budget: int, packs: Callable[[int], _Packs]) -> list[range
     """The best cut of `count` units.
 
     Args:
-        packs: sizes and wastes of the packs that begin at a unit; asked for each unit in turn, from the last to the first. Sizes
-            do not fall.
+        packs: returns the sizes and wastes of the packs that begin at a unit. It is called once per unit, from the last unit to
+            the first. The sizes never decrease.
     """
-    # Of the units from one on: how many packs they take, what they waste, their largest pack, and where their first pack ends.
+    # For the units from each index to the last: number of packs, waste, largest pack, end of the first pack.
     number, waste, largest, after = (np.zeros(count + 1, dtype=np.int64) for _ in range(4))
     for start in reversed(range(count)):
         sizes, wastes = packs(start)

@@ -1,6 +1,6 @@
-"""What is learned from one completion: its ids, and one value of everything else for each sampled token.
+"""The training data of one completion: its ids, and the values of each sampled token.
 
-Comes from: `training/step/generation.py`. Goes to: `training/batch/pack.py`, which makes tensors of it, and to the methods.
+`training/step/generation.py` makes the sequences. `training/batch/pack.py` makes tensors from them, and the methods read them.
 """
 
 from __future__ import annotations
@@ -30,29 +30,32 @@ _FLAGS = ("fresh", "kept", "sampled")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingSequence(ArrayFields):
-    """One completion to learn from, or only to verify. Its N tokens are those that were sampled.
+    """One completion to learn from, or only to verify. Its N tokens are the sampled ones.
 
-    Its arrays are read-only; any sequence of the right values is taken.
+    Its arrays are read-only. The constructor accepts any sequence of values of the right kind.
 
     Attributes:
-        name: the request's name.
+        name: name of the request.
         prompt_ids: (P,) int64 ids before the completion.
-        completion_ids: (C,) int64 sampled ids, the end token included, and what was put between them.
-        behaviour_logps: (N,) float32 engine's log-prob of each sampled id.
-        advantages: (N,) float32 of each sampled token; a method that has one for the whole completion repeats it.
-        weight: weight of each of its tokens in the step's loss.
-        old_logps: (N,) float32 policy's log-probs before the generation's first step; None: the learning forward's own are those.
-        entropies: (N,) float32 its entropies then, where a pass before the first step has scored the sequence: its tokens are
-            proven.
-        fresh: (N,) bool, whether each token was sampled by the weights that learn from it; None: all were.
-        ref_logps: (N,) float32 reference model's, where a method uses one.
-        kept: (N,) bool, whether each token is learned from, where a method leaves some out; None: all are.
-        values, returns: (N,) float32 a critic's value before each token and what it is to become, where a method has a critic.
-        unit: sequences of one unit stand side by side and stay in one pack, since their loss is one; None: it is alone.
-        sampled: (C,) bool, whether each of `completion_ids` was sampled; None: all were.
+        completion_ids: (C,) int64 sampled ids, the end token included, and the ids that were inserted between them.
+        behaviour_logps: (N,) float32 log-prob of each sampled id, from the engine.
+        advantages: (N,) float32 advantage of each sampled token. A method with one advantage per completion repeats it.
+        weight: weight of each token in the step's loss.
+        old_logps: (N,) float32 log-probs of the policy before the generation's first step. None: the log-probs of the training
+            forward are used.
+        entropies: (N,) float32 entropies of the policy before the generation's first step, if a pass has scored the sequence at
+            that time. The proof has then already checked its tokens.
+        fresh: (N,) bool, whether the weights that learn from each token have also sampled it. None: true for all tokens.
+        ref_logps: (N,) float32 log-probs of the reference model, if the method uses one.
+        kept: (N,) bool, whether the policy learns from each token. None: true for all tokens.
+        values, returns: (N,) float32 value of the critic before each token, and the target of that value, if the method has a
+            critic.
+        unit: sequences with the same unit are adjacent and stay in one pack, because they have one common loss. None: the
+            sequence is a unit alone.
+        sampled: (C,) bool, whether each of `completion_ids` was sampled. None: true for all ids.
 
     Raises:
-        BadValues: something else stands where integers, numbers or booleans belong.
+        BadValues: a field has values of another kind than integers, numbers or booleans, as its type requires.
     """
 
     name: str
@@ -81,22 +84,22 @@ class TrainingSequence(ArrayFields):
 
     @property
     def length(self) -> int:
-        """N: how many ids were sampled."""
+        """N: number of sampled ids."""
         return len(self.completion_ids) if self.sampled is None else int(np.count_nonzero(self.sampled))
 
     @property
     def sampled_ids(self) -> Ids:
-        """(N,) ids of its tokens."""
+        """(N,) sampled ids."""
         return chosen(self.completion_ids, self.sampled)
 
     @property
     def path(self) -> Ids:
-        """Ids that a model has to see to predict all of its tokens."""
+        """The ids that a model needs as input to predict all sampled tokens."""
         return joined([self.prompt_ids, self.completion_ids[: self._places[-1]]])
 
     @property
     def predictors(self) -> Ids:
-        """(N,) where in `path` each of its tokens is predicted."""
+        """(N,) position in `path` at which each sampled token is predicted."""
         return len(self.prompt_ids) - 1 + self._places
 
     @property
@@ -105,10 +108,10 @@ class TrainingSequence(ArrayFields):
 
 
 def flat(sequences: Sequence[TrainingSequence], name: str) -> np.ndarray:
-    """(N,) what sequences have under `name` for each of their tokens, one sequence after the other.
+    """(N,) values of the field `name`, one value per token, one sequence after the other.
 
     Raises:
-        ValueError: a sequence has nothing there, or not one value per token.
+        ValueError: the field of a sequence is None, or does not have one value per token.
     """
     columns = [getattr(s, name) for s in sequences]
     for sequence, values in zip(sequences, columns, strict=True):
@@ -118,12 +121,12 @@ def flat(sequences: Sequence[TrainingSequence], name: str) -> np.ndarray:
 
 
 def column(sequences: Sequence[TrainingSequence], name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """(N,) tensor of `flat`.
+    """(N,) `flat` as a tensor.
 
     Args:
-        dtype: float64 where differences of what is small are taken.
+        dtype: use float64 if the caller subtracts values that are close to each other.
 
     Raises:
-        ValueError: as `flat`.
+        ValueError: as in `flat`.
     """
     return torch.from_numpy(flat(sequences, name)).to(dtype)

@@ -1,7 +1,8 @@
-"""A tree of token ids, as arrays: sequences that begin alike share nodes.
+"""A tree of token ids, as arrays. Sequences with a common prefix share the nodes of that prefix.
 
-Comes from: the paths of `training/batch/pack.py`. Goes to: the same, and to `training/batch/pack_plan.py`, which asks how much
-paths share. Paths are sorted once; what two neighbours have in common says everything else. A token costs what its copies cost.
+`training/batch/pack.py` gives the paths and uses the tree. `training/batch/pack_plan.py` uses the lengths of common prefixes.
+The paths are sorted once. The common prefixes of neighbours in that order determine all others. The cost per token is that of
+copying the token.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class TokenTree:
 
     Attributes:
         tokens: (T,) id of each node.
-        depths: (T,) how many ancestors each node has.
-        ends: (T,) one past the last node below each node. Node i sees node j if and only if j <= i < ends[j].
-        nodes: for each path its nodes, from the first token on.
+        depths: (T,) number of ancestors of each node.
+        ends: (T,) for each node, the index after its last descendant. Node i sees node j if and only if j <= i < ends[j].
+        nodes: the nodes of each path, from its first token to its last.
     """
 
     tokens: Ints
@@ -39,9 +40,9 @@ class SortedPaths:
 
     Attributes:
         paths: the ids of each path, in the order given.
-        order: (N,) which path is the k-th when all are sorted.
-        ranks: (N,) where each path stands in that order.
-        shared: (N,) how many ids at its beginning the k-th path shares with the one before it in that order.
+        order: (N,) index of the k-th path in sorted order.
+        ranks: (N,) position of each path in sorted order.
+        shared: (N,) number of ids in the common prefix of the k-th path and the path before it in sorted order.
     """
 
     paths: tuple[Ints, ...]
@@ -51,9 +52,9 @@ class SortedPaths:
 
     @classmethod
     def of(cls, paths: Sequence[Any]) -> SortedPaths:
-        """Sort paths, each a sequence or an array of ids."""
+        """Sort paths. Each path is a sequence or an array of ids."""
         arrays = tuple(np.asarray(path, dtype=np.int64) for path in paths)
-        # Bytes compare as fast as memory is read; with the highest byte first they sort as the ids do.
+        # Comparing bytes is fast. With the highest byte first, the bytes have the same order as the ids.
         keys = [array.astype(">u4").tobytes() for array in arrays]
         order = np.array(sorted(range(len(arrays)), key=keys.__getitem__), dtype=np.int64)
         shared, ranks = np.zeros(len(arrays), dtype=np.int64), np.empty(len(arrays), dtype=np.int64)
@@ -64,25 +65,25 @@ class SortedPaths:
 
     @property
     def lengths(self) -> Ints:
-        """(N,) how many ids each path has."""
+        """(N,) number of ids of each path."""
         return np.array([len(path) for path in self.paths], dtype=np.int64)
 
     @property
     def size(self) -> int:
-        """How many nodes the tree of all paths has."""
+        """Number of nodes of the tree of all paths."""
         return int(self.lengths.sum() - self.shared.sum())
 
     def shared_with(self, path: int) -> Ints:
-        """(N,) how many ids at their beginning a path and every other one have in common."""
+        """(N,) length of the common prefix of one path and each path, in ids."""
         rank, found = int(self.ranks[path]), np.empty(len(self.paths), dtype=np.int64)
         found[rank] = len(self.paths[path])
-        # Paths that stand apart share as much as the least that neighbours between them share.
+        # The common prefix of two paths is the shortest common prefix of the neighbours between them.
         found[rank + 1 :] = np.minimum.accumulate(self.shared[rank + 1 :])
         found[:rank] = np.minimum.accumulate(self.shared[rank:0:-1])[::-1]
         return found[self.ranks]
 
     def tree(self, members: Sequence[int]) -> TokenTree:
-        """The tree of some of the paths; `nodes` are in the order of `members`."""
+        """The tree of some of the paths. `nodes` has the order of `members`."""
         ranks = self.ranks[np.asarray(members, dtype=np.int64)]
         sequence = np.argsort(ranks, kind="stable")
         ranks = ranks[sequence]
@@ -92,13 +93,13 @@ class SortedPaths:
         paths = [self.paths[self.order[rank]] for rank in ranks]
         sizes = np.array([len(path) for path in paths], dtype=np.int64) - shared
         ends = np.full(int(sizes.sum()), int(sizes.sum()), dtype=np.int64)
-        # Nodes along the path at hand.
+        # Nodes of the current path.
         along = np.empty(max((len(path) for path in paths), default=0), dtype=np.int64)
         nodes: list[Ints] = [along] * len(paths)
         first = last = 0
         for k, path in enumerate(paths):
             same = int(shared[k])
-            # What the path before has beyond the common beginning is complete.
+            # The nodes of the previous path after the common prefix get no further descendants.
             ends[along[same:last]] = first
             first, last = first + len(path) - same, len(path)
             along[same:last] = np.arange(first - last + same, first)
@@ -109,7 +110,7 @@ class SortedPaths:
 
 
 def _common(one: Ints, other: Ints) -> int:
-    """How many ids at the beginning two paths have in common."""
+    """Length of the common prefix of two paths, in ids."""
     shorter = min(len(one), len(other))
     differs = one[:shorter] != other[:shorter]
     place = int(differs.argmax()) if shorter else 0

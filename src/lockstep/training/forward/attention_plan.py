@@ -1,14 +1,15 @@
-"""How attention over a tree of tokens is cut into pieces: what a kernel computes without a mask, and small blocks with one.
+"""Plans how attention over a tree of tokens is cut into pieces. Most pieces need no mask; the others are small blocks.
 
-Comes from: `ends` of `training/batch/pack.py`. Goes to: `training/forward/block_attention.py`. Nodes are in depth-first order, and
-node i sees node j if and only if j <= i < ends[j]. A chain is a run of nodes of which each is the parent of the next. From that:
+The input is `ends` of `training/batch/pack.py`. `training/forward/block_attention.py` computes the plan. Nodes are in depth-first
+order, and node i sees node j if and only if j <= i < ends[j]. A chain is a run of nodes in which each node is the parent of the
+next. Therefore:
 
 - Within a chain, attention is plain causal attention.
-- All nodes of a chain see all ancestors of its first node, so that no mask is needed for those columns either.
-- Chains side by side, such as the completions of one prompt, mostly see the same ancestors and take them together.
-- Only several short chains in one block need a mask, of the block's rows × the few columns that some of its rows do not see.
+- All nodes of a chain see all ancestors of its first node. These columns need no mask either.
+- Adjacent chains, such as the completions of one prompt, mostly see the same ancestors. The plan joins these columns.
+- Only a block of several short chains needs a mask. Its size is the block's rows × the few columns that some rows do not see.
 
-The number of pieces follows the number of chains, the sum of all masks the number of nodes.
+The number of pieces grows with the number of chains. The total size of all masks grows with the number of nodes.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import numpy as np
 
 from lockstep.training.batch.tree import Ints
 
-# Rows of a block with a mask: fewer compute fewer pairs in vain, more fill the kernel.
+# Rows of a block with a mask. Fewer rows compute fewer masked pairs; more rows use the kernel better.
 ROWS = 128
 
-# Columns from the first on, up to and without the second.
+# First column, and the column after the last one.
 Run = tuple[int, int]
 
 
@@ -32,10 +33,10 @@ class Block:
     """Rows that are computed together.
 
     Attributes:
-        start, stop: the rows.
-        above: columns before them that all of them see.
-        partly: columns before them that only some of them see; none where the rows are one chain.
-        chain: the rows see each other as in plain causal attention.
+        start, stop: the first row, and the row after the last one.
+        above: columns before the block that all of its rows see.
+        partly: columns before the block that only some of its rows see. Empty if the rows are one chain.
+        chain: whether the rows are one chain: among them, attention is plain causal attention.
     """
 
     start: int
@@ -47,7 +48,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Rows, of one block or of several in a row, that all see the same columns before them."""
+    """Rows of one block or of several adjacent blocks. All of them see the same columns before these blocks."""
 
     start: int
     stop: int
@@ -56,7 +57,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Blocks that hold every row once, and the columns above them, joined where blocks side by side have the same."""
+    """Blocks that contain every row once, and the columns `above` them. Adjacent blocks with the same columns are joined."""
 
     blocks: tuple[Block, ...]
     shared: tuple[Shared, ...]
@@ -66,7 +67,7 @@ def plan_attention(ends: Ints, rows: int = ROWS) -> AttentionPlan:
     """Plan attention over the (T,) `ends` of a tree.
 
     Args:
-        rows: most rows of a block that holds several chains.
+        rows: largest number of rows of a block with several chains.
     """
     return _joined(_blocks(ends, rows))
 
@@ -75,12 +76,12 @@ def plan_window(size: int, window: int, rows: int = ROWS) -> AttentionPlan:
     """Plan attention over a text of `size` tokens, each of which sees itself and the `window` − 1 before it.
 
     Args:
-        rows: rows of a block.
+        rows: number of rows of a block.
     """
     blocks = []
     for start in range(0, size, rows):
         stop = min(start + rows, size)
-        # The last row sees least of what stands before the block.
+        # The last row sees the fewest columns before the block.
         first, common = max(0, start - window + 1), max(0, min(start, stop - window))
         above = ((common, start),) if common < start else ()
         partly = ((first, common),) if first < common else ()
@@ -89,7 +90,7 @@ def plan_window(size: int, window: int, rows: int = ROWS) -> AttentionPlan:
 
 
 def window_ends(size: int, window: int) -> Ints:
-    """(T,) integers that say of a window what a pack's `ends` say of a tree."""
+    """(T,) the `ends` of a window: they have the same meaning as a pack's `ends`."""
     return np.minimum(np.arange(size) + window, size)
 
 
@@ -108,14 +109,14 @@ def _joined(blocks: Iterable[Block]) -> AttentionPlan:
 
 
 def visible(ends: Ints, rows: Run, columns: Ints) -> np.ndarray:
-    """(rows, columns) bool: which columns each row sees."""
+    """(rows, columns) bool: whether each row sees each column."""
     row = np.arange(*rows)[:, None]
     seen: np.ndarray = (columns <= row) & (row < ends[columns])
     return seen
 
 
 def positions(runs: tuple[Run, ...]) -> Ints:
-    """Every column of some runs."""
+    """All columns of some runs."""
     return np.concatenate([np.arange(*run) for run in runs])
 
 
@@ -136,7 +137,7 @@ def _blocks(ends: Ints, rows: int) -> Iterator[Block]:
 
 
 def _chains(ends: Ints) -> Iterator[tuple[int, int, tuple[Run, ...]]]:
-    """Start and stop of each chain, longest first steps down, and the ancestors of its first node."""
+    """Start and stop of each chain, and the ancestors of its first node. A chain is as long as possible."""
     size = len(ends)
     # A node after a leaf begins a chain: its parent is not the node before it.
     starts = [0, *(np.flatnonzero(ends[:-1] == np.arange(1, size)) + 1).tolist()] if size else []
@@ -148,11 +149,11 @@ def _chains(ends: Ints) -> Iterator[tuple[int, int, tuple[Run, ...]]]:
 
 
 def _split(ends: Ints, path: tuple[Run, ...], stop: int) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """Nodes of a path from a root down that all rows before `stop` see, and the rest of the path."""
+    """Split a path from a root downwards: the nodes that all rows before `stop` see, and the rest."""
     kept = len(path)
     while kept:
         a, b = path[kept - 1]
-        # Along a path `ends` never rises.
+        # Along a path, `ends` never increases.
         edge = b - int(np.searchsorted(ends[a:b][::-1], stop))
         if edge > a:
             rest = ((edge, b),) if edge < b else ()

@@ -1,12 +1,13 @@
-"""Attention over a tree of tokens, piece by piece, with memory that follows the number of tokens.
+"""Computes attention over a tree of tokens, piece by piece. Its memory grows linearly with the number of tokens.
 
-Comes from: `training/forward/attention_plan.py`. Goes to: `training/forward/tree_attention.py`. What is kept for the backward is
-queries, keys, values and the result: no keys twice, and no scores.
+`training/forward/attention_plan.py` plans the pieces. `training/forward/tree_attention.py` calls this module. Queries, keys,
+values and the result are kept for the backward. No keys are kept twice, and no attention scores are kept.
 
-On a CPU two parts of a row's attention, to the columns that its block shares and to its own block, are computed apart, each by
-PyTorch's flash kernel. With o and l the result of a part and the logarithm of its softmax's denominator, the whole is
-l = log(Σ exp lₚ), o = Σ exp(lₚ − l) · oₚ. The kernel's own backward of a part, given the o and l of the whole, is that part of
-the gradient. Elsewhere the public function computes a block with all of its columns, and once more in the backward.
+On a CPU the attention of a row has two parts: the columns that its block shares, and the block itself. PyTorch's flash kernel
+computes each part separately. Let oₚ be the result of a part and lₚ the logarithm of its softmax's denominator. The whole is
+l = log(Σ exp lₚ), o = Σ exp(lₚ − l) · oₚ. If the kernel's backward of a part gets the o and l of the whole, it returns that
+part of the gradient. On other devices PyTorch's public function computes each block with all of its columns. The backward
+computes the block again.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from lockstep.training.forward.attention_plan import (
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# Other kernels than a CPU's take larger blocks: as many of them as cost little to start, and no larger than this.
+# On other devices than a CPU, blocks are larger: about so many blocks (each costs a kernel start), of at most so many rows.
 _MOST_BLOCKS, _MOST_ROWS = 16, 1024
-# An operation of PyTorch's takes no such object, but its number.
+# A custom operation of PyTorch cannot take a `TreeAttention` as an argument. It takes its number.
 _TREES: WeakValueDictionary[int, TreeAttention] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TreeAttention:
-    """What attention needs to know of a pack, the same in every layer; of plain rows, what a window hides.
+    """The attention pattern of a pack, or of a window over plain rows. All layers use the same object.
 
     Attributes:
         plan: the pieces.
-        masks: for each block (1, 1, rows, columns that only some rows see, and its own), bool, or on a CPU what is added to the
-            scores; None for a chain.
+        masks: one mask per block; None for a chain. Its shape is (1, 1, rows, columns): first the columns that only some rows
+            see, then those of the block itself. It is bool, or on a CPU a float mask that is added to the scores.
     """
 
     plan: AttentionPlan
@@ -60,9 +61,9 @@ class TreeAttention:
         """Plan attention over a pack.
 
         Args:
-            ends: (T,) of the pack.
-            device: where attention is computed.
-            dtype: of the model; a CPU computes attention in float32 at least.
+            ends: (T,) `ends` of the pack.
+            device: the device that computes attention.
+            dtype: dtype of the model. A CPU computes attention at least in float32.
         """
         known = ends.numpy()
         return cls._planned(plan_attention(known, _rows(len(known), device)), known, device, dtype)
@@ -79,7 +80,7 @@ class TreeAttention:
         for block in plan.blocks:
             mask = None if block.chain else _mask(ends, block)
             if mask is not None and device.type == "cpu":
-                # Attention would make such numbers of a boolean mask in every layer.
+                # PyTorch would convert a boolean mask to a float mask in every layer.
                 added = torch.zeros(mask.shape, dtype=torch.promote_types(dtype, torch.float32))
                 mask = added.masked_fill_(~mask, -torch.inf)
             masks.append(mask if mask is None else mask.to(device))
@@ -88,10 +89,10 @@ class TreeAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
     ) -> torch.Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
-            query, key, value: (B, heads, T, width); keys and values may have fewer heads, and values another width.
+            query, key, value: (B, heads, T, width). Keys and values may have fewer heads. Values may have another width.
 
         Returns:
             (B, heads, T, width of the values).
@@ -99,7 +100,7 @@ class TreeAttention:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         if query.device.type != "cpu":
             return _Recomputed.apply(query, key, value, self, scale)
-        # The kernel takes one width; zeros behind change no product.
+        # The kernel needs equal widths. Zeros at the end do not change the products.
         width = value.shape[-1]
         widest = max(width, query.shape[-1])
         query, key, value = (_padded(part, widest) for part in (query, key, value))
@@ -121,12 +122,12 @@ def attend(
     """Attention on a CPU, without gradient.
 
     Returns:
-        (B, heads, T, width), and (B, heads, T) logarithm of each softmax's denominator.
+        (B, heads, T, width) result, and (B, heads, T) logarithm of each softmax's denominator.
     """
     blocks = tree.plan.blocks
     if len(blocks) == 1:
         return _FORWARD(query, key, value, 0.0, blocks[0].chain, attn_mask=tree.masks[0], scale=scale)
-    # As the layer takes it: a row's heads side by side.
+    # The memory layout that the layer needs: the heads of a row are adjacent.
     out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3]).transpose(1, 2)
     total = query.new_empty(out.shape[0], out.shape[2], out.shape[1]).transpose(1, 2)
     for block, mask in zip(blocks, tree.masks, strict=True):
@@ -140,7 +141,7 @@ def attend(
         k, v = _columns(key, part.columns), _columns(value, part.columns)
         found, denominator = _FORWARD(query[:, :, rows], k, v, scale=scale)
         torch.logaddexp(total[:, :, rows].clone(), denominator, out=total[:, :, rows])
-        # As much as the whole denominator is the other part's.
+        # The weight of the other part is its share of the whole denominator.
         out[:, :, rows].lerp_(found, (denominator - total[:, :, rows]).exp_()[..., None])
     return out, total
 
@@ -149,12 +150,12 @@ def attend(
 def attend_as_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` as one operation of PyTorch's: a layer (`recomputation.py`) then keeps its result, and no part of it."""
+    """`attend` as one operation of PyTorch. `recomputation.py` then keeps its result only, without the parts."""
     return attend(query, key, value, _TREES[tree], scale)
 
 
 class _Merged(torch.autograd.Function):
-    """On a CPU: two parts of each row's attention, joined by the denominators of their softmax."""
+    """Attention on a CPU: the two parts of each row are joined with the denominators of their softmax."""
 
     @staticmethod
     def forward(
@@ -197,7 +198,7 @@ class _Merged(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """On other devices: each block with all of its columns, by the public function, whose backward computes it once more."""
+    """Attention on other devices: PyTorch's public function computes each block, and the backward computes it again."""
 
     @staticmethod
     def forward(
@@ -240,11 +241,11 @@ def _block(parts: tuple[torch.Tensor, ...], block: Block, mask: torch.Tensor | N
     attend = torch.nn.functional.scaled_dot_product_attention
     if mask is None and not block.above:
         return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
-    # Fewer heads and anything like a mask have no fast kernel together.
+    # No fast kernel supports both fewer key heads and a mask.
     key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
     rows, columns = query.shape[2], key.shape[2]
     if mask is None:
-        # Causal, the last row sees all columns: a kernel's own option on a GPU.
+        # Causal attention in which the last row sees all columns. GPU kernels have this option.
         return attend(query, key, value, attn_mask=causal_lower_right(rows, columns), scale=scale)
     hiding = torch.cat([mask.new_ones(1, 1, rows, columns - mask.shape[-1]), mask], -1)
     return attend(query, key, value, attn_mask=hiding, scale=scale)

@@ -1,8 +1,8 @@
-"""Attention within a pack by PyTorch's FlexAttention: on a GPU, for those who set `attn_implementation: flex_attention`.
+"""Attention within a pack by PyTorch's FlexAttention, on a GPU. `attn_implementation: flex_attention` selects it.
 
-Comes from: `ends` of `training/batch/pack.py`. Goes to: every attention layer, in place of
-`training/forward/tree_attention.py`. Its kernel is made on the machine it runs on, so that its values and gradients are held
-against SDPA's there before a policy gets it.
+The input is `ends` of `training/batch/pack.py`. Every attention layer calls this module instead of
+`training/forward/tree_attention.py`. PyTorch compiles the kernel on the machine that runs it. Therefore this module compares its
+values and gradients with SDPA's on that machine, before the policy uses it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lockstep.training.forward.tree_attention import (
 
 # The name under which transformers finds it.
 FLEX = "lockstep_flex"
-# What the user calls it.
+# The name in the user's configuration.
 ASKED = "flex_attention"
-# Largest relative distance (norms) from the same attention in float32. Rounding to half precision takes a fifth of it or less
-# (float32 may be computed as TF32); four keys in 333 that get no gradient take more.
+# Largest allowed distance from the same attention in float32, as a relative norm. Rounding to half precision causes a fifth of it
+# or less (float32 may be computed as TF32). Four keys of 333 that get no gradient cause more than the limit.
 _LIMITS = {torch.float32: 3e-3, torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float64: 3e-3}
-# Trees whose rows are no whole number of blocks. Two, since PyTorch makes another kernel for sizes that change.
+# Sizes of two trees; their rows do not fill the last block. Two sizes, because PyTorch compiles another kernel if sizes change.
 _SIZES = (333, 700)
-# Rows and columns that its kernel takes together.
+# Number of rows and of columns per block of the kernel.
 _BLOCK = 128
 _COMPARED = ("values", "gradient of queries", "of keys", "of values")
 
@@ -43,15 +43,15 @@ _sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
 def adopt_flex_attention(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Let a model attend by FlexAttention where it gets a `tree`, and by SDPA without one, once that is proven.
+    """Prove FlexAttention, then let a model use it if it gets a `tree`. Without a tree the model uses SDPA.
 
     Args:
-        device: where it will be trained.
-        dtype: what attention is computed in.
+        device: the device of the training.
+        dtype: dtype in which attention is computed.
 
     Raises:
-        InputError: FlexAttention does not run there.
-        ProofError: it computes something else than SDPA does.
+        InputError: FlexAttention does not run on that device.
+        ProofError: its results differ from SDPA's.
     """
     if device.type == "cpu":
         raise InputError(
@@ -66,15 +66,15 @@ def adopt_flex_attention(model: PreTrainedModel, device: torch.device, dtype: to
 
 
 def block_mask(ends: torch.Tensor, device: torch.device) -> BlockMask:
-    """What FlexAttention takes as a tree: which blocks of pairs to leave out, which to compute whole, and the rest pair by pair.
+    """The tree in the form that FlexAttention needs: blocks to leave out, blocks to compute fully, and blocks with a mask.
 
     Args:
-        ends: (T,) of a pack, on the CPU.
-        device: where attention is computed.
+        ends: (T,) `ends` of a pack, on the CPU.
+        device: the device that computes attention.
     """
     size, there = len(ends), ends.to(device)
     count = -(-size // _BLOCK)
-    # Behind the last node there is nothing to see.
+    # No node sees the padding after the last node.
     padded = torch.nn.functional.pad(ends, (0, count * _BLOCK - size)).view(count, _BLOCK)
     first = torch.arange(count)[:, None] * _BLOCK
     before = torch.ones(count, count, dtype=torch.bool).tril(-1)
@@ -90,7 +90,7 @@ def block_mask(ends: torch.Tensor, device: torch.device) -> BlockMask:
 
 
 def _listed(blocks: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of columns each block of rows has, and which, those first."""
+    """For each block of rows: the number of its blocks of columns, and their indices at the beginning of a list."""
     counts = blocks.sum(1, dtype=torch.int32)
     which = blocks.int().argsort(dim=1, descending=True, stable=True).int()
     return counts[None, None].to(device), which[None, None].to(device)
@@ -105,7 +105,7 @@ def flex_attention_forward(
     tree: BlockMask | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function of transformers, as `tree_attention.tree_attention_forward`."""
+    """An attention function of transformers, like `tree_attention.tree_attention_forward`."""
     if tree is None:
         return attend_without_tree(module, query, key, value, attention_mask, **kwargs)
     check_nothing_added(module, attention_mask, kwargs)
@@ -121,15 +121,15 @@ def _attend(
 
 
 def prove_flex_attention(heads: tuple[int, int], width: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Hold FlexAttention's values and gradients over two trees against SDPA's with the same mask, in float32.
+    """Compare FlexAttention's values and gradients over two trees with SDPA's in float32, with the same mask.
 
     Args:
-        heads: of queries, and of keys and values.
-        width: of a head.
+        heads: number of heads of the queries, and of the keys and values.
+        width: width of a head.
 
     Raises:
         InputError: there is no kernel for this machine.
-        ProofError: they differ by more than rounding.
+        ProofError: they differ by more than rounding explains.
     """
     limit = _LIMITS[dtype]
     for size in _SIZES:
@@ -147,7 +147,7 @@ def prove_flex_attention(heads: tuple[int, int], width: int, device: torch.devic
 def _distances(
     size: int, heads: tuple[int, int], width: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Relative distances of values and gradients over a tree of so many tokens, by name."""
+    """Relative distances of values and gradients over a tree of `size` tokens, by name."""
     ends = _example(size)
     nodes = torch.arange(size)
     mask = ((nodes <= nodes[:, None]) & (nodes[:, None] < ends)).to(device)[None, None]
@@ -157,7 +157,7 @@ def _distances(
     try:
         found = _with_gradients(partial(_attend, tree=block_mask(ends, device), scale=None), parts, of)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        # PyTorch's compiler and kernels have no kind of error in common but these.
+        # PyTorch's compiler and kernels have no narrower error types in common.
         raise InputError(
             f"attn_implementation is {ASKED!r}, which does not run on {device} in {dtype} with heads of {width}: "
             f"{str(error).strip()[:400]}; leave it out"
@@ -171,14 +171,14 @@ def _distances(
 
 def _with_gradients(attend: _Attention, parts: list[torch.Tensor], of: torch.Tensor) -> list[torch.Tensor]:
     own = [part.detach().requires_grad_() for part in parts]
-    # Whatever the caller has switched off.
+    # The caller may have switched gradients off.
     with torch.enable_grad():
         out = attend(*own)
         return [out.detach(), *torch.autograd.grad(out, own, of)]
 
 
 def _example(size: int) -> torch.Tensor:
-    """(T,) `ends` of a prompt of half the tokens, completions of 31 tokens, and another prompt."""
+    """(T,) `ends` of an example: a prompt of half the tokens, completions of 31 tokens, and another prompt."""
     prompt, last = size // 2, size - size // 7
     ends = torch.full((size,), size)
     ends[:prompt] = last
@@ -194,7 +194,7 @@ def _compiled() -> _Attention:
 
 
 def _kernel(kind: str) -> _Attention:
-    # Not compiled it is plain products: for tests, where there is no GPU.
+    # Without compilation it computes plain products. Tests use this on machines without a GPU.
     plain: _Attention = flex_attention
     return plain if kind == "cpu" else _compiled()
 

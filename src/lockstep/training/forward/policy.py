@@ -1,6 +1,6 @@
-"""The policy that a trainer was given or is to load, with its tokenizer, ready to be sampled from and trained.
+"""Opens the policy and its tokenizer, so that an engine can sample from the policy and the trainer can train it.
 
-Comes from: a trainer's constructor. Goes to: `training/trainers/online.py`, and through it to everything that reads the model.
+The trainer's constructor gives a loaded model or a name. `training/trainers/online.py` uses the result and passes it on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.training.forward.tree_attention import adopt_tree_attention
 
 @dataclass(frozen=True, slots=True)
 class OpenedPolicy:
-    """A policy, its tokenizer, and the directory or hub id that an engine loads the same model from."""
+    """A policy, its tokenizer, and the directory or hub id from which an engine loads the same model."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -42,19 +42,19 @@ def open_policy(
     args: OnlineConfig,
     quantization_config: Any = None,
 ) -> OpenedPolicy:
-    """Load or take a policy, give it its adapter, switch its dropout off, and let it attend by trees.
+    """Load a policy or use a loaded one, add its adapter, switch its dropout off, and let it attend within trees.
 
     Args:
-        model: name, directory or hub id, or a loaded model whose `config.name_or_path` says where it is from.
-        tokenizer: by default the model's.
-        peft_config: trains a new adapter on the model.
-        quantization_config: loads the base weights in 4 bits (QLoRA); `args.model_init_kwargs` may hold it as well.
+        model: name, directory or hub id, or a loaded model with its source in `config.name_or_path`.
+        tokenizer: None: the tokenizer of the model.
+        peft_config: configuration of a new adapter on the model.
+        quantization_config: loads the base weights in 4 bits (QLoRA). It may also be part of `args.model_init_kwargs`.
 
     Raises:
-        InputError: the model or its tokenizer cannot be loaded, do not fit each other, or carry an adapter that no engine could
-            be given; weights are NaN or infinite; thinking cannot be interrupted in the tokenizer's ids as `args` has it; or
-            FlexAttention is asked for and does not run here.
-        ProofError: FlexAttention is asked for and computes something else than SDPA does.
+        InputError: the model or its tokenizer cannot be loaded; they do not fit each other; the adapter cannot be sent to any
+            engine; weights are NaN or infinite; the tokenizer's ids do not allow the interruption of thinking that `args`
+            sets; or FlexAttention is selected and does not run here.
+        ProofError: FlexAttention is selected, and its results differ from SDPA's.
     """
     path = resolve_model(model if isinstance(model, str) else model.config.name_or_path)
     guarded = guard_tokenizer(tokenizer) if tokenizer is not None else load_tokenizer(path)
@@ -75,7 +75,7 @@ def open_policy(
         check_kernels(causal_model(policy), args.liger_kernel_config or {})  # type: ignore[arg-type]
     switch_off_dropout(policy)
     _adopt_attention(causal_model(policy), args)
-    # Here, so that an adapter which no engine could be given is refused before one is started.
+    # This call refuses an adapter that cannot be sent to any engine, before an engine is started.
     weights_of(policy)
     return OpenedPolicy(policy, guarded, path)
 

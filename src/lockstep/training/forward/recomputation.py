@@ -1,9 +1,9 @@
-"""What a forward leaves for its backward: the products and the attention of each layer; what is cheap is computed again.
+"""Selective recomputation: a forward keeps each layer's matrix products and attention, and the backward recomputes the rest.
 
-Used by: `training/forward/scoring.py`. A layer's norms, rotary embeddings, activations and casts leave several copies of its
-states behind, which are most of a step's memory and take little time to make anew from what the matrix products gave. The
-gradients are the same to the bit. On a CPU only: what it would cost on a GPU is not measured, and there Liger's kernels keep less
-by themselves.
+`training/forward/scoring.py` uses this module. The norms, rotary embeddings, activations and casts of a layer save several copies
+of its hidden states. These copies are most of a step's memory. The backward can recompute them from the matrix products in little
+time. The gradients are bitwise equal. The module is active on a CPU only: its cost on a GPU is not measured, and Liger's kernels
+save less on a GPU anyway.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# Makes an operation of attention, which is kept.
+# This import registers the attention operation whose result is kept.
 import lockstep.training.forward.block_attention  # noqa: F401
 
 _ATEN = torch.ops.aten
@@ -33,18 +33,19 @@ _PRODUCTS = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.lockstep.attend.default,
 }
-# Products over fewer columns, such as an adapter's second, are themselves cheap, and large.
+# A product over fewer columns, such as the second one of an adapter, is cheap to recompute, and its result is large.
 _THIN = 64
-# By these names transformers finds out whether and how a layer is checkpointed.
+# The attributes by which transformers knows whether and how a layer is checkpointed.
 _NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 
 @contextmanager
 def products_kept(model: PreTrainedModel) -> Iterator[None]:
-    """Forwards within it keep only products and attention for their backward, which runs once and may come later.
+    """A context in which forwards keep only products and attention for the backward.
 
-    Nothing changes for a model on another device than a CPU, one in evaluation mode, one whose layers transformers cannot
-    checkpoint, one whose user has switched gradient checkpointing on, and without gradients. The model is left as it was.
+    The backward runs once. It may run after the context has ended. The context changes nothing if the model is not on a CPU or is
+    in evaluation mode, if transformers cannot checkpoint its layers, if the user has switched gradient checkpointing on, or if
+    gradients are off. At the end the model is as before.
 
     Args:
         model: a causal language model, without the wrapper of an adapter.
@@ -68,7 +69,7 @@ def products_kept(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Layers of transformers' that stand in no other such layer."""
+    """Layers of transformers that are not part of another such layer."""
     for child in module.children():
         if isinstance(child, GradientCheckpointingLayer):
             yield child
@@ -76,7 +77,7 @@ def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield from _outermost(child)
 
 
-# Layers that change a product in place: what is kept of it would not be what it was.
+# Layers that change a product in place. A kept product would have the wrong values.
 _CHANGING: WeakSet[torch.nn.Module] = WeakSet()
 
 
@@ -92,7 +93,7 @@ def _run(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any) -> Any
 
 
 class _Kept:
-    """What to keep of a layer's forward, and whether any of it was changed."""
+    """Decides which results of a layer's forward are kept, and checks whether the layer has changed one of them."""
 
     def __init__(self) -> None:
         self.changed = False
@@ -100,7 +101,7 @@ class _Kept:
 
     def policy(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operation in _PRODUCTS and not _is_thin(operation, args):
-            # Some releases of PyTorch ask again as they compute again, when there is no result yet.
+            # Some releases of PyTorch call this again during the recomputation, when there is no result yet.
             if not context.is_recompute:
                 result = context.op_output
                 first = result[0] if isinstance(result, tuple) else result

@@ -1,7 +1,6 @@
-"""The reference model: the policy as it was at the start, or following it slowly, or the base under an adapter.
+"""The reference model: a copy of the initial policy, which may follow the policy slowly, or the base model under an adapter.
 
-Comes from: the policy as the trainer was given it. Goes to: `training/trainers/online.py`, which scores every generation with it
-once.
+It is made from the policy before training. `training/trainers/online.py` scores every generation with it once.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ FILE = "reference.safetensors"
 
 
 class Reference:
-    """What the policy's divergence is measured from.
+    """The reference model. The KL divergence of the policy is measured against it.
 
     Args:
-        policy: the model to be trained; where it carries an adapter, the reference is the model without it and costs no memory.
+        policy: the model to train. If it has an adapter, the reference is the model without the adapter and needs no memory.
         given: another model to use (`training/trainers/setup.py` has checked it).
 
     Raises:
-        InputError: the policy's adapter cannot be switched off, or the base under it is not the policy of the start.
+        InputError: the policy's adapter cannot be switched off, or the base model is not the initial policy.
     """
 
     def __init__(self, policy: PreTrainedModel, given: PreTrainedModel | None = None) -> None:
@@ -42,12 +41,12 @@ class Reference:
             self._own.requires_grad_(False).eval()
             adopt_tree_attention(causal_model(self._own))
         else:
-            # Refused here, and not when the first rollouts have been paid for.
+            # The check runs here, before the first rollouts cost time.
             _check_base_is_reference(policy)
 
     @contextmanager
     def model(self) -> Iterator[PreTrainedModel]:
-        """The reference, as a model to score with."""
+        """A context that gives the reference as a model for scoring."""
         if self._own is not None:
             yield self._own
             return
@@ -55,35 +54,35 @@ class Reference:
             yield causal_model(self._policy)
 
     def to(self, device: torch.device) -> None:
-        """Move a model of its own to the trainer's device."""
+        """Move the reference to the trainer's device if it is a separate model."""
         if self._own is not None:
             self._own.to(device)
 
     @torch.no_grad()
     def follow(self, share: float) -> None:
-        """Become `share` × policy + (1 − share) × reference (TR-DPO, arXiv 2404.09656)."""
+        """Set the reference to `share` × policy + (1 − share) × reference (TR-DPO, arXiv 2404.09656)."""
         assert self._own is not None
         trained = dict(self._policy.named_parameters())
         for name, mine in self._own.named_parameters():
             mine.lerp_(trained[name].detach().to(mine.device, mine.dtype), share)
 
     def save(self, folder: Path) -> None:
-        """Keep a reference that has moved beside a checkpoint."""
+        """Save the reference in the folder of a checkpoint, if it is a separate model."""
         if self._own is not None:
             save_model(self._own, str(folder / FILE))
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` has left."""
+        """Load the reference that `save` has written."""
         if self._own is not None:
             load_model(self._own, str(folder / FILE))
 
 
 @torch.no_grad()
 def _check_base_is_reference(policy: PreTrainedModel) -> None:
-    """Check that without its adapter a model is the policy that training begins from, and will stay it.
+    """Check that the model without its adapter is the initial policy, and that training does not change it.
 
     Raises:
-        InputError: the adapter has been trained already or does not start at nothing, or base weights are trained beside it.
+        InputError: the adapter has been trained already, its output is not zero, or base weights are trained too.
     """
     inner = causal_model(policy)
     base = [

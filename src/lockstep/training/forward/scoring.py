@@ -1,6 +1,6 @@
-"""The policy's log-probs of sampled tokens, without ever holding a (tokens × vocabulary) matrix.
+"""Computes the policy's log-probs of sampled tokens. A whole (tokens × vocabulary) matrix is never in memory.
 
-Comes from: `training/batch/pack.py`. Goes to: the loss, and to `parity/gap.py`.
+The packs come from `training/batch/pack.py`. The loss and `parity/gap.py` use the scores.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class TokenScores:
     """Scores of a pack's N tokens.
 
     Attributes:
-        logps: (N,) float32 natural-log probabilities under the distribution that was sampled, with gradient.
-        entropies: (N,) float32 entropy of that distribution in nats, with gradient only where it was asked for.
-        values: (N,) float32 a critic's value of the text before each token, with gradient, where there is a critic.
+        logps: (N,) float32 natural-log probabilities under the sampling distribution, with gradient.
+        entropies: (N,) float32 entropy of that distribution in nats, with gradient only if it was requested.
+        values: (N,) float32 the critic's value before each token, with gradient, if there is a critic.
     """
 
     logps: torch.Tensor
@@ -39,24 +39,24 @@ class TokenScores:
 
 
 def check_scorable(model: PreTrainedModel) -> None:
-    """Refuse models whose log-probs this module would get wrong.
+    """Refuse models for which this module would compute wrong log-probs.
 
     Raises:
-        InputError: the model transforms its logits after the head, or attends in a way that takes no tree.
+        InputError: the model transforms its logits after the head, or its attention cannot use a tree.
     """
     config = model.config.get_text_config()
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
         if getattr(config, name, None) not in (None, 1.0):
             raise InputError(f"the model's config has {name}={getattr(config, name)}, which is not supported yet")
     if not _keeps_state(model) and config._attn_implementation not in ("sdpa", TREE, FLEX):
-        # The others add a boolean mask to the scores, or cannot take one.
+        # The other implementations add a boolean mask to the scores, or cannot take a mask.
         raise InputError(f"attn_implementation is {config._attn_implementation!r}; packed batches need 'sdpa'")
 
 
 def why_plain_rows(model: PreTrainedModel, max_length: int) -> str | None:
-    """Why a model cannot attend within a tree of tokens, so that it gets a row a sequence; None if it can.
+    """The reason why a model cannot attend within a tree of tokens and gets one row per sequence. None: it can.
 
-    A layer that has a state in place of a mask, or that makes a mask of its own, would see other branches.
+    A layer that uses a state instead of a mask, or that makes a mask itself, would see other branches.
     """
     config = model.config.get_text_config()
     if _keeps_state(model):
@@ -87,22 +87,22 @@ def score_pack(
     """Log-prob and entropy of every scored token of a pack.
 
     Args:
-        model: a causal language model, adapted or not; its trunk sees the whole pack, its head only the predicting positions.
-        temperature: divides the logits, as it did when the tokens were sampled.
-        chunk_size: rows of logits held at a time; memory grows with it, results do not change.
-        entropy_gradient: entropies are part of the loss.
-        fp32_head: the head's product is in float32, past autocast.
+        model: a causal language model, with or without an adapter. Its head computes only the positions that predict.
+        temperature: divides the logits. It is the temperature of sampling.
+        chunk_size: rows of logits in memory at a time. Memory grows with it; results do not depend on it.
+        entropy_gradient: whether entropies are part of the loss.
+        fp32_head: whether the head computes in float32, outside autocast.
         critic: maps hidden states (rows, width) to values (rows, 1).
 
     Raises:
-        InputError: a layer adds something of its own to its attention.
+        InputError: a layer adds a bias, a mask or dropout to its attention.
     """
     inner = causal_model(model)
     with products_kept(inner):
         hidden = inner.base_model(
             input_ids=pack.input_ids, use_cache=False, **_who_sees_whom(inner, pack)
         ).last_hidden_state.flatten(0, 1)
-    # Tokens of equal branches share a predictor: each is put through the head once for all of them.
+    # Tokens of equal branches share a predictor. The head computes each predictor once.
     rows, place = torch.unique(pack.predictors, return_inverse=True)
     selected = hidden[rows]
     head = inner.get_output_embeddings()
@@ -121,13 +121,13 @@ def score_pack(
 
 
 def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
-    """What the model's layers are told of a pack.
+    """The arguments by which the model's layers know the structure of a pack.
 
     Raises:
-        LockstepError: the model has not been given an attention that takes a tree.
+        LockstepError: the model's attention cannot use a tree, because it was not replaced.
     """
     if pack.ends is None:
-        # Padding stands behind what is scored, so that causal attention hides it, and rows count their own positions.
+        # Padding comes after the scored tokens, so causal attention hides it. Each row counts its own positions.
         return {"attention_mask": None}
     kind, device = model.config.get_text_config()._attn_implementation, pack.input_ids.device
     if kind not in (TREE, FLEX):
@@ -137,7 +137,7 @@ def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
 
 
 def _values(critic: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """One value a row; the critic keeps its own dtype, whatever the model was loaded in, and past autocast."""
+    """One value per row. The critic computes in its own dtype, outside autocast, for any dtype of the model."""
     with torch.autocast(hidden.device.type, enabled=False):
         values = critic(hidden.to(next(critic.parameters()).dtype))[:, 0]
     return values.to(torch.promote_types(values.dtype, torch.float32))

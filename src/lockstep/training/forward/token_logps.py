@@ -1,8 +1,8 @@
-"""From hidden states to the log-probs of sampled tokens and the entropies, a chunk of rows at a time.
+"""Computes log-probs of sampled tokens and entropies from hidden states, one chunk of rows at a time.
 
-Comes from and goes to: `training/forward/scoring.py`. The (rows × vocabulary) matrix exists for one chunk only. Softmax, choice
-of the tokens and entropy are one operation with a backward of its own, which needs the chunk's probabilities and nothing else.
-The last chunk, whose backward comes first, keeps them; the others compute them again.
+`training/forward/scoring.py` calls this module. The (rows × vocabulary) matrix exists for one chunk only. Softmax, selection of
+the tokens and entropy are one operation with a custom backward. That backward needs only the chunk's probabilities. The backward
+of the last chunk runs first, so the last chunk keeps its probabilities. The other chunks compute them again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-# Rows of a product that stay in a core's cache.
+# Number of rows whose product stays in a core's cache.
 _ROWS = 8
 
 
@@ -30,16 +30,16 @@ def token_logps(
     chunk_size: int,
     entropy_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies under the distribution that was sampled.
+    """Log-probs and entropies under the sampling distribution.
 
     Args:
         head: maps (n, width) hidden states to (n, V) logits.
-        hidden: (R, width).
-        rows: (N,) row whose distribution each token was drawn from; several tokens may share one.
+        hidden: (R, width) hidden states.
+        rows: (N,) index of the row that predicts each token. Several tokens may share a row.
         targets: (N,) ids of the tokens.
         temperature: divides the logits.
-        chunk_size: rows of logits held at a time; memory grows with it, results do not change.
-        entropy_gradient: entropies are part of the loss; without it they have no gradient.
+        chunk_size: rows of logits in memory at a time. Memory grows with it; results do not depend on it.
+        entropy_gradient: whether entropies are part of the loss. If not, they have no gradient.
 
     Returns:
         (N,) float32 natural-log probabilities, and (R,) float32 entropies in nats (float64 from float64 logits).
@@ -75,9 +75,10 @@ def _score_chunk(
 
 
 def _own_cast(device: str) -> AbstractContextManager:
-    """Under autocast: a half-precision copy of the head's weights for each product that has a backward.
+    """Under autocast: make a separate half-precision copy of the head's weights for each product with a backward.
 
-    Autocast would keep one copy for all chunks, whose gradients would then be added up in its dtype, and not in the weights'.
+    Otherwise autocast would use one copy for all chunks. The gradients of the chunks would then be summed in half precision
+    instead of the dtype of the weights.
     """
     if not torch.is_autocast_enabled(device) or not torch.is_grad_enabled():
         return nullcontext()
@@ -85,7 +86,7 @@ def _own_cast(device: str) -> AbstractContextManager:
 
 
 class _ChosenLogps(torch.autograd.Function):
-    """Log-softmax, the chosen entries, and each row's entropy; every row has a chosen entry.
+    """Log-softmax, the chosen entries, and the entropy of each row. Every row has a chosen entry.
 
     With p the softmax of z / T, H its entropy, g and h the gradients of a row's chosen log-probs and of its entropy:
     dz = (Σ g · onehot − p · Σ g − h · p · (log p + H)) / T.
@@ -103,12 +104,12 @@ class _ChosenLogps(torch.autograd.Function):
             chosen = logps[rows, targets]
             normaliser = torch.full_like(scaled[:, 0], -torch.inf)
             normaliser.scatter_reduce_(0, rows, scaled[rows, targets] - chosen, "amax")
-            # In place: a fresh matrix of this size costs its page faults.
+            # In place, because a new matrix of this size costs page faults.
             probabilities = logps.exp_()
             entropy = normaliser - _row_products(probabilities, scaled)
         ctx.save_for_backward(probabilities, entropy, rows, targets)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
-        # Backward is told of an entropy that the loss does not use by None, not by a matrix of zeros.
+        # If the loss does not use the entropy, the backward gets None instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
         return chosen, entropy
 
@@ -135,7 +136,7 @@ class _ChosenLogps(torch.autograd.Function):
 
 
 def _row_products(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """(R,) inner products of the rows of two (R, V) matrices; PyTorch's own fills a third matrix first, in six times the time."""
+    """(R,) inner products of the rows of two (R, V) matrices. PyTorch's own method fills a third matrix in six times the time."""
     if one.device.type != "cpu":
         return torch.linalg.vecdot(one, other)
     found, scratch = one.new_empty(len(one)), torch.empty_like(one[:_ROWS])

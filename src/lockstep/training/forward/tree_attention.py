@@ -1,8 +1,9 @@
-"""Attention within a pack, computed only where its tree lets tokens see each other.
+"""Attention within a pack, computed only for pairs of tokens that see each other in the tree.
 
-Comes from: a pack's `ends`, by way of `training/forward/scoring.py`. Goes to: every attention layer of the model, through
-transformers' own registry of attention functions. The result is that of a dense mask, which is never made. Nor is one made for
-plain rows without padding in front: they attend causally, and layers with a window shorter than a row attend block by block.
+`training/forward/scoring.py` passes on a pack's `ends`. Every attention layer of the model calls this module through
+transformers' registry of attention functions. The result is that of a dense mask, but the dense mask is never made. Plain rows
+without padding at the front need no dense mask either: they attend causally, and a layer with a window shorter than a row attends
+block by block.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from transformers.modeling_utils import AttentionInterface
 from lockstep.errors import InputError
 from lockstep.training.forward.block_attention import TreeAttention
 
-# The name under which transformers finds it.
+# The name in transformers' registry.
 TREE = "lockstep_tree"
 
 
 def adopt_tree_attention(model: PreTrainedModel) -> None:
-    """Let a model that attends by 'sdpa' take a `tree` as well; without one it attends as before."""
+    """Let a model with 'sdpa' attention also accept a `tree`. Without a tree it attends as before."""
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(TREE)
 
@@ -42,14 +43,14 @@ def tree_attention_forward(
     """An attention function of transformers.
 
     Args:
-        query, key, value: (B, heads, T, width), B = 1 with a tree; keys and values may have fewer heads.
-        attention_mask: used where there is no `tree`; beside one it is `no_mask`.
+        query, key, value: (B, heads, T, width), B = 1 with a tree. Keys and values may have fewer heads.
+        attention_mask: the mask if there is no `tree`. With a tree it is `no_mask`.
 
     Returns:
-        (B, T, heads, width), and no weights.
+        (B, T, heads, width), and None in place of the attention weights.
 
     Raises:
-        InputError: the layer adds to its attention what a tree cannot carry.
+        InputError: the layer adds something to its attention that a tree cannot contain.
     """
     if tree is None:
         return attend_without_tree(module, query, key, value, attention_mask, **kwargs)
@@ -65,7 +66,7 @@ def attend_without_tree(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As 'sdpa' attends, but for a window that `window_or_mask` has left unmade."""
+    """Attention as by 'sdpa', except for windows: `window_or_mask` makes no mask for them."""
     window = attention_mask.shape[-1] if attention_mask is not None and not attention_mask.numel() else 0
     if not window:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -83,7 +84,7 @@ def _attend(
     tree: TreeAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
     if query.device.type == "cpu":
-        # The half-precision backward of a CPU takes twice as long as that of float32.
+        # On a CPU the half-precision backward takes twice as long as the float32 backward.
         (query, key, value), dtype = (_wide(part) for part in (query, key, value)), value.dtype
     else:
         query, key, value = in_one_dtype(query, key, value)
@@ -93,9 +94,10 @@ def _attend(
 
 
 def in_one_dtype(*parts: torch.Tensor) -> list[torch.Tensor]:
-    """Queries, keys and values in autocast's dtype, or without it in that of the values.
+    """Queries, keys and values in autocast's dtype, or in the dtype of the values if autocast is off.
 
-    Autocast leaves rotated queries and keys wider than the values, and is not in force in a backward that computes them again.
+    Under autocast, rotated queries and keys have a wider dtype than the values. Autocast is off in a backward that recomputes
+    them.
     """
     kind = parts[0].device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parts[-1].dtype
@@ -107,9 +109,9 @@ def _wide(part: torch.Tensor) -> torch.Tensor:
 
 
 def no_mask(device: torch.device) -> torch.Tensor:
-    """What a model is given as its mask beside a `tree`, so that it makes none: (1, 1, 0, 0) bool.
+    """The mask argument of a model that gets a `tree`: (1, 1, 0, 0) bool. With it the model makes no mask.
 
-    A layer that used it would fail: it fits no scores.
+    A layer that used it as a mask would fail, because its shape fits no attention scores.
     """
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
@@ -124,9 +126,9 @@ def window_or_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """A mask function of transformers: 'sdpa's own, but (1, 1, 0, window) bool for whole rows that a window alone hides from.
+    """A mask function of transformers. It returns the mask of 'sdpa', except for whole, unpadded rows with a shorter window.
 
-    A layer that used that as a mask would fail, as with `no_mask`.
+    For these it returns a (1, 1, 0, window) bool tensor. A layer that used that tensor as a mask would fail, as with `no_mask`.
     """
     whole = q_length == kv_length and not kwargs.get("q_offset") and not kwargs.get("kv_offset")
     alone = whole and allow_is_causal_skip and attention_mask is None
@@ -145,7 +147,7 @@ def window_or_mask(
 
 
 def _is_window(mask_function: Callable[..., Any], size: int) -> bool:
-    """Whether it is a window that hides, and not a chunk: token `size` sees token 1."""
+    """Whether the function is a sliding window, not chunks. In a window, token `size` sees token 1."""
     nothing, row, column = torch.tensor(0), torch.tensor(size), torch.tensor(min(size, 1))
     return bool(mask_function(nothing, nothing, row, column))
 
@@ -154,7 +156,7 @@ def check_nothing_added(module: torch.nn.Module, attention_mask: torch.Tensor | 
     """Check that a layer attends by the pack's tree and by nothing else.
 
     Raises:
-        InputError: it has a bias or a mask of its own, or dropout.
+        InputError: the layer has a separate bias or mask, or dropout.
     """
     own = "a bias of its own" if kwargs.get("position_bias") is not None else ""
     own = own or ("dropout" if kwargs.get("dropout") else "")
