@@ -1,4 +1,4 @@
-"""What some families do to their logits after the output head: a factor (Cohere), a divisor (Granite), a soft cap (Gemma 2)."""
+"""How some model families change the output head's logits: a factor (Cohere), a divisor (Granite), a soft cap (Gemma 2)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def transformed_logits(config: PreTrainedConfig, logits: torch.Tensor) -> torch.
     """(…, V) logits of the output head as the model's own forward gives them.
 
     Args:
-        config: the text model's.
+        config: the text model's config.
     """
     if (factor := getattr(config, "logit_scale", None)) is not None:
         logits = logits * factor

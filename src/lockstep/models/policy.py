@@ -22,13 +22,14 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
     With a `quantization_config` in `model_init_kwargs`, full-precision weights are quantised when they are loaded.
 
     Raises:
-        InputError: the directory or id holds no causal language model; its files lack a tensor, or hold one that is not the
-            model's; its weights are stored quantised (an engine would load them so); or an argument is refused.
+        InputError: the directory or id holds no causal language model; its files lack a tensor, or hold a tensor that does not
+            belong to the model; its weights are stored quantised (an engine would load the quantised weights); or an argument is
+            refused.
     """
     check_init_kwargs(model_init_kwargs or {})
-    # False, and not left out: transformers would ask on the terminal.
+    # Set to False explicitly. Without this argument transformers would ask the user on the terminal.
     kwargs = {"dtype": torch.float32, **(model_init_kwargs or {}), "trust_remote_code": False}
-    # So that tensors of another shape are named here.
+    # With this, transformers lists tensors of another shape instead of raising, and the error here can name them.
     kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -44,13 +45,13 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
 
 
 def check_init_kwargs(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of `from_pretrained` that would make the trainer's model another one than the engine's, or run its code.
+    """Refuse arguments of `from_pretrained` that make the trainer's model differ from the engine's, or run the model's code.
 
     Raises:
-        InputError: one is there.
+        InputError: `given` contains such an argument.
     """
     if "revision" in given:
-        # The tokenizer and the engine would load another one.
+        # The tokenizer and the engine would load another model.
         raise InputError("model_init_kwargs.revision is not supported; give the directory of that revision")
     if given.get("trust_remote_code"):
         raise InputError(

@@ -1,7 +1,7 @@
-"""Whether a loaded model is the one that was saved: no weight is missing, left over, of another shape, or not a number.
+"""Checks that a loaded model equals the saved model: no tensor is missing, unused, of another shape, NaN or infinite.
 
-Comes from: the report of `from_pretrained(..., output_loading_info=True)`, and a model's parameters. Transformers fills a missing
-tensor with random numbers, warns, and goes on; nothing later could tell, since the engine is given the same numbers.
+It uses the report of `from_pretrained(..., output_loading_info=True)`, and a model's parameters. transformers fills a missing
+tensor with random numbers, and only warns. No later check could find this, because the engine receives the same numbers.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 
 from lockstep.errors import InputError
 
-# Names that an error lists before it only counts.
+# Largest number of names that an error lists. It only counts the others.
 _NAMED = 5
 
 
 def refuse_incomplete(what: str, report: Mapping[str, Any], *, unused: tuple[str, ...] = ()) -> None:
     """Refuse a model whose files do not hold exactly its tensors.
 
-    Tied tensors, and those that transformers lists for a family as neither needed nor harmful, are not in `report`.
+    `report` does not contain tied tensors, nor tensors that transformers allows to be missing or unused in a model family.
 
     Args:
         what: the model, for the message.
-        report: what `from_pretrained` returned beside the model, asked with `ignore_mismatched_sizes`.
-        unused: beginnings of names that may be left over, since this kind of model has no use for them.
+        report: the loading info from `from_pretrained`, called with `ignore_mismatched_sizes`.
+        unused: prefixes of the names of tensors that may be unused, because this kind of model does not need them.
 
     Raises:
         InputError: tensors are missing, have another shape, or belong to no layer.
@@ -43,14 +43,14 @@ def refuse_incomplete(what: str, report: Mapping[str, Any], *, unused: tuple[str
 
 
 def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse weights that hold NaN or infinity; one pass over them, without a copy.
+    """Refuse weights that contain NaN or infinity. This reads the weights once, and makes no copy.
 
     Args:
-        name: what the weights are of, for the message.
-        parameters: names and tensors; codes of quantised weights (integers) are passed over.
+        name: the model that the weights belong to, for the message.
+        parameters: names and tensors; codes of quantised weights (integers) are not checked.
 
     Raises:
-        InputError: some do; with their names.
+        InputError: some weights contain NaN or infinity. The message names them.
     """
     bounds = {
         label: torch.stack(p.detach().aminmax())
@@ -66,6 +66,6 @@ def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> N
 
 
 def listed(names: Collection[str]) -> str:
-    """The first few names, and how many more there are."""
+    """The first few names, and the number of the others."""
     shown = ", ".join(list(names)[:_NAMED])
     return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

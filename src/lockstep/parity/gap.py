@@ -127,7 +127,7 @@ def check_count(stats: GapStats, expected_tokens: int, version: int) -> None:
 def over_limits(stats: GapStats, limit: Tolerance) -> list[str]:
     """The limits that a gap exceeds, with the figures; empty if the gap passes.
 
-    A single token may have the largest gap that is allowed. The limits on the means therefore grow by what the worst token adds.
+    One token may have the largest allowed gap. Therefore each limit on a mean grows by the worst token's part of the mean.
     """
     largest, tokens = limit.largest(stats.tokens), max(stats.tokens, 1)
     worst = min(stats.max_abs, largest)

@@ -1,4 +1,4 @@
-"""The settings handshake: compares the settings that the engine really runs with to those that training assumes.
+"""The settings handshake: compares the engine's actual settings with the settings that training assumes.
 
 The settings come from `Engine.settings()`. The handshake runs at start, before the first push, and after every reconnect.
 """

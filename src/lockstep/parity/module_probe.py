@@ -1,6 +1,6 @@
 """The module probe: compares the output of each engine module with the same product, computed with the trainer's weights.
 
-The trainer's weights are those that are sent (`sync/source.py`; merged if the model has an adapter). `Engine.probe` gives the
+The probe uses the weights that the trainer sends (`sync/source.py`; merged if the model has an adapter). `Engine.probe` gives the
 engine's outputs. Both sides get the same input (`engines/probe.py`). A push may be used for training only after its probe has
 passed, and `lockstep verify` probes every module. The probe finds faults that a comparison of stored tensors cannot find,
 because it uses the weights as the engine computes with them: packed, fused, tied, padded or quantised.
@@ -33,7 +33,7 @@ class ProbeRecord:
 
     Attributes:
         errors: per probed checkpoint tensor, the largest difference of its outputs, minus their rounding, ÷ their rms.
-        modules: number of modules that were probed, of the `of_modules` that can be.
+        modules: number of probed modules. `of_modules` is the number of modules that can be probed.
         unreached: engine parameters that no probe reaches.
     """
 
@@ -86,7 +86,7 @@ class ModuleProbe:
             every: whether to probe all modules and compare all their outputs; otherwise a sample, as at a push during a run.
         """
         start = time.perf_counter()
-        # Made again for every probe, as for every push: the active adapter may have changed.
+        # Made again for every probe and for every push, because the active adapter may have changed.
         self._source = weights_of(self._model)
         names = list(self._modules.probed) if every else self._sample(seed)
         answers = self._engine.probe(names, seed, every=every)
@@ -197,7 +197,7 @@ def check_probe(record: ProbeRecord, version: int) -> None:
     """Check a probe's errors against their limit.
 
     Raises:
-        ProofError: a module's outputs differ from those of the trainer's weights. The message names the layers.
+        ProofError: a module's outputs differ from the outputs of the trainer's weights. The message names the layers.
     """
     failed = record.failed
     if not failed:

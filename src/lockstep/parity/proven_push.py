@@ -1,8 +1,8 @@
 """A push and its proofs: send the weights, probe the engine's modules, compare the canary.
 
-Comes from: whoever changes the trained model: the training loop, TRL's trainers (`integrations/`), and trainers of one's own
-(`connection.py`). All of them push through this module, in this order. Goes to: `sync/push.py`, `parity/module_probe.py` and
-`parity/canary.py`.
+All code that changes the trained model pushes through this module: the training loop, TRL's trainers (`integrations/`), and
+users' own trainers (`connection.py`). This module calls `sync/push.py`, `parity/module_probe.py` and `parity/canary.py`, in this
+order.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Phase = Callable[[str], AbstractContextManager]
 
 @dataclass(frozen=True, slots=True)
 class PushProof:
-    """What proved one push.
+    """The results of one push and of its proofs.
 
     Attributes:
-        push: what was sent, with its digest.
-        probe: how far the outputs of the engine's modules are from those of the trained model's weights.
-        canary: the gap over the canary's tokens; None where this push did not score it.
+        push: the record of the sent weights, with their digest.
+        probe: the differences between the outputs of the engine's modules and the outputs of the trained model's weights.
+        canary: the gap over the canary's tokens; None if this push did not score the canary.
     """
 
     push: SyncRecord
@@ -44,7 +44,7 @@ class ProvenPusher:
     """Pushes a model's weights into an engine and proves each push.
 
     The first push after the start, or after `distrust`, probes every module of the engine. Later pushes probe a sample of them,
-    unless they are told to probe all.
+    unless the caller asks for all.
 
     Args:
         model: the trained model; it is only read.
@@ -52,7 +52,7 @@ class ProvenPusher:
         engine_dtype: the dtype in which the engine computes.
         precision: the dtypes in which the trainer computes its forward.
         seed: seed of the run; the probe vectors depend on it and on the version.
-        phase: names the time that a push ("sync") and its proofs ("verify") take.
+        phase: measures the time of a push (under the name "sync") and of its proofs ("verify").
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ProvenPusher:
 
     @property
     def module_probe(self) -> ModuleProbe:
-        """The probe of the engine's modules; made when it is first needed.
+        """The probe of the engine's modules; it is made at its first use.
 
         Raises:
             InputError: the engine runs no module under the trained model's names.
@@ -85,18 +85,18 @@ class ProvenPusher:
         return self._module_probe
 
     def distrust(self) -> None:
-        """Probe every module after the next push, because the engine was lost and may be another one now."""
+        """Probe every module after the next push, because the engine was lost and may have been replaced."""
         self._trusted = False
 
     def push(self, version: int, *, every_module: bool = False, canary: bool = False) -> PushProof:
         """Push the weights as `version`, and prove that the engine computes with them.
 
         Args:
-            every_module: probe all modules, also after a first push.
-            canary: score the canary too.
+            every_module: probe all modules, also if this is not the first push.
+            canary: also score the canary.
 
         Raises:
-            ProofError: the engine did not receive, load or commit the weights, or computes with others.
+            ProofError: the engine did not receive, load or commit the weights, or computes with other weights.
         """
         with self._phase("sync"):
             record = push_weights(self._model, self._engine, version)
@@ -108,10 +108,10 @@ class ProvenPusher:
         return self.proof
 
     def probe(self, version: int, *, every_module: bool = True) -> ProbeRecord:
-        """Compare the engine's modules with the model's weights as they are now.
+        """Compare the engine's modules with the model's current weights.
 
         Raises:
-            ProofError: a module gives other outputs; names it.
+            ProofError: a module gives other outputs. The message names it.
         """
         record = self.module_probe.measure(self._seed * 1_000_003 + version, every=every_module)
         check_probe(record, version)

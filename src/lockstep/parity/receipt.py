@@ -31,7 +31,7 @@ class Receipt:
         InputError: the existing chain is broken.
 
     Attributes:
-        entries: what the run had written before, up to `step`.
+        entries: the entries that the run had written before, up to `step`.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -81,7 +81,7 @@ def read_receipt(path: Path) -> list[dict[str, Any]]:
 
 
 def check_receipt(path: Path) -> int:
-    """Compute a receipt's chain again, and look in it for the hashes that the checkpoints beside it hold.
+    """Compute a receipt's chain again, and check that it contains the hashes in the checkpoints of the same directory.
 
     Returns:
         Number of lines.
@@ -98,10 +98,10 @@ def check_receipt(path: Path) -> int:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give a file other text in one step: at every moment, and after a crash, it holds either all of the old or all of the new.
+    """Replace a file's text in one step. At every moment, also after a crash, it has either the whole old or the whole new text.
 
     Raises:
-        OSError: the text cannot be written (the disk is full, say). The file is as it was.
+        OSError: the text cannot be written, for example because the disk is full. The file is unchanged.
     """
     beside = path.with_name(f".{path.name}.new")
     try:

@@ -22,7 +22,7 @@ from lockstep.models.logits import transformed_logits
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.arrays import Ids
 
-# Most bytes of float32 logits that are held in one tensor; three of them are alive at a time.
+# Largest size of one tensor of float32 logits, in bytes. Up to three such tensors exist at the same time.
 LOGITS_BYTES = 64 * 2**20
 
 
@@ -32,7 +32,7 @@ class Precision:
 
     Attributes:
         autocast: dtype of autocast; None: the weights' own dtype.
-        head: dtype in which the output head computes; None: as the rest of the model.
+        head: dtype in which the output head computes; None: the dtype of the rest of the model.
     """
 
     autocast: torch.dtype | None = None
@@ -41,7 +41,7 @@ class Precision:
 
 @torch.no_grad()
 def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Precision = Precision()) -> torch.Tensor:
-    """(len(ids), V) float32 logits of one sequence, in evaluation mode; as large as they are."""
+    """(len(ids), V) float32 logits of one sequence, in evaluation mode. They are in one tensor, without a limit on its size."""
     return torch.cat(list(_logit_chunks(model, ids, 0, precision)))
 
 
@@ -55,8 +55,8 @@ def completion_logps(
 ) -> torch.Tensor:
     """(len(token_ids),) log-probs of a completion under the distribution that `sampling` describes.
 
-    −inf for a token to which the settings give no probability. However long the completion is, no tensor of logits is larger than
-    `LOGITS_BYTES`.
+    The log-prob is −inf for a token that the sampling settings exclude. No tensor of logits is larger than `LOGITS_BYTES`, for
+    any length of the completion.
     """
     prompt, tokens = np.asarray(prompt_ids).tolist(), np.asarray(token_ids).tolist()
     scores: list[torch.Tensor] = []
@@ -64,7 +64,7 @@ def completion_logps(
         for row in logits.cpu():
             position = len(scores)
             logps = processed_logprobs(row, sampling, prompt, tokens[:position])
-            # A copy: a view would keep the whole row.
+            # This is a copy, because a view would keep the whole row in memory.
             scores.append(logps[tokens[position]].clone())
     return torch.stack(scores)
 
@@ -72,7 +72,7 @@ def completion_logps(
 def _logit_chunks(
     model: PreTrainedModel, ids: Sequence[int], first: int, precision: Precision
 ) -> Iterator[torch.Tensor]:
-    """(rows, V) float32 logits of the positions from `first` on, a few rows at a time."""
+    """(rows, V) float32 logits of the positions from `first` to the end, a few rows at a time."""
     inner = causal_model(model)
     row = torch.tensor([list(ids)], device=inner.device)
     was_training = model.training
@@ -95,7 +95,7 @@ def _autocast(model: PreTrainedModel, precision: Precision) -> AbstractContextMa
 
 
 def _head_product(model: PreTrainedModel, precision: Precision) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What gives (rows, V) logits of (rows, width) hidden states."""
+    """A function that computes (rows, V) logits from (rows, width) hidden states."""
     if precision.head is None:
         return causal_model(model).get_output_embeddings()
     source, name = weights_of(model), head_name(model)

@@ -21,7 +21,6 @@ def check_staleness(completions: Iterable[Completion], version: int, most: int) 
 
     Raises:
         ProofError: a token is older than allowed, or newer than `version`.
-        ProofError: a token is older than that, or newer than `version`.
     """
     for completion in completions:
         oldest, newest = int(completion.weight_versions.min()), int(completion.weight_versions.max())

@@ -1,8 +1,9 @@
-"""How large the largest gap of a run's step may be, from the gaps of the run's steps before it.
+"""The limit on the largest gap of a step, computed from the gaps of the run's earlier steps.
 
-Comes from: the gap of every step that has passed (`parity/gap.py`) and the dtypes' own limits (`parity/tolerances.py`). Goes to:
-the next step's limit. Models differ: bf16's largest gaps of SmolLM2-135M are a third of those of a random model without
-normalised queries, so one number for all would be too strict for one or would let the other's faults pass.
+It takes the gap of every step that has passed (`parity/gap.py`) and the limits of the dtypes (`parity/tolerances.py`). The result
+is the limit for the next step. The limit depends on the model: in bf16, the largest gaps of SmolLM2-135M are a third of the
+largest gaps of a random model without normalised queries. One fixed limit would be too strict for the random model, or would
+miss faults of SmolLM2-135M.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from dataclasses import replace
 from lockstep.parity.gap import GapStats
 from lockstep.parity.tolerances import Tolerance
 
-# Before the first step, as if this many tokens with the dtypes' widest tail had been seen: they are outweighed by evidence.
+# Weight of the prior: the estimate starts as if this many tokens with the dtypes' widest tail had been measured.
 _PRIOR_TOKENS = 32
 
 
 class GapTail:
-    """Narrows a limit on the largest gap to a run's own tail; never widens it.
+    """Lowers a limit on the largest gap to fit the tail of the run's gaps. It never raises the limit.
 
-    The tail is that of an exponential distribution, whose scale follows from its third and fourth moments: E|g|⁴ ÷ (4 E|g|³).
-    High moments weigh the tail, and tokens without a gap (those that the model is sure of) change nothing in their quotient.
+    The tail is modelled as an exponential distribution. Its scale follows from the third and fourth moments: E|g|⁴ ÷ (4 E|g|³).
+    High moments depend mainly on the tail. Tokens without a gap (the model is certain of them) do not change the quotient.
 
     Args:
-        limit: the dtypes' own.
+        limit: the limit of the dtypes.
     """
 
     def __init__(self, limit: Tolerance) -> None:
@@ -39,5 +40,5 @@ class GapTail:
         return replace(self._limit, tail=min(prior, fourths / (4 * cubes)))
 
     def passed(self, stats: GapStats) -> None:
-        """Learn from a step whose gap is within its limits."""
+        """Add the gap of a step that is within its limits to the estimate."""
         self._passed = self._passed + stats

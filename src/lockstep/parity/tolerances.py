@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-# Chance that the largest gap of a step without a fault is over its limit, for a tail as modelled: a run of a thousand steps stops
-# for nothing once in a thousand runs.
+# Probability that the largest gap of a step without a fault is over its limit, if the tail is as modelled. Then one in a thousand
+# runs of a thousand steps stops without a fault.
 FALSE_ALARM = 1e-6
-# The tails that were measured reach 1.1 to 1.3 times as far as an exponential distribution of their scale would.
+# Measured tails reach 1.1 to 1.3 times as far as an exponential distribution with the same scale.
 _REACH = 1.5
 
 
@@ -24,7 +24,7 @@ class Tolerance:
 
     Attributes:
         mean: limit on the mean of |g|.
-        tail: scale of the tail of |g|: how much farther it reaches for each time that tokens become e times as many.
+        tail: scale of the tail of |g|: the increase of the largest |g| if the number of tokens is multiplied by e.
         k3: limit on mean(exp(−g) − 1 + g).
     """
 
@@ -35,7 +35,7 @@ class Tolerance:
     def largest(self, tokens: int) -> float:
         """Limit on the largest |g| of `tokens` tokens, in nats.
 
-        The largest of n draws of an exponential distribution of scale s exceeds s × (log n + log 1/α) with chance α at most.
+        The largest of n draws of an exponential distribution of scale s exceeds s × (log n + log 1/α) with probability at most α.
         """
         return _REACH * self.tail * (math.log(max(tokens, 1)) - math.log(FALSE_ALARM))
 

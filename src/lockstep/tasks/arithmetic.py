@@ -23,7 +23,7 @@ class Kind:
         system: the system message.
         question: makes the text of a problem from its two numbers.
         answer: computes the right answer.
-        numbers: both numbers are drawn from 10 to this, inclusive.
+        numbers: largest value. Both numbers are drawn from 10 to this value, inclusive.
         examples: worked examples, shown in every prompt and never used as problems.
     """
 

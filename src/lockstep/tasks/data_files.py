@@ -1,4 +1,4 @@
-"""Data files by their name. Imports nothing heavy, so that a missing file is found before anything is loaded."""
+"""Data files by name. This module imports no large library, so that a missing file is found before anything is loaded."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from lockstep.errors import InputError
 
-# The builder of `datasets` for each ending.
+# The builder of `datasets` for each file name ending.
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def data_file(name: str) -> Path | None:
-    """The file that a data name stands for; None where the name is not a file's.
+    """The file that a data name stands for; None if the name is not the name of a file.
 
     Raises:
         InputError: there is no such file, or it is empty.

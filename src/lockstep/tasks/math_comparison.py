@@ -1,8 +1,8 @@
 """Whether a completion's final answer equals a reference as mathematics, by math-verify, within a time limit.
 
-math-verify limits its time by a signal, which only a process's main thread can have. Elsewhere (rewards given while the engine
-samples) a process of its own compares, one pair at a time: lines of JSON go in and come out. One that does not answer in time is
-killed, and the next pair gets a new one.
+math-verify limits its time by a signal, and Python handles signals only in the main thread of a process. In other threads
+(rewards are computed while the engine samples) a separate worker process compares one pair at a time. It reads and writes lines
+of JSON. If the worker does not answer in time, it is killed, and the next pair gets a new worker.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from lockstep.errors import LockstepError
 
 # Seconds that math-verify may take for one expression and for one comparison.
 _PARSE_LIMIT, _COMPARE_LIMIT = 10, 5
-# Seconds for a pair in a process of its own, whose own limits come first; and for that process to start (sympy takes a while).
+# Seconds for one pair in the worker process, longer than math-verify's own limits; and for the worker to start (sympy is slow).
 _PAIR_LIMIT, _START_LIMIT = 2 * _PARSE_LIMIT + _COMPARE_LIMIT + 5, 120.0
 UNREADABLE, SKIPPED, TIMED_OUT = "[unparseable]", "[skipped]", "[timed out]"
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A pair, compared.
+    """The result of the comparison of a pair.
 
     Attributes:
-        gold, answer: what was read of each, as text.
-        score: 1 if they are equal, else 0; None where the reference cannot be read.
+        gold, answer: the parsed reference and the parsed answer, as text.
+        score: 1 if they are equal, else 0; None if the reference cannot be read.
     """
 
     gold: str
@@ -44,7 +44,7 @@ def compare(reference: str | None, text: str) -> Compared:
     """Compare a completion's final answer with a reference, from any thread.
 
     Raises:
-        LockstepError: the process that compares does not start.
+        LockstepError: the worker process does not start.
     """
     if reference is None:
         return Compared(UNREADABLE, SKIPPED, None)
@@ -54,7 +54,7 @@ def compare(reference: str | None, text: str) -> Compared:
 
 
 def _compare_here(reference: str, text: str) -> Compared:
-    # Imported where they are used: sympy takes a second.
+    # Imported only here, because importing sympy takes a second.
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -72,7 +72,7 @@ def _compare_here(reference: str, text: str) -> Compared:
 
 
 class _Worker:
-    """A process that compares, started when it is first needed."""
+    """A process that compares pairs. It is started at its first use."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -95,7 +95,7 @@ class _Worker:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._stop()
-            # It ends with its input, when this process ends. Ctrl-C is for this process.
+            # The worker ends when its input ends, so also when this process ends. Its new session keeps Ctrl-C from it.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
                 stdin=subprocess.PIPE,
@@ -142,7 +142,7 @@ _worker = _Worker()
 
 
 def _serve() -> None:
-    """The process's own loop. What libraries print goes to stderr."""
+    """The loop of the worker process. Text that libraries print goes to stderr."""
     out, sys.stdout = sys.stdout, sys.stderr
     _compare_here("1", r"\boxed{1}")
     print(json.dumps("ready"), file=out, flush=True)

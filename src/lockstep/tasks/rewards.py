@@ -22,7 +22,7 @@ _SOFT_OVERLONG = re.compile(r"soft_overlong\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 
 
 def names_model(name: str) -> bool:
-    """Whether a name is that of a reward model (a directory, or a hub id such as `user/model`) and not of a function."""
+    """Whether a name is the name of a reward model (a directory, or a hub id such as `user/model`) and not of a function."""
     if name in BUILT_IN or ":" in name or name.endswith(".py"):
         return False
     return "/" in name or Path(name).expanduser().is_dir()
@@ -47,10 +47,10 @@ def load_reward(name: str) -> Reward:
 
 
 def reward_place(name: str) -> tuple[str, str]:
-    """File or module of a reward function, and the function's name; both empty for a built-in one. Runs nothing.
+    """File or module of a reward function, and the function's name; both empty for a built-in function. Runs no code.
 
     Raises:
-        InputError: it is no such name, or the file does not exist.
+        InputError: the name is not a name of a reward function, or the file does not exist.
     """
     if name in BUILT_IN or _SOFT_OVERLONG.fullmatch(name):
         return "", ""
@@ -66,15 +66,15 @@ def reward_place(name: str) -> tuple[str, str]:
 
 
 def _from_file(path: Path) -> Any:
-    """A new module of a file, under a name that no other module has."""
+    """A new module from a file, with a unique name."""
     name = f"lockstep_reward_file_{next(_numbers)}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look a class's module up there.
+    # Dataclasses and pickle search the module of a class in sys.modules.
     sys.modules[name] = module
     try:
-        # Not by its loader, which may take bytecode of an older text for that of this one.
+        # The loader is not used, because it may run cached bytecode of an older text of this file.
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:
         del sys.modules[name]

@@ -1,6 +1,6 @@
-"""A whole run: evaluate, train, evaluate again, and leave everything that shows what happened.
+"""A whole run: evaluate, train, evaluate again, and write the report.
 
-Comes from: `cli/` (or a user's script). Leaves in the output directory: checkpoints, `metrics.jsonl`, `receipt.jsonl`,
+`cli/` or a user's script calls it. It writes into the output directory: checkpoints, `metrics.jsonl`, `receipt.jsonl`,
 `before.json`, `after.json`, `summary.json` and `report.html`.
 """
 
@@ -33,7 +33,7 @@ _SHOWN_ROLLOUTS = 12
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """What a finished run left."""
+    """The result of a finished run: its summary and the path of its report."""
 
     summary: dict[str, Any]
     report: Path
@@ -46,15 +46,15 @@ def run_method(
     model: str,
     **arguments: Any,
 ) -> FinishedRun:
-    """Run a method from start to report, or on from the checkpoint of `place`.
+    """Run a method up to the report, from the start or from the checkpoint of `place`.
 
     Args:
         kind: the method's trainer.
-        arguments: what its constructor is given besides: reward functions, data, an adapter.
+        arguments: the other arguments of the trainer's constructor: reward functions, data, an adapter.
 
     Raises:
         Interrupted: SIGINT or SIGTERM arrived (see `stop_signals.py`).
-        LockstepError: as the trainer.
+        LockstepError: the trainer raised it.
     """
     start = time.monotonic()
     config.output_dir = str(place.folder)
@@ -99,8 +99,8 @@ def _run(trainer: OnlineTrainer, place: RunPlace, start: float, stop: StopSignal
 
 
 def _train_in_view(trainer: OnlineTrainer, place: RunPlace, before: dict[str, Any] | None) -> None:
-    """Train, with every log written down and shown."""
-    # The evaluations before and after have files of their own.
+    """Train. Write every log into `metrics.jsonl`, and show it in the live view."""
+    # The evaluations before and after training are not in this file. They have separate files.
     metrics_file = MetricsFile(place.folder / "metrics.jsonl")
     limit = trainer.source.limit
     view = LiveView(
@@ -132,7 +132,7 @@ def _train_in_view(trainer: OnlineTrainer, place: RunPlace, before: dict[str, An
 def _report(
     trainer: OnlineTrainer, folder: Path, before: dict[str, Any] | None, after: dict[str, Any] | None, seconds: float
 ) -> dict[str, Any]:
-    """Write the report and the summary of a finished run; returns the summary."""
+    """Write the report and the summary of a finished run. Returns the summary."""
     metrics = read_lines(folder / "metrics.jsonl")
     summary = summarise(
         metrics,
@@ -154,11 +154,11 @@ def _report(
 
 
 def _train(trainer: OnlineTrainer, checkpoint: Path | None) -> None:
-    """Train to the end, from the start or from a checkpoint, which may stand at the end already."""
+    """Train to the end, from the start or from a checkpoint. The checkpoint may be of the last step already."""
     if checkpoint is None:
         trainer.train()
     elif 0 < trainer.args.max_steps <= checkpoint_step(checkpoint):
-        # The base class would take one step more.
+        # Here the base class would take one more step.
         trainer._load_from_checkpoint(str(checkpoint))
         trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
     else:
@@ -166,7 +166,7 @@ def _train(trainer: OnlineTrainer, checkpoint: Path | None) -> None:
 
 
 def _evaluation(trainer: OnlineTrainer, path: Path, *, again: bool) -> dict[str, Any] | None:
-    """Evaluate and keep the result, or read what an earlier part of the run kept."""
+    """Evaluate and save the result, or read the result that an earlier part of the run saved."""
     if trainer.eval_dataset is None:
         return None
     ranks = trainer.ranks
@@ -199,7 +199,7 @@ def _shown(group: RolloutGroup) -> dict[str, Any]:
     return {
         "prompt": source if isinstance(source, str) else source[-1]["content"],
         "completions": [rollout.text for rollout in group.rollouts],
-        # NaN is not JSON.
+        # JSON has no NaN.
         "rewards": [rollout.reward if rollout.scored else None for rollout in group.rollouts],
     }
 

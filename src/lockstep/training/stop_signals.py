@@ -1,6 +1,6 @@
-"""SIGINT (Ctrl-C) and SIGTERM (what schedulers send) end a run where it can be resumed.
+"""SIGINT (Ctrl-C) and SIGTERM (sent by schedulers) end a run at a step from which it can be resumed.
 
-Comes from: `training/run.py`, which holds the signals for a whole run. Goes to: the trainer's loop, as a callback.
+`training/run.py` handles the signals during a whole run. The trainer's loop calls the class here as a callback.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals(TrainerCallback):
-    """While training, the first signal ends the run after the optimizer step under way, with a checkpoint where saving is on.
+    """During training, the first signal ends the run after the current optimizer step, with a checkpoint if saving is on.
 
-    Where several steps learn from one generation, it ends after the last of them: rollouts are not saved. A second signal, or one
-    that comes before or after training, ends the run at once, by `KeyboardInterrupt`. A signal to any rank stops all at the same
-    step. Outside of the main thread nothing is caught: Python handles signals there alone.
+    If several steps learn from one generation and saving is on, the run ends after the last of these steps, because checkpoints
+    do not contain rollouts. A second signal ends the run at once, by `KeyboardInterrupt`. So does a signal before or after
+    training. A signal to any rank stops all ranks at the same step. In a thread other than the main thread this class
+    catches no signal, because Python can handle signals only in the main thread.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class StopSignals(TrainerCallback):
         self._earlier = {}
 
     def watch(self, trainer: OnlineTrainer) -> None:
-        """Stop this trainer."""
+        """Let a signal stop this trainer."""
         self._trainer = trainer
         trainer.add_callback(self)
 
@@ -66,7 +67,7 @@ class StopSignals(TrainerCallback):
         if self.number:
             control.should_training_stop = True
             control.should_save = self._saves
-            # The sums of the next log are not saved.
+            # Checkpoints do not contain the sums of the next log. So the trainer logs them now.
             control.should_log = args.logging_strategy != IntervalStrategy.NO
 
     @property
@@ -76,7 +77,7 @@ class StopSignals(TrainerCallback):
 
     @property
     def _every(self) -> int:
-        """Steps between two places where the run can end."""
+        """The run can end after every multiple of this number of steps."""
         assert self._trainer is not None
         return self._trainer.config.steps_a_generation if self._saves else 1
 
@@ -94,10 +95,10 @@ class StopSignals(TrainerCallback):
 
 
 def interrupted(number: int, folder: Path, step: int | None = None) -> Interrupted:
-    """What is said of a run that a signal ended.
+    """The exception for a run that a signal ended.
 
     Args:
-        step: the last step that was taken; None where the run was stopped at once.
+        step: the last completed step; None if the run was stopped at once.
     """
     stopped = "stopped at once" if step is None else f"stopped after step {step}"
     checkpoint = last_checkpoint(folder)

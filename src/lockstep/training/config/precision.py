@@ -1,4 +1,4 @@
-"""What this machine computes fast: its dtype, and how many positions at once."""
+"""The fast dtype of this machine, and the number of positions that it computes well in one forward."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-# Fields of TrainingArguments that the step here does not go through, or that would take it apart, with the value that they keep.
+# Fields of TrainingArguments that Lockstep's step does not use, or that would break it, with the only supported value.
 UNSUPPORTED: dict[str, object] = {
     "fp16": False,
     "auto_find_batch_size": False,
@@ -93,7 +93,7 @@ def refuse_unsupported(name: str, given: Any) -> None:
     """Check one field of `UNSUPPORTED`.
 
     Raises:
-        InputError: the value is another one.
+        InputError: the value is not supported.
     """
     if given != UNSUPPORTED[name]:
         raise InputError(f"{name}={given!r} is not supported yet; only {UNSUPPORTED[name]!r} is")

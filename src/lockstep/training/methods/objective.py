@@ -69,7 +69,7 @@ class TokenBatch:
             segments=segments,
             logps=scores.logps,
             entropies=scores.entropies,
-            # If the policy has not changed since sampling, this forward gives the old log-probs.
+            # If the policy has not changed since sampling, this forward computes the old log-probs.
             old_logps=pack.column("old_logps") if moved else scores.logps.detach(),
             behaviour_logps=pack.column("behaviour_logps"),
             advantages=pack.column("advantages"),

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: checkpoints, logs, the state of its method."""
+"""The files that a run writes: checkpoints, logs, the state of its method."""

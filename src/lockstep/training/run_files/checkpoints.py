@@ -1,6 +1,6 @@
-"""Checkpoints that are whole or absent, and a run directory cut back to one of them.
+"""Makes sure that a checkpoint is either complete or absent, and resets a run directory to one of its checkpoints.
 
-Comes from: the trainer's saves. Goes to: a run that is started again in the same directory.
+The trainer saves the checkpoints. A run that is started again in the same directory reads them.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from transformers.trainer_utils import sort_checkpoints
 from lockstep.errors import InputError, LockstepError
 from lockstep.parity.receipt import RECEIPT, lines_up_to, replace_text
 
-# The last file that a checkpoint gets: what has it is whole.
+# The last file that is written into a checkpoint. A checkpoint with this file is complete.
 TRAINER_STATE = "trainer_state.json"
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
-    """Newest complete checkpoint of a run; one that was being written when the run was killed does not count."""
+    """Newest complete checkpoint of a run. A checkpoint is incomplete if the run was killed while it was written."""
     complete = [path for path in _checkpoints(Path(output_dir)) if _is_complete(path)]
     return complete[-1] if complete else None
 
 
 def checkpoint_step(checkpoint: Path) -> int:
-    """Optimizer steps that a complete checkpoint stands after."""
+    """Number of optimizer steps that the run had taken when it wrote this complete checkpoint."""
     return int(json.loads((checkpoint / TRAINER_STATE).read_text())["global_step"])
 
 
 def set_damaged_aside(output_dir: str | Path) -> None:
-    """Rename checkpoints that cannot be read, so that nothing takes or deletes them, and say so.
+    """Rename checkpoints that cannot be read, so that no code loads or deletes them, and tell the user.
 
-    The newest one without a trainer's state was being written when the run was killed; it is not damaged, and stays for `cut_back`.
+    If the newest checkpoint has no trainer state, the run was killed while writing it. This checkpoint is not damaged. It keeps
+    its name, and `cut_back` removes it.
 
     Raises:
-        InputError: there is no other to go on from. Nothing was changed then.
+        InputError: no checkpoint can be read, so the run cannot continue. Nothing was changed.
     """
     found = _checkpoints(Path(output_dir))
     damaged = [path for path in found if not _is_complete(path)]
@@ -59,7 +60,7 @@ def set_damaged_aside(output_dir: str | Path) -> None:
 
 
 def free_name(wanted: Path) -> Path:
-    """The path itself, or the first of `NAME-2`, `NAME-3`, … that nothing has yet; the suffix stays."""
+    """The path itself if it does not exist, else the first of `NAME-2`, `NAME-3`, … that does not exist. The suffix is kept."""
     path, number = wanted, 2
     while path.exists():
         path = wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}")
@@ -69,9 +70,10 @@ def free_name(wanted: Path) -> Path:
 
 @contextmanager
 def whole_or_absent(checkpoint: Path) -> Iterator[None]:
-    """Run the save of a checkpoint by all ranks, on the one that makes it whole; if it fails, remove what it left.
+    """Remove an incomplete checkpoint if saving it fails. The context contains the save by all ranks.
 
-    No other rank may: this one may still be writing into the same folder, whose end alone makes it count.
+    Only the rank that writes the last file may use this. If another rank removed the folder, this rank could still be writing
+    into it. The checkpoint is complete only after this rank has finished.
     """
     try:
         yield
@@ -83,15 +85,15 @@ def whole_or_absent(checkpoint: Path) -> Iterator[None]:
 
 @contextmanager
 def guarded_save(output_dir: str | Path, step: int) -> Iterator[None]:
-    """Run one rank's share of a save; if it fails, say which checkpoint is good.
+    """Run one rank's part of a save. If it fails, the error names the last good checkpoint.
 
     Raises:
-        LockstepError: the save failed (a full disk, most often).
+        LockstepError: the save failed, usually because the disk is full.
     """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        # A full disk shows as any of the three: Python's files, safetensors' and torch's writers differ.
+        # Python's files, safetensors and torch raise different errors when the disk is full.
         good = last_checkpoint(output_dir)
         keeps = f"the last good one is {good}" if good else "there is no earlier one"
         free = shutil.disk_usage(output_dir).free / 2**30
@@ -102,7 +104,10 @@ def guarded_save(output_dir: str | Path, step: int) -> Iterator[None]:
 
 
 def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
-    """Remove what a run wrote after `checkpoint`: later or unfinished checkpoints, and log lines (where None, all of them)."""
+    """Remove everything that a run wrote after `checkpoint`: later or incomplete checkpoints, and later log lines.
+
+    If `checkpoint` is None, incomplete checkpoints and all log lines are removed.
+    """
     folder = Path(output_dir)
     step = checkpoint_step(checkpoint) if checkpoint is not None else 0
     for path in _checkpoints(folder):
@@ -118,7 +123,7 @@ def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Directories of checkpoints, whole or not, by step."""
+    """Directories of all checkpoints, complete or not, ordered by step."""
     return [Path(path) for path in sort_checkpoints(str(folder))] if folder.is_dir() else []
 
 
@@ -126,6 +131,6 @@ def _is_complete(checkpoint: Path) -> bool:
     try:
         checkpoint_step(checkpoint)
     except (OSError, ValueError, TypeError, KeyError):
-        # Missing, no text, no JSON, or JSON of something else.
+        # The file is missing, is not text, is not JSON, or is JSON with other content.
         return False
     return True

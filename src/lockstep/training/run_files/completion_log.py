@@ -1,6 +1,6 @@
-"""`log_completions`: the generation that was learned from last, shown at every log.
+"""`log_completions`: at every log, print completions of the generation that the trainer learned from last.
 
-Comes from: `training/trainers/online.py`. Goes to: `report/completions.py`, as plain rows.
+`training/trainers/online.py` calls it. The completions go to `report/completions.py` as plain rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from lockstep.training.step.generation import Generation
 
 
 def rows_of(generation: Generation) -> list[Row]:
-    """One row a completion; its advantage is the mean over its tokens, which only some methods give different ones."""
+    """One row per completion. Its advantage is the mean over its tokens: in some methods each token has another advantage."""
     advantages = {
         s.name: sum(s.advantages.tolist()) / max(len(s.advantages), 1)
         for batch in generation.micro_batches
@@ -25,7 +25,7 @@ def rows_of(generation: Generation) -> list[Row]:
 
 
 def show_generation(generation: Generation | None, config: OnlineConfig, step: int) -> None:
-    """Print what `config` asks to see of a generation."""
+    """Print the completions of a generation that `config` asks for."""
     if generation is None or not config.log_completions:
         return
     rows = chosen_rows(rows_of(generation), config.num_completions_to_print, unique_prompts=config.log_unique_prompts)

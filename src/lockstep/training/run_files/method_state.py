@@ -1,7 +1,7 @@
-"""What a method keeps from one step to the next beside the policy, and how a checkpoint holds it.
+"""The state that a method keeps between steps in addition to the policy, and its files in a checkpoint.
 
-Comes from: the trainer's checkpoints. Goes to: the run that is resumed, which must go on to the bit. A file that a method needs and
-a checkpoint lacks is an error: without it the run would go on as another one.
+The trainer saves this state in its checkpoints. A resumed run loads it, and must then give bitwise the same results as a run
+without a break. If a checkpoint lacks a file that the method needs, loading raises an error, because the results would differ.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ CRITIC, OBJECTIVE, PROMPTS = "value_head.safetensors", "objective.json", "prompt
 
 @dataclass(frozen=True, slots=True)
 class MethodState:
-    """The parts that the base class does not know of.
+    """The parts of the state that the base class does not save.
 
     Attributes:
-        moving_reference: the reference, where it follows the policy; one that stands still is made anew.
-        critic: the value head, where there is one.
+        moving_reference: the reference model, if it follows the policy; else None. A fixed reference model is not saved, because
+            a resumed run creates it again.
+        critic: the value head; None if there is none.
     """
 
     objective: Objective
@@ -37,7 +38,7 @@ class MethodState:
     order: PromptOrder
 
     def save(self, folder: Path) -> None:
-        """Write it into a checkpoint, before the base class does: the base class's state makes a checkpoint whole."""
+        """Write the state into a checkpoint, before the base class saves: its last file marks the checkpoint as complete."""
         folder.mkdir(parents=True, exist_ok=True)
         if state := self.objective.state():
             (folder / OBJECTIVE).write_text(json.dumps(state))
@@ -49,10 +50,10 @@ class MethodState:
             self.moving_reference.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint.
+        """Load the state from a checkpoint.
 
         Raises:
-            InputError: it lacks a file.
+            InputError: the checkpoint lacks a file.
         """
         if self.objective.state():
             self.objective.load_state(json.loads(_there(folder / OBJECTIVE, "the method's state").read_text()))

@@ -1,7 +1,7 @@
-"""Checkpoints only where a run can be resumed exactly: after the last step of a generation, and after a log.
+"""Saves checkpoints only after steps from which a run can be resumed exactly: after the last step of a generation, after a log.
 
-Comes from: `transformers.Trainer`, which calls back. Rollouts and the sums of the next log are not saved, so that a run that is
-resumed in the middle of either would not repeat itself.
+`transformers.Trainer` calls the callback. Checkpoints contain neither rollouts nor the sums of the next log. So a run that is
+resumed from another step would give different results.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from lockstep.training.config.online_config import OnlineConfig
 
 
 class ResumableSaves(TrainerCallback):
-    """Moves `save_steps` to the next multiple of a generation's steps, and writes a log before every checkpoint.
+    """Rounds `save_steps` up to a multiple of the steps per generation, and writes a log before every checkpoint.
 
     Args:
-        config: the run's.
-        owner: whether this is the process that says what was moved.
+        config: the run's configuration.
+        owner: whether this process prints the message about a changed `save_steps`.
     """
 
     def __init__(self, config: OnlineConfig, *, owner: bool) -> None:
         self._steps, self._owner = config.steps_a_generation, owner
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Anew: a state that was loaded from a checkpoint has the intervals of the run that wrote it.
+        # Computed again, because a state from a checkpoint has the intervals of the run that wrote it.
         state.compute_steps(args, state.max_steps)
         if args.save_strategy != SaveStrategy.STEPS or state.save_steps <= 0:
             return
@@ -41,6 +41,6 @@ class ResumableSaves(TrainerCallback):
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # At the end as well: steps after the last multiple of logging_steps would never be logged.
+        # Also at the end. Otherwise the steps after the last multiple of logging_steps would never be logged.
         if (control.should_save or control.should_training_stop) and args.logging_strategy != IntervalStrategy.NO:
             control.should_log = True

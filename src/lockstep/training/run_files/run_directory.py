@@ -1,8 +1,9 @@
-"""The directory of a run: fresh, to be continued, or finished.
+"""The directory of a run: new, interrupted, or finished.
 
-A run that was interrupted is continued where its last complete checkpoint stands. A finished one goes on where the same settings
-ask for more steps; with any others it is left alone and the new run goes beside it. `run.json` keeps the settings that decide what
-is learned (`run_identity.py`), since a run continued with others would be neither.
+An interrupted run continues from its last complete checkpoint. A finished run continues if the settings are the same except for
+more steps or epochs. Otherwise the finished run stays unchanged, and the new run gets a new directory beside it. `run.json`
+contains the settings that decide what the run learns (`run_identity.py`). An interrupted run cannot continue with other settings,
+because its results would belong to neither of the two configurations.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from lockstep.training.run_files.checkpoints import (
 from lockstep.training.run_files.run_identity import changed_fields, follows_length, longer
 
 SETTINGS, SUMMARY = "run.json", "summary.json"
-# What the end of a run leaves.
+# Files that a run writes at its end.
 _END = (SUMMARY, "report.html", "after.json")
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlace:
-    """Where a run writes, and the checkpoint it continues from (None: from the start)."""
+    """The directory that a run writes to, and the checkpoint from which it continues (None: from the start)."""
 
     folder: Path
     checkpoint: Path | None
@@ -41,13 +42,13 @@ class RunPlace:
 
 @contextmanager
 def open_run(output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPlace]:
-    """Choose the directory, cut it back to its last checkpoint, write the settings, and keep other processes out meanwhile.
+    """Choose the directory, reset it to its last checkpoint, write the settings, and lock it for other processes.
 
-    The lock goes with the process that holds it, however it ends.
+    The lock is released at the end of the context, and also when the process ends in any way, for example by a kill.
 
     Raises:
-        InputError: another process runs there, the directory holds an interrupted run with other settings, or what it holds
-            cannot be read.
+        InputError: another process runs in the directory, the directory holds an interrupted run with other settings, or its
+            files cannot be read.
     """
     settings = json.loads(json.dumps(settings, default=str))
     folder = _place(Path(output_dir), settings)
@@ -64,10 +65,12 @@ def open_run(output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPl
 
 @contextmanager
 def open_run_together(ranks: Ranks, output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPlace]:
-    """`open_run` by the rank that owns the engine, for all; every rank must call, and sees the directory under the same path.
+    """`open_run` for several ranks. The rank that owns the engine calls `open_run` and sends the result to all ranks.
+
+    Every rank must call this. The directory must have the same path on every rank.
 
     Raises:
-        InputError: as `open_run`, on every rank.
+        InputError: as in `open_run`, on every rank.
     """
     with ExitStack() as held:
         yield ranks.from_owner(
@@ -99,7 +102,7 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
 
 
 def _place(wanted: Path, settings: dict[str, Any]) -> Path:
-    """The first of `NAME`, `NAME-2`, … that holds no finished run, or one that is to go on for longer."""
+    """The first of `NAME`, `NAME-2`, … that holds no finished run, or a finished run that `settings` makes longer."""
     folder, number = wanted, 2
     while (folder / SUMMARY).exists() and not _is_extended(folder, settings):
         folder = wanted.with_name(f"{wanted.name}-{number}")
@@ -118,7 +121,7 @@ def _is_extended(folder: Path, settings: dict[str, Any]) -> bool:
 
 
 def _lengthen(folder: Path, earlier: dict[str, Any], settings: dict[str, Any], step: int) -> None:
-    """Keep what an earlier end of the run left under other names, and say what a new length changes."""
+    """Rename the files that the run wrote at its earlier end, and print what changes with the new length."""
     for name in longer(earlier, settings):
         print(f"lockstep: the run in {folder} goes on: {name} was {earlier[name]}, is {settings[name]}", flush=True)
         if follows_length(settings):
@@ -144,5 +147,5 @@ def _settings_in(folder: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Entries of a `.jsonl` file; none where there is no file."""
+    """Entries of a `.jsonl` file; an empty list if there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

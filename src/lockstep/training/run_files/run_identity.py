@@ -1,7 +1,7 @@
-"""Which fields make a run the run it is, and which may change when it goes on.
+"""Which configuration fields must stay the same when a run continues, and which may change.
 
-Comes from: the config of a training command. Goes to: `run.json` in the run's directory (`run_directory.py`), which is compared
-with the config of the command that wants to go on there.
+The fields come from the config of a training command. They are stored in `run.json` in the run's directory
+(`run_directory.py`). A later command that continues the run compares its own config with `run.json`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.training.config.online_config import OnlineConfig
 
-# Fields that do not decide what is learned, by the reason. Everything else is a part of the run's identity.
+# Fields that do not decide what the run learns, by reason. All other fields are part of the run's identity.
 _BOOKKEEPING: dict[str, set[str]] = {
     "where the run writes, and what it is called": {
         "output_dir", "logging_dir", "run_name", "project", "report_to", "trackio_space_id", "trackio_bucket_id",
@@ -26,7 +26,7 @@ _BOOKKEEPING: dict[str, set[str]] = {
     "whether and how it goes to the hub": {
         "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision",
     },
-    # The same sums in other pieces: they differ by rounding, as they do on another machine.
+    # These fields split the same sums into other parts. The results differ only by rounding, as between two machines.
     "how much memory it takes": {
         "token_budget", "logits_chunk_size", "gradient_checkpointing", "gradient_checkpointing_kwargs",
         "vllm_gpu_memory_utilization", "vllm_max_num_seqs", "per_device_eval_batch_size", "torch_empty_cache_steps",
@@ -40,26 +40,26 @@ _BOOKKEEPING: dict[str, set[str]] = {
     "an object that is not comparable": {"accelerator_config"},
 }  # fmt: skip
 _IGNORED = frozenset().union(*_BOOKKEEPING.values())
-# A run may become longer: its steps so far are those of the longer run, but for a learning rate that follows the length.
+# A run may become longer. Its steps so far equal those of the longer run, unless the learning rate depends on the length.
 _MAY_GROW = ("max_steps", "num_train_epochs")
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Whether a field may have any value when a run goes on. Fields that hold a token or key are never written down."""
+    """Whether a field may change when a run continues. This includes fields that hold a secret token: they are never stored."""
     return name in _IGNORED or name.endswith("_token")
 
 
 def curve_settings(config: OnlineConfig) -> dict[str, Any]:
-    """The fields that decide what a run learns; a run may only be continued with the same ones (or with more steps)."""
+    """The fields that decide what a run learns. A run can continue only with the same values, or with more steps or epochs."""
     kept = {name: value for name, value in asdict(config).items() if not is_bookkeeping(name)}
     return kept | ({"processes": config.world_size} if config.world_size > 1 else {})
 
 
 def changed_fields(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names of the fields by which two runs are different runs; `method` first, since other methods have other fields.
+    """Names of the fields that must be equal in two runs and are not. `method` is first, because methods differ in their fields.
 
     Args:
-        earlier: what `run.json` holds; also one that was written when more fields counted.
+        earlier: the content of `run.json`. An older version of Lockstep may have stored more fields in it.
     """
     names = {name for name in earlier.keys() | now.keys() if not is_bookkeeping(name)}
     changed = [name for name in names if earlier.get(name) != now.get(name) and not _grew(name, earlier, now)]
@@ -67,18 +67,18 @@ def changed_fields(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 
 
 def longer(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Names of the fields by which a run is asked to go on for longer than it was."""
-    # Where a number of steps is given, epochs decide nothing.
+    """Names of the fields whose new values make a run longer."""
+    # If max_steps is set, the number of epochs has no effect.
     names = _MAY_GROW[:1] if now.get("max_steps", -1) > 0 else _MAY_GROW
     return [name for name in names if _grew(name, earlier, now)]
 
 
 def follows_length(settings: Mapping[str, Any]) -> bool:
-    """Whether the learning rate of a step depends on how many steps the run has."""
+    """Whether the learning rate of a step depends on the number of steps of the run."""
     return not str(settings.get("lr_scheduler_type", "")).startswith("constant")
 
 
 def _grew(name: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     before, after = earlier.get(name), now.get(name)
-    # max_steps is -1 where epochs decide.
+    # max_steps is -1 if the number of epochs decides the length.
     return name in _MAY_GROW and None not in (before, after) and 0 < before < after  # type: ignore[operator]

@@ -1,6 +1,7 @@
-"""What a run logs of its steps: figures of each since the last log, averaged or counted, with the seconds they took.
+"""The figures that a run logs about its steps: means or sums over the steps since the last log, and the seconds they took.
 
-Comes from: the trainer's loop. Goes to: `transformers.Trainer.log`, and so to trackers, the metrics file and the report.
+The figures come from the trainer's loop. They go to `transformers.Trainer.log`, which sends them to trackers, the metrics file
+and the report.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections.abc import Mapping
 
 from lockstep.report.phases import PhaseClock
 
-# Summed over the steps of a log, like the seconds.
+# Figures that are summed over the steps of a log, like the seconds.
 _COUNTS = ("parity/checked_tokens", "sampling/tokens", "rewards/unscored")
-# Means over tokens that these count: not every step has as many.
+# Means over tokens, each with the figure that counts its tokens. Steps can have different numbers of tokens.
 _BY_TOKEN = {"parity/mean_abs_gap": "parity/checked_tokens", "parity/k3": "parity/checked_tokens"}
-# Noted by every step.
+# Every step notes this figure exactly once.
 _OF_A_STEP = "parity/checked_tokens"
 
 
@@ -25,21 +26,21 @@ class StepLog:
         self._latest: dict[str, float] = {}
 
     def note(self, figures: Mapping[str, float]) -> None:
-        """Take in figures of a step or a generation."""
+        """Add the figures of a step or a generation."""
         for name, value in figures.items():
             self._noted.setdefault(name, []).append(value)
         self._latest.update(figures)
 
     def latest(self) -> dict[str, float]:
-        """The last figure of each name; taking or clearing the log does not forget them."""
+        """The last figure of each name. `take` and `clear` do not remove these figures."""
         return dict(self._latest)
 
     def values(self, name: str) -> list[float]:
-        """What was noted under a name since the last log, one entry a note."""
+        """All figures that were noted under a name since the last log, one entry per note."""
         return list(self._noted.get(name, ()))
 
     def take(self, clock: PhaseClock) -> dict[str, float]:
-        """Means and counts of what was noted, and seconds: `time/…` by phase, `step_time` the mean of a step; then start again."""
+        """Means and sums of the notes, and seconds: `time/…` per phase, and `step_time` per step. Then clear the notes."""
         figures = {name: self._figure(name, values) for name, values in self._noted.items()}
         seconds, steps = clock.take(), len(self._noted.get(_OF_A_STEP, ()))
         self._noted.clear()
@@ -53,5 +54,5 @@ class StepLog:
         return sum(w * v for w, v in zip(weights, values, strict=True)) / max(sum(weights), 1.0)
 
     def clear(self) -> None:
-        """Forget what was noted."""
+        """Remove all notes since the last log."""
         self._noted.clear()

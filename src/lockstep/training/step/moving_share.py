@@ -1,7 +1,8 @@
-"""The share of weights that one optimizer step can move, in the dtype that they are held in.
+"""The share of weights that one optimizer step can change, in the dtype in which they are stored.
 
-Comes from: the policy and its learning rate, before training. A weight has few digits in bf16: it stands still where a step is
-below half the distance to its neighbours. Trainer and engine then still agree on every weight, so that no proof could tell.
+It is computed from the policy and its learning rate, before training. A bf16 weight has few digits. If a step is smaller than
+half the distance to the next bf16 number, the weight does not change. Trainer and engine still agree on every weight, so no
+proof can find this.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from transformers import PreTrainedModel
 from lockstep.errors import InputError
 from lockstep.training.config.online_config import OnlineConfig
 
-# Below this share training does nothing that anybody would wait for: it is refused.
+# Below this share almost nothing is learned, and the run is refused.
 REFUSED_BELOW = 0.01
-# Below this share more is lost than rounding: it is said.
+# Below this share many weights do not change, and a warning is printed.
 SAID_BELOW = 0.9
-# Elements that are looked at, of each tensor; their share is known to within 0.4 % (one standard deviation of the worst case).
+# Number of elements sampled per tensor. The standard deviation of the estimated share is at most 0.4 percentage points.
 _SAMPLE = 16_384
-# Beginnings of the names of optimizers whose first step moves an element by the learning rate at most (later ones by little more),
-# and that keep no rest of what was rounded away.
+# Prefixes of names of optimizers. Their first step changes an element by at most the learning rate, and later steps by little
+# more. They do not store what rounding removed.
 _BOUNDED = ("adamw_torch", "adamw_bnb", "adamw_8bit", "lion", "paged_adamw", "paged_lion")
 
 
 def moving_share(parameters: Iterable[torch.Tensor], step: float) -> float:
-    """Share of elements that change when `step` is added to or taken from them, in their own dtype; 1 where there are none.
+    """Share of elements that change when `step` is added to or taken from them, in their own dtype; 1 if there are none.
 
     Args:
-        parameters: the trained tensors; of a large one, a sample of elements that is the same each time.
-        step: how far an optimizer step would move each element.
+        parameters: the trained tensors. Of a large tensor a sample of elements is used, the same sample each time.
+        step: size of the change of each element in one optimizer step.
     """
     moved = total = 0.0
     generator = torch.Generator().manual_seed(0)
@@ -46,9 +47,9 @@ def moving_share(parameters: Iterable[torch.Tensor], step: float) -> float:
 
 
 def check_steps_move(policy: PreTrainedModel, args: OnlineConfig) -> None:
-    """Refuse a run whose steps would be rounded away, and say where most of them would.
+    """Refuse a run if rounding removes almost all of its weight changes. Print a warning if rounding removes many of them.
 
-    Only for optimizers whose steps have a bound (AdamW, Lion); a learning rate of 0 is taken at its word.
+    Only optimizers with bounded steps (AdamW, Lion) are checked. A learning rate of 0 is accepted, because the user chose it.
 
     Raises:
         InputError: less than 1 % of the trained weights can move.

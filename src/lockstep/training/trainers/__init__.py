@@ -1,1 +1,1 @@
-"""One trainer a method, on the loop that all share."""
+"""One trainer per method. All trainers share one loop."""

@@ -1,6 +1,6 @@
 """Refuses subclasses that override a method which TRL's or transformers' loop calls and Lockstep's loop does not.
 
-Such a subclass would train as if its method were not there. Used by `training/trainers/online.py`.
+Such a subclass would train as if it did not override the method. Used by `training/trainers/online.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PUSH = "every push goes through RolloutSource.push() (lockstep.training.generat
 
 _CHECKPOINTING = "set gradient_checkpointing and gradient_checkpointing_kwargs"
 
-# For each method of TRL or transformers: what does the same in Lockstep.
+# For each method of TRL or transformers: the part of Lockstep that does the same.
 HOOKS: dict[str, str] = {
     **dict.fromkeys(
         ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "get_high_entropy_mask", "_forward"),
@@ -77,7 +77,7 @@ HOOKS: dict[str, str] = {
 
 
 class RefusesForeignHooks:
-    """A base class of the trainers."""
+    """A base class of the trainers. It checks their subclasses."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Check a subclass when it is defined.

@@ -1,7 +1,7 @@
-"""`OnlineTrainer`: what the trainers of all methods share, on `transformers.Trainer` and with TRL's constructor.
+"""`OnlineTrainer`: the base of the trainers of all methods. It extends `transformers.Trainer` and has TRL's constructor.
 
-Comes from: a user's arguments. It checks them, loads the policy, makes the parts of the run, and connects `transformers.Trainer` to
-`training/loop.py`, which is the loop itself.
+It checks the user's arguments, loads the policy, makes the parts of the run, and connects `transformers.Trainer` to the loop in
+`training/loop.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ from lockstep.training.trainers.setup import (
 )
 from lockstep.training.trainers.step_events import StepEvents
 
-# How many server timeouts a rank waits for the rank with the engine, whose longest work is a generation that is lost and repeated.
+# Number of server timeouts that a rank waits for the rank with the engine. The longest wait is for a generation that is lost and
+# repeated.
 _LONGEST_CALL = 12
 
 
@@ -162,7 +163,7 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
         for part in (self.reference, self.critic):
             if part is not None:
                 part.to(self.args.device)
-        # One token more, where the model allows it: an engine scores a sequence only with room for a token behind it.
+        # One more token if the model allows it: an engine scores a sequence only if one more token fits behind it.
         max_model_len = context if args.context_limit else min(longest + 1, context)
         self.source = RolloutSource(
             policy, scorer, tokenizer, args, self.clock, self.ranks, engine, self.model_path, max_model_len, longest
@@ -184,7 +185,7 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
         )
 
     def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
-        """Call the reward functions once on made-up completions, so that their mistakes show before a model is loaded."""
+        """Call the reward functions once on made-up completions, so that their errors appear before a model is loaded."""
         rehearse_functions(entries_of(reward_funcs), dataset, self.config)
 
     def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
@@ -200,7 +201,7 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
         )
 
     def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module | None:
-        """The value head of methods that have one; else None."""
+        """The value head; None if the method has no value head."""
         return None
 
     @property
@@ -232,7 +233,7 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
     # ---- weights and rollouts ---------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, as the base class does. When it ends, also by an error, the engine's unfinished generations are abandoned."""
+        """Train, as the base class does. At the end, also after an error, the engine's unfinished generations are cancelled."""
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -256,14 +257,14 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
         return self.accelerator.clip_grad_norm_(self.loop.trained_parameters(), self.args.max_grad_norm)
 
     def begin_training(self) -> None:
-        """Reset what an earlier call of `train` left, open the receipt and prove the engine. Called when training begins."""
+        """Reset the state of an earlier call of `train`, open the receipt and prove the engine. Called when training begins."""
         self.loop.begin()
         self._forget_gradients()
         self.source.start(Path(self.args.output_dir or "."), self.state.global_step)
         self.clock.take()
 
     def end_step(self) -> bool:
-        """Clear the value head's gradients, move the reference model, and see whether prompts are left. Called after each step.
+        """Clear the value head's gradients, move the reference model, and check whether prompts are left. Called after each step.
 
         Returns:
             Whether another generation can be made.
@@ -311,7 +312,7 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
         """
         if eval_dataset is not None or not self._eval_prompts:
             raise InputError("give the evaluation set as eval_dataset when the trainer is made")
-        # The time of an evaluation does not count as a step's.
+        # The time of an evaluation is not counted as time of a step.
         with (
             self.clock.aside(),
             busy(f"evaluating on {len(self._eval_prompts)} held-out problems", self.clock.progress),
@@ -341,14 +342,14 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
             with guarded_save(folder.parent, self.state.global_step):
                 save()
 
-        # The owner writes last, since the trainer's state makes a checkpoint whole.
+        # The owner writes last, because it writes the trainer's state, and this file marks a checkpoint as complete.
         with whole_or_absent(folder) if self.ranks.owner else nullcontext(), busy(f"saving {folder.name}"):
             if self.ranks.count > 1:
                 self.ranks.share("checkpoint", lambda: guarded(lambda: self._save_rng_state(str(folder))))
             self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
 
     def _save_whole(self, model: Any, trial: Any, folder: Path) -> None:
-        # Our files first: the base class completes a checkpoint and may upload it at once.
+        # Lockstep's files are written first, because the base class completes a checkpoint and may upload it at once.
         self._method_state.save(folder)
         self.source.remember_receipt(folder)
         super()._save_checkpoint(model, trial)

@@ -18,10 +18,10 @@ class OnlineDPOTrainer(OnlineTrainer):
     """Online Direct Preference Optimization with an engine that provably holds the policy's weights.
 
     Args:
-        ref_model: the model that the policy is tied to; by default a copy of it as it is at the start.
+        ref_model: the reference model; by default a copy of the policy at the start of training.
         judge: a pairwise judge instead of reward functions (`lockstep.rollouts.judges`).
 
-    The other arguments, and errors: `lockstep.training.trainers.online.OnlineTrainer`. Their order is TRL's.
+    The order of the arguments is TRL's. Other arguments and errors: `lockstep.training.trainers.online.OnlineTrainer`.
     """
 
     config_class = OnlineDPOConfig

@@ -1,4 +1,4 @@
-"""`PPOTrainer`: PPO in the shared loop. It owns the value head, which the optimizer trains beside the policy."""
+"""`PPOTrainer`: PPO in the shared loop. It owns the value head. The optimizer trains policy and value head together."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lockstep.training.trainers.online import OnlineTrainer
 class PPOTrainer(OnlineTrainer):
     """Proximal Policy Optimization with an engine that provably holds the policy's weights.
 
-    The value head is trained with the policy and kept in checkpoints beside it; it never goes to the engine. Arguments and errors:
-    `lockstep.training.trainers.online.OnlineTrainer`.
+    The value head is trained with the policy. Checkpoints contain it in a separate file, and it is never sent to the engine.
+    Arguments and errors: `lockstep.training.trainers.online.OnlineTrainer`.
     """
 
     config_class = PPOConfig
@@ -25,7 +25,7 @@ class PPOTrainer(OnlineTrainer):
 
     def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module:
         head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, dtype=torch.float32)
-        # Values of 0 at the start: the first advantages are the rewards, and no random head moves the trunk.
+        # Values are 0 at the start. So the first advantages come from the rewards alone, and no random head changes the trunk.
         torch.nn.init.zeros_(head.weight)
         torch.nn.init.zeros_(head.bias)
         return head
@@ -34,7 +34,7 @@ class PPOTrainer(OnlineTrainer):
         optimizer = super().create_optimizer(model)
         assert self.critic is not None
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        # An optimizer of the user's cannot know of the head.
+        # An optimizer that the user made does not contain the head's parameters.
         if missing := [p for p in self.critic.parameters() if id(p) not in held]:
             if self.lr_scheduler is not None:
                 raise InputError(

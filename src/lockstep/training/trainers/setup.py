@@ -1,6 +1,6 @@
-"""What a trainer is given, checked before the policy is loaded.
+"""Checks a trainer's arguments before training.
 
-Comes from: a trainer's constructor. The functions here are pure.
+The constructors of the trainers call these functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lockstep.models.policy import context_length
 from lockstep.models.whole import check_finite
 from lockstep.training.forward.scoring import check_scorable, why_plain_rows
 
-# Arguments of TRL's trainers that nothing here does yet.
+# Arguments of TRL's trainers that Lockstep does not support yet.
 _KNOWN = {"tools", "rollout_func", "environment_factory"}
 _KNOWN |= {"data_collator", "compute_metrics", "preprocess_logits_for_metrics"}
 
@@ -51,11 +51,11 @@ def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> 
 
 
 def check_router_loss(model: PreTrainedModel, args: Any) -> None:
-    """Refuse to leave out a part of the loss without a word (TRL's GRPO and RLOO add it by default).
+    """Refuse a router loss that Lockstep would silently leave out (TRL's GRPO and RLOO add it by default).
 
     Raises:
-        InputError: the model's routers have an auxiliary loss (mixture of experts), and `router_aux_loss_coef` does not say that
-            it is to be left out.
+        InputError: the model's routers have an auxiliary loss (mixture of experts), and `router_aux_loss_coef` does not
+            switch it off.
     """
     config = causal_model(model).config.get_text_config()
     own = getattr(config, "router_aux_loss_coef", None)
@@ -79,7 +79,7 @@ def context_within(model: PreTrainedModel, wanted: int | None) -> int:
 
 
 def needs_plain_rows(models: Sequence[PreTrainedModel], max_length: int) -> bool:
-    """Whether one of the models cannot attend within a tree. Says so, because prompts are then not shared."""
+    """Whether one of the models cannot attend within a tree. If so, prints that prompts are not shared."""
     reasons = [why for model in models if (why := why_plain_rows(causal_model(model), max_length))]
     if reasons:
         print(f"lockstep: the model learns from a row a completion, prompts are not shared: {reasons[0]}", flush=True)
@@ -90,7 +90,7 @@ def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel) ->
     """Refuse a reference model that cannot be scored correctly, or that has another vocabulary than the policy.
 
     Raises:
-        InputError: as `check_scorable`; or the vocabularies differ; or a weight is NaN or infinite.
+        InputError: as in `check_scorable`; or the vocabularies differ; or a weight is NaN or infinite.
     """
     check_scorable(causal_model(ref_model))
     check_finite("ref_model", ref_model.named_parameters())

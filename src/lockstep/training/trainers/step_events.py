@@ -1,6 +1,6 @@
-"""Passes the events of `transformers.Trainer`'s loop on to our trainer.
+"""Passes the events of `transformers.Trainer`'s loop to Lockstep's trainer.
 
-Comes from: `transformers.Trainer`, which calls back. Goes to: `training/trainers/online.py`.
+`transformers.Trainer` calls the callback. The callback calls `training/trainers/online.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lockstep.report.phases import PhaseClock
 
 
 class StepTrainer(Protocol):
-    """A trainer that is told when training begins and steps end."""
+    """The methods of a trainer that the callback calls: when training begins, and when a step ends."""
 
     clock: PhaseClock
 
@@ -23,7 +23,7 @@ class StepTrainer(Protocol):
 
 
 class StepEvents(TrainerCallback):
-    """The callback that does it."""
+    """The callback that passes the events to the trainer."""
 
     def __init__(self, trainer: StepTrainer) -> None:
         self._trainer = trainer
@@ -39,6 +39,6 @@ class StepEvents(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._trainer.end_step():
-            # As after the last step of a run: log, and save a checkpoint.
+            # Log and save a checkpoint, as after the last step of a run.
             control.should_training_stop = control.should_log = True
             control.should_save = args.save_strategy != "no"
