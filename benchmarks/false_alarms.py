@@ -1,13 +1,13 @@
 """Count false alarms: how often a proof stops a clean sync of the real model, or a clean training step, with every proof on.
 
-    make false-alarms       (500 syncs of the 135M model, 500 steps of a tiny one, real vLLM; a quarter of an hour on two cores)
+    make false-alarms       (500 syncs of the 135M model, 500 steps of a tiny model, real vLLM; 15 minutes on two cores)
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --step-models qwen2 qwen3 llama"
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --steps 40 --step-models smollm2-135m-instruct"
 
-Before each sync every weight changes by 1e-3 of its size. After the sync all modules are probed and the canary is scored. The steps
-are those of a `GRPOTrainer` that learns, with a tiny model of the tests (named by its kind) or a real one (named by its name). The
-program prints the alarms, and the largest figure of each proof beside its limit. After the clean steps, the engine reports one
-token's log-prob too low by `--fault` nats, and the program prints what the proofs say of that step.
+Before each sync every weight changes by 1e-3 of its size. After the sync all modules are probed and the canary is scored. A
+`GRPOTrainer` takes the steps, with a tiny model of the tests (given by its kind) or a real model (given by its name). The
+program prints the alarms, and the largest figure of each proof with its limit. After the clean steps, the engine reports one
+token's log-prob too low by `--fault` nats, and the program prints whether a proof stopped that step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# The tiny model is the one that the tests make.
+# The module that makes the tiny model is in tests/.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def clean_syncs(model: str, count: int, dtype: str) -> dict[str, float]:
-    """Push changed weights; after each push probe every module and score the canary."""
+    """Push changed weights. After each push, probe every module and score the canary."""
     from lockstep.errors import ProofError
     from lockstep.parity.canary import score_canary
     from lockstep.parity.gap import over_limits
@@ -100,7 +100,7 @@ def _nudge(model: torch.nn.Module, noise: torch.Tensor, turn: int) -> None:
 
 
 def clean_steps(model: str, count: int, dtype: str, fault: float) -> dict[str, Any]:
-    """Optimizer steps of a model that learns, on real vLLM, and one with a fault. An alarm before that ends the run."""
+    """Train for `count` clean steps on real vLLM, then one step with a fault. An alarm in a clean step ends the run."""
     import datasets
     import tiny
     from transformers import PrinterCallback
@@ -157,7 +157,7 @@ def clean_steps(model: str, count: int, dtype: str, fault: float) -> dict[str, A
 
 
 def _fault_after(engine: Any, step: int, size: float) -> Any:
-    """Lets the engine report one token's log-prob too low, from the generation after a step on."""
+    """Make the engine report one token's log-prob too low in every generation after optimizer step `step`."""
     from transformers import TrainerCallback
 
     real = engine.generate

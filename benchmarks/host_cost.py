@@ -1,11 +1,11 @@
-"""What a step costs beside the model and the engine: microseconds of processor time per sampled token.
+"""Measures the cost of a step without the model and the engine: microseconds of processor time per sampled token.
 
     make host-cost   (four sizes, up to 1,024 completions of 4,096 tokens)
 
-Answers, log-probs and entropies are made up; everything else is what a run calls: answers become completions, are checked, sent to
-another rank, scored, prepared, packed, learned from and written down. The method is GRPO with a reference model and an entropy
-threshold, so that every pass is there: the policy and the reference score each completion once before it is learned from. Its
-model takes no time. Each row leaves out what another row counts.
+Answers, log-probs and entropies are made up. Everything else is the code of a run: it turns answers into completions, checks
+them, sends them to another rank, scores, prepares and packs them, learns from them, and writes receipt and log. The method
+is GRPO with a reference model and an entropy threshold, so that every pass takes place: policy and reference model score each
+completion once before the optimizer step. The model takes no time. Each cost is counted in one row only.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from lockstep.training.step.generation import Preparation
 from lockstep.training.step.update import OptimizerStep, Policy
 
 SIZES = "64x512,256x1024,256x4096,1024x4096"
-# What is no part of the host's cost, and what stands beside another way to do the same.
+# A row that is not part of the host's cost, and a row that is an alternative to the first row of ROWS.
 _LEFT_OUT, _OTHER_WAY = "made up", "answers of vLLM in process"
 ROWS = (
     "answers of a server",
@@ -74,7 +74,7 @@ _GROUP, _PROMPT, _VERSION = 8, 128, 3
 
 
 class Watch:
-    """Seconds by row; while one row runs inside another, only the inner one counts."""
+    """Seconds by row. While one row runs inside another, only the inner row counts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -99,7 +99,7 @@ class Watch:
 
 
 class Tokenizer:
-    """The packaged model's, whose decoding has a row of its own."""
+    """The tokenizer of the packaged model. Its decoding has a separate row."""
 
     def __init__(self, watch: Watch) -> None:
         from transformers import AutoTokenizer
@@ -115,7 +115,7 @@ class Tokenizer:
 
 
 class Answers:
-    """An engine that gives made-up completions; it checks them as a real one does."""
+    """An engine that gives made-up completions; it checks them like a real engine."""
 
     version = _VERSION
 
@@ -128,7 +128,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class MadeUpPolicy(Policy):
-    """A policy that scores in no time, as the engine did."""
+    """A policy that scores in no time. Its log-probs equal those of the engine."""
 
     watch: Watch | None = None
 
@@ -156,7 +156,7 @@ class MadeUpReference:
 
 
 def from_server(request: GenerationRequest, length: int, vocabulary: int, watch: Watch) -> Completion:
-    """A request's made-up completion, from what a server would send."""
+    """A made-up completion for a request, read from the message that a server would send."""
     with watch.row(_LEFT_OUT):
         ids, logps = made_up_tokens(request, length, vocabulary)
         name, span = "request/1", [{"version": "mine", "start": 0, "end": length}]
@@ -175,7 +175,7 @@ def from_server(request: GenerationRequest, length: int, vocabulary: int, watch:
 
 
 def from_vllm(request: GenerationRequest, length: int, vocabulary: int, watch: Watch) -> Completion:
-    """The same, from what vLLM gives in this process."""
+    """The same completion, read from the output of vLLM in this process."""
     from vllm.logprobs import Logprob
 
     with watch.row(_LEFT_OUT):
@@ -262,7 +262,7 @@ def made_up_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def measured(size: str, tokenizer_of: Callable[[Watch], Tokenizer]) -> dict[str, float]:
-    """Microseconds per sampled token, by row; medians of three where a step is short."""
+    """Microseconds per sampled token, by row. If the step is short, the figures are medians of three steps."""
     completions, length = (int(part) for part in size.split("x"))
     found = []
     for _ in range(3 if completions * length < 500_000 else 1):
@@ -276,7 +276,7 @@ def measured(size: str, tokenizer_of: Callable[[Watch], Tokenizer]) -> dict[str,
 
 
 def total(figures: dict[str, float]) -> float:
-    """Of one run: it has a server or vLLM in its own process."""
+    """The sum for one run. A run has either a server or vLLM in its own process; the more expensive one counts."""
     return sum(figures.values()) - min(figures["answers of a server"], figures[_OTHER_WAY])
 
 
@@ -294,7 +294,7 @@ def main() -> None:
     words.add_argument("--json", type=Path, default=Path("runs/bench/host_cost.json"))
     words.add_argument("--plot", type=Path, help="where to draw the table (docs/host_cost.svg)")
     asked = words.parse_args()
-    # What libraries load at their first call is no cost of a step.
+    # This first call loads libraries, which is not part of the cost of a step.
     measured("8x16", Tokenizer)
     figures = {size: measured(size, Tokenizer) for size in asked.sizes.split(",")}
     print(table(figures))

@@ -1,13 +1,14 @@
-"""Forward and backward over packs of up to 32,768 tokens: peak memory, time per token, and the gradients beside a plain reference.
+"""Forward and backward over packs of up to 32,768 tokens: peak memory, time per token, and a comparison with plain gradients.
 
     make long-context                          (one core: about four minutes)
     make long-context ARGS="--longest 8192"    (a look)
 
-Two kinds of packs, each at five sizes: one text without branches, and a prompt with eight completions (1,024 + 8 × 4,096 tokens at
-the largest). A random Llama model in float32 on a CPU, one thread. Every point is a process of its own. Peak memory is the most
-that the process has resident during forward and backward, less what it had before. The arithmetic is counted: 6 operations per
-weight and position (2 forward, 4 backward), and 14 per visible pair and unit of width and layer (2 products forward; 5 backward,
-since scores are computed again). The reference scores each sequence alone, in one row, with PyTorch's plain causal attention.
+Two kinds of packs, each at five sizes: one text without branches, and a prompt with 8 completions (1,024 + 8 × 4,096 tokens at
+the largest). The model is a random Llama in float32 on a CPU, with one thread. Every point runs in a separate process. Peak
+memory is the largest resident memory of the process in forward and backward, minus the resident memory before. The number of
+operations is computed: 6 per weight and position (2 forward, 4 backward), and 14 per visible pair, unit of width and layer
+(2 products forward; 5 backward, because scores are computed again). The reference scores each sequence in a separate row with
+PyTorch's causal attention.
 
 Prints a table and writes `runs/bench/long_context.json` and `.svg`. (docs/speed.md)
 """
@@ -35,7 +36,7 @@ from lockstep.training.forward.tree_attention import adopt_tree_attention
 
 WIDTH, LAYERS, VOCABULARY = 128, 2, 512
 LONGEST, SIZES = 32768, 5
-# Parts of a prompt with eight completions, of 33.
+# A prompt has 1 part of 33; each of its eight completions has 4 parts.
 COMPLETIONS = 8
 KINDS = {"one text": "one text without branches", "branches": "a prompt and 8 completions, 1 : 4 each"}
 COLOURS = {"one text": "#1f6feb", "branches": "#d29922"}
@@ -83,14 +84,14 @@ def new_model() -> LlamaForCausalLM:
 
 
 def sequences(kind: str, size: int) -> list[TrainingSequence]:
-    """`size` is what a text without branches has; a prompt with its completions has 33 for 32 of them."""
+    """`size` is the number of positions of a text without branches. A prompt with completions has 33/32 × `size` positions."""
     draw = torch.Generator().manual_seed(size)
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(1, VOCABULARY, (count,), generator=draw).tolist())
 
     prompt, completion = ids(size // 32), size - size // 32
-    # The last token of a completion takes no position.
+    # The last token of a completion is only a target: it takes no position in the pack.
     lengths = [completion + 1] if kind == "one text" else [size // COMPLETIONS + 1] * COMPLETIONS
     return [
         TrainingSequence(f"{kind}#{i}", prompt, (i + 1, *ids(length - 1)), (0.0,) * length)
@@ -104,10 +105,10 @@ def one_pack(kind: str, size: int) -> Pack:
 
 
 def measured(kind: str, size: int) -> dict[str, Any]:
-    """Peak memory of forward and backward, their seconds, and the operations that they take."""
+    """Peak memory, seconds and number of operations of forward and backward."""
     model, pack = new_model(), one_pack(kind, size)
     adopt_tree_attention(model)
-    # What is made once in a process, gradients among it.
+    # A small pack first, so that the memory that a process allocates once, such as gradients, is not counted.
     (small,) = pack_sequences(sequences(kind, 256), 2 * LONGEST)
     learn(model, small)
     before = resident_bytes()
@@ -133,12 +134,12 @@ def resident_bytes() -> int:
 
 
 def learn(model: LlamaForCausalLM, pack: Pack) -> None:
-    # A loss in which every token has a weight of its own.
+    # A loss in which every token has a different weight.
     (score_pack(model, pack, 1.0, 512).logps * torch.linspace(-1, 1, len(pack.targets))).sum().backward()
 
 
 def compared(kind: str, size: int) -> dict[str, float]:
-    """Relative distance of all gradients together from the reference's."""
+    """Relative distance of all gradients together from the reference gradients."""
     model, plain, pack = new_model(), new_model(), one_pack(kind, size)
     adopt_tree_attention(model)
     learn(model, pack)
@@ -153,7 +154,7 @@ def compared(kind: str, size: int) -> dict[str, float]:
 
 
 def growth(points: Sequence[dict[str, Any]]) -> float:
-    """How much more a token of the longest pack takes than its operations say, from a pack of an eighth of its size."""
+    """Seconds per operation at the longest pack, divided by seconds per operation at a pack of an eighth of its size."""
     first, last = points[-4], points[-1]
     return (last["seconds"] / last["operations"]) / (first["seconds"] / first["operations"])
 
@@ -176,7 +177,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def drawing(points: dict[str, list[dict[str, Any]]]) -> str:
-    """Peak memory and seconds over tokens."""
+    """An SVG plot of peak memory and seconds over tokens."""
     lines = [
         '<svg xmlns="http://www.w3.org/2000/svg" width="760" height="300" font-family="sans-serif" font-size="11">'
     ]

@@ -3,8 +3,8 @@
     make proof-overhead   (recipes/arithmetic.yaml, without its evaluations; about five minutes on two cores)
 
 The recipe runs unchanged, on real vLLM, in this process. Nothing is switched off to make a baseline. Seconds are those of the run
-itself. Two threads make the transport digest during a push; their seconds are added up. Seconds are medians over the steps after
-the first two. Shares are computed from the sums over these steps.
+itself. Two threads compute the transport digest during a push; their seconds are added. Seconds are medians over the steps after
+the first two. Shares are computed from the sums over the same steps.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def measure(steps: int, folder: str) -> list[dict[str, float]]:
 
     with contextlib.ExitStack() as stack:
         stack.callback(trainer.close)
-        # Digests are made in threads of their own while the tensors are sent and loaded.
+        # Separate threads compute the digests while the tensors are sent and loaded.
         stack.enter_context(timed(reading, "tensor_digest", digests))
         stack.enter_context(patch.object(proofs, "push_weights", counted))
         stack.enter_context(timed(ModuleProbe, "measure", probes))
@@ -92,7 +92,7 @@ def measure(steps: int, folder: str) -> list[dict[str, float]]:
 
 @contextlib.contextmanager
 def timed(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
-    """Appends the seconds of every call of `owner.name` to `spent`."""
+    """Append the seconds of every call of `owner.name` to `spent`."""
     real = getattr(owner, name)
 
     def clocked(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def timed(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
 
 
 def shares(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds per step (medians), and shares of the whole step."""
+    """Medians of the seconds per step, and shares of the sync and of the whole step."""
 
     def median(part: Callable[[dict[str, float]], float]) -> float:
         return statistics.median(part(row) for row in rows)

@@ -1,10 +1,10 @@
-"""Follows a prompt from the data set to the loss, and a parameter to the engine: which files does it pass through?
+"""Lists the files that a prompt passes through from the data set to the loss, and a parameter on its way to the engine.
 
     .venv/bin/python scripts/follow.py
 
-Trains a tiny model for one step with vLLM in this process (the transformers engine where vLLM is missing). It notes each file of
-Lockstep in which a function is given the prompt, or something made of it, and hands it on. It does the same for a parameter.
-A reader who follows either by hand opens these files.
+Trains a tiny model for one step with vLLM in this process (or with the transformers engine if vLLM is missing). Records each file
+of Lockstep with a function that receives the prompt, or an object made from it, and passes it on. Does the same for a parameter.
+A reader who follows a prompt or a parameter by hand opens these files.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ sys.path[:0] = [str(ROOT / "tests")]
 
 @contextmanager
 def noting(carries: Callable[[Any], bool], files: list[str]) -> Iterator[None]:
-    """Note the files of Lockstep with a function that is given what `carries` accepts and hands it on.
+    """Record the files of Lockstep with a function that receives an object that `carries` accepts and passes it on.
 
-    A function hands it on where it returns what `carries` accepts, or gives it to a function of another file that does. Checks
-    and metrics, which are given it and return figures, are not on the way.
+    A function passes it on if it returns such an object, or if it calls a function of another file that returns one. Checks and
+    metrics receive such objects and return figures. They are not recorded.
     """
     source = str(ROOT / "src" / "lockstep")
 
@@ -58,7 +58,7 @@ def noting(carries: Callable[[Any], bool], files: list[str]) -> Iterator[None]:
 
 
 def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
-    """Files that a prompt passes through, and those that a parameter passes through."""
+    """The files that a prompt passes through, and the files that a parameter passes through."""
     import datasets
     import torch
     from tiny import save_model
@@ -84,7 +84,7 @@ def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
         if isinstance(value, dict) and value:
             value = next(iter(value.values()))
         if isinstance(value, torch.Tensor):
-            # The loss.
+            # Among tensors, only the loss counts.
             return value.requires_grad
         return isinstance(value, (*made_of_prompts, datasets.Dataset))
 
@@ -126,7 +126,7 @@ def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
 
 
 def main() -> int:
-    """Print both ways."""
+    """Print both lists of files."""
     from lockstep.engines.vllm_inprocess import vllm_installed
 
     prompts, parameters = follow(vllm_installed())

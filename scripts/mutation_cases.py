@@ -1,7 +1,7 @@
-"""What `scripts/mutations.py` breaks: one place of the source at a time, and the tests that must fail for it.
+"""The faults of `scripts/mutations.py`: each one breaks one place of the source, and names the tests that must then fail.
 
-A case names a line that says what it says for a reason. Where the source moves on, the case moves with it: a text that is not found
-exactly once is an error. The tests are those of the smallest scope that can see the fault; none needs vLLM.
+A case names a line whose exact form matters. If the line changes, the case must change: the text of a case must be in the file
+exactly once. The tests of a case have the smallest scope that can catch the fault. They do not need vLLM.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ class Mutation(NamedTuple):
     """One fault.
 
     Attributes:
-        about: what it breaks.
-        file: below `src/lockstep`.
+        about: the behaviour that the fault breaks.
+        file: path below `src/lockstep`.
         old, new: the text to replace, and its replacement.
         tests: arguments of pytest, separated by spaces; at least one test must fail.
     """

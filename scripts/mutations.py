@@ -1,11 +1,11 @@
-"""Break the source in one place at a time, and see that the tests that are named for it fail. `make mutations`
+"""Break the source in one place at a time, and check that the tests of that place fail. `make mutations`
 
-Nothing is changed in the working tree: each fault is put into a copy of `src/`, which the tests import in its place. First every
-test that is named must pass without a fault. Exit code 1: a fault went unnoticed, or a case no longer fits the source or its tests.
+The working tree is not changed: each fault goes into a copy of `src/`, and the tests import the copy. First, every test of every
+case must pass without a fault. Exit code 1: no test caught a fault, or a case no longer fits the source or its tests.
 
-    --only WORD   cases whose file or description holds it
-    --jobs N      how many at a time (2)
-    --fit         run nothing; only see that each case still fits the source (`make lint` does)
+    --only WORD   run only the cases whose file or description contains WORD
+    --jobs N      number of cases that run at the same time (2)
+    --fit         run nothing; only check that each case still fits the source (`make lint` does)
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 from mutation_cases import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[1]
-# Seconds for the tests of one case; a fault may make a test wait for ever.
+# Time limit in seconds for the tests of one case. A fault may make a test hang.
 LIMIT = 900
-# Exit codes of pytest. Any other one, of a test that cannot be imported, say, is no proof that a test sees the fault.
+# Exit codes of pytest. Any other code (a test cannot be imported, for example) does not prove that a test caught the fault.
 PASSED, FAILED = 0, 1
 STRANGE = 99
 
 
 def mutated(mutation: Mutation) -> str:
-    """The file with the fault in it.
+    """The text of the file with the fault.
 
     Raises:
         ValueError: the text to replace is not in the file exactly once.
@@ -44,7 +44,7 @@ def mutated(mutation: Mutation) -> str:
 
 
 def misfits(cases: list[Mutation]) -> list[str]:
-    """What is wrong with the cases that no longer fit the source or the tests, one line each."""
+    """One line per case that no longer fits the source or the tests, with the reason."""
     wrong = []
     for case in cases:
         try:
@@ -57,7 +57,7 @@ def misfits(cases: list[Mutation]) -> list[str]:
 
 
 def copy_of_source(folder: Path, mutation: Mutation | None = None) -> Path:
-    """A copy of `src/` with the fault in it.
+    """Make a copy of `src/`, with the fault if there is one.
 
     Raises:
         ValueError: as `mutated`.
@@ -70,10 +70,10 @@ def copy_of_source(folder: Path, mutation: Mutation | None = None) -> Path:
 
 
 def run_tests(source: Path, tests: list[str], log: Path) -> int:
-    """Exit code of pytest on tests with a copy of the source, in a fork of this process, which has imported the libraries.
+    """Run tests on a copy of the source, in a fork of this process, which has already imported the libraries.
 
     Returns:
-        `STRANGE` where something else than the copy was imported, or the time limit ended the tests.
+        The exit code of pytest; `STRANGE` if the tests did not import the copy, or if the time limit ended them.
     """
     child = os.fork()
     if not child:
@@ -101,7 +101,7 @@ def run_tests(source: Path, tests: list[str], log: Path) -> int:
 
 
 def tried(mutation: Mutation) -> tuple[str, float]:
-    """What became of a fault: "caught", "SURVIVED", or why neither can be said; and the seconds that it took."""
+    """The verdict on a fault ("caught", "SURVIVED", or the reason why there is none), and the seconds of its tests."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lockstep-mutation-") as folder:
         source = copy_of_source(Path(folder), mutation)
@@ -113,7 +113,7 @@ def tried(mutation: Mutation) -> tuple[str, float]:
 
 
 def check_unbroken(cases: list[Mutation]) -> None:
-    """Stop where a test that is named fails without any fault."""
+    """Exit if a test of a case fails without a fault."""
     tests = sorted({test for case in cases for test in case.tests.split()})
     with tempfile.TemporaryDirectory(prefix="lockstep-mutation-") as folder:
         log = Path(folder) / "log"
@@ -122,7 +122,7 @@ def check_unbroken(cases: list[Mutation]) -> None:
 
 
 def import_libraries() -> None:
-    """What every test process would import by itself, once."""
+    """Import once the libraries that every test process needs."""
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
     import accelerate  # noqa: F401
     import datasets  # noqa: F401

@@ -12,7 +12,7 @@ from pathlib import Path
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TQDM_DISABLE", "1")
-# One thread in every process: the tensors are small, and a result must not depend on the cores that are free.
+# One thread per process: the tensors are small, and a result must not depend on the number of free cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
@@ -39,7 +39,7 @@ needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not instal
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_collections() -> None:
-    """Each run of a trainer ends by collecting garbage. Without this it looks at all that was imported, for up to a second."""
+    """A trainer collects garbage at the end of each run. Without this fixture it scans all imported objects (up to 1 s)."""
     gc.collect()
     gc.freeze()
 
@@ -72,14 +72,14 @@ def talkative_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def hf_engine(untied_dir: str) -> Engine:
-    """The transformers engine with the untied tiny model. It is deterministic to the bit; tests push the weights that they want."""
+    """The transformers engine with the untied tiny model. It is deterministic to the bit; tests push their own weights."""
     return start("transformers", untied_dir)
 
 
 @pytest.fixture(scope="session")
 def server(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real vLLM server with the untied tiny model; tests leave it running."""
-    # A plugin of pytest's, to be imported by pytest first.
+    # `schedule` is a plugin of pytest, so pytest must import it first.
     from schedule import check_served
 
     check_served(os.environ["PYTEST_CURRENT_TEST"])
@@ -94,7 +94,7 @@ VLLM = [pytest.mark.vllm, needs_vllm]
     scope="session", params=["transformers", pytest.param("vllm", marks=VLLM), pytest.param("server", marks=VLLM)]
 )
 def engine(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
-    """Each kind of engine, with the untied tiny model; tests push the weights that they want."""
+    """Every kind of engine, with the untied tiny model; tests push the weights that they want."""
     if request.param == "server":
         started: Engine = connect(request.getfixturevalue("server").url)
     else:
@@ -105,7 +105,7 @@ def engine(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model with biases whose head is its embedding."""
+    """A model with biases. Its head is tied to its embedding."""
     return str(save_model(tmp_path_factory.mktemp("models") / "shared", tied=True))
 
 
@@ -119,7 +119,7 @@ STAGES = [
 
 @pytest.fixture(scope="module", params=STAGES)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A trainer with an engine of each kind, as `lockstep verify` makes them; tests must restore the weights."""
+    """A trainer with an engine, made like `lockstep verify` makes them, per kind of engine; tests must restore the weights."""
     engine, kind = request.param.split("-")
     model = request.getfixturevalue(f"{kind}_dir")
     with stage_on(model, tmp_path_factory.mktemp("stage"), use_vllm=engine == "vllm", bf16=False) as made:

@@ -1,4 +1,4 @@
-"""How many examples a property is tried on: few and always the same in CI, many and others each time by hand.
+"""Sets the number of Hypothesis examples per property. CI uses few and the same every time; `thorough` uses many new ones.
 
 `HYPOTHESIS_PROFILE=thorough make test ARGS="tests/training/test_packing.py"`
 """
@@ -17,21 +17,21 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.register_profile("ci", max_examples=50, derandomize=True, database=None, deadline=None)
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile(PROFILE)
-# Times as many examples in the thorough profile.
+# The thorough profile uses this many times more examples.
 _THOROUGH = 40
 
 
 def draws(examples: int, **more: Any) -> settings:
-    """Settings for a property whose examples are dear, or that needs many: so many in CI."""
+    """Settings for a property with `examples` examples in CI: fewer if they are expensive, more if the property needs them."""
     return settings(max_examples=examples * (_THOROUGH if PROFILE == "thorough" else 1), **more)
 
 
 def hold(name: str, examples: int, check: Callable[..., None], **drawn: SearchStrategy[Any]) -> None:
-    """Check a property on examples that are another case's own: all cases of one test would draw the same in CI.
+    """Check a property on examples that depend on the name of the case. Otherwise all cases of a test draw the same ones in CI.
 
     Args:
-        name: the case's.
-        check: called with the arguments that are drawn.
+        name: the name of the case.
+        check: called with the drawn arguments.
     """
     few = draws(examples, suppress_health_check=list(HealthCheck))
     tried = few(given(**drawn)(check))

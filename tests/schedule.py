@@ -1,8 +1,8 @@
-"""Which worker runs which file, and when: files that share a server together, and the longest first.
+"""Decides which worker runs which test file, and in which order: files that share a server go together, and the longest go first.
 
-Each worker has session fixtures of its own. The files in `SERVED` all go to one worker, so that their server is started once.
-With two workers, a long file that begins last keeps one of them busy while the other has nothing left. `seconds.json` holds what
-each file took; `pytest --keep-seconds` writes it anew. The order needs no exact figures.
+Each worker has its own session fixtures. All files in `SERVED` go to one worker, so that their server is started once. If a long
+file began last, one worker would run it while the other worker is idle. `seconds.json` holds the seconds of each file;
+`pytest --keep-seconds` writes it again. The order does not need exact figures.
 Used by: `conftest.py`, as a plugin of pytest.
 """
 
@@ -17,7 +17,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 KEPT = Path(__file__).parent / "seconds.json"
-# Seconds of a test in a file that was never measured.
+# Assumed seconds per test in a file that was never measured.
 UNKNOWN = 0.2
 # Files whose tests use the session's server.
 SERVED = {
@@ -53,7 +53,7 @@ def file_of(nodeid: str) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first; tests of a file keep their order."""
+    """Put the longest share first. The tests of a file keep their order."""
     kept = json.loads(KEPT.read_text())
     tests = Counter(file_of(item.nodeid) for item in items)
     files = {name: kept.get(name, UNKNOWN * count) for name, count in tests.items()}
@@ -69,12 +69,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def share_of(name: str) -> str:
-    """What a worker is given at a time: a file, or all files that share the server."""
+    """The share of a file. A share is the unit of work of a worker: one file, or all files that use the server."""
     return "server" if name in SERVED else name
 
 
 class Shares(LoadFileScheduling):
-    """Hands out shares in the order in which they were collected."""
+    """Gives shares to workers in the order in which pytest collected them."""
 
     def _split_scope(self, nodeid: str) -> str:
         return share_of(file_of(nodeid))
@@ -86,10 +86,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
 
 
 def check_served(current: str) -> None:
-    """Fail where a file that is not in `SERVED` would start a server of its own.
+    """Fail if a file that is not in `SERVED` would start its own server.
 
     Args:
-        current: the test that runs, as pytest names it.
+        current: the running test, in pytest's notation.
     """
     name = file_of(current)
     assert name in SERVED, (
@@ -98,7 +98,7 @@ def check_served(current: str) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Seconds that tests took, all workers together: those of each folder, and with `--keep-seconds` those of each file on disk."""
+    """Print the seconds of each folder, summed over workers. With `--keep-seconds`, write the seconds of each file too."""
     files: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():
         for report in reports:

@@ -1,4 +1,4 @@
-"""Scores groups in one call, for tests of what reward functions see and give."""
+"""Scores groups in one call, for tests of the inputs and outputs of reward functions."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def score_groups(
     timeout: float = 600.0,
     log: RewardLog | None = None,
 ) -> list[RolloutGroup]:
-    """The groups with the rewards of a `RewardScorer`."""
+    """The groups, with the rewards of a `RewardScorer`."""
     scorer = RewardScorer(functions, weights, timeout)
     return scorer.finish(scorer.score(groups, trainer_state, log or RewardLog()))

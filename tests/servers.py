@@ -51,7 +51,7 @@ class Server:
         os.kill(pid, sign)
 
     def restart(self, limit: float = _START_LIMIT) -> None:
-        """Kill the server, and wait until its supervisor has another one ready."""
+        """Kill the server, and wait until its supervisor has started another server."""
         before, deadline = self.processes["api"], time.monotonic() + limit
         os.kill(before, signal.SIGKILL)
         while self.processes.get("api", before) == before:
@@ -64,7 +64,7 @@ class Server:
         return self._count("vllm:generation_tokens_total")
 
     def waiting_requests(self) -> float:
-        """The number of requests that the server has received and not begun, by its own count."""
+        """The number of requests that the server has received but not started, by its own count."""
         return self._count("vllm:num_requests_waiting{")
 
     def _count(self, name: str) -> float:
@@ -103,7 +103,7 @@ def free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on this port; connections that an earlier server has closed do not matter."""
+    """Whether a server could listen on this port; closed connections of an earlier server do not matter."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -123,7 +123,7 @@ def serve(
     port: int | None = None,
     key: str | None = KEY,
 ) -> Iterator[Server]:
-    """A healthy server for a model, by default on a free port. Without a key the server makes its own."""
+    """A healthy server for a model, by default on a free port. If `key` is None, the server makes its own key."""
     port = port or free_port()
     log = folder / f"server-{port}.log"
     command = [sys.executable, "-m", "lockstep.cli.main", "serve", model, "--port", str(port), "--dtype", dtype]
@@ -155,7 +155,7 @@ def serve(
 
 
 def connect(*urls: str, timeout: float = 120.0, transport: str = "auto", key: str = KEY) -> VLLMServer:
-    """A server engine on running servers."""
+    """A server engine that is connected to running servers."""
     return VLLMServer(
         urls,
         [key] * len(urls),

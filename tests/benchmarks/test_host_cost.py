@@ -1,4 +1,4 @@
-"""The host's cost per token: what is counted where, and what the table and the plot say of it."""
+"""The host's cost per token: which row counts which work, and the content of the table and the plot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_row_leaves_out_what_a_row_inside_it_counts(monkeypatch: pytest.Monkey
 
 def test_a_run_gets_its_answers_in_one_way_and_the_dearer_one_is_in_the_sum() -> None:
     every = sum(range(1, len(ROWS) + 1))
-    # The server's answers are the first row, vLLM's in process the second, and here dearer.
+    # The first row is the answers of a server, the second the answers of vLLM in process. Here the second is more expensive.
     assert total(FIGURES["a"]) == every - 1
     assert f"**{every - 1:.2f}** | **{2 * (every - 1):.2f}**" in table(FIGURES).splitlines()[-1]
 

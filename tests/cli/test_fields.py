@@ -1,4 +1,4 @@
-"""What the command line knows of its fields without torch: it is what the classes say, and every early answer comes at once."""
+"""The fields of the command line without torch: they equal the fields of the classes, and early answers import nothing heavy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.cli.main import main
 from lockstep.parity.receipt import Receipt
 from lockstep.training.config.trl_fields import ONE_VALUE, UNSUPPORTED
 
-# Runs command lines in one process, and says after each what it has imported.
+# Runs command lines in one process, and prints after each command line which modules it has imported.
 PROBE = """
 import contextlib, io, json, sys
 from lockstep.cli.main import main
@@ -108,5 +108,5 @@ def test_help_names_each_common_field_once_and_nothing_that_is_refused(
     assert sorted(common) == sorted({"config", "dry_run", *(COMMON & known.keys())})
     assert sorted(every) == sorted({"config", "dry_run", *(known.keys() - ONE_VALUE.keys() - UNSUPPORTED.keys())})
     assert len(common) < 45
-    # Those that are the command's own come first.
+    # The fields that only this command has come first.
     assert common[2] == ("model" if command == "verify" else "model_name_or_path")

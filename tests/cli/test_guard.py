@@ -1,4 +1,4 @@
-"""A training command that is ended from within never says that all is well; signals reach it once, and it dies with its parent."""
+"""A training command whose process ends early never exits with code 0. Signals reach it once. It dies with its parent."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_signal_to_the_command_or_to_its_group_reaches_the_run_once(name: str,
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     (os.kill if to == "parent" else os.killpg)(process.pid, getattr(signal, name))
-    # Its number is larger: the parent passes it on when it is through with the other one.
+    # The number of SIGTERM is larger than that of the first signal, so the parent handles SIGTERM after it.
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert output == "1\n"
@@ -82,7 +82,7 @@ def test_a_command_that_is_killed_takes_its_run_with_it() -> None:
     child = int(process.stdout.readline())
     assert child != process.pid
     process.kill()
-    # The pipe ends when nobody holds it any more.
+    # The read ends when no process holds the pipe open.
     assert process.stdout.read() == ""
     process.wait(timeout=60)
 

@@ -1,4 +1,4 @@
-"""What native code and libraries write to standard error goes to the run's file; Python's own words stay where they were."""
+"""Native code and libraries write to the run's file instead of standard error. Text from Python code stays on the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that goes on: with less memory, for longer, and after a signal. In process, on the transformers engine."""
+"""A run that is resumed: with less memory, for more steps, and after a signal. In process, on the transformers engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def run(home: Path, model: str, name: str, **fields: Any) -> int:
-    """`lockstep grpo`; the exit code. Without an evaluation, the reward's first call is the rehearsal's."""
+    """Run `lockstep grpo`; returns the exit code. Without an evaluation, the rehearsal makes the first call of the reward."""
     content = {
         "model_name_or_path": model,
         "dataset_name": str(home / "data.jsonl"),
@@ -99,7 +99,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     ("fields", "call", "stop"),
     [
         ({}, 3, "after step 2, with a checkpoint"),
-        # The second call of the reward is the first generation's; its second step is still to come.
+        # The first generation makes the second call of the reward. The second step of this generation has not run yet.
         ({"num_iterations": 2}, 2, "after step 2, where its generation ends, with a checkpoint"),
     ],
     ids=["a step a generation", "two steps a generation"],
@@ -137,7 +137,7 @@ def test_a_signal_stops_after_the_step_under_way_whatever_the_intervals_and_the_
         ({"save_strategy": "no"}, "3", "stopped after step 2; there is no checkpoint, so the same command starts anew"),
         ({}, "2 2", "stopped at once; there is no checkpoint, so the same command starts anew"),
         ({}, "4 4", "stopped at once; the same command goes on from checkpoint-2"),
-        # In the evaluation before training there is no step to finish.
+        # During the evaluation before training, there is no step that the run could finish.
         ({"eval_size": 4}, "2", "stopped at once; there is no checkpoint, so the same command starts anew"),
     ],
     ids=["nothing is saved", "twice before a checkpoint", "twice after a checkpoint", "before training"],

@@ -1,4 +1,4 @@
-"""Files, headings and make targets that the docs and docstrings name exist."""
+"""The docs and docstrings name only files, headings and make targets that exist."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 PROGRAMS = sorted(
     path for folder in ("src", "tests", "benchmarks", "examples", "scripts") for path in (ROOT / folder).rglob("*.py")
 )
-# The folders that a path in prose may begin at.
+# A path in prose is relative to one of these folders.
 BASES = (ROOT, ROOT / "src" / "lockstep", ROOT / "src" / "lockstep" / "training", ROOT / "docs")
 # A folder and a file, as in `sync/push.py`; a star stands for any name.
 FILE = re.compile(r"(?<![\w./$~-])((?:\.\./)?(?:[\w-]+/)+[\w*.-]+\.(?:py|md|yaml|sh|svg))\b")
 
 
 def missing(path: str, page: Path) -> bool:
-    # What a run writes is there only after the run.
+    # The files of a run exist only after the run.
     if path.startswith("runs/"):
         return False
     return not any(list(base.glob(path)) for base in (*BASES, page.parent) if ".." not in path or base == page.parent)
@@ -58,7 +58,7 @@ def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_every_file_that_a_docstring_or_comment_names_exists() -> None:
-    # In code a path may be made up; in backticks or beside "docs/" it is a claim.
+    # Code may contain invented paths. A path in backticks, or one that starts with "docs/", must exist.
     claimed = re.compile(r"`([\w-]+(?:/[\w-]+)*/[\w*-]+\.py)`|\b(docs/[\w-]+\.md)\b")
     wrong = {
         f"{program.relative_to(ROOT)}: {path}"

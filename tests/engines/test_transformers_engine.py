@@ -1,4 +1,4 @@
-"""What the transformers engine does beside the contract that every engine keeps."""
+"""The behaviour of the transformers engine that is not part of the contract of all engines."""
 
 from __future__ import annotations
 

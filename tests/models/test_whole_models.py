@@ -1,4 +1,4 @@
-"""A model directory that is damaged is refused by the names of its tensors; one that is merely saved in another way is taken."""
+"""A damaged model directory is refused, with the names of its tensors. A model that is saved in another valid way is accepted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def rewritten(folder: Path, change: Callable[[Tensors], object]) -> str:
-    """The directory, with its tensors changed by `change`."""
+    """Change the tensors in a model directory with `change`; returns the directory."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -62,7 +62,7 @@ def test_a_policy_whose_files_do_not_hold_its_tensors_is_refused_by_their_names(
 
 def test_a_missing_output_head_is_refused_where_it_is_not_tied(tmp_path: Path) -> None:
     tied, untied = save_model(tmp_path / "tied", tied=True), save_model(tmp_path / "untied")
-    # A tied model's files hold the embedding alone.
+    # The files of a tied model hold the embedding, and no head.
     assert "lm_head.weight" not in load_file(tied / "model.safetensors")
     load_policy(str(tied))
     with pytest.raises(InputError, match=r"lack lm_head\.weight"):

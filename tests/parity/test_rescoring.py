@@ -1,4 +1,4 @@
-"""Log-probs by the plain way: those of the model's own forward, in a bounded amount of memory."""
+"""Rescoring gives the log-probs of the model's own forward, in a bounded amount of memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FAMILIES = [
 
 
 class Largest(TorchDispatchMode):
-    """Records the size of the largest tensor that any operation gives."""
+    """Records the size in bytes of the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A bound of nineteen rows of logits, which no length here is a multiple of."""
+    """A bound of nineteen rows of logits. No length in these tests is a multiple of nineteen."""
     bound = 19 * VOCABULARY * 4
     monkeypatch.setattr(rescoring, "LOGITS_BYTES", bound)
     return bound
@@ -68,7 +68,7 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    # Narrow, so that no other tensor is as large as a few rows of logits.
+    # A narrow model, so that no other tensor is as large as a few rows of logits.
     return make_model(hidden_size=16, intermediate_size=16, head_dim=8)
 
 

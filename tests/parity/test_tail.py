@@ -1,4 +1,4 @@
-"""The limit on the largest gap follows from the dtypes, the number of tokens, and the run's own tail."""
+"""The limit on the largest gap depends on the dtypes, the number of tokens, and the tail of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SINGLE = tolerance(torch.float32, torch.float32)
 
 
 def drawn(scale: float, tokens: int, seed: int) -> GapStats:
-    """Gaps whose size is exponential, as measured in bf16 (`make false-alarms`), with either sign."""
+    """Gaps of both signs. Their size has an exponential distribution, as measured in bf16 (`make false-alarms`)."""
     draw = torch.Generator().manual_seed(seed)
     size = -scale * torch.rand(tokens, generator=draw, dtype=torch.double).log()
     sign = 1 - 2.0 * torch.randint(2, (tokens,), generator=draw)
@@ -36,7 +36,7 @@ def test_the_largest_gap_may_grow_with_the_logarithm_of_the_tokens(limit: object
 
 @pytest.mark.parametrize("scale", [0.02, 0.04, 0.1])
 def test_clean_steps_of_any_size_pass_from_the_first_on(scale: float) -> None:
-    """0.1 is the widest tail that was measured: the model's mean is lower there than that of an
+    """0.1 is the widest measured tail. At this scale, the mean of a real model is lower than the mean of an
     exponential distribution."""
     tail = GapTail(HALF)
     for seed, tokens in enumerate([8, 100, 100, 500, 500, 2_000, 200_000, 500, 8]):
@@ -61,7 +61,7 @@ def test_a_run_never_widens_the_limit_of_its_dtypes() -> None:
 
 
 def test_tokens_that_the_model_is_sure_of_do_not_narrow_the_limit() -> None:
-    """A policy that has become sure has gaps of nearly zero, with the same tail on the few other tokens."""
+    """A policy with low entropy has gaps of nearly zero on most tokens, and the same tail on the few other tokens."""
     mixed, plain = GapTail(HALF), GapTail(HALF)
     for seed in range(20):
         step = drawn(0.04, 500, seed)

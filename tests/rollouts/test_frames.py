@@ -1,4 +1,4 @@
-"""What one rank sends is what another gets, to the last bit; bytes that are not whole and well-formed are refused."""
+"""A rank receives exactly the bits that another rank sent. Incomplete or malformed bytes are refused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lockstep.errors import LockstepError
 from lockstep.rollouts.frames import decode, encode
 
 DTYPES = st.sampled_from([np.int64, np.float32, np.float64, np.bool_])
-# NaNs with their bits, infinities, −0, and denormals among them.
+# The arrays include NaNs with any bits, infinities, −0, and denormals.
 ARRAYS = DTYPES.flatmap(lambda dtype: drawn.arrays(dtype, drawn.array_shapes(min_dims=1, max_dims=2, min_side=0)))
-# Keys that look like what stands for an array.
+# Keys that look like the mark of an encoded array.
 NAMES = st.sampled_from(["array", "array'", "array''", "value", "tag", "", "\u2028"])
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | NAMES
 VALUES = st.recursive(

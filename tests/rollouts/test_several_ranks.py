@@ -1,4 +1,4 @@
-"""Three ranks in processes of their own: arrays arrive whole, what is the same for all is encoded once, nobody waits in vain."""
+"""Three ranks in separate processes: arrays arrive complete, a value for all ranks is encoded once, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def play(rank: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank has found."""
+    """The results of each rank."""
     folder = tmp_path_factory.mktemp("ranks")
     processes.spawn(play, args=(str(folder),), nprocs=COUNT)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(COUNT)]

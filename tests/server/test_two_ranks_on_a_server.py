@@ -1,4 +1,4 @@
-"""Two ranks that train with one real server, and what goes wrong on one of them."""
+"""Two ranks train with one real server. Some tests cause a fault on one of the ranks."""
 
 from __future__ import annotations
 

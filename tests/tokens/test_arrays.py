@@ -1,4 +1,4 @@
-"""What each token has is an array that keeps what it was given, exactly, and that nobody can change."""
+"""The values per token are read-only arrays. They keep the given values exactly."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_who_gave_an_array_cannot_change_it_afterwards() -> None:
     made = completion(token_ids=given_ids)
     given_ids[0] = 99
     assert made.token_ids.tolist() == [5, 6, 7]
-    # What is read-only already is not copied again.
+    # An array that is already read-only is not copied.
     assert completion(token_ids=made.token_ids).token_ids is made.token_ids
 
 

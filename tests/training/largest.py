@@ -1,4 +1,4 @@
-"""How large the largest tensor is that a piece of code makes."""
+"""Measures the size of the largest tensor that a piece of code makes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.training.forward import block_attention
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any result of an operation has, views included."""
+    """Records the largest number of elements of any result of an operation, views included."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A subclass with a hook of TRL's that nothing here calls is refused when it is made."""
+"""A subclass that overrides a TRL hook which Lockstep never calls is refused when its trainer is constructed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.training.loop import TrainingLoop
 from lockstep.training.trainers.foreign_hooks import HOOKS
 from lockstep.training.trainers.online import OnlineTrainer
 
-# What a subclass may override, of what TRL's trainers define: it is called here too.
+# Methods of TRL's trainers that a subclass may override, because Lockstep calls them too.
 _CALLED = {
     "__init__",
     "training_step",
@@ -51,7 +51,7 @@ def test_what_is_said_to_do_the_same_is_there_to_be_overridden() -> None:
 
 
 def test_no_run_calls_a_hook_that_is_refused(untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Some are names of ours too, for something else.
+    # Lockstep uses some of these names too, with another meaning.
     for hook in set(HOOKS) - set(vars(OnlineTrainer)):
         monkeypatch.setattr(OnlineTrainer, hook, never, raising=False)
     fields = {**FIELDS["GRPO"], "max_steps": 2, "save_strategy": "steps", "save_steps": 1, "beta": 0.1}

@@ -1,4 +1,4 @@
-"""Weights with too few digits for the learning rate: the share that a step can move is right, and a run without any is refused."""
+"""Weights with too few bits for the learning rate: the share of weights that a step can move is right, and 0 is refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_bf16_weights_that_mostly_stand_still_are_said_with_their_share_and_the_
 ) -> None:
     # Weights as small as those of a pretrained model.
     model = str(save_model(tmp_path / "model", scale=0.02))
-    # The engine holds another model, which is found after what is to be said here.
+    # The engine holds another model. The handshake finds this after the message of this test.
     with pytest.raises(ProofError, match="handshake"):
         make("GRPO", model, tmp_path, hf_engine, IN_BF16)
     said = capsys.readouterr().out
@@ -64,9 +64,9 @@ def test_a_run_of_which_hardly_a_weight_can_move_is_refused(untied_dir: str, tmp
     [
         ({"model_init_kwargs": None}, {}),
         ({"learning_rate": 1e-2}, {}),
-        # At its word: whoever asks for no step wants none.
+        # A learning rate of 0 is accepted: the user asks for no change.
         ({"learning_rate": 0.0}, {}),
-        # Its steps have no bound by the learning rate.
+        # The learning rate does not bound the steps of SGD.
         ({"optim": "sgd"}, {}),
         # The adapter's own weights are fp32.
         ({}, {"peft_config": lora()}),

@@ -1,4 +1,4 @@
-"""Wherever a user asks for checkpoints and logs, a checkpoint falls where the run can be resumed to the bit."""
+"""For all settings of checkpoints and logs, a checkpoint is saved only after a step from which the run resumes to the bit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def steps_saved(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("fields", "saved", "logged"),
     [
-        # A share of the run: every 3 steps, inside a generation of 2.
+        # `save_steps` is a share of the run: every 3 steps. Step 3 is inside a generation of 2 steps.
         ({"num_iterations": 2, "save_steps": 0.5}, [4, 6], [1, 2, 3, 4, 5, 6]),
         ({"num_iterations": 2, "save_steps": 3, "logging_steps": 0.5}, [4, 6], [3, 4, 6]),
-        # The sums of a log are not in a checkpoint.
+        # A checkpoint does not hold the sums of the next log.
         ({"save_steps": 2, "logging_steps": 5}, [2, 4, 6], [2, 4, 5, 6]),
     ],
     ids=str,

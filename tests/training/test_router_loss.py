@@ -1,4 +1,4 @@
-"""A mixture of experts does not lose its routers' auxiliary loss without a word."""
+"""A mixture of experts never loses the auxiliary loss of its routers without an error message."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`lockstep COMMAND …`: finds the command, and turns every expected error into one line and an exit code.
+"""`lockstep COMMAND …`: finds and runs the command, and turns every expected error into one line and an exit code.
 
-0 done, 1 the run failed or a proof did, 2 bad input, 130 interrupted (SIGINT), 143 terminated (SIGTERM).
+Exit codes: 0 done, 1 the run or a proof failed, 2 bad input, 130 interrupted (SIGINT), 143 terminated (SIGTERM).
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ lockstep --help lists the commands, lockstep grpo --help the fields of one.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line, by default this process's own; returns the exit code."""
-    # Read when libraries are imported: other programs' progress bars would bury the run's lines.
+    """Run a command line, by default the one of this process; returns the exit code."""
+    # Libraries read these variables at import. Their progress bars would hide the run's own lines.
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # PEFT imports it where it is installed; on a CPU with AVX-512 it then warns of inference kernels that no hub gave it.
+    # PEFT imports bitsandbytes if it is installed. On a CPU with AVX-512 it then warns about missing inference kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     words = sys.argv[1:] if argv is None else argv
     if not words:
@@ -106,7 +106,7 @@ def _guarded(command: Callable[[], int]) -> int:
         print("lockstep: stopped at once", file=sys.stderr)
         return 130
     except InputError as error:
-        # Other libraries' messages may have several lines.
+        # Messages of other libraries may have several lines.
         print(f"lockstep: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except LockstepError as error:

@@ -26,7 +26,7 @@ def run(words: list[str]) -> int:
     """Serve until interrupted.
 
     Raises:
-        InputError: bad arguments, an address that is open to others without a key of the user's, a port that is taken.
+        InputError: bad arguments; an address that other machines can reach, without a key from the user; a port that is in use.
         LockstepError: the server could not be started.
     """
     arguments, rest = _parser().parse_known_args(words)
@@ -67,7 +67,7 @@ def run(words: list[str]) -> int:
         return 0
     check_port(options.host, options.port)
     if file is not None:
-        # Not before: the file may be that of a server which is running.
+        # The key is written only after `check_port`: before it, the file may belong to a running server.
         write_key(file, key)
     said = False
 
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _key(arguments: argparse.Namespace) -> tuple[str, Path | None]:
-    """The key, and the file that it is to be written to where it was made now."""
+    """The key, and the file for it. The file is None if the key was not made now."""
     from lockstep.engines.server_calls import is_local
     from lockstep.server.keys import (
         KEY_VARIABLE,

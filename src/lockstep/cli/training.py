@@ -1,4 +1,4 @@
-"""`lockstep grpo` and the other training commands: a config and data become a run, with a summary and a report at its end."""
+"""`lockstep grpo` and the other training commands: train from a config and data, and write a summary and a report at the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train(command: str, words: list[str]) -> int:
         words: the rest of the command line.
 
     Raises:
-        LockstepError: as `lockstep.training.run.run_method`; bad input before anything is started; something ended the program.
+        LockstepError: as `lockstep.training.run.run_method`; bad input, before anything is started; a SystemExit inside the run.
     """
     given = read(words, command)
     about = said_of(given, AdaptedRunArguments)
@@ -82,7 +82,7 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict
     named = [resolve_model(name) if names_model(name) else load_reward(name) for name in arguments.reward_funcs or ()]
     with busy(f"loading the data {arguments.dataset_name}"):
         data = data_of(arguments)
-    # A reward model of Online DPO's own stands instead of the data's.
+    # Online DPO's `reward_model_path` replaces the data's own reward functions.
     by_config = getattr(config, "reward_model_path", None) is not None
     rewards = named or ([] if by_config else list(data.rewards))
     if not rewards and not by_config:
@@ -112,7 +112,7 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict
 
 
 def _leave_ranks() -> None:
-    """Take leave of the other ranks. Threads that still serve them when the process ends can abort it."""
+    """Destroy the process group. Its threads can abort the process if they still run when the process ends."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

@@ -1,4 +1,4 @@
-"""`lockstep verify`: the proofs on one's own model, engine and settings; their self-test; receipts explained."""
+"""`lockstep verify`: runs the proofs on the user's model, engine and settings; runs their self-test; explains receipts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lockstep.verify.sizes import SIZES
 
 @dataclass
 class VerifyArguments(AdaptedRunArguments):
-    """What to verify, and how."""
+    """The arguments of `lockstep verify`."""
 
     model: str | None = field(default=None, metadata={"help": "Name, directory or hub id; as model_name_or_path."})
     engine: str | None = field(
@@ -42,12 +42,12 @@ class VerifyArguments(AdaptedRunArguments):
 
 
 def run(words: list[str]) -> int:
-    """Run the command; returns 0 if every proof passes (every fault is caught), 1 if one does not.
+    """Run the command. Returns 0 if every proof passes (in the self-test: if every fault is caught), else 1.
 
     Raises:
         InputError: the proofs could not be run.
     """
-    # The user's words win over nothing but these sizes, which decide only how long it takes.
+    # These sizes come last, so they win over the user's words. They only decide how long the command takes.
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
     given = read([*_with_dtype(words), *sizes], "verify")
     asked = said_of(given, VerifyArguments)
@@ -76,7 +76,7 @@ def run(words: list[str]) -> int:
 
 
 def _check_asked(asked: VerifyArguments, values: dict[str, Any]) -> None:
-    """What can be seen before anything is loaded."""
+    """Check the arguments before anything is loaded."""
     name = asked.model or asked.model_name_or_path
     if name is None:
         raise InputError("say which model to verify: --model NAME, DIRECTORY or hub id (or --config FILE)")
@@ -119,7 +119,7 @@ def _verify(arguments: VerifyArguments, config: Any) -> int:
                 else:
                     rows = run_checks(stage, progress)
         except ProofError as error:
-            # Trainer and engine do not even start together: that is what there is to report.
+            # Trainer and engine could not start together. This error is the only row of the report.
             rows, settings = [failed_row("start", error)], {"model": name}
     if verdicts:
         return print_verdicts(verdicts, console, arguments.json)
@@ -153,7 +153,7 @@ def _use_vllm(engine: str | None, config: Any) -> bool | None:
 
 
 def _with_dtype(words: list[str]) -> list[str]:
-    """`--dtype X` as the two fields that it stands for."""
+    """Add the two fields that `--dtype X` stands for."""
     for i, word in enumerate(words):
         name, _, value = underscored(word).partition("=")
         if name == "--dtype":
@@ -165,7 +165,7 @@ def _with_dtype(words: list[str]) -> list[str]:
 
 
 def _prompts(arguments: VerifyArguments) -> Any | None:
-    """The user's own training prompts, where a data set is named."""
+    """The user's own training prompts; None if no data set is named."""
     if arguments.dataset_name is None:
         return None
     from lockstep.cli.fields.data import data_of
@@ -178,7 +178,7 @@ def _prompts(arguments: VerifyArguments) -> Any | None:
 
 @contextmanager
 def _progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """A bar on a terminal's error stream; plain lines elsewhere."""
+    """Show a progress bar if standard error is a terminal, else plain lines."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,1 +1,1 @@
-"""Shows a run, while it trains and afterwards. Reads only logs and files."""
+"""Shows a run during training and afterwards. This package only reads logs and files."""

@@ -1,7 +1,7 @@
-"""Work that takes seconds says so as it begins: `with busy("loading the model"):`.
+"""Announces a piece of work that takes seconds when it begins: `with busy("loading the model"):`.
 
-Whoever watches shows it: the command line with a spinner (`report/status.py`), a run with its panel (`report/live.py`). Without a
-watcher nothing is shown, so that a script of the user's stays silent.
+A watcher shows the work: the command line with a spinner (`report/status.py`), a run with its panel (`report/live.py`). Without a
+watcher nothing is shown, so that a script of the user prints nothing extra.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Watcher(Protocol):
-    """Is told what begins and that it has ended. Pieces of work may be nested."""
+    """Gets a call when a piece of work begins and when it ends. Pieces of work may be nested."""
 
     def begin(self, text: str, detail: Callable[[], str]) -> None: ...
 
@@ -24,11 +24,11 @@ _watchers: list[Watcher] = []
 
 @contextmanager
 def busy(text: str, detail: Callable[[], str] = str) -> Iterator[None]:
-    """Tell the watcher of a piece of work.
+    """Tell the watcher when a piece of work begins and ends.
 
     Args:
-        text: what is done, such as "loading the model".
-        detail: gives how far it has come; asked several times a second, from another thread.
+        text: name of the work, such as "loading the model".
+        detail: returns the progress as text; called several times per second, from another thread.
     """
     watcher = _watchers[-1] if _watchers else None
     if watcher is None:
@@ -43,7 +43,7 @@ def busy(text: str, detail: Callable[[], str] = str) -> Iterator[None]:
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Let a watcher be told of the work within the block, in place of an outer one."""
+    """Within the block, this watcher gets the calls instead of an outer watcher."""
     _watchers.append(watcher)
     try:
         yield

@@ -1,6 +1,6 @@
 """Prints the last generation as a table: prompts, completions, scores, advantages, and values that reward functions logged.
 
-The trainer makes plain rows from a generation. The table is printed among the run's other output.
+The trainer makes plain rows from a generation. The table goes to the same output as the run's other lines.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _number(value: float | None) -> str:
 
 
 def _text(value: Any) -> Text:
-    # Text objects, because square brackets in a completion must not be read as markup.
+    # The cells are Text objects, because square brackets in a completion must not be read as markup.
     if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
         return Text("\n\n".join(f"{str(m.get('role', '')).upper()}\n{m.get('content', '')}" for m in value))
     return Text(str(value))

@@ -26,7 +26,7 @@ def render_report(title: str, summary: Line, metrics: list[Line], before: list[L
 
     Args:
         metrics: lines of `metrics.jsonl`.
-        before, after: sampled rollouts: `prompt`, `completions`, `rewards`.
+        before, after: rollouts that were sampled before and after training: `prompt`, `completions`, `rewards`.
     """
     steps = [line for line in metrics if "loss" in line]
     figures = [_rewards(steps), _lengths(steps), _gaps(steps), _times(steps)] if steps else []

@@ -1,7 +1,7 @@
-"""What a run shows while it trains: a live panel on a terminal, plain lines elsewhere.
+"""Shows a run while it trains: a live panel on a terminal, plain lines elsewhere.
 
 Comes from: the trainer's callbacks, the clock of its phases and the figures of its steps; all of them are only read. The panel is
-drawn anew four times a second, so that the phase under way is seen to move.
+drawn again four times per second, so that the user sees the progress of the current phase.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from transformers import TrainerCallback
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDEST = 100
-# The share of its limit from which on a gap is shown in yellow.
+# A gap above this share of its limit is shown in yellow.
 _CLOSE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What does not change during a run.
+    """The values that do not change during a run.
 
     Attributes:
         folder: the output directory.
@@ -42,12 +42,12 @@ class About:
 
 
 class LiveView(TrainerCallback):
-    """Follows a run; also a watcher of long work (`report/busy.py`) while it trains.
+    """Follows a run. It is also the watcher of long work (`report/busy.py`) while the run trains.
 
     Args:
-        phase: gives the phase under way in words, with its counters; empty between phases.
-        latest: gives the figures of the last step, by metric name.
-        sample: gives text and reward of one completion, None where there is none yet.
+        phase: returns the current phase in words, with its counters; empty between phases.
+        latest: returns the figures of the last step, by metric name.
+        sample: returns text and reward of one completion; None if there is none yet.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LiveView(TrainerCallback):
         self._began = self._stepped = time.monotonic()
         self._first_step = self._step = self._steps = self._logged_step = 0
 
-    # ---- what the run tells ---------------------------------------------------------------------------------------------
+    # ---- input from the run ---------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = self._stepped = time.monotonic()
@@ -89,7 +89,7 @@ class LiveView(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if not logs or "loss" not in logs:
             return
-        # A step that learns from an earlier step's rollouts has no reward of its own.
+        # A step that learns from the rollouts of an earlier step logs no reward, so the last reward is kept.
         self._logged_step = state.global_step
         self._logged = {"reward": self._logged.get("reward", float("nan")), **logs}
         if self._live is None:
@@ -113,15 +113,15 @@ class LiveView(TrainerCallback):
         self._work.pop()
 
     def stop(self) -> None:
-        """Give the terminal back; safe to call twice."""
+        """Release the terminal; safe to call twice."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    # ---- what is shown --------------------------------------------------------------------------------------------------
+    # ---- output to the user ---------------------------------------------------------------------------------------------
 
     def panel(self) -> Panel:
-        """The panel as it is at this moment. No line of it is wrapped."""
+        """The panel at this moment. Its lines are never wrapped."""
         rows = Table.grid(padding=(0, 2))
         rows.add_column(no_wrap=True, style="bold", min_width=len("evaluation"))
         rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
@@ -197,14 +197,14 @@ class LiveView(TrainerCallback):
         return "yellow" if max(shares) > _CLOSE else "green"
 
     def _left(self) -> float:
-        """Seconds to the last step, at the pace so far."""
+        """Estimated seconds until the last step ends, from the mean seconds per step so far."""
         done = max(self._step - self._first_step, 1)
         pace = (self._stepped - self._began) / done
         return max(pace * (self._steps - self._step) - (time.monotonic() - self._stepped), 0.0)
 
 
 def _line(text: str, style: str = "") -> Text:
-    # Text: square brackets in what was sampled are no markup.
+    # A Text object, because square brackets in a completion must not be read as markup.
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
@@ -223,12 +223,12 @@ def plain_line(step: int, steps: int, logs: Mapping[str, float], left: float) ->
 
 
 def tokens_per_second(logs: Mapping[str, float]) -> float:
-    """Sampled tokens over the whole step's time."""
+    """Sampled tokens per second of the whole step."""
     return logs["sampling/tokens"] / logs["time/step"] if logs.get("time/step") else 0.0
 
 
 def checked(logs: Mapping[str, float]) -> str:
-    """How many tokens were compared with the policy, and how many were too old to be."""
+    """The number of tokens that were compared with the policy, and the number of tokens that were too old for the comparison."""
     stale = logs["sampling/tokens"] - logs["parity/checked_tokens"]
     others = f"; {stale:.0f} are older than the policy" if stale else ", all that were sampled"
     return f"{logs['parity/checked_tokens']:.0f} tokens{others}"
@@ -242,7 +242,7 @@ def time_shares(logs: Mapping[str, float]) -> str:
 
 
 def sparkline(values: list[float], width: int = 32) -> str:
-    """The last values as blocks of eight heights."""
+    """The last `width` values as block characters of eight heights."""
     shown = [value for value in values[-width:] if value == value]
     if not shown:
         return ""
@@ -252,7 +252,7 @@ def sparkline(values: list[float], width: int = 32) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, with hours where there are any."""
+    """Minutes and seconds, with hours if there are any."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

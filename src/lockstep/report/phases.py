@@ -1,4 +1,4 @@
-"""Seconds per phase of a step. It belongs to one run; the logs, the live view and the summary read it."""
+"""Measures the seconds per phase of a step. One clock belongs to one run; the logs, the live view and the summary read it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class PhaseClock:
         self._answered = self._asked = self._tokens = 0
 
     def counted(self, asked: int, then: Callable[[Any], None] | None = None) -> Callable[[Any], None]:
-        """A function to be called with each completion as it is finished, so that `progress` can say how many there are.
+        """Returns a function that counts completions for `progress`. The engine calls it with each finished completion.
 
         Args:
-            asked: completions that were asked for.
-            then: called with each completion too.
+            asked: number of requested completions.
+            then: another function to call with each completion.
         """
         self._answered, self._asked, self._tokens = 0, asked, 0
 
@@ -46,7 +46,7 @@ class PhaseClock:
         return answered
 
     def progress(self) -> str:
-        """The phase that is under way, in words, with counters and seconds; empty between phases. May be asked by any thread."""
+        """The current phase in words, with counters and seconds; empty between phases. Any thread may call this."""
         phases = list(self._open.items())
         if not phases:
             return ""
@@ -61,7 +61,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block."""
+        """Add the seconds of a block to a phase."""
         self.start(name)
         try:
             yield
@@ -76,7 +76,7 @@ class PhaseClock:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Do not count the time of a block (an evaluation)."""
+        """Do not count the seconds of a block (an evaluation)."""
         recent, start = dict(self._recent), time.perf_counter()
         try:
             yield
@@ -85,7 +85,7 @@ class PhaseClock:
             self._since += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """Seconds per phase since the last call, and all wall seconds under `step`. Then start again from zero."""
+        """Seconds per phase since the last call, and all wall seconds under `step`. Then the clock starts again from zero."""
         now = time.perf_counter()
         recent = {**self._recent, "step": now - self._since}
         self._recent, self._since = dict.fromkeys(PHASES, 0.0), now

@@ -1,6 +1,6 @@
-"""One line about what is under way: a spinner with the seconds on a terminal, a plain line per piece of work elsewhere.
+"""Shows the current piece of work in one line: a spinner with the seconds on a terminal, one plain line per piece elsewhere.
 
-Comes from: `report/busy.py`. Goes to: a console, by default on standard error, so that what a command prints can be piped.
+Comes from: `report/busy.py`. Goes to: a console, by default on standard error, so that standard output can be piped.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-# Shorter work leaves no line behind.
+# On a terminal, work that takes fewer seconds leaves no line behind.
 _WORTH_A_LINE = 2.0
 
 
 class StatusLine:
-    """Shows the innermost piece of work that has begun and not ended."""
+    """Shows the innermost piece of work that has not ended yet."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
@@ -31,7 +31,7 @@ class StatusLine:
         if not self._console.is_terminal:
             self._console.print(f"{text} …", highlight=False, soft_wrap=True, markup=False)
         elif self._live is None:
-            # Libraries that are imported meanwhile keep the streams that they find: these must be the real ones.
+            # Libraries that are imported during the work keep references to the streams, so the streams must be the real ones.
             self._live = Live(
                 console=self._console, get_renderable=self._line, refresh_per_second=8, transient=True,
                 redirect_stdout=False, redirect_stderr=False,

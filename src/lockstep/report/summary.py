@@ -59,7 +59,7 @@ def _parity(receipt: list[Line]) -> Line:
         "checked_tokens": checked,
         **({"stale_tokens": stale} if stale else {}),
         "worst_module_error": max((line["worst_module"]["error"] for line in receipt), default=0.0),
-        # A failed check stops the run before its optimizer step. So a run that has a summary had no failed check.
+        # A failed check stops the run before its optimizer step. So a run with a summary had no failed check.
         "failed": sum(
             line["checked_tokens"] + line.get("stale_tokens", 0) != line["sampled_tokens"] for line in receipt
         ),
@@ -67,7 +67,7 @@ def _parity(receipt: list[Line]) -> Line:
 
 
 def summary_lines(summary: Line) -> list[str]:
-    """The summary as lines for people."""
+    """The summary as lines of text for the user."""
     parity, lines = summary["parity"], []
     if "eval_reward_after" in summary:
         lines.append(

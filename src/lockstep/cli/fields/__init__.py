@@ -1,1 +1,1 @@
-"""What a command line may say: the fields, their help, their checks, and the objects that they become."""
+"""The fields of a command line: their help, their checks, and the objects that are made from them."""

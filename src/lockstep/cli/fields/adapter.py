@@ -1,6 +1,6 @@
-"""LoRA and QLoRA on the command line, by the names of TRL's `ModelConfig`.
+"""LoRA and QLoRA on the command line, with the field names of TRL's `ModelConfig`.
 
-Comes from: the command line, beside `RunArguments`. Goes to: a trainer's constructor.
+Comes from: the command line, together with `RunArguments`. Goes to: a trainer's constructor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lockstep.training.config.trl_fields import doc
 
 @dataclasses.dataclass
 class AdaptedRunArguments(RunArguments):
-    """A run's model, data and reward, and the adapter that is trained in place of all weights."""
+    """A run's model, data and reward, and the adapter that is trained instead of all weights."""
 
     use_peft: bool = dataclasses.field(default=False, metadata=doc("Train a LoRA adapter on the frozen model."))
     lora_r: int = dataclasses.field(default=16, metadata=doc("Rank of the adapter's matrices."))
@@ -37,10 +37,10 @@ class AdaptedRunArguments(RunArguments):
 
 
 def check_adapter(given: AdaptedRunArguments) -> None:
-    """Check the words about an adapter.
+    """Check the fields of the adapter.
 
     Raises:
-        InputError: something is said of an adapter that is not wanted, or of 4 bits that are not.
+        InputError: an adapter field is set without `use_peft`, or a field of the 4-bit format without `load_in_4bit`.
     """
     _refuse_without(
         given, "use_peft", [f.name for f in dataclasses.fields(given) if f.name not in {*_GENERAL, "use_peft"}]
@@ -49,7 +49,7 @@ def check_adapter(given: AdaptedRunArguments) -> None:
 
 
 def adapter_arguments(given: AdaptedRunArguments) -> dict[str, Any]:
-    """`peft_config` and `quantization_config` for a trainer; nothing where no adapter is wanted.
+    """`peft_config` and `quantization_config` for a trainer; an empty dict if `use_peft` is off.
 
     Raises:
         InputError: as `check_adapter`.
@@ -74,7 +74,7 @@ def adapter_arguments(given: AdaptedRunArguments) -> dict[str, Any]:
 
 
 def settings_of(given: AdaptedRunArguments) -> dict[str, Any]:
-    """What makes a run another one: without the words about an adapter where there is none."""
+    """The fields that identify a run. The adapter fields are included only if `use_peft` is on."""
     return {name: said for name, said in dataclasses.asdict(given).items() if given.use_peft or name in _GENERAL}
 
 

@@ -1,7 +1,7 @@
-"""A YAML file and `--field value` words become dataclasses through one parser, so that both are checked alike.
+"""One parser makes dataclasses from a YAML file and from `--field value` words, so that both get the same checks.
 
-Comes from: the command line. Goes to: the command's own file. `read` turns the file's fields into words, puts them before what the
-user typed (which wins), and checks all of them without importing torch; `build` then makes the dataclasses.
+Comes from: the command line. Goes to: the command's own file. `read` turns the file's fields into words, puts them before the
+words that the user typed (the user's words win), and checks all of them without importing torch. `build` makes the dataclasses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.errors import InputError
 
 @dataclasses.dataclass
 class RunArguments:
-    """What a run is about: the model, the data and the reward."""
+    """The model, the data and the reward of a run."""
 
     model_name_or_path: str | None = dataclasses.field(
         default=None, metadata={"help": "smollm2-135m-instruct, a model directory, or a hub id."}
@@ -58,9 +58,9 @@ class Given:
     """A command line whose names and types are right.
 
     Attributes:
-        words: the file's fields and what was typed, as `--field value` words.
-        values: what they say, by field; fields that nobody named are absent.
-        dry_run: whether the fields are only to be printed.
+        words: the fields of the file and then the words that the user typed, all as `--field value` words.
+        values: the values of these words, by field name. Fields that are not named are absent.
+        dry_run: whether the command only prints the fields.
     """
 
     words: tuple[str, ...]
@@ -91,7 +91,7 @@ def read(words: list[str], command: str) -> Given:
 
 
 def said_of(given: Given, arguments_class: type[Arguments]) -> Arguments:
-    """The arguments that a command adds to a trainer's configuration, by what was said. Imports nothing heavy."""
+    """Make `arguments_class` from the values of the command line. Imports nothing heavy."""
     names = {f.name for f in dataclasses.fields(arguments_class)}
     return arguments_class(**{name: value for name, value in given.values.items() if name in names})
 
@@ -101,10 +101,10 @@ def build(given: Given, config_class: type, arguments_class: type[Arguments]) ->
 
     Args:
         config_class: the trainer's configuration.
-        arguments_class: `RunArguments`, or what a command adds to it.
+        arguments_class: `RunArguments`, or a subclass with more fields of a command.
 
     Raises:
-        InputError: fields contradict each other or this machine.
+        InputError: fields contradict each other, or this machine does not support them.
     """
     from transformers import HfArgumentParser
 
@@ -114,13 +114,13 @@ def build(given: Given, config_class: type, arguments_class: type[Arguments]) ->
     except InputError:
         raise
     except (ValueError, TypeError, ImportError, argparse.ArgumentError) as error:
-        # Raised by TrainingArguments for fields that contradict each other or this machine.
+        # TrainingArguments raises these for fields that contradict each other or that this machine does not support.
         raise InputError(str(error).strip().splitlines()[0]) from error
     return run, config
 
 
 def resolved(run: RunArguments, config: Any) -> str:
-    """Every field with the value it has, as YAML that can be used as a config file."""
+    """Every field with its value, as YAML that can be used as a config file. Fields that end in `_token` are left out."""
     fields = {
         **dataclasses.asdict(run),
         **{f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init},

@@ -1,4 +1,4 @@
-"""The data that a command's arguments name."""
+"""Loads the data that the arguments of a command name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lockstep.tasks.data import TaskData, load_data
 
 
 def data_of(arguments: RunArguments) -> TaskData:
-    """Load it.
+    """Load the data.
 
     Raises:
-        InputError: no data is named, or it cannot be loaded.
+        InputError: no data is named, or the data cannot be loaded.
     """
     if arguments.dataset_name is None:
         raise InputError("dataset_name is not set")

@@ -1,6 +1,6 @@
-"""Writes `fields.json`: the fields of every method, for `cli/fields/description.py`, which must not import torch.
+"""Writes `fields.json`: the fields of every method. `cli/fields/description.py` reads it, because it must not import torch.
 
-`python -m lockstep.cli.fields.describe` writes it anew. `tests/cli/test_fields.py` fails where the file and the classes differ.
+`python -m lockstep.cli.fields.describe` writes the file again. `tests/cli/test_fields.py` fails if file and classes differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import HfArgumentParser
 from lockstep.cli.fields.description import FIELDS_FILE
 
 _RUN = "lockstep.cli.fields.adapter:AdaptedRunArguments"
-# The classes whose fields a command takes.
+# The dataclasses whose fields are the fields of each command.
 CLASSES = {
     "grpo": (_RUN, "lockstep:GRPOConfig"),
     "rloo": (_RUN, "lockstep:RLOOConfig"),
@@ -28,7 +28,7 @@ _TYPES = {int: "int", float: "float", str: "text"}
 
 
 def describe() -> dict[str, dict[str, Any]]:
-    """Fields by command; under `shared` those that every command has alike."""
+    """The fields by command. The fields that are equal in every command are under `shared`."""
     commands = {command: _fields_of(places) for command, places in CLASSES.items()}
     first, *others = commands.values()
     shared = {name: entry for name, entry in first.items() if all(other.get(name) == entry for other in others)}
@@ -37,7 +37,7 @@ def describe() -> dict[str, dict[str, Any]]:
 
 
 def as_text(described: dict[str, dict[str, Any]]) -> str:
-    """JSON with one line per field, so that two changes rarely meet in one line."""
+    """JSON with one line per field, so that two changes rarely touch the same line."""
     parts = []
     for command, found in described.items():
         lines = [f"  {json.dumps(name)}: {json.dumps(entry, ensure_ascii=False)}" for name, entry in found.items()]
@@ -48,7 +48,7 @@ def as_text(described: dict[str, dict[str, Any]]) -> str:
 def _fields_of(places: tuple[str, ...]) -> dict[str, Any]:
     classes = [getattr(import_module(where), name) for where, name in (place.split(":") for place in places)]
     actions = HfArgumentParser(classes)._actions
-    # A switch that is on comes with a second action that puts it off.
+    # A switch that is on by default has a second action, which turns it off.
     return {a.dest: _entry(a) for a in actions if a.dest != "help" and not isinstance(a, argparse._StoreFalseAction)}
 
 

@@ -1,7 +1,7 @@
-"""The fields of a command, known without importing torch: their names and types are checked here, and `--help` is printed here.
+"""The fields of a command, read without importing torch. Checks their names and types, and makes the text of `--help`.
 
 Comes from: `fields.json`, which `cli/fields/describe.py` writes from the methods' dataclasses. Goes to:
-`cli/fields/arguments.py`, which makes the dataclasses of a command line that has passed.
+`cli/fields/arguments.py`, which makes the dataclasses of a command line after its check.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _LONGEST_CHOICES = 60
 
 
 def fields_of(command: str) -> dict[str, dict[str, Any]]:
-    """What is known of each field of a command: `type`, `help`, and where they apply `default`, `choices`, `nargs`."""
+    """The entry of each field of a command: `type`, `help`, and if they apply `default`, `choices`, `nargs`."""
     described = json.loads(FIELDS_FILE.read_text())
     return {**described["shared"], **described[command]}
 
 
 def underscored(word: str) -> str:
-    """`--self-test=x` is `--self_test=x`, as transformers' own parser has it."""
+    """`--self-test=x` becomes `--self_test=x`; the parser of transformers does the same."""
     name, equals, value = word.partition("=")
     return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
 
@@ -44,14 +44,14 @@ def check_words(words: list[str], fields: dict[str, dict[str, Any]]) -> dict[str
         The values given, by field.
 
     Raises:
-        InputError: a value has the wrong type, is none of the choices, or is not supported.
+        InputError: a value has the wrong type, is not among the choices, or is not supported.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name, field in fields.items():
         _add(parser, name, field, "")
     given = vars(parser.parse_args(words))
     for name in given.keys() & ONE_VALUE.keys():
-        # A mapping is text until the dataclass reads it.
+        # Here a mapping is still text; the dataclass parses it later.
         if not str(given[name]).startswith("{"):
             refuse_other_value(name, given[name])
     for name in given.keys() & UNSUPPORTED.keys() - {"include_num_input_tokens_seen"}:
@@ -60,10 +60,10 @@ def check_words(words: list[str], fields: dict[str, dict[str, Any]]) -> dict[str
 
 
 def check_names(names: list[str], fields: dict[str, Any], where: str) -> None:
-    """Refuse names that no field has.
+    """Refuse names that are not fields.
 
     Raises:
-        InputError: names the field that may have been meant.
+        InputError: a name is not a field. The message suggests the field with the closest name.
     """
     for name in names:
         if name not in fields and not (name.startswith("no_") and name[3:] in fields):
@@ -77,7 +77,7 @@ def asks_for_help(words: list[str]) -> bool:
 
 
 def help_text(command: str, about: str, words: list[str]) -> str:
-    """The fields of a command under their headings: the common ones, or with `--help-all` all but those of a single value."""
+    """The help of a command: its common fields under headings. `--help-all` shows all fields that allow more than one value."""
     whole = "--help_all" in words
     parser = _Parser(
         prog=f"lockstep {command}",
@@ -156,5 +156,5 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=36, width=width)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        # A switch is set by its name alone; that a value may follow is said at the end of the page.
+        # The name alone turns a switch on. The end of the page says that a value may follow the name.
         return action.option_strings[0] if action.nargs == "?" else super()._format_action_invocation(action)

@@ -1,6 +1,7 @@
-"""In which order and under which headings `--help` shows the fields, and which of them it shows at first.
+"""The order of the fields in `--help`, their headings, and the fields that `--help` shows without `--help-all`.
 
-Read by `cli/fields/description.py`. A field without a group is one of `transformers.TrainingArguments`; `--help-all` shows it last.
+Used by `cli/fields/description.py`. A field without a group belongs to `transformers.TrainingArguments`; `--help-all` shows it
+last.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-# What `--help` shows; `--help-all` shows the rest.
+# The fields that `--help` shows; `--help-all` shows the others too.
 COMMON = frozenset(
     (
         *GROUPS["verify"],

@@ -1,4 +1,4 @@
-"""What a training command is about exists: looked at before anything heavy is imported."""
+"""Checks that the inputs of a training command exist, before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from lockstep.tasks.rewards import names_model, reward_place
 
 
 def check_inputs(arguments: AdaptedRunArguments) -> None:
-    """Check the names of model, data and reward functions.
+    """Check the names of the model, the data and the reward functions.
 
     Raises:
-        InputError: a model or data is not named, or a file or directory that is named does not exist.
+        InputError: the model or the data is not named, or a named file or directory does not exist.
     """
     for name in ("model_name_or_path", "dataset_name"):
         if getattr(arguments, name) is None:
@@ -31,7 +31,7 @@ def check_inputs(arguments: AdaptedRunArguments) -> None:
 
 
 def check_model(name: str) -> None:
-    """Refuse a directory that is missing or holds no model. (The packaged model may have to be converted, which takes a while.)
+    """Refuse a directory that is missing or holds no model. The packaged model is not checked: its conversion can take a while.
 
     Raises:
         InputError: as `resolve_model`.

@@ -1,1 +1,1 @@
-"""The process that a command runs in: its memory, its guard, and where libraries write."""
+"""The process of a command: its memory, its guard, and the log of its libraries."""

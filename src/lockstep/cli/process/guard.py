@@ -1,9 +1,10 @@
-"""A training command never ends with exit code 0 before its run has ended: a parent process sees to it.
+"""A parent process ensures that a training command never ends with exit code 0 before its run has ended.
 
-Whatever runs in the trainer's process (a reward function, a library) can end it at any moment, with any exit code, and no code of
-that process is called any more (`os._exit`). So the command splits itself in two before anything heavy is imported: the child
-trains, and says on a pipe when a run begins and when it has ended; the parent waits, passes signals on, and ends as the child did,
-but for an exit code of 0 between the two. Used by `cli/main.py` (the split) and `cli/training.py` (the words on the pipe).
+Any code in the trainer's process (a reward function, a library) can end the process at any moment with any exit code
+(`os._exit`). Then no other code of that process runs. So the command forks before it imports anything heavy. The child trains,
+and writes a byte to a pipe when a run begins and another when the run has ended. The parent waits, forwards signals, and ends in
+the same way as the child. There is one exception: if the child exits with code 0 during a run, the parent exits with code 1.
+Used by `cli/main.py` (the fork) and `cli/training.py` (the bytes on the pipe).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import NoReturn
 
 from lockstep.errors import LockstepError
 
-# Bytes on the pipe that are no signal's number.
+# Two bytes for the pipe that differ from every signal number.
 _BEGUN, _ENDED = b"\xf0", b"\xf1"
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-# Seconds in which a signal that was sent to both processes shows at the child.
+# A signal that was sent to both processes appears on the child's pipe within these seconds.
 _BOTH = 0.2
 _ENDED_EARLY = (
     "lockstep: the process was ended with exit code 0 before the run had ended, by something that it ran (os._exit in a reward "
@@ -33,11 +34,11 @@ _pipe: int | None = None
 
 
 def split_in_two() -> None:
-    """Go on in a child process; the process that calls this only waits for it. To be called once, before threads are started."""
+    """Fork: the child returns and continues, the parent only waits for it. Call this once, before threads are started."""
     global _pipe
     if not hasattr(os, "fork") or not hasattr(signal, "sigwaitinfo"):
         return
-    # An ignored end of a child cannot be waited for.
+    # If SIGCHLD is ignored, the parent cannot wait for the child.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     reader, writer = os.pipe()
     earlier = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
@@ -49,7 +50,7 @@ def split_in_two() -> None:
     os.close(reader)
     _end_with(parent)
     _pipe = writer
-    # Python writes the number of each signal that it handles there.
+    # Python writes the number of each signal that it handles to this pipe.
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_say_no_more)
@@ -58,10 +59,10 @@ def split_in_two() -> None:
 
 @contextmanager
 def run_to_its_end() -> Iterator[None]:
-    """Around a training run: what ends the program within is an error, and what ends the process is seen by the parent.
+    """Wraps a training run: a SystemExit inside the run becomes an error, and the parent sees an early end of the process.
 
     Raises:
-        LockstepError: something within raised SystemExit.
+        LockstepError: code inside the run raised SystemExit.
     """
     _say(_BEGUN)
     try:
@@ -72,7 +73,7 @@ def run_to_its_end() -> Iterator[None]:
             "command goes on from the last checkpoint"
         ) from error
     finally:
-        # Errors have exit codes of their own.
+        # An error has its own exit code, so the run counts as ended here too.
         _say(_ENDED)
 
 
@@ -88,7 +89,7 @@ def _say_no_more() -> None:
 
 
 def _wait(child: int, reader: int) -> NoReturn:
-    """The parent's life. It ends as the child does."""
+    """Wait in the parent until the child ends; then end in the same way."""
     heard = _Heard(reader)
     while True:
         info = signal.sigwaitinfo({*_PASSED_ON, signal.SIGCHLD})
@@ -103,7 +104,7 @@ def _wait(child: int, reader: int) -> NoReturn:
 
 
 class _Heard:
-    """What the child has said on the pipe."""
+    """The bytes that the child has written to the pipe."""
 
     def __init__(self, reader: int) -> None:
         self._reader = reader
@@ -111,7 +112,7 @@ class _Heard:
         self.within_a_run = False
 
     def read(self, seconds: float) -> bool:
-        """Take what is there; whether there was anything in this time."""
+        """Read the bytes on the pipe; returns whether any came within `seconds`."""
         if not select.select([self._reader], [], [], seconds)[0]:
             return False
         for word in (found := os.read(self._reader, 4096)):
@@ -122,10 +123,10 @@ class _Heard:
         return bool(found)
 
     def signal(self, number: int) -> bool:
-        """Whether the child got a signal by itself (Ctrl-C and schedulers send to both); if not, it is to be passed on."""
+        """Whether the child got the signal itself (Ctrl-C and schedulers send to both). If not, the parent must forward it."""
         while self._own[number] <= 0:
             if not self.read(_BOTH):
-                # What is passed on shows on the pipe too.
+                # A forwarded signal appears on the pipe too; this −1 cancels it.
                 self._own[number] -= 1
                 return False
         self._own[number] -= 1
@@ -147,7 +148,7 @@ def _end(status: int, within_a_run: bool) -> NoReturn:
 
 
 def _end_with(parent: int) -> None:
-    """On Linux: be killed when the parent is, so that no training goes on that nobody waits for."""
+    """On Linux the kernel kills this process when the parent dies, so that no training continues without a parent."""
     if sys.platform != "linux":
         return
     import ctypes

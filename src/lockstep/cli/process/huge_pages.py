@@ -1,7 +1,7 @@
-"""Asks the C library for huge pages, which a process can do only as it starts: a command starts itself anew, once.
+"""Asks the C library for huge pages. A process can do this only at its start, so a command starts itself again, once.
 
-Training and vLLM on a CPU take fresh memory by the megabyte; where Linux hands it out in pages of 4 KiB, a good part of a step is
-the kernel's (docs/speed.md has figures). Used by `cli/main.py`; what a command starts inherits the environment.
+Training and vLLM on a CPU allocate memory by the megabyte. If Linux gives it in pages of 4 KiB, the kernel takes a large part of
+a step's time (docs/speed.md has figures). Used by `cli/main.py`. The child processes of a command inherit the environment.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _TUNABLES, _NAME = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 
 def start_anew_with_huge_pages() -> None:
-    """Replace this process by the same command with huge pages, where that changes anything. Its id stays.
+    """Replace this process by the same command with huge pages, if that changes anything. The process keeps its id.
 
-    A process that was not started by these words (a child that another program made) is left as it is.
+    A process whose command line does not end with `sys.argv` (a child that another program made) is left unchanged.
     """
     words = sys.argv[1:]
     wanted = with_huge_pages(os.environ, kernel_setting())
@@ -27,15 +27,15 @@ def start_anew_with_huge_pages() -> None:
 
 
 def kernel_setting() -> str:
-    """Linux's own setting, such as "always [madvise] never"; empty on other systems."""
+    """The setting of Linux, such as "always [madvise] never"; empty on other systems."""
     return _SETTING.read_text() if _SETTING.exists() else ""
 
 
 def with_huge_pages(given: Mapping[str, str], setting: str) -> dict[str, str] | None:
-    """An environment that asks for huge pages; None where the user has decided, or the kernel gives them to all or to none.
+    """An environment that asks for huge pages; None if the user has decided, or if the kernel gives them to all or to none.
 
     Args:
-        setting: what `kernel_setting` gives.
+        setting: the result of `kernel_setting`.
     """
     tunables = given.get(_TUNABLES, "")
     if "[madvise]" not in setting or _NAME in tunables:

@@ -1,7 +1,7 @@
-"""What libraries write past Python, or warn of, goes to a file in the run's directory and not between the run's own lines.
+"""Writes the warnings of libraries to a file in the run's directory, so that they do not mix with the run's own lines.
 
-vLLM, gloo and other native code write warnings straight to the process's standard error, file descriptor 2; most are harmless. What
-Python code writes to `sys.stderr` (errors, a reward function's own words) stays on the terminal.
+vLLM, gloo and other native code write warnings directly to the process's standard error, file descriptor 2; most are harmless.
+The text that Python code writes to `sys.stderr` (errors, prints of a reward function) stays on the terminal.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from lockstep.errors import LockstepError
 
 LIBRARY_LOG = "libraries.log"
-# Loggers whose messages go to the file too; `py.warnings` is what Python's warnings are logged by.
+# Loggers whose messages go to the file too. `py.warnings` logs the warnings of Python.
 _LOGGERS = ("vllm", "py.warnings")
 _STDERR = 2
 
 
 class LibraryLog:
-    """The file, and how to move it.
+    """The file of the libraries' output; it can move to a folder.
 
     Args:
-        temporary: descriptor of the file that stands in until there is a folder.
+        temporary: descriptor of the temporary file that is used until there is a folder.
     """
 
     def __init__(self, temporary: int) -> None:
@@ -34,7 +34,7 @@ class LibraryLog:
         self.path: Path | None = None
 
     def move_to(self, folder: Path) -> Path:
-        """Go on in a folder's `libraries.log`, with what was written so far; returns the file's path."""
+        """Continue in `libraries.log` of a folder, and copy the earlier output to it; returns the path of the file."""
         self.path = folder / LIBRARY_LOG
         with self.path.open("ab") as file:
             file.write(self.written())
@@ -43,15 +43,15 @@ class LibraryLog:
         return self.path
 
     def written(self) -> bytes:
-        """What stands in the temporary file."""
+        """The content of the temporary file."""
         return os.pread(self._temporary, os.fstat(self._temporary).st_size, 0)
 
 
 @contextmanager
 def libraries_aside() -> Iterator[LibraryLog]:
-    """Within the block, libraries write to a file: a temporary one, until `move_to` names a folder.
+    """Within the block, libraries write to a file. It is a temporary file until `move_to` names a folder.
 
-    Where the block fails before that, by an error that nobody expected, what they wrote is shown after all.
+    If the block raises an unexpected error before that, the content of the temporary file is written to the terminal.
     """
     with tempfile.TemporaryFile() as temporary:
         sys.stderr.flush()
@@ -60,7 +60,7 @@ def libraries_aside() -> Iterator[LibraryLog]:
             sys.stderr = os.fdopen(os.dup(terminal), "w", buffering=1)
         log = LibraryLog(temporary.fileno())
         os.dup2(temporary.fileno(), _STDERR)
-        # Writes to the descriptor, and so to wherever it leads.
+        # This handler writes to the descriptor, so its messages go to the current file.
         handler = logging.StreamHandler(os.fdopen(_STDERR, "w", buffering=1, closefd=False))
         for name in _LOGGERS:
             logging.getLogger(name).addHandler(handler)

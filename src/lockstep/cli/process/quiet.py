@@ -1,4 +1,4 @@
-"""Keeps other libraries' notes and progress bars out of a command's own lines."""
+"""Turns off the notes and progress bars of other libraries, so that a command shows only its own lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 
 def quiet_libraries() -> None:
-    """To be called by a command before it imports anything heavy."""
+    """Turn them off. A command calls this before it imports anything heavy."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     from transformers.utils import logging
