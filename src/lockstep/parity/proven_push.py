@@ -1,6 +1,6 @@
 """A push and its proofs: send the weights, probe the engine's modules, compare the canary.
 
-All code that changes the trained model pushes through this module: the training loop, TRL's trainers (`integrations/`), and
+Every push of a trained model goes through this module: pushes of the training loop, of TRL's trainers (`integrations/`), and of
 users' own trainers (`connection.py`). This module calls `sync/push.py`, `parity/module_probe.py` and `parity/canary.py`, in this
 order.
 """
