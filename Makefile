@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env train test test-long test-release mutations lint verify bench host-cost sampling long-context proof-overhead learning false-alarms server-sync server-load tied-head
+.PHONY: env environments train train-agent test test-long test-release mutations lint verify families bench host-cost sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load tied-head
 
 # Makes the environment once, and again when pyproject.toml or the script changes.
 env:
@@ -11,9 +11,17 @@ env:
 train: env
 	@$(BIN)/lockstep grpo --config recipes/arithmetic.yaml $(ARGS)
 
+# Trains the same model to use a calculator tool (docs/conversations.md).
+train-agent: env
+	@$(BIN)/lockstep grpo --config recipes/agent.yaml $(ARGS)
+
 # Runs every proof on the recipe's model and engine. ARGS=--self-test injects the known faults instead.
 verify: env
 	@$(BIN)/lockstep verify --config recipes/arithmetic.yaml $(ARGS)
+
+# Verifies a tiny random model of each of some forty families on vLLM (docs/models-and-tokens.md).
+families: env
+	@$(BIN)/python benchmarks/vllm_families.py $(ARGS)
 
 # Compares a whole step, and its learning half, with TRL on the same work. Measures scaling and lower bounds (docs/speed.md).
 bench: env
@@ -27,9 +35,29 @@ host-cost: env
 sampling: env
 	@$(BIN)/python benchmarks/sampling.py $(ARGS)
 
+# Measures rollouts with tools against their floors, and a training step with tools beside TRL's (docs/conversations.md).
+tools: env
+	@$(BIN)/python benchmarks/tools.py $(ARGS)
+
+# Runs TRL's public tests with TRL's trainers and with ours, and prints both columns (ARGS=PATH_TO_TRL_CHECKOUT).
+trl-tests: env
+	@$(BIN)/python scripts/trl_tests.py $(ARGS)
+
+# Measures what it costs to record the ids that a filter keeps.
+filters: env
+	@$(BIN)/python benchmarks/filters.py $(ARGS)
+
+# Learns with top-p (ARGS=--regex: with a regular expression), scored as sampled and against the whole vocabulary.
+filter-curve: env
+	@$(BIN)/python benchmarks/filter_curve.py $(ARGS)
+
 # Measures memory and time of forward and backward over packs of up to 32,768 tokens.
 long-context: env
 	@$(BIN)/python benchmarks/long_context.py $(ARGS)
+
+# Measures the output head's forward and backward over the ids that a sampling filter kept, against the whole vocabulary.
+filtered-head: env
+	@$(BIN)/python benchmarks/filtered_head.py $(ARGS)
 
 # Measures the cost of the proofs on the recipe (proof-overhead), and how often they stop a correct run (false-alarms).
 proof-overhead: env
@@ -37,6 +65,10 @@ proof-overhead: env
 
 false-alarms: env
 	@$(BIN)/python benchmarks/false_alarms.py $(ARGS)
+
+# Prints how many tokens the draws proof needs to notice each fault of sampling (docs/proof.md).
+draws: env
+	@$(BIN)/python benchmarks/draws.py $(ARGS)
 
 # Trains a tiny model with every method on a task that it cannot do at first, and draws one reward curve per method.
 learning: env
@@ -54,18 +86,26 @@ tied-head: env
 	@$(BIN)/python examples/tied_head.py $(ARGS)
 
 # Two workers, because most tests use only one core. At the end pytest prints the seconds of each folder and the slowest tests.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --durations 20
+PYTEST := $(BIN)/python -m pytest --dist loadfile --durations 20
 
 test: env
-	@$(PYTEST) -m "not long and not release" $(ARGS)
+	@$(PYTEST) -n 2 -m "not long and not release" $(ARGS)
 
-# The longer tests, which CI runs too: servers that are killed, started again, or split over two workers.
+# The longer tests, which CI runs too: servers that are killed, started again, or split over two workers. Three workers, because
+# these tests wait for servers a quarter of their time.
 test-long: env
-	@$(PYTEST) -m "long and not release" $(ARGS)
+	@$(PYTEST) -n 3 -m "long and not release" $(ARGS)
+
+# Installs OpenEnv and verifiers in Pythons of their own, for tests/environments. They need older packages than vLLM.
+environments: .environments/openenv .environments/verifiers
+.environments/openenv: PACKAGE = openenv==0.10.0
+.environments/verifiers: PACKAGE = verifiers==0.1.14
+.environments/%: | env
+	@$(BIN)/python -m venv $@.new && $@.new/bin/pip install --quiet "$(PACKAGE)" && mv $@.new $@
 
 # Tests that take minutes. They are run by hand before a release, not by CI.
 test-release: env
-	@$(PYTEST) -m release $(ARGS)
+	@$(PYTEST) -n 2 -m release $(ARGS)
 
 # Breaks a copy of the source in one place at a time; the tests of that place must fail.
 mutations: env

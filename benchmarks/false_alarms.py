@@ -3,11 +3,13 @@
     make false-alarms       (500 syncs of the 135M model, 500 steps of a tiny model, real vLLM; 15 minutes on two cores)
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --step-models qwen2 qwen3 llama"
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --steps 40 --step-models smollm2-135m-instruct"
+    make false-alarms ARGS="--syncs 0 --filters top_p=0.95 top_k=50 min_p=0.01"
 
 Before each sync every weight changes by 1e-3 of its size. After the sync all modules are probed and the canary is scored. A
 `GRPOTrainer` takes the steps, with a tiny model of the tests (given by its kind) or a real model (given by its name). The
 program prints the alarms, and the largest figure of each proof with its limit. After the clean steps, the engine reports one
-token's log-prob too low by `--fault` nats, and the program prints whether a proof stopped that step.
+token's log-prob too low by `--fault` nats, and the program prints whether a proof stopped that step. With `--filters` the run
+samples with filters, and the figures of the proof of kept sets are printed too.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ def main() -> None:
     words.add_argument("--model", default="smollm2-135m-instruct")
     words.add_argument("--step-models", nargs="+", default=["llama"])
     words.add_argument("--fault", type=float, default=1.5)
+    words.add_argument("--filters", nargs="+", default=[], metavar="FIELD=NUMBER", help="such as top_p=0.95")
     words.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     words.add_argument("--json", type=Path, default=Path("runs/bench/false_alarms.json"))
     asked = words.parse_args()
@@ -48,7 +51,8 @@ def main() -> None:
         found["syncs"] = clean_syncs(asked.model, asked.syncs, asked.dtype)
     if asked.steps:
         found["steps"] = {
-            model: clean_steps(model, asked.steps, asked.dtype, asked.fault) for model in asked.step_models
+            model: clean_steps(model, asked.steps, asked.dtype, asked.fault, _fields(asked.filters))
+            for model in asked.step_models
         }
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     asked.json.write_text(json.dumps({"dtype": asked.dtype, **found}, indent=1) + "\n")
@@ -99,7 +103,12 @@ def _nudge(model: torch.nn.Module, noise: torch.Tensor, turn: int) -> None:
             p += 1e-3 * p.abs().mean() * shifted[: p.numel()].view_as(p)
 
 
-def clean_steps(model: str, count: int, dtype: str, fault: float) -> dict[str, Any]:
+def _fields(words: list[str]) -> dict[str, float]:
+    """Fields of a config, from words such as "top_k=50"."""
+    return {name: json.loads(value) for name, _, value in (word.partition("=") for word in words)}
+
+
+def clean_steps(model: str, count: int, dtype: str, fault: float, filters: dict[str, float]) -> dict[str, Any]:
     """Train for `count` clean steps on real vLLM, then one step with a fault. An alarm in a clean step ends the run."""
     import datasets
     import tiny
@@ -114,12 +123,14 @@ def clean_steps(model: str, count: int, dtype: str, fault: float) -> dict[str, A
         small = model in tiny.KINDS
         path = str(tiny.save_model(Path(folder) / "model", kind=model, tied=model == "llama")) if small else model
         changes = {"max_steps": count + 1, "learning_rate": 1e-4 if small else 1e-6, "max_completion_length": 48}
-        changes |= {"logging_steps": 1, "disable_tqdm": True}
+        changes |= {"logging_steps": 1, "disable_tqdm": True, **filters}
         config = stage_config(folder, bf16=dtype == "bfloat16", shuffle_dataset=True, **changes)
         data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {7 * i}" for i in range(60)]})
         trainer = GRPOTrainer(path, _alternating, config, data)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_fault_after(trainer.engine, count, fault))
+        sets = KeptSetRecord(trainer.proofs)
+        trainer.add_callback(sets.callback())
         alarm = ""
         try:
             trainer.train()
@@ -153,25 +164,68 @@ def clean_steps(model: str, count: int, dtype: str, fault: float) -> dict[str, A
         f"tail {found['tail']:.2g} of {limit.tail:g}; one token wrong by {fault:g}: {outcome}",
         flush=True,
     )
+    if filters:
+        found |= sets.figures(count)
+        print(
+            f"  kept sets under {filters}: {found['edge_differences']:.2g} ids differ per drawn token; rounding at most "
+            f"{found['set_mean']:.2g} nats in a step's mean, {found['set_mean_nearest']:.0%} of its limit, and at most "
+            f"{found['set_nearest']:.0%} of its limit at one token",
+            flush=True,
+        )
     return {"count": len(clean), "alarms": int(early), "tokens": tokens, "stopped": bool(alarm), **found}
+
+
+class KeptSetRecord:
+    """What the proof of kept sets found at each optimizer step.
+
+    Args:
+        proofs: the proofs of the run.
+    """
+
+    def __init__(self, proofs: Any) -> None:
+        self._proofs = proofs
+        self._found: list[Any] = []
+
+    def callback(self) -> Any:
+        """A callback that reads the figures after each step."""
+        from transformers import TrainerCallback
+
+        found, proofs = self._found, self._proofs
+
+        class Reader(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                found.append(proofs.kept_sets)
+
+        return Reader()
+
+    def figures(self, steps: int) -> dict[str, float]:
+        """The largest figures of the first steps."""
+        found = self._found[:steps]
+        return {
+            "edge_differences": sum(f.differences for f in found) / sum(f.tokens for f in found),
+            "set_mean": max(f.mean_rounding for f in found),
+            "set_mean_nearest": max(f.mean_rounding / f.mean_limit for f in found),
+            "set_nearest": max(f.nearest for f in found),
+        }
 
 
 def _fault_after(engine: Any, step: int, size: float) -> Any:
     """Make the engine report one token's log-prob too low in every generation after optimizer step `step`."""
     from transformers import TrainerCallback
 
-    real = engine.generate
+    from lockstep.verify.faults.seams import Between
 
-    def wrong(requests: Any, *rest: Any) -> Any:
-        answers = real(requests, *rest)
-        key = min(answers, key=str)
-        first, *others = answers[key].logprobs
-        return {**answers, key: replace(answers[key], logprobs=(first - size, *others))}
+    real = engine.serve
+
+    def wrong(requests: Any, answers: list[Any]) -> list[Any]:
+        chosen = min(answers, key=lambda answer: str(answer.key))
+        logprobs = [float(chosen.logprobs[0]) - size, *chosen.logprobs[1:]]
+        return [replace(answer, logprobs=logprobs) if answer is chosen else answer for answer in answers]
 
     class Switch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == step:
-                engine.generate = wrong
+                engine.serve = lambda inbox: real(Between(inbox, answers=wrong))
 
     return Switch()
 

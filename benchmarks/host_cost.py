@@ -20,37 +20,46 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import torch
 from host_cost_plot import drawing
 
-from lockstep.engines.answers import check_answers
+from lockstep.engines.http.server_messages import completion_from
+from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
-from lockstep.engines.server_messages import completion_from
-from lockstep.engines.vllm_requests import completion
+from lockstep.engines.vllm.requests import completion
 from lockstep.parity.gap import check_count
 from lockstep.parity.receipt import Receipt
 from lockstep.parity.samples import check_samples
 from lockstep.parity.staleness import check_staleness
+from lockstep.parity.step.draws import DrawEvidence, DrawStats, measure_draws
 from lockstep.report.phases import PhaseClock
-from lockstep.rollouts.collect import collect
-from lockstep.rollouts.frames import decode, encode
+from lockstep.rollouts.across_ranks.frames import decode, encode
+from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
+from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.rollouts.ranks import Ranks
-from lockstep.rollouts.reward_log import RewardLog
-from lockstep.rollouts.rewards import RewardScorer
-from lockstep.rollouts.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
+from lockstep.rollouts.scores.reward_log import RewardLog
+from lockstep.rollouts.scores.rewards import RewardScorer
 from lockstep.training.batch.pack import Pack
+from lockstep.training.forward.draw_sums import DrawSums
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
+from lockstep.training.generate.rows import check_rows
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.run_files.completion_log import rows_of
+from lockstep.training.step import update
 from lockstep.training.step.generation import Preparation
+from lockstep.training.step.learned import sampled_tokens
+from lockstep.training.step.step_proofs import StepProofs
 from lockstep.training.step.update import OptimizerStep, Policy
 
 SIZES = "64x512,256x1024,256x4096,1024x4096"
@@ -61,13 +70,14 @@ ROWS = (
     _OTHER_WAY,
     "requests, checks, groups",
     "decoding to text",
-    "draws and staleness",
+    "rows, samples, staleness",
     "to another rank and back",
     "rewards",
     "metrics",
     "preparation",
     "packing",
     "columns, loss, gap",
+    "bets on draws",
     "receipt and log",
 )
 _GROUP, _PROMPT, _VERSION = 8, 128, 3
@@ -115,15 +125,24 @@ class Tokenizer:
 
 
 class Answers:
-    """An engine that gives made-up completions; it checks them like a real engine."""
+    """An engine that gives made-up completions, one by one, like a real engine."""
 
     version = _VERSION
 
     def __init__(self, completions: Sequence[Completion]) -> None:
-        self._completions = completions
+        self._completions = {completion.key: completion for completion in completions}
 
-    def generate(self, requests: Sequence[GenerationRequest], on_answer: Any = None) -> dict[RequestKey, Completion]:
-        return check_answers(requests, self._completions, [self.version])
+    def settings(self) -> Any:
+        return SimpleNamespace(max_model_len=1 << 20, vocab_size=1 << 20)
+
+    def serve(self, inbox: Inbox) -> None:
+        while True:
+            with inbox.taken(0, 60.0) as requests:
+                if requests is None:
+                    return
+            for request in requests:
+                inbox.answer(self._completions[request.key], [self.version])
+                inbox.settle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +161,23 @@ class MadeUpPolicy(Policy):
                 return
             yield pack
 
-    def score(self, pack: Pack, *args: Any, **kwargs: Any) -> TokenScores:
+    def score(self, pack: Pack, *args: Any, draws: bool = True, **kwargs: Any) -> TokenScores:
         assert self.watch is not None
         with self.watch.row(_LEFT_OUT):
             logps = pack.column("behaviour_logps").requires_grad_(torch.is_grad_enabled())
-            return TokenScores(logps, torch.rand(len(logps)))
+            # A token of probability p whose place among the others is drawn.
+            sums = DrawSums(len(logps), logps.device)
+            sums.variances.fill_(1.0)
+            sums.below[:] = torch.rand(len(logps)) * (1 - logps.detach().exp())
+            sums.upto[:] = sums.below + logps.detach().exp()
+            return TokenScores(logps, torch.rand(len(logps)), draws=sums if draws else None)
+
+
+class MadeUpPreparation(Preparation):
+    """Without the forward that scores one completion of the reference again, which is the model's cost."""
+
+    def _check_scores(self, *args: Any) -> None:
+        pass
 
 
 class MadeUpReference:
@@ -171,7 +202,7 @@ def from_server(request: GenerationRequest, length: int, vocabulary: int, watch:
         text = json.dumps({"request_id": name, "prompt_token_ids": prompt, "choices": [choice]})
         del content, choice
     with watch.row("answers of a server"):
-        return completion_from(json.loads(text), request, name, {"mine": _VERSION})
+        return completion_from(msgspec.json.decode(text), request, name, {"mine": _VERSION})
 
 
 def from_vllm(request: GenerationRequest, length: int, vocabulary: int, watch: Watch) -> Completion:
@@ -182,10 +213,12 @@ def from_vllm(request: GenerationRequest, length: int, vocabulary: int, watch: W
         ids, logps = made_up_tokens(request, length, vocabulary)
         entries = [{i: Logprob(p, 1, None)} for i, p in zip(ids, logps, strict=True)]
         stamps = [SimpleNamespace(version=str(_VERSION), start=0, end=length)]
-        sample = SimpleNamespace(token_ids=ids, logprobs=entries, finish_reason="length", weight_versions=stamps)
+        sample = SimpleNamespace(
+            token_ids=ids, logprobs=entries, finish_reason="length", weight_versions=stamps, sampling_mask=None
+        )
         output: Any = SimpleNamespace(outputs=[sample], prompt_token_ids=request.prompt_ids.tolist())
     with watch.row(_OTHER_WAY):
-        return completion(request.key, output)
+        return completion(request.key, output, filtered=False)
 
 
 def made_up_tokens(request: GenerationRequest, length: int, vocabulary: int) -> tuple[list[int], list[float]]:
@@ -219,8 +252,14 @@ def step(completions: int, length: int, tokenizer: Tokenizer, watch: Watch, fold
     engine = Answers(completed)
     with watch.row("requests, checks, groups"):
         groups = collect(prompts, engine, tokenizer, sampling, num_generations=_GROUP, run_seed=0, version=_VERSION)  # type: ignore[arg-type]
-    with watch.row("draws and staleness"):
-        check_samples([[r.completion for r in group.rollouts] for group in groups])
+    with watch.row("rows, samples, staleness"):
+        check_rows(
+            groups,
+            {p.prompt_id: p for p in prompts},
+            partial(tokenizer.decode, skip_special_tokens=True),
+            (config.seed, 0),
+        )
+        check_samples([[r.branches for r in group.rollouts] for group in groups])
         check_staleness([r.completion for group in groups for r in group.rollouts], _VERSION, 1)
     with watch.row("to another rank and back"):
         groups = groups_from_wire(decode(encode(groups_to_wire(groups))), prompts)
@@ -239,17 +278,27 @@ def learn(groups: list[RolloutGroup], config: GRPOConfig, watch: Watch, folder: 
     ranks, clock, objective = Ranks(1.0), PhaseClock(), GRPOObjective(config)
     model = SimpleNamespace(device=torch.device("cpu"))
     policy = MadeUpPolicy(model, nullcontext, lambda loss: loss.backward(), watch=watch)  # type: ignore[arg-type]
-    with watch.row("preparation"):
-        preparation = Preparation(objective, MadeUpReference(), clock, ranks)  # type: ignore[arg-type]
-        generation, _ = preparation.generation(policy, groups, _VERSION)
+
+    def bet(*args: Any) -> DrawStats:
+        with watch.row("bets on draws"):
+            return measure_draws(*args)
+
+    with watch.row("preparation"), patch.object(update, "measure_draws", bet):
+        preparation = MadeUpPreparation(objective, MadeUpReference(), clock, ranks)  # type: ignore[arg-type]
+        generation, scored = preparation.generation(policy, groups, _VERSION)
+        assert scored is not None
+        sampled = sampled_tokens(groups, scored.logps, config.completions_per_micro_batch, own_forward=True)
         size = config.gradient_accumulation_steps
         prepared = preparation.step(policy, generation.step(0, size), moved=False)
         generation = generation.with_step(0, size, prepared)
-    with watch.row("columns, loss, gap"):
-        optimizer_step = OptimizerStep(objective, clock, ranks)
-        for batch in generation.micro_batches:
-            optimizer_step.learn(policy, batch)
+
+    with watch.row("columns, loss, gap"), patch.object(update, "measure_draws", bet):
+        optimizer_step = OptimizerStep(objective, clock, ranks, StepProofs(generation.expected, sampled))
+        for part, batch in enumerate(generation.micro_batches):
+            optimizer_step.learn(policy, batch, part)
         total = optimizer_step.finish(lambda sums: None, [])
+    with watch.row("bets on draws"):
+        DrawEvidence().add(total.draws)
     with watch.row("receipt and log"):
         check_count(total.gap, generation.fresh_tokens, _VERSION)
         check_count(total.difference, generation.sampled_tokens, _VERSION)
@@ -285,7 +334,7 @@ def table(figures: dict[str, dict[str, float]]) -> str:
     for row in ROWS:
         lines.append(f"| {row} | " + " | ".join(f"{found[row]:.3f}" for found in figures.values()) + " |")
     sums = " | ".join(f"**{total(found):.2f}**" for found in figures.values())
-    return "\n".join([*lines, f"| **together**, with the dearer way of answers | {sums} |"])
+    return "\n".join([*lines, f"| **together**, with the more expensive way of answers | {sums} |"])
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ _COLOURS = (
     "#db6d28",
     "#56d364",
     "#c9d1d9",
+    "#0a3069",
 )
 _WIDTH, _HEIGHT, _BAR, _MARGIN = 760, 320, 70, 30
 

@@ -17,7 +17,7 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,35 +128,33 @@ def repeats(prompts: Sequence[str], completions: Sequence[str], completion_ids: 
 
 def curve(name: str, model: str, folder: Path, steps: int) -> list[float]:
     """Mean reward of each generation of a run."""
+    method, fields = METHODS[name]
+    return [entry["reward"] for entry in logs(method, model, folder, steps, fields)]
+
+
+def logs(method: str, model: str, folder: Path, steps: int, fields: Mapping[str, Any]) -> list[Mapping[str, float]]:
+    """The logs of a run, one per generation.
+
+    Args:
+        method: name of the trainer class without "Trainer".
+        fields: fields of its config, beside those that all runs share.
+    """
     from datasets import Dataset
     from transformers import PrinterCallback
 
     import lockstep
 
-    trainer_name, fields = METHODS[name]
     draw = random.Random(0)
     data = Dataset.from_dict({"prompt": [draw.choice(LETTERS) for _ in range(256)]})
-    config = getattr(lockstep, f"{trainer_name}Config")(
-        output_dir=str(folder),
-        max_steps=steps,
-        learning_rate=2e-3,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        bf16=False,
-        use_vllm=False,
-        disable_tqdm=True,
-        **fields,
-    )
-    trainer = getattr(lockstep, f"{trainer_name}Trainer")(
-        model=model, reward_funcs=repeats, args=config, train_dataset=data
-    )
+    shared = {"learning_rate": 2e-3, "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no"}
+    shared |= {"report_to": [], "bf16": False, "use_vllm": False, "disable_tqdm": True}
+    config = getattr(lockstep, f"{method}Config")(output_dir=str(folder), max_steps=steps, **{**shared, **fields})
+    trainer = getattr(lockstep, f"{method}Trainer")(model=model, reward_funcs=repeats, args=config, train_dataset=data)
     # One line per method is enough.
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     trainer.close()
-    return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    return [entry for entry in trainer.state.log_history if "reward" in entry]
 
 
 def ends(rewards: Sequence[float]) -> tuple[float, float]:

@@ -31,8 +31,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lockstep.training.batch.pack import Pack, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
-from lockstep.training.forward.tree_attention import adopt_tree_attention
 
 WIDTH, LAYERS, VOCABULARY = 128, 2, 512
 LONGEST, SIZES = 32768, 5

@@ -1,10 +1,12 @@
 """Measure the cost of the proofs on the main recipe: as a share of a sync, and as a share of a training step.
 
     make proof-overhead   (recipes/arithmetic.yaml, without its evaluations; about five minutes on two cores)
+    make proof-overhead ARGS="--steps 12 --filters none top_p=0.95 top_k=50"   (the recipe with each of these filters in turn)
 
-The recipe runs unchanged, on real vLLM, in this process. Nothing is switched off to make a baseline. Seconds are those of the run
-itself. Two threads compute the transport digest during a push; their seconds are added. Seconds are medians over the steps after
-the first two. Shares are computed from the sums over the same steps.
+Without `--filters` the recipe runs unchanged, on real vLLM, in this process. Nothing is switched off to make a baseline. Seconds
+are those of the run itself, by proof (`benchmarks/proof_seconds.py`). Two threads compute the transport digest during a push, and
+their seconds are added. Seconds are medians over the steps after the first two. Shares are computed from the sums over the same
+steps. The first step also has what is proven at the start.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import json
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+
+from proof_seconds import DIGEST, PROBE, Seconds
 
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -33,111 +35,115 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--steps", type=int, default=40)
     words.add_argument("--json", type=Path, default=Path("runs/bench/proof_overhead.json"))
+    words.add_argument("--filters", nargs="+", default=["none"], metavar="FIELD=VALUE", help="one run with each filter")
     asked = words.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        rows = measure(asked.steps, folder)
-    figures = shares(rows[_WARM_UP:])
-    show(figures)
+    found: dict[str, Any] = {}
+    for name in asked.filters:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = measure(asked.steps, folder, [] if name == "none" else [f"--{name}"])
+        figures = shares(rows[_WARM_UP:])
+        print(f"filter {name}:")
+        show(figures, rows[0])
+        found[name] = {"figures": figures, "steps": rows}
     asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps({"figures": figures, "steps": rows}, indent=1) + "\n")
+    asked.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def measure(steps: int, folder: str) -> list[dict[str, float]]:
-    """The seconds of every step of a run, by part."""
-    from transformers import PrinterCallback
+def measure(steps: int, folder: str, filters: list[str]) -> list[dict[str, Any]]:
+    """The seconds of every step of a run, by part; under `proofs` those of each proof.
 
-    import lockstep.engines.tensor_specs as reading
-    import lockstep.parity.proven_push as proofs
+    Args:
+        filters: words of the command line that set a filter.
+    """
+    from transformers import PrinterCallback, TrainerCallback
+
     from lockstep.cli.fields.arguments import RunArguments, build, read
     from lockstep.cli.fields.data import data_of
     from lockstep.cli.process.quiet import quiet_libraries
-    from lockstep.parity.module_probe import ModuleProbe
     from lockstep.training.methods.grpo_config import GRPOConfig
     from lockstep.training.trainers.grpo import GRPOTrainer
 
     quiet_libraries()
-    line = ["--config", str(RECIPE), "--max_steps", str(steps), "--save_strategy", "no", "--output_dir", folder]
+    line = [
+        "--config",
+        str(RECIPE),
+        "--max_steps",
+        str(steps),
+        "--save_strategy",
+        "no",
+        "--output_dir",
+        folder,
+        *filters,
+    ]
     arguments, config = build(read([*line, "--disable_tqdm", "True"], "grpo"), GRPOConfig, RunArguments)
     data = data_of(arguments)
-    trainer = GRPOTrainer(arguments.model_name_or_path, list(data.rewards), config, data.train)
-    trainer.remove_callback(PrinterCallback)
-    digests, pushes, probes = [], [], []
-    push = proofs.push_weights
+    seconds, proofs = Seconds(), []
 
-    def counted(*args: Any) -> Any:
-        digests.clear()
-        record = push(*args)
-        pushes.append(sum(digests))
-        return record
+    class Steps(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            proofs.append(seconds.take())
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(seconds.counted())
+        trainer = GRPOTrainer(arguments.model_name_or_path, list(data.rewards), config, data.train)
         stack.callback(trainer.close)
-        # Separate threads compute the digests while the tensors are sent and loaded.
-        stack.enter_context(timed(reading, "tensor_digest", digests))
-        stack.enter_context(patch.object(proofs, "push_weights", counted))
-        stack.enter_context(timed(ModuleProbe, "measure", probes))
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(Steps())
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    # The first push belongs to the start of training.
     return [
         {
             **{name.removeprefix("time/"): value for name, value in entry.items() if name.startswith("time/")},
-            "digest": digest,
-            "probe": probe,
             "groups_without_gradient": entry["frac_reward_zero_std"],
+            "proofs": own,
         }
-        for entry, digest, probe in zip(logs, pushes[1:], probes[1:], strict=True)
+        for entry, own in zip(logs, proofs, strict=True)
     ]
 
 
-@contextlib.contextmanager
-def timed(owner: Any, name: str, spent: list[float]) -> Iterator[None]:
-    """Append the seconds of every call of `owner.name` to `spent`."""
-    real = getattr(owner, name)
+def shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the seconds per step, and shares of the sync and of the whole step, in all and by proof."""
 
-    def clocked(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return real(*args, **kwargs)
-        finally:
-            spent.append(time.perf_counter() - start)
-
-    with patch.object(owner, name, clocked):
-        yield
-
-
-def shares(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Medians of the seconds per step, and shares of the sync and of the whole step."""
-
-    def median(part: Callable[[dict[str, float]], float]) -> float:
+    def median(part: Callable[[dict[str, Any]], float]) -> float:
         return statistics.median(part(row) for row in rows)
 
-    def total(part: Callable[[dict[str, float]], float]) -> float:
+    def total(part: Callable[[dict[str, Any]], float]) -> float:
         return sum(part(row) for row in rows)
 
-    steps, syncs = total(lambda r: r["step"]), total(lambda r: r["sync"] + r["probe"])
+    def of(proof: str) -> Callable[[dict[str, Any]], float]:
+        return lambda row: row["proofs"].get(proof, 0.0)
+
+    steps, syncs = total(lambda r: r["step"]), total(lambda r: r["sync"] + of(PROBE)(r))
+    names = sorted({name for row in rows for name in row["proofs"]})
     return {
         "step_s": median(lambda r: r["step"]),
-        "sync_s": median(lambda r: r["sync"] + r["probe"]),
-        "digest_s": median(lambda r: r["digest"]),
-        "probe_s": median(lambda r: r["probe"]),
-        "scoring_without_gradient_s": median(lambda r: r["verify"] - r["probe"]),
-        "share_of_sync": total(lambda r: r["digest"] + r["probe"]) / syncs,
-        "share_of_step": total(lambda r: r["digest"] + r["verify"]) / steps,
-        "of_which_scoring_without_gradient": total(lambda r: r["verify"] - r["probe"]) / steps,
+        "sync_s": median(lambda r: r["sync"] + of(PROBE)(r)),
+        "generate_s": median(lambda r: r["generate"]),
+        "learn_s": median(lambda r: r["forward_backward"] + r["optimizer"]),
+        "share_of_sync": total(lambda r: of(DIGEST)(r) + of(PROBE)(r)) / syncs,
+        "share_of_step": total(lambda r: sum(r["proofs"].values())) / steps,
         "groups_without_gradient": total(lambda r: r["groups_without_gradient"]) / len(rows),
+        "proofs": {name: {"median_s": median(of(name)), "share": total(of(name)) / steps} for name in names},
     }
 
 
-def show(figures: dict[str, float]) -> None:
-    """The figures as text."""
+def show(figures: dict[str, Any], first: dict[str, Any]) -> None:
+    """The figures as text, the dearest proof first.
+
+    Args:
+        first: the first step, with what is proven at the start only.
+    """
     f = figures
     print(
-        f"sync {f['sync_s']:.3f} s, of which transport digest {f['digest_s']:.3f} s and module probe {f['probe_s']:.3f} s: "
-        f"{f['share_of_sync']:.1%} of a sync (at most 10 %)\n"
-        f"step {f['step_s']:.2f} s; all proofs {f['share_of_step']:.1%} of a step (at most 5 %), of which "
-        f"{f['of_which_scoring_without_gradient']:.1%} is the forward over groups without a gradient "
-        f"({f['groups_without_gradient']:.0%} of the groups)"
+        f"step {f['step_s']:.2f} s, of which sampling {f['generate_s']:.2f} s, learning {f['learn_s']:.2f} s, sync "
+        f"{f['sync_s']:.3f} s; {f['groups_without_gradient']:.0%} of the groups have no gradient\n"
+        f"{'proof':32} {'s per step':>11} {'of a step':>10} {'first step, s':>14}"
+    )
+    for name, own in sorted(f["proofs"].items(), key=lambda item: -item[1]["share"]):
+        print(f"{name:32} {own['median_s']:11.4f} {own['share']:10.2%} {first['proofs'].get(name, 0.0):14.3f}")
+    print(
+        f"all proofs {f['share_of_step']:.1%} of a step (at most 5 %); digest and module probe {f['share_of_sync']:.1%} of a sync "
+        "(at most 10 %)"
     )
 
 

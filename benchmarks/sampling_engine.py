@@ -48,7 +48,7 @@ def main() -> None:
 
 def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
     """An engine that holds the model's weights, as after a trainer's first push; and the seconds of its start without this push."""
-    from lockstep.engines.vllm_inprocess import VLLMInProcess
+    from lockstep.engines.vllm.in_process import VLLMInProcess
     from lockstep.models.policy import load_policy
     from lockstep.sync.push import push_weights
     from lockstep.training.config.precision import engine_dtype
@@ -89,7 +89,7 @@ def one_round(engine: Any, asked: Sequence[Any]) -> dict[str, float]:
     Returns:
         Wall time and processor time in seconds; sampled tokens; prompt tokens, and how many of them vLLM found in its cache.
     """
-    import lockstep.engines.vllm_inprocess as inside
+    import lockstep.engines.vllm.in_process as inside
 
     cached = 0
     completion = inside.completion

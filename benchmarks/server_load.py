@@ -90,7 +90,7 @@ def in_process() -> list[float]:
     import torch
     from servers import MODEL
 
-    from lockstep.engines.vllm_inprocess import VLLMInProcess
+    from lockstep.engines.vllm.in_process import VLLMInProcess
     from lockstep.models.policy import load_policy
     from lockstep.models.resolve import resolve_model
     from lockstep.sync.push import push_weights

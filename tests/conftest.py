@@ -1,12 +1,21 @@
-"""Shared fixtures: model directories, and engines that many tests use one after the other."""
+"""Shared fixtures: model directories, and engines that many tests use one after the other.
+
+With `-n`, the process that starts the workers reads this file too, and the workers wait for it. Therefore this file imports nothing
+heavy: each fixture imports what it needs.
+"""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # vLLM reads these variables at its import. They are set here because tests must not depend on which module imports vLLM first.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -15,51 +24,84 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 # One thread per process: the tensors are small, and a result must not depend on the number of free cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+# On a CPU, torch compiles one function of vLLM's sampler (the ranks of log-probs) with g++: up to 10 CPU seconds per process.
+# Without compilation the function gives the same ranks. `server/test_examples.py` starts a server that compiles it.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import pytest
-import torch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "training")]
 
 import draws  # noqa: F401 - the profile of Hypothesis
-from servers import Server, connect, serve
-from stages import stage_on
-from tiny import CONTEXT, save_model, talkative
+from forked import start_fork_server, stop_fork_server
 
-from lockstep.engines.protocol import Engine
-from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.engines.vllm_inprocess import VLLMInProcess, vllm_installed
-from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.verify.stage import Stage
+if TYPE_CHECKING:
+    from servers import Server
+
+    from lockstep.engines.protocol import Engine
+    from lockstep.engines.vllm.in_process import VLLMInProcess
+    from lockstep.verify.stage import Stage
 
 pytest_plugins = ["schedule"]
 
-needs_vllm = pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed here")
+FORK_SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
+
+# A trainer collects garbage at the end of each run, and vLLM seven times per engine. A full collection looks at every object made
+# since the last freeze: 0.04 to 0.15 s, and more after imports. What a run leaves is young. Therefore these calls collect young
+# objects only; full collections happen before each file, and automatically.
+_collect, _freeze = gc.collect, gc.freeze
+gc.collect = lambda generation=1: _collect(generation)
+# vLLM unfreezes all objects whenever an engine is closed. Then a full collection would look at all imported objects (up to 1 s).
+# Some libraries print what is left at the end of the interpreter.
+atexit.register(gc.unfreeze)
+gc.freeze = gc.unfreeze = lambda: None
+# Imports make a million objects that stay. With Python's own thresholds a fifth of their time is spent on looking for garbage.
+gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_collections() -> None:
-    """A trainer collects garbage at the end of each run. Without this fixture it scans all imported objects (up to 1 s)."""
-    gc.collect()
-    gc.freeze()
+    """Later collections do not look at objects that exist before the first test of a file."""
+    _collect()
+    _freeze()
 
 
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
+def pytest_configure(config: pytest.Config) -> None:
+    """Start one fork server for all workers."""
+    if not hasattr(config, "workerinput"):
+        config.stash[FORK_SERVER] = start_fork_server()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if FORK_SERVER in config.stash:
+        stop_fork_server(config.stash[FORK_SERVER])
 
 
 @pytest.fixture(scope="session")
 def untied_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tiny import save_model
+
     return str(save_model(tmp_path_factory.mktemp("models") / "untied"))
 
 
 @pytest.fixture(scope="session")
 def tied_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tiny import save_model
+
     return str(save_model(tmp_path_factory.mktemp("models") / "tied", kind="llama", tied=True))
 
 
 def start(name: str, model: str, **kwargs: object) -> Engine:
     """An engine for a tiny model, in fp32."""
+    import torch
+    from tiny import CONTEXT
+
+    from lockstep.engines.transformers_engine import TransformersEngine
+    from lockstep.engines.vllm.in_process import VLLMInProcess
+    from lockstep.tokens.tokenizer import load_tokenizer
+
     if name == "transformers":
         return TransformersEngine(model, load_tokenizer(model), dtype=torch.float32, max_model_len=CONTEXT, **kwargs)  # type: ignore[arg-type]
     return VLLMInProcess(model, dtype=torch.float32, max_model_len=CONTEXT, **kwargs)  # type: ignore[arg-type]
@@ -67,7 +109,17 @@ def start(name: str, model: str, **kwargs: object) -> Engine:
 
 @pytest.fixture(scope="session")
 def talkative_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tiny import talkative
+
     return talkative(tmp_path_factory.mktemp("models") / "talkative")
+
+
+@pytest.fixture(scope="session")
+def caller_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that calls tools."""
+    from caller import save_caller
+
+    return save_caller(tmp_path_factory.mktemp("models") / "caller")
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +131,8 @@ def hf_engine(untied_dir: str) -> Engine:
 @pytest.fixture(scope="session")
 def server(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real vLLM server with the untied tiny model; tests leave it running."""
-    # `schedule` is a plugin of pytest, so pytest must import it first.
-    from schedule import check_served
+    from servers import serve
 
-    check_served(os.environ["PYTEST_CURRENT_TEST"])
     with serve(untied_dir, tmp_path_factory.mktemp("server")) as running:
         yield running
 
@@ -95,6 +145,8 @@ VLLM = [pytest.mark.vllm, needs_vllm]
 )
 def engine(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
     """Every kind of engine, with the untied tiny model; tests push the weights that they want."""
+    from servers import connect
+
     if request.param == "server":
         started: Engine = connect(request.getfixturevalue("server").url)
     else:
@@ -106,6 +158,8 @@ def engine(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
 @pytest.fixture(scope="session")
 def shared_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model with biases. Its head is tied to its embedding."""
+    from tiny import save_model
+
     return str(save_model(tmp_path_factory.mktemp("models") / "shared", tied=True))
 
 
@@ -120,6 +174,8 @@ STAGES = [
 @pytest.fixture(scope="module", params=STAGES)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A trainer with an engine, made like `lockstep verify` makes them, per kind of engine; tests must restore the weights."""
+    from stages import stage_on
+
     engine, kind = request.param.split("-")
     model = request.getfixturevalue(f"{kind}_dir")
     with stage_on(model, tmp_path_factory.mktemp("stage"), use_vllm=engine == "vllm", bf16=False) as made:

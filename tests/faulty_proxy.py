@@ -10,7 +10,9 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpx
+from servers import HTTP
+
+from lockstep.engines.http.greeting import NONCE_HEADER, PROOF_HEADER
 
 GENERATE = "/inference/v1/generate"
 
@@ -82,6 +84,7 @@ def faulty_proxy(target: str) -> Iterator[FaultyProxy]:
 
 class _Handler(BaseHTTPRequestHandler):
     owner: FaultyProxy
+    proof: str | None = None
 
     def do_GET(self) -> None:
         self._handle()
@@ -107,16 +110,19 @@ class _Handler(BaseHTTPRequestHandler):
             self.owner.answered[path] = self.owner.answered.get(path, 0) + 1
 
     def _forward(self, body: bytes) -> tuple[int, bytes]:
-        headers = {k: v for k, v in self.headers.items() if k.lower() in ("authorization", "content-type")}
-        found = httpx.request(
-            self.command, self.owner.target + self.path, content=body, headers=headers, timeout=120, trust_env=False
-        )
+        passed = ("authorization", "content-type", NONCE_HEADER)
+        headers = {k: v for k, v in self.headers.items() if k.lower() in passed}
+        found = HTTP.request(self.command, self.owner.target + self.path, content=body, headers=headers, timeout=120)
+        # The answer keeps the server's proof, whatever this proxy makes of its body.
+        self.proof = found.headers.get(PROOF_HEADER)
         return found.status_code, found.content
 
     def _answer(self, status: int, body: bytes, *, sent: int | None = None) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Content-Type", "application/json")
+        if self.proof is not None:
+            self.send_header(PROOF_HEADER, self.proof)
         self.end_headers()
         self.wfile.write(body[:sent])
         self.wfile.flush()
@@ -174,6 +180,14 @@ class _Handler(BaseHTTPRequestHandler):
         status, answer = self._forward(body)
         found = json.loads(answer)
         found["choices"][0]["token_ids"].pop()
+        self._answer(status, json.dumps(found).encode())
+
+    def fault_first_weights(self, body: bytes) -> None:
+        """The stamp of a server that was restarted: it has received no weights yet."""
+        status, answer = self._forward(body)
+        found = json.loads(answer)
+        for span in found["choices"][0]["weight_versions"]:
+            span["version"] = "default"
         self._answer(status, json.dumps(found).encode())
 
     def fault_logprob_missing(self, body: bytes) -> None:

@@ -1,8 +1,7 @@
-"""Decides which worker runs which test file, and in which order: files that share a server go together, and the longest go first.
+"""Decides which worker runs which test file, and in which order: the longest go first.
 
-Each worker has its own session fixtures. All files in `SERVED` go to one worker, so that their server is started once. If a long
-file began last, one worker would run it while the other worker is idle. `seconds.json` holds the seconds of each file;
-`pytest --keep-seconds` writes it again. The order does not need exact figures.
+Each worker has its own session fixtures. If a long file began last, one worker would run it while the other worker is idle.
+`seconds.json` holds the seconds of each file; `pytest --keep-seconds` writes it again. The order does not need exact figures.
 Used by: `conftest.py`, as a plugin of pytest.
 """
 
@@ -19,28 +18,8 @@ from xdist.scheduler import LoadFileScheduling
 KEPT = Path(__file__).parent / "seconds.json"
 # Assumed seconds per test in a file that was never measured.
 UNKNOWN = 0.2
-# Files whose tests use the session's server.
-SERVED = {
-    "contract/test_engine_contract.py",
-    "contract/test_interrupted_completions.py",
-    "integrations/test_trl_ranks.py",
-    "server/test_access.py",
-    "server/test_connection.py",
-    "server/test_examples.py",
-    "server/test_faults_while_training.py",
-    "server/test_generations_ahead.py",
-    "server/test_hand_started_servers.py",
-    "server/test_in_flight.py",
-    "server/test_online_dpo_script.py",
-    "server/test_push_order.py",
-    "server/test_restarted_servers.py",
-    "server/test_several_servers.py",
-    "server/test_sick_answers.py",
-    "server/test_stopped_and_strange_servers.py",
-    "server/test_two_ranks_on_a_server.py",
-    "sync/test_adapters.py",
-    "verify/test_verify_command.py",
-}
+# The files of this folder share the engines of the `engine` fixture.
+TOGETHER = "contract/"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,6 +28,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def file_of(nodeid: str) -> str:
     return nodeid.partition("::")[0].removeprefix("tests/")
+
+
+def names_long_tests(path: Path) -> bool:
+    return "mark.long" in path.read_text()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m "long …"`, read only the files that name this mark. Each worker spends seconds on reading all of them."""
+    if not config.getoption("markexpr").startswith("long") or collection_path.suffix != ".py":
+        return None
+    return None if names_long_tests(collection_path) else True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Refuse a mark from elsewhere: `make test-long` would not find its test."""
+    if item.get_closest_marker("long") and not names_long_tests(item.path):
+        raise pytest.UsageError(f"{item.nodeid}: write the mark `long` in the test's own file (tests/schedule.py)")
 
 
 @pytest.hookimpl(trylast=True)
@@ -69,8 +66,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def share_of(name: str) -> str:
-    """The share of a file. A share is the unit of work of a worker: one file, or all files that use the server."""
-    return "server" if name in SERVED else name
+    """The share of a file. A share is the unit of work of a worker: one file, or all files of `TOGETHER`."""
+    return TOGETHER if name.startswith(TOGETHER) else name
 
 
 class Shares(LoadFileScheduling):
@@ -83,18 +80,6 @@ class Shares(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Shares:
     config.option.loadscopereorder = False
     return Shares(config, log)
-
-
-def check_served(current: str) -> None:
-    """Fail if a file that is not in `SERVED` would start its own server.
-
-    Args:
-        current: the running test, in pytest's notation.
-    """
-    name = file_of(current)
-    assert name in SERVED, (
-        f"{name} uses the session's server: name it in tests/schedule.py, so that one server is enough"
-    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

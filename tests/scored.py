@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.rollouts.reward_log import RewardLog
-from lockstep.rollouts.rewards import RewardFunction, RewardScorer
+from lockstep.rollouts.scores.reward_log import RewardLog
+from lockstep.rollouts.scores.rewards import RewardFunction, RewardScorer
 
 
 def score_groups(

@@ -8,19 +8,26 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from forked import Program
 
-from lockstep.engines.vllm_server import VLLMServer
+from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.inbox import Inbox
+from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.errors import LockstepError
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.transport import choose_transport
 
 KEY = "a-key-for-tests-only"
 _START_LIMIT = 300.0
+# For single calls to servers here. A new client loads the certificates of the system: 20 ms that no call over HTTP needs.
+HTTP = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 @dataclass
@@ -28,7 +35,7 @@ class Server:
     """A running `lockstep serve`."""
 
     url: str
-    supervisor: subprocess.Popen[str]
+    supervisor: Program
     log: Path
 
     @property
@@ -38,7 +45,7 @@ class Server:
         for pid in descendants(self.supervisor.pid):
             with suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_text()
-                role = {"server.launch": "api", "EngineCore": "core", "Worker": "worker"}
+                role = {"server.launch": "api", "VLLM::EngineCore": "core", "VLLM::Worker": "worker"}
                 found |= {name: pid for mark, name in role.items() if mark in command}
         return found
 
@@ -67,9 +74,13 @@ class Server:
         """The number of requests that the server has received but not started, by its own count."""
         return self._count("vllm:num_requests_waiting{")
 
+    def running_requests(self) -> float:
+        """The number of requests that the server is working on or has not started, by its own count."""
+        return self._count("vllm:num_requests_running{") + self.waiting_requests()
+
     def _count(self, name: str) -> float:
         shown = {"Authorization": f"Bearer {KEY}"}
-        found = httpx.get(self.url + "/metrics", headers=shown, timeout=10, trust_env=False)
+        found = HTTP.get(self.url + "/metrics", headers=shown, timeout=10)
         assert found.status_code == 200
         lines = [line for line in found.text.splitlines() if line.startswith(name)]
         return sum(float(line.split()[-1]) for line in lines)
@@ -78,7 +89,7 @@ class Server:
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             with suppress(httpx.HTTPError):
-                if httpx.get(self.url + "/health", timeout=5, trust_env=False).status_code == 200:
+                if HTTP.get(self.url + "/health", timeout=5).status_code == 200:
                     return
             if self.supervisor.poll() is not None:
                 break
@@ -122,17 +133,23 @@ def serve(
     max_model_len: int = 512,
     port: int | None = None,
     key: str | None = KEY,
+    await_health: bool = True,
 ) -> Iterator[Server]:
-    """A healthy server for a model, by default on a free port. If `key` is None, the server makes its own key."""
+    """A healthy server for a model, by default on a free port. If `key` is None, the server makes its own key.
+
+    Its processes are forks of the fork server: it starts in one second instead of twenty.
+
+    Args:
+        await_health: wait until it is healthy; otherwise it may still be loading.
+    """
     port = port or free_port()
     log = folder / f"server-{port}.log"
     command = [sys.executable, "-m", "lockstep.cli.main", "serve", model, "--port", str(port), "--dtype", dtype]
     with log.open("w") as out:
-        supervisor = subprocess.Popen(
+        supervisor = Program(
             [*command, "--max_model_len", str(max_model_len), *arguments],
             stdout=out,
             stderr=out,
-            text=True,
             # The environment of a careless user; the server must not depend on it.
             env={
                 **{name: value for name, value in os.environ.items() if name != KEY_VARIABLE},
@@ -143,7 +160,8 @@ def serve(
         )
     server = Server(f"http://127.0.0.1:{port}", supervisor, log)
     try:
-        server.await_health()
+        if await_health:
+            server.await_health()
         yield server
     finally:
         supervisor.terminate()
@@ -154,6 +172,23 @@ def serve(
             raise
 
 
+@contextmanager
+def impatient(engine: VLLMServer, limit: float) -> Iterator[None]:
+    """A short time limit for calls that are not answered, so that they are not waited for longer."""
+    usual = engine._timeout
+    try:
+        _set_limit(engine, limit)
+        yield
+    finally:
+        _set_limit(engine, usual)
+
+
+def _set_limit(engine: VLLMServer, limit: float) -> None:
+    engine._timeout = limit
+    for calls in engine._servers:
+        calls.timeout = limit
+
+
 def connect(*urls: str, timeout: float = 120.0, transport: str = "auto", key: str = KEY) -> VLLMServer:
     """A server engine that is connected to running servers."""
     return VLLMServer(
@@ -162,3 +197,26 @@ def connect(*urls: str, timeout: float = 120.0, transport: str = "auto", key: st
         timeout=timeout,
         transport=lambda servers: choose_transport(transport, servers, "127.0.0.1", 0, timeout),
     )
+
+
+class Asked:
+    """Requests that an engine answers in a thread of its own, while the test goes on."""
+
+    def __init__(self, engine: VLLMServer, requests: Sequence[GenerationRequest]) -> None:
+        self._inbox = Inbox()
+        self._answers = {request.key: self._inbox.ask(request) for request in requests}
+        self._inbox.close()
+        self._thread = ThreadPoolExecutor(1)
+        self._served = self._thread.submit(engine.serve, self._inbox)
+        assert self._inbox.begun.wait(60)
+
+    def result(self) -> dict[RequestKey, Completion]:
+        """Wait for the answers."""
+        self._served.result(300)
+        return {key: answer.result() for key, answer in self._answers.items()}
+
+    def give_up(self) -> None:
+        """Drop the requests, and wait until the engine has dropped them."""
+        self._inbox.stop(LockstepError("given up by the test"))
+        with suppress(LockstepError):
+            self._served.result(60)

@@ -6,11 +6,14 @@ transformers engine agrees with the trainer up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, OnAnswer, RequestKey
+from played_engine import ChangedAnswers
+
+from lockstep.engines.inbox import Inbox
+from lockstep.engines.protocol import Completion, Engine
 
 # Gives the difference, in nats, for the token of a completion at a place.
 Shift = Callable[[Completion, int], float]
@@ -25,10 +28,8 @@ class ShiftedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
-    ) -> dict[RequestKey, Completion]:
-        return {key: self._shifted(answer) for key, answer in self._engine.generate(requests, on_answer).items()}
+    def serve(self, inbox: Inbox) -> None:
+        self._engine.serve(ChangedAnswers(inbox, self._shifted))  # type: ignore[arg-type]
 
     def _shifted(self, answer: Completion) -> Completion:
         return replace(

@@ -72,12 +72,16 @@ def make_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = 0
-    with torch.no_grad():
-        # Biases are initialised to zero; with zeros no test would detect a bias that is lost.
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=scale)
+    draw_biases(model, scale)
     return model
+
+
+@torch.no_grad()
+def draw_biases(model: PreTrainedModel, scale: float) -> None:
+    """Biases are initialised to zero; with zeros no test would detect a bias that is lost."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(std=scale)
 
 
 def make_stateful(width: int = 32, *, scale: float = 0.3) -> PreTrainedModel:

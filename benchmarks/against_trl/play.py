@@ -223,10 +223,11 @@ def recorded_engine(model: str, dtype: str, path: Path) -> Any:
         waiting.setdefault(tuple(rollout.prompt_ids), []).append(rollout)
 
     class RecordedEngine(TransformersEngine):
-        def generate(self, requests: Any, on_answer: Any = None) -> Any:
+        def _round(self, requests: Any, inbox: Any) -> None:
             assert self.version is not None
-            return {
-                request.key: Completion(
+            for request in requests:
+                found = waiting[tuple(request.prompt_ids.tolist())][request.key.sample]
+                completion = Completion(
                     key=request.key,
                     prompt_ids=request.prompt_ids,
                     token_ids=tuple(found.completion_ids),
@@ -234,9 +235,7 @@ def recorded_engine(model: str, dtype: str, path: Path) -> Any:
                     weight_versions=(self.version,) * len(found.completion_ids),
                     finish_reason="length",
                 )
-                for request in requests
-                for found in [waiting[tuple(request.prompt_ids.tolist())][request.key.sample]]
-            }
+                inbox.answer(completion, [self.version])
 
     longest = max(len(r.prompt_ids) + len(r.completion_ids) for r in read_rollouts(path))
     return RecordedEngine(model, load_tokenizer(model), dtype=getattr(torch, dtype), max_model_len=longest + 1)

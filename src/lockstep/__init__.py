@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.errors import InputError, LockstepError, ProofError
 
 if TYPE_CHECKING:
+    from lockstep.training.generate.rollout_func import generate_rollout_completions
     from lockstep.training.methods.grpo_config import GRPOConfig
     from lockstep.training.methods.online_dpo import OnlineDPOConfig
     from lockstep.training.methods.ppo import PPOConfig
@@ -32,6 +33,7 @@ __all__ = [
     "RLOOTrainer",
     "ReinforcePPConfig",
     "ReinforcePPTrainer",
+    "generate_rollout_completions",
 ]
 _WHERE = {
     "GRPOConfig": "methods.grpo_config",
@@ -44,6 +46,7 @@ _WHERE = {
     "ReinforcePPTrainer": "trainers.reinforce_pp",
     "RLOOConfig": "methods.rloo",
     "RLOOTrainer": "trainers.rloo",
+    "generate_rollout_completions": "generate.rollout_func",
 }
 
 

@@ -7,15 +7,16 @@ servers and proves it. The others refuse to work with servers that do not hold t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedModel
 
+from lockstep.engines.http.server_calls import ServerCalls, check_urls
+from lockstep.engines.http.transport import WeightTransport
+from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, EngineSettings, GenerationRequest, RequestKey
-from lockstep.engines.server_calls import ServerCalls
-from lockstep.engines.transport import WeightTransport
-from lockstep.engines.vllm_server import VLLMServer
-from lockstep.errors import ProofError
+from lockstep.errors import InputError, ProofError
 from lockstep.parity.gap import GapStats
 from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.parity.module_probe import ProbeRecord
@@ -135,6 +136,9 @@ def connect(
         LockstepError: a server did not answer in time.
     """
     urls = [url] if isinstance(url, str) else list(url)
+    check_urls("url", urls)
+    if not 0 < timeout < math.inf:
+        raise InputError(f"timeout={timeout}; it must be a number of seconds above 0")
     keys = [key_for(url, key_file) for url in urls]
 
     def choose(servers: Sequence[ServerCalls]) -> WeightTransport:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from os import PathLike, fspath
 
 
 class LockstepError(RuntimeError):
@@ -60,3 +62,18 @@ class ProofError(LockstepError):
         self.cause = cause
         self.fix = fix
         super().__init__(f"proof '{check}' failed: {found}\n  likely cause: {cause}\n  what to do: {fix}")
+
+
+@contextmanager
+def names_path(path: PathLike[str]) -> Iterator[None]:
+    """Within the block, an OSError that names no file names this one. A write to a full disk, for example, names none.
+
+    Raises:
+        OSError: the error, with the path.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, fspath(path)) from error
+        raise

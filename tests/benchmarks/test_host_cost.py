@@ -1,4 +1,4 @@
-"""The host's cost per token: which row counts which work, and the content of the table and the plot."""
+"""The host's cost per token: which row counts which work, the table and the plot, and the whole program at a small size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import host_cost
-from host_cost import _OTHER_WAY, ROWS, Watch, table, total
+from host_cost import _OTHER_WAY, ROWS, Tokenizer, Watch, measured, table, total
 from host_cost_plot import drawing
 
 FIGURES = {
@@ -41,3 +41,8 @@ def test_the_plot_is_well_formed_and_as_high_as_the_rows_together() -> None:
     heights = [float(box.attrib["height"]) for box in root if box.attrib.get("width") == "70"]
     assert len(heights) == 2 * len(rows)
     assert sum(heights[: len(rows)]) * 2 == pytest.approx(sum(heights[len(rows) :]), rel=0.02)
+
+
+def test_every_row_of_a_small_step_costs_something() -> None:
+    """The rest of the program: a change to the code that a run calls must not break it unseen."""
+    assert min(measured("8x16", Tokenizer).values()) > 0

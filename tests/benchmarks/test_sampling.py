@@ -18,7 +18,7 @@ from sampling import PARTS, Setting, figures, in_turn
 from sampling_engine import _CONTEXT
 
 from lockstep import GRPOConfig
-from lockstep.engines.vllm_arguments import engine_arguments
+from lockstep.engines.vllm.arguments import engine_arguments
 
 
 class Spoken:

@@ -141,7 +141,7 @@ def ours(
 ) -> tuple[Played, Sampled]:
     """A run of our trainer, and its sampled completions."""
     # TRL has no rehearsal of reward functions.
-    own = {**COMMON, "rehearse_rewards": False, **fields}
+    own = {**COMMON, "rehearse_rewards": False, "recheck_rewards": False, **fields}
     config = getattr(lockstep, f"{method}Config")(output_dir=str(folder), **own)
     arguments = {"reward_funcs": longer, "train_dataset": PROMPTS, **arguments}
     trainer = getattr(lockstep, f"{method}Trainer")(

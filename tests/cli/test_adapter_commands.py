@@ -50,7 +50,7 @@ def test_an_adapter_is_trained_and_gone_on_with(
     assert json.loads(adapter.read_text())["r"] == 4
 
     monkeypatch.setenv("TEST_INTERRUPT_AT", "3")
-    assert main([command, "--config", path]) == 130
+    assert main([command, "--config", path]) == 130, capsys.readouterr().err
     monkeypatch.delenv("TEST_INTERRUPT_AT")
     other = config(home, untied_dir, **{**fields, **LORA, "load_in_4bit": four_bits, "lora_r": 8})
     assert main([command, "--config", other]) == 2

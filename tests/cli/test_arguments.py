@@ -72,7 +72,7 @@ def test_words_win_over_the_file(tmp_path: Path) -> None:
             None,
             "no multiple of num_generations=3",
         ),
-        (["--top_p", "0.9"], None, "top_p=0.9 is not supported"),
+        (["--vllm_model_impl", "transformers"], None, "vllm_model_impl='transformers' is not supported"),
         ([], None, "model_name_or_path is not set"),
         (["--model_name_or_path", "m"], None, "dataset_name is not set"),
         (["stray"], None, "stray"),

@@ -57,6 +57,8 @@ def config(home: Path, model: str, **fields: Any) -> str:
         "save_steps": 4,
         "logging_steps": 1,
         "learning_rate": 1e-3,
+        # The function counts its calls.
+        "recheck_rewards": False,
         **fields,
     }
     path = home / "config.yaml"

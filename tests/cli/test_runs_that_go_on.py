@@ -54,6 +54,8 @@ def run(home: Path, model: str, name: str, **fields: Any) -> int:
         "logging_steps": 1,
         "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",
+        # The function counts its calls.
+        "recheck_rewards": False,
         **fields,
     }
     path = home / "config.yaml"

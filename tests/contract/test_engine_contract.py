@@ -14,9 +14,9 @@ from tiny import CONTEXT, make_model, perturbed
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling
-from lockstep.engines.vllm_inprocess import VLLMInProcess
+from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
-from lockstep.rollouts.collect import collect
+from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt
 from lockstep.sync.push import push_weights
 from lockstep.tokens.tokenizer import load_tokenizer

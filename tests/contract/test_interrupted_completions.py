@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion, Engine, Sampling
 from lockstep.errors import InputError
-from lockstep.rollouts.collect import collect
+from lockstep.rollouts.conversation import single_turn
+from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt
-from lockstep.rollouts.interruptions import Interruption
+from lockstep.rollouts.programs.interruptions import Interruption, interrupted
 from lockstep.sync.push import push_weights
 from lockstep.tokens.tokenizer import load_tokenizer
 
@@ -44,7 +45,7 @@ def sample(
         num_generations=6,
         run_seed=1,
         version=7,
-        interruption=interruption,
+        program=single_turn if interruption is None else interrupted(interruption, limits),
     )
     return {r.completion.key: r.completion for group in groups for r in group.rollouts}
 
@@ -117,8 +118,8 @@ def test_a_prompt_that_only_the_first_part_would_fit_behind_is_refused_before_an
     engine: Engine, untied_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = replace(PROMPTS[0], ids=(5,) * (CONTEXT - LIMIT + 1))
-    real, calls = engine.generate, []
-    monkeypatch.setattr(engine, "generate", lambda *given: calls.append(1) or real(*given))
+    real, calls = engine.serve, []
+    monkeypatch.setattr(engine, "serve", lambda inbox: calls.append(1) or real(inbox))
     with pytest.raises(InputError, match=rf"row/0 has {CONTEXT - LIMIT + 1} tokens: with up to {LIMIT} new ones"):
         sample(engine, untied_dir, Interruption(AFTER, INSERTED, (1,)), [long])
     assert calls == []

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from conftest import needs_vllm
+from forked import finish
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.vllm
 @needs_vllm
 def test_a_prompt_passes_through_at_most_20_files_and_a_parameter_through_13() -> None:
-    printed = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "follow.py")], capture_output=True, text=True, check=True, timeout=600
-    ).stdout
+    done = finish([sys.executable, str(ROOT / "scripts" / "follow.py")], timeout=600)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
     counts = [int(line.split(": ")[1].split()[0]) for line in printed.splitlines() if line.endswith(" files")]
     prompt, parameter = counts
     assert 10 < prompt <= 20, printed

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lockstep.engines.answers import check_answers, check_requests
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling, request_seed
 from lockstep.errors import InputError, ProofError
+from lockstep.tokens.kept_ids import KeptIds
 
 
 def request(prompt: int, sample: int = 0) -> GenerationRequest:
@@ -69,14 +70,14 @@ def test_a_wrong_answer_names_its_proof(changes: dict[str, object], proof: str) 
 
 def test_requests_are_refused_before_any_is_started() -> None:
     with pytest.raises(ProofError, match="no committed weights"):
-        check_requests([request(1)], None, 100)
+        check_requests([request(1)], None, 100, 400)
     with pytest.raises(InputError, match="occurs twice"):
-        check_requests([request(1), request(1)], 3, 100)
+        check_requests([request(1), request(1)], 3, 100, 400)
     with pytest.raises(InputError, match="p1 has no tokens"):
-        check_requests([replace(request(1), prompt_ids=())], 3, 100)
+        check_requests([replace(request(1), prompt_ids=())], 3, 100, 400)
     with pytest.raises(InputError, match="p1 has 3 tokens"):
-        check_requests([request(1)], 3, 6)
-    check_requests([request(1)], 3, 7)
+        check_requests([request(1)], 3, 6, 400)
+    check_requests([request(1)], 3, 7, 400)
 
 
 def test_seeds_differ_by_run_version_prompt_and_sample() -> None:
@@ -94,3 +95,76 @@ def test_seeds_differ_by_run_version_prompt_and_sample() -> None:
 def test_a_greedy_temperature_is_refused() -> None:
     with pytest.raises(InputError, match="temperature"):
         Sampling(max_tokens=1, temperature=0.0)
+
+
+TOP_K = Sampling(max_tokens=4, top_k=2)
+SETS = KeptIds([7, 9, 3, 8], [2, 4])
+
+
+def filtered(sampling: Sampling = TOP_K, **changes: object) -> tuple[GenerationRequest, Completion]:
+    asked = replace(request(1), sampling=sampling)
+    return asked, answer(asked, **{"kept_ids": SETS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("sampling", "changes"),
+    [
+        (TOP_K, {}),
+        # Inserted ids have no set.
+        (TOP_K, {"sampled": (True, False), "kept_ids": KeptIds([7, 9], [2])}),
+        # Ids of equal logits are all kept.
+        (TOP_K, {"kept_ids": KeptIds([6, 7, 9, 8, 9], [3, 5])}),
+        (Sampling(4, top_p=0.9), {"kept_ids": KeptIds([7, 9, 8], [2, 3]), "logprobs": (-0.5, 0.0)}),
+        (Sampling(4, min_p=0.5), {"logprobs": (-1.3, -0.3)}),
+        (Sampling(4), {"kept_ids": None}),
+    ],
+)
+def test_kept_ids_that_fit_their_request_pass(sampling: Sampling, changes: dict[str, object]) -> None:
+    asked, found = filtered(sampling, **changes)
+    assert check_answers([asked], [found], [3], vocab_size=10)[asked.key] is found
+
+
+@pytest.mark.parametrize(
+    ("sampling", "changes", "message"),
+    [
+        (TOP_K, {"kept_ids": None}, "does not say which ids"),
+        (Sampling(4), {}, "asked for no filter"),
+        (TOP_K, {"kept_ids": KeptIds([7, 9], [2])}, "2 sampled tokens and 1 sets"),
+        (TOP_K, {"sampled": (True, False)}, "1 sampled tokens and 2 sets"),
+        # The sets of two tokens, exchanged.
+        (TOP_K, {"kept_ids": KeptIds([3, 8, 7, 9], [2, 4])}, "2 tokens outside their own set of kept ids, number 0"),
+        (TOP_K, {"kept_ids": KeptIds([7, 9, 3, 9], [2, 4])}, "1 tokens outside their own set of kept ids, number 1"),
+        # A set cut short.
+        (TOP_K, {"kept_ids": KeptIds([7, 3, 8], [1, 3])}, "log-prob of that id is not 0"),
+        (TOP_K, {"kept_ids": KeptIds([9, 7, 3, 8], [2, 4])}, "not ascending"),
+        (TOP_K, {"kept_ids": KeptIds([7, 7, 3, 8], [2, 4])}, "not ascending"),
+        (TOP_K, {"kept_ids": KeptIds([7, 10, 3, 8], [2, 4])}, "outside the vocabulary"),
+        (TOP_K, {"kept_ids": KeptIds([-1, 7, 3, 8], [2, 4])}, "outside the vocabulary"),
+        # The engine sampled from the whole vocabulary.
+        (TOP_K, {"kept_ids": KeptIds([*range(400), 3, 8], [400, 402])}, "a set of 400 kept ids, with top_k=2"),
+        (Sampling(4, min_p=0.5), {"logprobs": (-1.5, -0.3)}, "less likely than min_p=0.5 allows"),
+    ],
+)
+def test_kept_ids_that_contradict_their_request_are_refused(
+    sampling: Sampling, changes: dict[str, object], message: str
+) -> None:
+    asked, found = filtered(sampling, **changes)
+    with pytest.raises(ProofError, match=message) as caught:
+        check_answers([asked], [found], [3], vocab_size=None if "400" in message else 10)
+    assert caught.value.check == "kept_ids"
+
+
+@pytest.mark.parametrize("kept", [KeptIds([7, 9], [2, 2]), KeptIds([7, 8, 9, 3, 8], [3, 5])])
+def test_more_kept_ids_than_allowed_are_the_users_to_bound(kept: KeptIds) -> None:
+    asked, found = filtered(Sampling(4, top_p=0.9, max_kept_ids=2), kept_ids=kept)
+    with pytest.raises(InputError, match=r"max_kept_ids=2 ids for one token. Set top_k"):
+        check_answers([asked], [found], [3])
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "allowed_token_ids", "bad_words"])
+def test_tokens_that_the_model_does_not_have_are_refused_before_any_request_is_started(name: str) -> None:
+    value = {"logit_bias": ((10, 1.0),), "allowed_token_ids": (3, 10), "bad_words": ((3,), (4, 10))}[name]
+    asked = replace(request(1), sampling=Sampling(4, **{name: value}))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=f"{name} names token 10; the model's last token is 9"):
+        check_requests([asked], 3, 100, vocab_size=10)
+    check_requests([asked], 3, 100, vocab_size=11)

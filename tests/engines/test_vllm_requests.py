@@ -1,14 +1,21 @@
-"""How much of their prompts the requests of one call find in vLLM's prefix cache, in process."""
+"""What goes to vLLM is what the trainer's request asks for, and requests of one call share vLLM's prefix cache."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import pytest
 from conftest import needs_vllm
 from tiny import make_model
 
-from lockstep.engines import vllm_inprocess
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
-from lockstep.engines.vllm_inprocess import VLLMInProcess
+from lockstep.engines.http.server_messages import generation_body
+from lockstep.engines.protocol import GenerationRequest, Grammar, RequestKey, Sampling
+from lockstep.engines.vllm import in_process as vllm_inprocess
+from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.engines.vllm.requests import sampling_params
+from lockstep.engines.vllm.sent import check_sent, fields_of
+from lockstep.errors import ProofError
 from lockstep.sync.push import push_weights
 
 
@@ -27,9 +34,9 @@ def test_in_one_call_vllm_computes_a_prompt_once_and_a_beginning_that_prompts_sh
     ]
     completion, cached = vllm_inprocess.completion, {}
 
-    def noted(key: RequestKey, output: object) -> object:
+    def noted(key: RequestKey, output: object, *, filtered: bool) -> object:
         cached[key] = output.num_cached_tokens  # type: ignore[attr-defined]
-        return completion(key, output)
+        return completion(key, output, filtered=filtered)
 
     monkeypatch.setattr(vllm_inprocess, "completion", noted)
     tied_vllm.generate(requests)
@@ -38,3 +45,49 @@ def test_in_one_call_vllm_computes_a_prompt_once_and_a_beginning_that_prompts_sh
     assert 0 < shared < whole
     assert cached == {key: (whole if key.sample else shared if key.prompt_id != "0" else 0) for key in cached}
     assert len(cached) == len(requests)
+
+
+PLAIN: dict[str, Any] = {"temperature": 0.7}
+ASKED: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.71},
+    "max_tokens": {"max_tokens": 5},
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.2},
+    "presence_penalty": {"presence_penalty": 0.1},
+    "frequency_penalty": {"frequency_penalty": 0.1},
+    "min_tokens": {"min_tokens": 1},
+    "stop": {"stop": ("a",)},
+    "logit_bias": {"logit_bias": ((3, 1.0),)},
+    "allowed_token_ids": {"allowed_token_ids": (3, 4)},
+    "bad_words": {"bad_words": ((3, 4),)},
+    "grammar": {"grammar": Grammar("regex", "a+")},
+    "seed": {},
+}
+
+
+def asked(seed: int = 1, **sampling: Any) -> GenerationRequest:
+    return GenerationRequest(RequestKey("a", 0), [3, 4], Sampling(**{"max_tokens": 4, **PLAIN, **sampling}), seed)
+
+
+@pytest.mark.vllm
+@needs_vllm
+@pytest.mark.parametrize("form", ["in process", "over HTTP"])
+@pytest.mark.parametrize("name", ASKED)
+def test_what_goes_to_vllm_has_the_settings_of_the_request(form: str, name: str) -> None:
+    def sent(request: GenerationRequest) -> dict[str, Any]:
+        if form == "in process":
+            return fields_of(sampling_params(request))
+        return json.loads(json.dumps(generation_body(request, "a")), object_hook=_ids_as_numbers)["sampling_params"]
+
+    whole, other = asked(**ASKED[name]), asked(seed=2 if name == "seed" else 1)
+    check_sent(whole, sent(whole))
+    for request, found in ((whole, sent(other)), (other, sent(whole))):
+        with pytest.raises(ProofError, match=f"goes to vLLM with {name}="):
+            check_sent(request, found)
+
+
+def _ids_as_numbers(found: dict[str, Any]) -> dict[Any, Any]:
+    """The keys of a JSON mapping are texts; vLLM reads those of `logit_bias` as ids."""
+    return {int(key) if key.isdigit() else key: value for key, value in found.items()}

@@ -52,7 +52,7 @@ def plain_logps(model: Any, prompt_ids: list[int], completion_ids: list[int]) ->
     return logits.log_softmax(-1).gather(1, torch.tensor(completion_ids)[:, None])[:, 0].tolist()
 
 
-def train(generation: Any, model: str, folder: Any, **settings: Any) -> Any:
+def train(generation: Any, model: str, folder: Any, peft_config: Any = None, **settings: Any) -> Any:
     """Train TRL's GRPOTrainer on a tiny model, with `generation` instead of TRL's own generation object."""
     import trl
     import trl.trainer.grpo_trainer
@@ -75,6 +75,7 @@ def train(generation: Any, model: str, folder: Any, **settings: Any) -> Any:
             reward_funcs=distinct_letters,
             args=trl.GRPOConfig(output_dir=str(folder), use_vllm=True, **(args | settings)),
             train_dataset=Dataset.from_dict({"prompt": prompts * 4}),
+            peft_config=peft_config,
         )
     finally:
         trl.trainer.grpo_trainer.VLLMGeneration = original

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import needs_vllm
+from forked import Program
 from servers import KEY, Server, free_port
 
 from lockstep.server.keys import KEY_VARIABLE
@@ -26,7 +27,7 @@ def run_ranks(model: str, folder: Path, *arguments: str, limit: float) -> Result
     for rank in ("0", "1"):
         with (folder / f"{rank}.log").open("w") as log:
             command = [sys.executable, str(SCRIPT), rank, port, model, str(folder / f"{rank}.json"), *arguments]
-            ranks.append(subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, KEY_VARIABLE: KEY}))
+            ranks.append(Program(command, stdout=log, stderr=log, env={**os.environ, KEY_VARIABLE: KEY}))
     try:
         for process in ranks:
             process.wait(limit)

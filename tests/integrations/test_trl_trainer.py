@@ -56,6 +56,26 @@ def test_trls_trainer_learns_from_proven_tokens_of_real_vllm(untied_dir: str, tm
     assert generation.proof.push.version == 3
 
 
+def test_trls_trainer_learns_an_adapter_whose_merged_weights_are_proven(untied_dir: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    engine = start("transformers", untied_dir)
+    trainer = train(partial(Recording, engine=engine), untied_dir, tmp_path, peft_config=adapter)
+    generation = trainer.vllm_generation
+    assert [call.version for call in generation.calls] == [1, 2, 3]
+    assert all(call.worst < 1e-4 for call in generation.calls)
+    assert generation.proof.probe.of_modules > 0
+    # The base weights stay as they are, to the bit, and the engine has others.
+    base = AutoModelForCausalLM.from_pretrained(untied_dir, dtype=torch.float32).state_dict()
+    inner = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
+    own = {name.replace(".base_layer", ""): value for name, value in inner.state_dict().items() if ".lora_" not in name}
+    assert all(torch.equal(own[name], value) for name, value in base.items())
+    sent = engine._model.state_dict()  # type: ignore[attr-defined]
+    assert not torch.equal(
+        sent["model.layers.0.self_attn.q_proj.weight"], base["model.layers.0.self_attn.q_proj.weight"]
+    )
+
+
 def test_weights_that_stay_behind_stop_the_run(untied_dir: str, tmp_path: Path) -> None:
     engine = start("transformers", untied_dir)
     load, pushes = engine.load, []

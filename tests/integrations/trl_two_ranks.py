@@ -120,7 +120,7 @@ def with_transformers(rank: int, model: str, out: str) -> Any:
 def alone(rank: int, out: Path) -> Any:
     import time
 
-    from lockstep.rollouts.ranks import Ranks
+    from lockstep.rollouts.across_ranks.ranks import Ranks
 
     ranks, given_up = Ranks(limit=2.0), out.parent / "given-up"
     if rank == 0:

@@ -12,7 +12,7 @@ from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import ProofError
 from lockstep.parity.canary import canary_sequences, score_canary
 from lockstep.parity.gap import over_limits
-from lockstep.parity.samples import check_samples
+from lockstep.parity.samples import Seeds, _log_pay, check_samples
 from lockstep.parity.tolerances import tolerance
 from lockstep.verify.stage import Stage
 
@@ -44,9 +44,10 @@ def test_a_run_does_not_start_with_a_canary_that_fails(stage: Stage, monkeypatch
         stage.trainer.begin_training()
 
 
-def group(tokens: list[tuple[int, ...]], logprob: float) -> list[Completion]:
+def group(tokens: list[tuple[int, ...]], logprob: float) -> list[tuple[Completion, ...]]:
+    """Samples of one branch each."""
     return [
-        Completion(RequestKey("p", i), (1, 2), ids, (logprob,) * len(ids), (0,) * len(ids), "length")
+        (Completion(RequestKey("p", i), (1, 2), ids, (logprob,) * len(ids), (0,) * len(ids), "length"),)
         for i, ids in enumerate(tokens)
     ]
 
@@ -64,13 +65,25 @@ def test_a_sure_model_may_repeat_itself() -> None:
 
 def test_tokens_that_were_put_in_are_no_evidence_of_copies() -> None:
     # All ids are equal, but only one of the eight tokens was sampled: three more draws with probability e^-1 each.
-    def interrupted(logprob: float) -> list[Completion]:
+    def interrupted(logprob: float) -> list[tuple[Completion, ...]]:
         logps, mask = (logprob, *[0.0] * 7), (True, *[False] * 7)
-        return [replace(c, logprobs=logps, sampled=mask) for c in group([(1,) * 8] * 4, -1.0)]
+        return [(replace(c, logprobs=logps, sampled=mask),) for (c,) in group([(1,) * 8] * 4, -1.0)]
 
     check_samples([interrupted(-1.0)])
     with pytest.raises(ProofError, match="are the same 8 tokens"):
         check_samples([interrupted(-8.0)])
+
+
+def test_all_branches_of_a_rollout_are_evidence() -> None:
+    def branched(second: list[tuple[int, ...]]) -> list[tuple[Completion, ...]]:
+        firsts, seconds = group([(1,) * 4] * 4, -1.0), group(second, -1.0)
+        return [(*one, *other) for one, other in zip(firsts, seconds, strict=True)]
+
+    # Three more draws of the first branch have probability e^-12 > 1e-9; with the second branch e^-24 < 1e-9.
+    check_samples([group([(1,) * 4] * 4, -1.0)])
+    with pytest.raises(ProofError, match="are the same 8 tokens"):
+        check_samples([branched([(2,) * 4] * 4)])
+    check_samples([branched([(2,) * 4] * 3 + [(3,) * 4])])
 
 
 def test_one_that_differs_is_enough() -> None:
@@ -84,3 +97,51 @@ def test_the_chance_of_a_false_alarm_is_as_stated() -> None:
     assert chance <= 1e-9
     with pytest.raises(ProofError):
         check_samples([group([(1,)] * samples, -math.log(vocabulary))])
+
+
+def test_pairs_of_equal_completions_are_refused() -> None:
+    pairs = [(1,) * 12, (1,) * 12, (2,) * 12, (2,) * 12]
+    with pytest.raises(ProofError, match="p#0 and p#1 begin with the same 12 tokens") as failed:
+        check_samples([group(pairs, -3.0)])
+    assert failed.value.check == "samples"
+    check_samples([group(pairs, -0.1)])
+
+
+def test_completions_that_part_after_a_long_common_beginning_are_refused() -> None:
+    """Equal seeds, and a rounding error that parts the two in the middle."""
+    with pytest.raises(ProofError, match="same 12 tokens"):
+        check_samples([group([(1,) * 12 + (5,) * 9, (1,) * 12 + (6,) * 9, (7,) * 21], -3.0)])
+
+
+def test_the_pay_of_a_pair_has_mean_one() -> None:
+    """All pairs of completions of two tokens over three ids, of which the second token depends on the first."""
+    first, second = [0.5, 0.3, 0.2], [[0.1, 0.1, 0.8], [0.6, 0.2, 0.2], [0.9, 0.05, 0.05]]
+    runs = [
+        ((a, b), first[a] * second[a][b], (math.log(first[a]), math.log(second[a][b])))
+        for a in range(3)
+        for b in range(3)
+    ]
+    for one, _, logps in runs:
+        fixed = Completion(RequestKey("p", 0), (1,), one, logps, (0, 0), "length")
+        mean = 0.0
+        for other, chance, others in runs:
+            mean += chance * math.exp(
+                _log_pay(fixed, Completion(RequestKey("p", 1), (1,), other, others, (0, 0), "length"))
+            )
+        assert mean == pytest.approx(1.0, abs=1e-6)
+
+
+def test_equal_seeds_are_refused_before_anything_is_sampled() -> None:
+    keys = [RequestKey("p", 0), RequestKey("p", 1), RequestKey("q", 0)]
+    with pytest.raises(ProofError, match="p#0 and q#0 have the same seed"):
+        Seeds().check(dict(zip(keys, (5, 6, 5), strict=True)), 0)
+
+
+def test_a_prompt_gets_a_seed_again_only_for_the_same_version() -> None:
+    key, seeds = RequestKey("p", 0), Seeds()
+    seeds.check({key: 5}, 0)
+    # The same generation again, because the engine was lost.
+    seeds.check({key: 5}, 0)
+    seeds.check({key: 6}, 1)
+    with pytest.raises(ProofError, match="that it had at version 1"):
+        seeds.check({key: 6}, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.engines.protocol import Completion
+from lockstep.errors import ProofError
 from lockstep.parity.decomposition import Decomposition, decompose, split_gap
+from lockstep.parity.distributions import Distribution
+from lockstep.parity.step.learned import SampledTokens
 from lockstep.parity.tolerances import tolerance
-from lockstep.rollouts.collect import collect
-from lockstep.rollouts.interruptions import Interruption
-from lockstep.verify.faults import logprobs, tokens
+from lockstep.rollouts.driver import collect
+from lockstep.rollouts.programs.interruptions import Interruption, interrupted
+from lockstep.training.step.model_gradient import ModelGradient
+from lockstep.verify.faults import logprobs, steps, tokens
 from lockstep.verify.faults.seams import loads_instead
 from lockstep.verify.stage import Stage
 
@@ -50,7 +55,7 @@ def explained(
         stage.model,
         stage.engine,
         completions[:3],
-        stage.sampling(),
+        Distribution(stage.sampling()),
         stage.precision,
         stage.trainer.proofs.probe,
         stage.version if version is None else version,
@@ -84,7 +89,7 @@ def test_what_was_put_into_a_completion_has_no_part_in_an_explanation(stage: Sta
         num_generations=2,
         run_seed=1,
         version=stage.version,
-        interruption=Interruption(3, (77, 78, 79), (1,)),
+        program=interrupted(Interruption(3, (77, 78, 79), (1,)), stage.sampling()),
     )
     completions = [r.completion for group in groups for r in group.rollouts]
     completions.sort(key=lambda c: c.sampled is None)
@@ -163,3 +168,25 @@ def test_one_wrong_log_prob_among_many_is_explained_too(stage: Stage) -> None:
     wrong = replace(completion, logprobs=(completion.logprobs[0] - 3, *completion.logprobs[1:]))
     found = explained(stage, [wrong])
     assert found.parts.defect == pytest.approx(3 / len(wrong.logprobs), rel=0.01)
+
+
+def test_a_fault_of_the_packed_forward_is_not_blamed_on_the_engine(stage: Stage) -> None:
+    (fault,) = [f for f in steps.FAULTS if f.id == "A3"]
+    with (
+        # Without the proofs that find it earlier.
+        patch.object(ModelGradient, "check", lambda *given: {}),
+        patch.object(SampledTokens, "check", lambda *given: None),
+        fault.inject(stage),
+        pytest.raises(ProofError) as failed,
+    ):
+        stage.step()
+    assert failed.value.check == "gap"
+    assert "the trainer's own packed forward" in failed.value.cause
+    assert "caches" not in failed.value.cause
+
+
+def test_a_fault_of_the_engine_is_not_blamed_on_the_packed_forward(stage: Stage) -> None:
+    with injected(stage, "L3"), pytest.raises(ProofError) as failed:
+        stage.step()
+    assert failed.value.check == "gap"
+    assert "packed" not in failed.value.cause

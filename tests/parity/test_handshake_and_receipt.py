@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engines.protocol import EngineSettings
+from lockstep.engines.protocol import EngineSettings, Grammar, Sampling
 from lockstep.errors import InputError, ProofError
 from lockstep.parity.handshake import ExpectedSettings, check_settings
 from lockstep.parity.receipt import Receipt, check_chain
@@ -43,6 +43,26 @@ def test_each_setting_that_matters_is_compared(change: dict[str, object], named:
     check_settings(EXPECTED, ACTUAL)
     with pytest.raises(ProofError, match=named):
         check_settings(EXPECTED, replace(ACTUAL, **change))  # type: ignore[arg-type]
+
+
+def test_an_engine_that_gets_pictures_must_not_normalise_pixels_again() -> None:
+    twice = replace(ACTUAL, normalises_pixels=True)
+    check_settings(EXPECTED, twice)
+    with pytest.raises(ProofError, match="mm_device_do_normalize is True"):
+        check_settings(replace(EXPECTED, pictures=True), twice)
+
+
+def test_an_engine_must_be_able_to_sample_what_the_run_asks_for() -> None:
+    able = replace(ACTUAL, kept_ids=True, structured_outputs="xgrammar")
+    for sampling, lacking, named in (
+        (Sampling(9, min_p=0.1), {"kept_ids": False}, "kept_ids .* is False in the engine"),
+        (Sampling(9, grammar=Grammar("regex", "a")), {"structured_outputs": "auto"}, "structured_outputs is 'auto'"),
+    ):
+        asked = replace(EXPECTED, sampling=sampling)
+        check_settings(asked, able)
+        check_settings(replace(asked, sampling=Sampling(9, repetition_penalty=1.2)), replace(able, **lacking))  # type: ignore[arg-type]
+        with pytest.raises(ProofError, match=named):
+            check_settings(asked, replace(able, **lacking))  # type: ignore[arg-type]
 
 
 def test_all_differences_are_named_at_once() -> None:

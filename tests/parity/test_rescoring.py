@@ -18,7 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lockstep.engines.protocol import Sampling
+from lockstep.engines.protocol import Grammar, Sampling
+from lockstep.errors import LockstepError
 from lockstep.parity import rescoring
 from lockstep.parity.rescoring import Precision, completion_logps, sequence_logits
 
@@ -87,6 +88,14 @@ def test_chunks_of_rows_give_the_same_log_probs(
     assert torch.equal(torch.isfinite(whole), torch.isfinite(by_row))
     found = torch.isfinite(whole)
     torch.testing.assert_close(by_row[found], whole[found], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(80, min_tokens=2), Sampling(80, grammar=Grammar("regex", "a+"))])
+def test_settings_that_need_more_than_themselves_are_not_scored_without_it(
+    model: PreTrainedModel, sampling: Sampling
+) -> None:
+    with pytest.raises(LockstepError, match="under a Distribution"):
+        completion_logps(model, PROMPT, TOKENS, sampling)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

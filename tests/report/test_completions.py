@@ -34,6 +34,18 @@ def test_every_row_is_there_with_its_numbers_and_what_rewards_said() -> None:
     assert [cell.strip() for cell in second.split("│")[2:-2]] == ["two?", "due", "0.25", "0.50", "-3.00", ""]
 
 
+def test_the_finish_reasons_of_all_turns_are_shown_where_there_are_several() -> None:
+    shown = printed(
+        [row("one?", "uno", finish_reasons=("stop", "length")), row("two?", "due", finish_reasons=("stop",))]
+    )
+    cells = [
+        [cell.strip() for cell in line.split("│")] for line in shown.splitlines() if "uno" in line or "due" in line
+    ]
+    assert [line[-3] for line in cells] == ["stop, length", "stop"]
+    assert "Finish reasons" in shown
+    assert "Finish reasons" not in printed([row("two?", "due", finish_reasons=("stop",))])
+
+
 def test_brackets_in_a_completion_are_no_markup() -> None:
     assert "[bold]no[/bold] [/x]" in printed([row("[red]p", "[bold]no[/bold] [/x]")])
 

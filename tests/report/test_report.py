@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from plotly import graph_objects
 from rich.console import Console
 from transformers import TrainerState
 
+from lockstep.report import html
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.html import render_report
 from lockstep.report.live import About, LiveView, clock, sparkline
@@ -58,6 +60,12 @@ RECEIPT = [
 BEFORE = {"eval_reward": 0.4, "eval_reward_ci95": 0.05, "eval_samples": 800.0, "eval_problems": 200.0}
 
 
+@pytest.mark.parametrize("figure", [html._rewards, html._lengths, html._gaps, html._times])
+def test_plotly_knows_every_property_of_the_figures(figure: Callable[..., html.Figure]) -> None:
+    # The report is made without this check, which takes longer than the report.
+    graph_objects.Figure(figure([line(1), line(2)]))
+
+
 def test_the_summary_adds_up_its_files() -> None:
     summary = summarise(
         [{"step": 0, "eval_reward": 0.4}, line(1), line(2)], RECEIPT, BEFORE, {**BEFORE, "eval_reward": 0.9}, 12.34
@@ -78,6 +86,16 @@ def test_the_summary_adds_up_its_files() -> None:
     assert "100 tokens checked, 0 failed" in text
 
 
+def test_the_summary_says_what_of_an_evaluation_was_proven_and_what_was_not_held_out() -> None:
+    after = {**BEFORE, "eval_parity/checked_share": 0.25, "eval_seen_in_training": 12.0}
+    summary = summarise([line(1)], RECEIPT, None, after, 1.0)
+    text = "\n".join(summary_lines(summary))
+    assert "gap proven on 25% of the tokens" in text
+    assert "12 of 200 evaluation prompts are training prompts too" in text
+    clean = summarise([line(1)], RECEIPT, None, {**after, "eval_seen_in_training": 0.0}, 1.0)
+    assert "not held out" not in "\n".join(summary_lines(clean))
+
+
 def test_a_run_without_evaluation_has_a_summary_too() -> None:
     summary = summarise([line(1)], RECEIPT[:2], None, None, 5.0)
     assert "eval_reward_before" not in summary
@@ -94,9 +112,17 @@ def test_the_page_is_self_contained_and_escapes_what_a_model_wrote() -> None:
         assert title in page
 
 
-def view_of(console: Console, phase: Callable[[], str] = str, steps: Callable[[], dict[str, float]] = dict) -> LiveView:
+SAMPLE = [("sample", "[b]The answer\nis " + "42 " * 60)]
+
+
+def view_of(
+    console: Console,
+    phase: Callable[[], str] = str,
+    steps: Callable[[], dict[str, float]] = dict,
+    said: Sequence[tuple[str, str]] = SAMPLE,
+) -> LiveView:
     about = About("GRPO · vllm in lockstep", "smollm2-135m-instruct", "runs/a-rather-long-name" * 4, (1e-4, 1e-3))
-    return LiveView(about, phase, steps, lambda: ("[b]The answer\nis " + "42 " * 60, 1.0), console)
+    return LiveView(about, phase, steps, lambda: (1.0, list(said)), console)
 
 
 def shown(view: LiveView, console: Console) -> list[str]:
@@ -265,3 +291,64 @@ def test_a_rollout_without_a_reward_is_shown_as_such_and_is_not_the_best() -> No
     assert "<span class='bad'>first</span> (no score)" in page
     assert "<span class='good'>second</span> (0.5)" in page
     assert page.count("(no score)") == 4
+
+
+def test_the_panel_shows_turns_and_results_up_to_six() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    said = [(label, f"{label} says\n{n}") for n in range(4) for label in ("assistant", "tool")]
+    page = shown(view_of(console, said=said), console)
+    text = "\n".join(page)
+    assert "1.00: assistant says 0" in text
+    assert "tool says 2" in text
+    assert "assistant says 3" not in text
+    assert "2 more turns and results" in text
+    assert {len(row) for row in page} == {80}
+
+
+TURNS = {
+    "name": "eval/0#0",
+    "reward": None,
+    "failed": "the game <died>",
+    "finish_reasons": ["length", "stop"],
+    "calls": ["call f({'a': '<b>'})", "result f: 7"],
+    "branches": [
+        {
+            "prompt": "<|user|>two",
+            "finish_reason": "stop",
+            "spans": [
+                {"tokens": ["a<", "b"], "gaps": [0.0, -3e-4], "finish_reason": "length"},
+                {"text": "<|end|>7"},
+                {"tokens": ["c"], "gaps": [2.0], "finish_reason": "stop"},
+            ],
+        },
+        {
+            "prompt": "again",
+            "finish_reason": "length",
+            "spans": [{"tokens": ["d"], "gaps": [1e-6], "finish_reason": None}],
+        },
+    ],
+}
+
+
+def test_the_page_marks_what_was_sampled_with_its_gaps_and_what_was_inserted() -> None:
+    page = render_report("t", {}, [], [], [], [TURNS])
+    for words in (
+        "title='gap -3.00e-04'>b</span>",
+        ">a&lt;</span>",
+        "<pre class='inserted'>&lt;|end|&gt;7</pre>",
+        "turn 1, sampled: 2 tokens, largest gap 3.0e-04, finish reason length<",
+        "turn 2, sampled: 1 tokens, largest gap 2.0e+00, finish reason stop<",
+        "largest gap 1.0e-06, finish reason unknown<",
+        "branch 2 of 2",
+        "no reward",
+        "failed: the game &lt;died&gt;",
+        "<li>result f: 7</li>",
+        "length, stop",
+        "ends with: length",
+    ):
+        assert words in page, words
+    assert page.count("class='sampled'") == 3
+    # A larger gap has another colour than a small one.
+    colours = [part.split("'")[0] for part in page.split("<pre class='sampled'><span style='background:")[1:]]
+    assert [colour != colours[0] for colour in colours] == [False, True, True]
+    assert "Turns of held-out" not in render_report("t", {}, [], [], [])

@@ -12,28 +12,26 @@ from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
 from scored import score_groups
-from tiny import make_tokenizer
 
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError, ProofError
-from lockstep.rollouts.collect import group_of
-from lockstep.rollouts.early_scores import EarlyScores
-from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.rollouts.reward_log import RewardLog
-from lockstep.rollouts.rewards import call_functions
+from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.rollouts.scores.early_scores import EarlyScores
+from lockstep.rollouts.scores.reward_log import RewardLog
+from lockstep.rollouts.scores.rewards import call_functions
 
-TOKENIZER = make_tokenizer()
 PROMPTS = [Prompt(f"p{i}", (5, 6, 7 + i), f"prompt {i}", {"answer": i}) for i in range(3)]
 SIZE = 2
 
 
-def completion(prompt: Prompt, sample: int) -> Completion:
+def rollout(prompt: Prompt, sample: int) -> Rollout:
     ids = (40 + sample, 50 + prompt.columns["answer"])
-    return Completion(RequestKey(prompt.prompt_id, sample), prompt.ids, ids, (-1.0, -2.0), (0, 0), "length")
+    key = RequestKey(prompt.prompt_id, sample)
+    return Rollout(Completion(key, prompt.ids, ids, (-1.0, -2.0), (0, 0), "length"), f"said {ids}")
 
 
-ANSWERS = [completion(prompt, sample) for prompt in PROMPTS for sample in range(SIZE)]
-GROUPS = [group_of(p, [completion(p, i) for i in range(SIZE)], TOKENIZER) for p in PROMPTS]
+ANSWERS = [rollout(prompt, sample) for prompt in PROMPTS for sample in range(SIZE)]
+GROUPS = [RolloutGroup(p, tuple(rollout(p, i) for i in range(SIZE))) for p in PROMPTS]
 
 
 def reward(completion_ids: list[list[int]], answer: list[int], log_metric: Any, **columns: Any) -> list[float]:
@@ -47,11 +45,11 @@ def score(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
 
 @draws(30)
 @given(st.permutations(ANSWERS))
-def test_in_whatever_order_answers_come_the_scores_are_those_of_one_call(answers: list[Completion]) -> None:
+def test_in_whatever_order_answers_come_the_scores_are_those_of_one_call(answers: list[Rollout]) -> None:
     log = RewardLog()
-    with EarlyScores(PROMPTS, SIZE, TOKENIZER, score) as early:
+    with EarlyScores(PROMPTS, SIZE, score) as early:
         for answer in answers:
-            early.answered(answer)
+            early.finished(answer)
         found = early.take(GROUPS, log)
     expected = score_groups(GROUPS, [reward], [1.0])
     assert [[r.scores for r in g.rollouts] for g in found] == [[r.scores for r in g.rollouts] for g in expected]
@@ -66,19 +64,19 @@ def test_a_group_is_scored_before_the_others_are_answered() -> None:
         scored.set()
         return score(groups, log)
 
-    with EarlyScores(PROMPTS, SIZE, TOKENIZER, tell) as early:
-        early.answered(ANSWERS[0])
+    with EarlyScores(PROMPTS, SIZE, tell) as early:
+        early.finished(ANSWERS[0])
         assert not scored.wait(0.2), "a group was scored before it was complete"
-        early.answered(ANSWERS[1])
+        early.finished(ANSWERS[1])
         assert scored.wait(10), "nothing was scored while answers are missing"
 
 
 def test_other_completions_in_the_end_are_refused() -> None:
-    with EarlyScores(PROMPTS, SIZE, TOKENIZER, score) as early:
+    with EarlyScores(PROMPTS, SIZE, score) as early:
         for answer in ANSWERS:
-            early.answered(answer)
-        other = replace(ANSWERS[0], token_ids=(41, 51))
-        changed = group_of(PROMPTS[0], [other, ANSWERS[1]], TOKENIZER)
+            early.finished(answer)
+        other = replace(ANSWERS[0], completion=replace(ANSWERS[0].completion, token_ids=(41, 51)))
+        changed = RolloutGroup(PROMPTS[0], (other, ANSWERS[1]))
         with pytest.raises(ProofError, match="are not those that were scored"):
             early.take([changed, *GROUPS[1:]], RewardLog())
 
@@ -90,9 +88,9 @@ def test_an_error_of_a_reward_function_is_the_callers() -> None:
     def fail(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
         return call_functions(groups, [broken], log=log)
 
-    with EarlyScores(PROMPTS, SIZE, TOKENIZER, fail) as early:
+    with EarlyScores(PROMPTS, SIZE, fail) as early:
         for answer in ANSWERS:
-            early.answered(answer)
+            early.finished(answer)
         with pytest.raises(InputError, match="broken raised RuntimeError: no sandbox"):
             early.take(GROUPS, RewardLog())
 
@@ -101,9 +99,9 @@ def test_a_generation_that_is_lost_leaves_no_thread_behind() -> None:
     before = threading.active_count()
 
     def lost() -> None:
-        with EarlyScores(PROMPTS, SIZE, TOKENIZER, score) as early:
-            early.answered(ANSWERS[0])
-            early.answered(ANSWERS[1])
+        with EarlyScores(PROMPTS, SIZE, score) as early:
+            early.finished(ANSWERS[0])
+            early.finished(ANSWERS[1])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -2,65 +2,42 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
+from played_engine import END, LETTERS, TOKENIZER, PlayedEngine, decode, kept_ids, kept_of, next_token
 
-from lockstep.engines.answers import check_answers, check_requests
-from lockstep.engines.protocol import Completion, GenerationRequest, OnAnswer, RequestKey, Sampling, request_seed
+from lockstep.engines.answers import check_answers
+from lockstep.engines.protocol import Completion, GenerationRequest, Grammar, RequestKey, Sampling, request_seed
 from lockstep.errors import InputError, ProofError
-from lockstep.rollouts.interruptions import Interruption, generate_interrupted
-
-END = 0
-LETTERS = "_abc"
-
-
-def decode(ids: Sequence[int]) -> str:
-    return "".join(LETTERS[i] for i in ids if i != END)
+from lockstep.rollouts.conversation import Conversation
+from lockstep.rollouts.driver import Driver, Start
+from lockstep.rollouts.group import Prompt
+from lockstep.rollouts.programs.interruptions import Interruption, interrupted
 
 
-def next_token(before: Sequence[int]) -> tuple[int, float]:
-    """A deterministic language model: the next id depends on every id before it, and on its position."""
-    draw = random.Random(repr(tuple(before)))
-    token = END if draw.random() < 0.06 else draw.randrange(1, 4)
-    return token, -draw.random() - 0.1
+def sampled(
+    requests: Sequence[GenerationRequest],
+    engine: PlayedEngine,
+    interruption: Interruption,
+    seen: list[Any] | None = None,
+) -> dict[RequestKey, Completion]:
+    """The completions of rollouts that begin with these requests."""
+    for request in requests:
+        interrupted(interruption, request.sampling)
 
+    async def program(conversation: Conversation) -> None:
+        await interrupted(interruption, conversation.sampling)(conversation)
 
-@dataclass
-class Loop:
-    """An engine with this model. It answers in reverse order, and looks for stop strings only in its own answer, as engines do."""
-
-    calls: list[list[GenerationRequest]] = field(default_factory=list)
-    versions: Sequence[int] = (7, 7)
-    change: Callable[[list[Completion]], list[Completion]] = lambda answers: answers
-
-    def __call__(
-        self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None
-    ) -> dict[RequestKey, Completion]:
-        check_requests(requests, 7, 10**6)
-        version = self.versions[len(self.calls)]
-        self.calls.append(list(requests))
-        answers = self.change([self._one(request, version) for request in reversed(requests)])
-        for answer in answers:
-            assert on_answer is not None
-            on_answer(answer)
-        return {answer.key: answer for answer in answers}
-
-    def _one(self, request: GenerationRequest, version: int) -> Completion:
-        ids, logps, reason = [], [], ""
-        while not reason:
-            token, logp = next_token((*request.prompt_ids.tolist(), *ids))
-            ids.append(token)
-            logps.append(logp)
-            stopped = token == END or any(s in decode(ids) for s in request.sampling.stop)
-            reason = "stop" if stopped else "length" if len(ids) == request.sampling.max_tokens else ""
-        return Completion(request.key, request.prompt_ids, tuple(ids), tuple(logps), (version,) * len(ids), reason)  # type: ignore[arg-type]
+    starts = [Start(Prompt(r.key.prompt_id, r.prompt_ids, ""), r.key, r.seed, r.sampling) for r in requests]
+    with Driver(engine, TOKENIZER) as driver:  # type: ignore[arg-type]
+        found = driver.run(starts, program, None if seen is None else seen.append)
+    return {key: rollout.completion for key, rollout in found.items()}
 
 
 def holds(ids: Sequence[int], part: Sequence[int]) -> bool:
@@ -73,13 +50,15 @@ def token_by_token(request: GenerationRequest, interruption: Interruption) -> Co
     logps: list[float] = []
     sampled: list[bool] = []
     own: list[int] = []
+    sets: list[list[int]] = []
     reason = ""
     while not reason:
-        if len(ids) == interruption.place(request) and not holds(ids, interruption.end_ids):
+        if len(ids) == interruption.place(request.seed) and not holds(ids, interruption.end_ids):
             ids += interruption.ids
             logps += [0.0] * len(interruption.ids)
             sampled += [False] * len(interruption.ids)
             own = []
+        sets.append(kept_of((*request.prompt_ids.tolist(), *ids)))
         token, logp = next_token((*request.prompt_ids.tolist(), *ids))
         ids.append(token)
         logps.append(logp)
@@ -88,7 +67,8 @@ def token_by_token(request: GenerationRequest, interruption: Interruption) -> Co
         stopped = token == END or any(s in decode(own) for s in request.sampling.stop)
         reason = "stop" if stopped else "length" if len(ids) == request.sampling.max_tokens else ""
     mask = None if all(sampled) else tuple(sampled)
-    return Completion(request.key, request.prompt_ids, tuple(ids), tuple(logps), (7,) * len(ids), reason, mask)  # type: ignore[arg-type]
+    kept = kept_ids(sets) if request.sampling.is_filtered else None
+    return Completion(request.key, request.prompt_ids, ids, logps, (7,) * len(ids), reason, mask, kept)  # type: ignore[arg-type]
 
 
 def asked(count: int, **sampling: Any) -> list[GenerationRequest]:
@@ -107,7 +87,7 @@ def cases(draw: st.DrawFn) -> tuple[list[GenerationRequest], Interruption]:
     interruption = Interruption(after, tuple(ids), tuple(draw(st.lists(tokens, min_size=1, max_size=2))), earliest)
     rooms = st.integers(1, earliest or after) | st.integers(after + len(ids) + 1, 24)
     stop = tuple(draw(st.lists(st.text("abc", min_size=1, max_size=4), max_size=2)))
-    requests = asked(draw(st.integers(1, 8)), stop=stop)
+    requests = asked(draw(st.integers(1, 8)), stop=stop, top_p=draw(st.sampled_from([0.9, 1.0])))
     salt = draw(st.integers(0, 10**6))
     return [
         replace(r, prompt_ids=(*r.prompt_ids.tolist(), salt), sampling=replace(r.sampling, max_tokens=draw(rooms)))
@@ -119,19 +99,19 @@ def cases(draw: st.DrawFn) -> tuple[list[GenerationRequest], Interruption]:
 @given(cases())
 def test_what_comes_out_is_what_one_loop_over_tokens_gives(case: tuple[list[GenerationRequest], Interruption]) -> None:
     requests, interruption = case
-    engine, seen = Loop(), []
-    found = generate_interrupted(requests, engine, interruption, decode, seen.append)
+    seen: list[Any] = []
+    found = sampled(requests, PlayedEngine(), interruption, seen)
     assert found == {r.key: token_by_token(r, interruption) for r in requests}
     # Each completion is handed over once, as a whole.
-    assert sorted(seen, key=lambda c: c.key) == sorted(found.values(), key=lambda c: c.key)
+    assert sorted((r.completion for r in seen), key=lambda c: c.key) == sorted(found.values(), key=lambda c: c.key)
     assert check_answers(requests, found.values(), [7]) == found
 
 
 def test_all_three_ways_occur_and_each_asks_for_what_it_needs_alone() -> None:
     requests, interruption = asked(60), Interruption(5, (3, 3), (2, 1))
-    engine = Loop()
-    found = generate_interrupted(requests, engine, interruption, decode)
-    first, second = engine.calls
+    engine = PlayedEngine()
+    found = sampled(requests, engine, interruption)
+    first, second = engine.rounds
     assert [r.key for r in first] == [r.key for r in requests]
     assert {r.sampling.max_tokens for r in first} == {5}
     done = {key for key, c in found.items() if len(c.token_ids) <= 5}
@@ -139,21 +119,24 @@ def test_all_three_ways_occur_and_each_asks_for_what_it_needs_alone() -> None:
     assert done
     assert interrupted
     assert found.keys() - done - interrupted
-    assert {r.key for r in second} == found.keys() - done
+    assert {r.key._replace(call=0) for r in second} == found.keys() - done
+    assert {r.key.call for r in second} == {1}
     for r in second:
-        assert r.sampling.max_tokens == (13 if r.key in interrupted else 15)
+        assert r.sampling.max_tokens == (13 if r.key._replace(call=0) in interrupted else 15)
     # No seed occurs twice, within a call or in both calls. A second run has the same seeds.
     seeds = [r.seed for call in (first, second) for r in call]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**62 for seed in seeds)
-    again = Loop()
-    generate_interrupted(requests, again, interruption, decode)
-    assert again.calls == engine.calls
+    again = PlayedEngine()
+    sampled(requests, again, interruption)
+    first_again, second_again = again.rounds
+    assert first_again == first
+    assert sorted(second_again, key=lambda r: r.key) == sorted(second, key=lambda r: r.key)
 
 
 def test_a_stop_string_that_begins_in_one_part_and_ends_in_the_next_ends_the_completion() -> None:
     # When thinking has ended, both parts are one text. A string with the interruption in the middle is not a stop string.
-    (request,) = asked(1, stop=("ab",))
+    (request,) = asked(1, stop=("ab",), top_p=0.9)
 
     def says(ids: str) -> Callable[[list[Completion]], list[Completion]]:
         def change(answers: list[Completion]) -> list[Completion]:
@@ -166,6 +149,7 @@ def test_a_stop_string_that_begins_in_one_part_and_ends_in_the_next_ends_the_com
                     logprobs=(-1.0,) * len(own),
                     weight_versions=(7,) * len(own),
                     finish_reason="length",
+                    kept_ids=kept_ids([[token, 10] for token in own]),
                 )
                 for a in answers
             ]
@@ -173,16 +157,17 @@ def test_a_stop_string_that_begins_in_one_part_and_ends_in_the_next_ends_the_com
         return change
 
     interruption = Interruption(3, (3,), (3,))
-    (ended,) = generate_interrupted([request], Loop(change=says("aca|bcb")), interruption, decode).values()
+    (ended,) = sampled([request], PlayedEngine(change=says("aca|bcb")), interruption).values()
     assert (decode(ended.token_ids), ended.finish_reason, ended.logprobs.tolist()) == ("acab", "stop", [-1.0] * 4)
     assert ended.weight_versions.tolist() == [7] * 4
-    (apart,) = generate_interrupted([request], Loop(change=says("aaa|bcb")), interruption, decode).values()
+    assert ended.kept_ids == kept_ids([[token, 10] for token in ended.token_ids])
+    (apart,) = sampled([request], PlayedEngine(change=says("aaa|bcb")), interruption).values()
     assert (decode(apart.token_ids), apart.finish_reason) == ("aaacbcb", "length")
 
 
 def test_what_was_put_in_bears_the_version_that_first_read_it() -> None:
     (request,) = asked(1)
-    found = generate_interrupted([request], Loop(versions=(7, 8)), Interruption(2, (3, 3), (9,)), decode)
+    found = sampled([request], PlayedEngine(versions=(7, 8)), Interruption(2, (3, 3), (9,)))
     (completion,) = found.values()
     assert completion.weight_versions[:5].tolist() == [7, 7, 8, 8, 8]
 
@@ -197,44 +182,53 @@ def test_what_was_put_in_bears_the_version_that_first_read_it() -> None:
 )
 @pytest.mark.parametrize("at", [0, 1])
 def test_an_answer_that_is_not_to_what_was_asked_is_refused_in_either_part(change: Any, proof: str, at: int) -> None:
-    engine = Loop()
-    engine.change = lambda answers: change(answers) if len(engine.calls) == at + 1 else answers
+    engine = PlayedEngine()
+    engine.change = lambda answers: change(answers) if len(engine.rounds) == at + 1 else answers
     with pytest.raises(ProofError) as caught:
-        generate_interrupted(asked(6), engine, Interruption(2, (3,), (9,)), decode)
+        sampled(asked(6), engine, Interruption(2, (3,), (9,)))
     assert caught.value.check == proof
 
 
 def test_nothing_is_asked_where_no_answer_would_have_room() -> None:
-    engine = Loop()
+    engine = PlayedEngine()
     for limit in (4, 5, 6):
         with pytest.raises(
             InputError, match=r"interruption of 3 tokens leave nothing for an answer within the \d tokens"
         ):
-            generate_interrupted(asked(1, max_tokens=limit), engine, Interruption(3, (1, 2, 3), (9,)), decode)
-    assert engine.calls == []
-    generate_interrupted(asked(1, max_tokens=7), engine, Interruption(3, (1, 2, 3), (9,)), decode)
+            sampled(asked(1, max_tokens=limit), engine, Interruption(3, (1, 2, 3), (9,)))
+    assert engine.rounds == []
+    sampled(asked(1, max_tokens=7), engine, Interruption(3, (1, 2, 3), (9,)))
     # If the place is drawn, every possible draw must leave enough tokens. Otherwise all seeds are refused.
     for limit in (3, 5, 9):
         with pytest.raises(InputError, match="leave nothing for an answer"):
-            generate_interrupted(asked(1, max_tokens=limit), engine, Interruption(6, (1, 2, 3), (9,), 2), decode)
-    generate_interrupted(asked(1, max_tokens=2), Loop(), Interruption(6, (1, 2, 3), (9,), 2), decode)
+            sampled(asked(1, max_tokens=limit), engine, Interruption(6, (1, 2, 3), (9,), 2))
+    sampled(asked(1, max_tokens=2), PlayedEngine(), Interruption(6, (1, 2, 3), (9,), 2))
 
 
 def test_places_are_drawn_evenly_and_for_each_request_anew() -> None:
     interruption = Interruption(12, (1,), (2,), 10)
     requests = [replace(r, key=RequestKey("p", i), seed=i) for i, r in enumerate(asked(1) * 3000)]
-    places = [interruption.place(r) for r in requests]
+    places = [interruption.place(r.seed) for r in requests]
     assert {place: round(places.count(place) / 1000, 1) for place in places} == {10: 1.0, 11: 1.0, 12: 1.0}
-    assert places == [interruption.place(r) for r in requests]
-    engine = Loop()
-    generate_interrupted(requests[:60], engine, Interruption(3, (1,), (9,), 1), decode)
-    assert {r.sampling.max_tokens for r in engine.calls[0]} == {1, 2, 3}
+    assert places == [interruption.place(r.seed) for r in requests]
+    engine = PlayedEngine()
+    sampled(requests[:60], engine, Interruption(3, (1,), (9,), 1))
+    assert {r.sampling.max_tokens for r in engine.rounds[0]} == {1, 2, 3}
 
 
-@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
-def test_penalties_that_look_at_a_completion_alone_are_refused(penalty: str) -> None:
-    with pytest.raises(InputError, match=penalty):
-        generate_interrupted(asked(1, **{penalty: 0.5}), Loop(), Interruption(3, (1,), (9,)), decode)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("bad_words", ((1, 2),)),
+        ("min_tokens", 4),
+        ("grammar", Grammar("regex", "a+")),
+    ],
+)
+def test_settings_that_look_at_a_completion_alone_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=name):
+        sampled(asked(1, **{name: value}), PlayedEngine(), Interruption(3, (1,), (9,)))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ import pytest
 
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError, ProofError
-from lockstep.rollouts.frames import decode, encode
-from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.rollouts.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
+from lockstep.rollouts.across_ranks.frames import decode, encode
+from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
+from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, TurnEnd
+from lockstep.rollouts.seal import seal_of
+from lockstep.tokens.kept_ids import KeptIds
 
 
 def groups(count: int = 3) -> list[RolloutGroup]:
@@ -21,7 +23,8 @@ def groups(count: int = 3) -> list[RolloutGroup]:
         prompt = Prompt(f"train/{i}", (1, 2 + i), f"say {i}")
         keys = [RequestKey(prompt.prompt_id, sample) for sample in range(2)]
         completions = [Completion(key, prompt.ids, (5, 6), (-0.1, -1 / 3), (4, 4), "stop") for key in keys]
-        found.append(RolloutGroup(prompt, tuple(Rollout(c, f"text {c.key}") for c in completions)))
+        rollouts = [Rollout(c, f"text {c.key}") for c in completions]
+        found.append(RolloutGroup(prompt, tuple(replace(r, seal=seal_of(r, prompt)) for r in rollouts)))
     return found
 
 
@@ -53,6 +56,58 @@ def test_which_tokens_were_sampled_arrives_with_them() -> None:
         first, second = (r.completion.sampled for r in group.rollouts)
         assert first is not None
         assert (first.tolist(), second) == ([False, True], None)
+
+
+def test_kept_ids_arrive_with_their_completion_and_nowhere_else() -> None:
+    def filtered(group: RolloutGroup, first: KeptIds) -> RolloutGroup:
+        one, two = group.rollouts
+        return replace(group, rollouts=(replace(one, completion=replace(one.completion, kept_ids=first)), two))
+
+    sets = [KeptIds([5, 6, 7, 1, 6], [3, 5]), KeptIds([5, 6], [1, 2]), KeptIds([5, 6, 9], [1, 3])]
+    sent = [filtered(group, kept) for group, kept in zip(groups(), sets, strict=True)]
+    arrived = groups_from_wire(decode(encode(groups_to_wire(sent))), [group.prompt for group in sent])
+    assert arrived == sent
+    assert [r.completion.kept_ids for group in arrived for r in group.rollouts] == [
+        sets[0], None, sets[1], None, sets[2], None
+    ]  # fmt: skip
+    short = {**groups_to_wire(sent), "sets": [2, None, 2, None, 1, None]}
+    with pytest.raises(ProofError, match="6 sets of kept ids"):
+        groups_from_wire(short, [group.prompt for group in sent])
+
+
+def test_a_prompt_that_an_environment_extended_arrives_with_its_rollout_and_notes_too() -> None:
+    (group, *others) = groups()
+    first, second = group.rollouts
+    longer = replace(first.completion, prompt_ids=(1, 2, 9, 9))
+    changed = replace(first, completion=longer, notes={"rewards": {"Guess": 1.0}, "environment": 2**61})
+    sent = [replace(group, rollouts=(changed, second)), *others]
+    assert groups_from_wire(decode(encode(groups_to_wire(sent))), [g.prompt for g in sent]) == sent
+
+
+def test_branches_and_notes_arrive_with_their_rollouts() -> None:
+    def grown(group: RolloutGroup) -> RolloutGroup:
+        first, second = group.rollouts
+        key = RequestKey(group.prompt.prompt_id, 1)
+        others = tuple(
+            Completion(key._replace(call=n), (7,) * n, (8, n), (0.0, -0.5), (4, 5), "length", mask)
+            for n, mask in ((2, (False, True)), (3, None))
+        )
+        second = replace(
+            second, further=others, turns=(TurnEnd(0, 1, "stop"), TurnEnd(2, 2, "length")), notes={"reward": 0.5}
+        )
+        empty = Completion(first.completion.key, group.prompt.ids, (), (), (), "stop")
+        return replace(group, rollouts=(replace(first, completion=empty), second))
+
+    sent = [grown(group) for group in groups()]
+    arrived = groups_from_wire(decode(encode(groups_to_wire(sent))), [group.prompt for group in sent])
+    assert arrived == sent
+    data = groups_to_wire(sent)
+    with pytest.raises(ProofError, match="parts do not fit each other"):
+        groups_from_wire({**data, "branches": [1] * len(data["branches"])}, [group.prompt for group in sent])
+    first, second = sent[0].rollouts
+    unsendable = replace(sent[0], rollouts=(first, replace(second, notes={"tool": object()})))
+    with pytest.raises(InputError, match=r"conversation\.notes: with several processes"):
+        groups_to_wire([unsendable])
 
 
 def test_groups_of_other_prompts_are_refused() -> None:

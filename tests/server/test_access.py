@@ -17,7 +17,7 @@ from conftest import VLLM
 from servers import KEY, Server, connect
 from tiny import make_model
 
-from lockstep.engines.server_calls import HEALTH
+from lockstep.engines.http.server_calls import HEALTH
 from lockstep.server.command import ServeOptions, command_line
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import VLLM
 from methods import INTERRUPTED, StopAfter
-from servers import KEY, Server, connect, serve
+from servers import KEY, Asked, Server, connect, serve
 from test_in_flight import gap_by_version, long_requests
 from tiny import make_model, perturbed
 from training import even_tokens, make_trainer, train
@@ -239,7 +239,7 @@ def test_a_proof_is_answered_before_what_waits_to_be_generated(server: Server) -
     engine = connect(server.url)
     push_weights(make_model(), engine, 1)
     # Four times as many as the server decodes together, and long, so that the last of them wait for seconds.
-    waiting, deadline = engine.submit(long_requests(256, 400)), time.monotonic() + 60
+    waiting, deadline = Asked(engine, long_requests(256, 400)), time.monotonic() + 60
     while server.waiting_requests() < 100:
         assert time.monotonic() < deadline
     engine.score({"canary": (5, 6, 7, 8)})
@@ -280,14 +280,14 @@ def raise_(error: Exception) -> Any:
 
 def test_an_evaluation_between_steps_is_of_the_policy_as_it_is(untied_dir: str, tmp_path: Path, server: Server) -> None:
     trainer = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=4, eval_strategy="steps", eval_steps=2)
-    requests, limits = trainer.source.engine._requests, set()
-    ask = requests.generate
+    engine, limits = trainer.source.engine, set()
+    real = engine.serve
 
-    def noted(asked: Any, on_answer: Any, limit: float) -> Any:
-        limits.add(limit)
-        return ask(asked, on_answer, limit)
+    def noted(inbox: Any) -> None:
+        limits.add(inbox.limit)
+        real(inbox)
 
-    requests.generate = noted
+    engine.serve = noted
     train(trainer)
     # The evaluation waits behind two generations, so its time limit includes theirs.
     assert limits == {3 * trainer.config.vllm_server_timeout}
@@ -325,7 +325,6 @@ def test_a_server_that_is_killed_with_generations_under_way_loses_none(
     [
         ({"max_staleness": 3, "steps_per_generation": 2}, "multiple of the 2 optimizer steps"),
         ({"max_staleness": -1}, "it must be 0 or a multiple"),
-        ({"vllm_server_base_url": None}, "needs an engine that samples while the trainer learns"),
         ({"overlap_rewards": True}, "leave overlap_rewards out"),
         ({"vllm_importance_sampling_correction": False}, "uncorrected"),
     ],

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from conftest import VLLM
+from forked import Program
 from servers import KEY, Server, free_port
 from training import equal, make_trainer, train
 
-from lockstep.engines.server_calls import HOW_TO_START
+from lockstep.engines.http.server_calls import HOW_TO_START
 from lockstep.errors import InputError, ProofError
 from lockstep.parity.receipt import check_receipt
 from lockstep.server.keys import KEY_VARIABLE
@@ -44,11 +45,14 @@ def by_hand(
     environment = {name: value for name, value in os.environ.items() if name not in (KEY_VARIABLE, DEVELOPER)}
     environment |= {DEVELOPER: "1"} if developer else {}
     with (folder / "server.log").open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
-    server = Server(f"http://127.0.0.1:{port}", process, folder / "server.log")  # type: ignore[arg-type]
+        process = Program(command, stdout=out, stderr=out, env=environment)
+    server = Server(f"http://127.0.0.1:{port}", process, folder / "server.log")
     try:
         server.await_health()
-        yield server
+        # This server has no guard, so that a trainer with a key would not tell it anything.
+        with patch.dict(os.environ):
+            del os.environ[KEY_VARIABLE]
+            yield server
     finally:
         process.terminate()
         process.wait(40)

@@ -6,16 +6,18 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from by_the_book import kept_set
 from conftest import VLLM
 from servers import Server, connect
 from tiny import make_model, perturbed
 from transformers import PreTrainedModel
 
+from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
-from lockstep.engines.vllm_server import VLLMServer
 from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.sync.push import push_weights
 
@@ -53,8 +55,8 @@ def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion]) 
     worst = 0.0
     for c in found:
         versions = torch.tensor(c.weight_versions)
-        for version, model in models.items():
-            own = completion_logps(model, c.prompt_ids, c.token_ids, Sampling(1), Precision(None))
+        for version in versions.unique().tolist():
+            own = completion_logps(models[version], c.prompt_ids, c.token_ids, Sampling(1), Precision(None))
             distance = (own - torch.tensor(c.logprobs)).abs()[versions == version]
             worst = max([worst, *distance.tolist()])
     return worst
@@ -63,8 +65,8 @@ def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion]) 
 def test_tokens_of_running_requests_carry_the_version_that_sampled_each(server: Server, engine: VLLMServer) -> None:
     first, second = make_model(), perturbed(make_model(), scale=0.5)
     push_weights(first, engine, 1)
-    # Enough tokens for a second or more on any machine.
-    asked = long_requests(150, 400)
+    # Enough steps for half a second or more on any machine.
+    asked = long_requests(50, 400)
     answers: dict[RequestKey, Completion] = {}
     worker = begin(server, lambda: answers.update(engine.generate(asked)))
     push_weights(second, engine, 2)
@@ -87,7 +89,7 @@ def test_requests_wait_while_an_update_is_open_and_are_not_answered_by_half_of_i
 ) -> None:
     model = make_model()
     push_weights(model, engine, 1)
-    asked = long_requests(150, 400)
+    asked = long_requests(50, 400)
     answers: dict[RequestKey, Completion] = {}
     worker = begin(server, lambda: answers.update(engine.generate(asked)))
     engine.begin_update()
@@ -102,3 +104,27 @@ def test_requests_wait_while_an_update_is_open_and_are_not_answered_by_half_of_i
     assert answers.keys() == {request.key for request in asked}
     assert any(set(c.weight_versions) == {1, 2} for c in answers.values())
     assert gap_by_version({1: model, 2: moved}, list(answers.values())) < 1e-3
+
+
+def test_kept_ids_of_running_requests_are_those_of_the_version_that_sampled_each_token(
+    server: Server, engine: VLLMServer
+) -> None:
+    models = {1: make_model(), 2: perturbed(make_model(), scale=0.5)}
+    push_weights(models[1], engine, 1)
+    sampling = Sampling(400, top_p=0.8)
+    asked = [replace(request, sampling=sampling) for request in long_requests(80, 400)]
+    answers: dict[RequestKey, Completion] = {}
+    worker = begin(server, lambda: answers.update(engine.generate(asked)))
+    push_weights(models[2], engine, 2)
+    worker.join(200)
+    across = [c for c in answers.values() if set(c.weight_versions) == {1, 2}]
+    assert across, "no request was running when the update landed"
+    for c in across[:3]:
+        assert c.kept_ids is not None
+        ids = torch.tensor([[*c.prompt_ids.tolist(), *c.token_ids.tolist()]])
+        with torch.no_grad():
+            logits = {version: model(ids).logits[0, len(c.prompt_ids) - 1 : -1] for version, model in models.items()}
+        for place, version in enumerate(c.weight_versions.tolist()):
+            kept = set(c.kept_ids.part(place, place + 1).ids.tolist())
+            scores = logits[version][place].double()
+            assert kept_set(scores, sampling, -1e-4) <= kept <= kept_set(scores, sampling, 1e-4)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import stat
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import pytest
 import torch
 
 from lockstep.cli.main import main
-from lockstep.engines.server_calls import HOW_TO_START
+from lockstep.cli.serve import _where
+from lockstep.engines.http.server_calls import HOW_TO_START
 from lockstep.errors import InputError
 from lockstep.server.command import ServeOptions, command_line, environment
 from lockstep.server.guard import KeyGuard
 from lockstep.server.keys import KEY_VARIABLE, default_key_file, key_for, make_key, read_key, write_key
-from lockstep.server.launch import check_known
+from lockstep.server.launch import check_known, check_model
 from lockstep.server.supervisor import Supervisor
 
 KEY = "a-key-for-tests-only"
@@ -32,12 +35,42 @@ class TestKeys:
         assert read_key(path) == key
         assert make_key() != key
 
+    @pytest.mark.parametrize("terminal", [True, False])
+    def test_a_key_is_shown_on_a_terminal_and_never_in_a_log(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+    ) -> None:
+        monkeypatch.delenv(KEY_VARIABLE, raising=False)
+        outer, inner = os.openpty()
+        try:
+            with open(inner if terminal else tmp_path / "log", "w") as stream:
+                monkeypatch.setattr("sys.stderr", stream)
+                said = _where("the-key-itself", tmp_path / "k", Namespace(key_file=None))
+        finally:
+            os.close(outer)
+        assert str(tmp_path / "k") in said
+        assert ("the-key-itself" in said) == terminal
+
     def test_a_key_that_others_can_read_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "k"
         write_key(path, KEY)
         path.chmod(0o640)
         with pytest.raises(InputError, match="can be read by others"):
             read_key(path)
+
+    def test_a_key_of_another_user_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "k"
+        write_key(path, KEY)
+        monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(InputError, match="belongs to another user"):
+            read_key(path)
+
+    def test_what_is_no_file_with_a_key_is_refused_and_does_not_block(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe", 0o600)
+        (tmp_path / "long").write_text("x" * 5000)
+        for path in (tmp_path, tmp_path / "pipe", tmp_path / "long"):
+            path.chmod(0o700)
+            with pytest.raises(InputError, match=r"no file with one key|cannot be read"):
+                read_key(path)
 
     @pytest.mark.parametrize("text", ["", "short", "has spaces in it, and is long", "näñ-ascii-characters"])
     def test_what_is_no_key_is_refused(self, tmp_path: Path, text: str) -> None:
@@ -134,6 +167,17 @@ class TestCommand:
             "--spec-model=x",
             "--hf-overrides.rope_theta=1",
             "--worker-cls=x",
+            "--kv-events-config.enable_kv_cache_events=true",
+            "--kv_transfer_config",
+            "--grpc",
+            "--otlp-traces-endpoint=http://x",
+            "--data-parallel-size-local=2",
+            "--data_parallel_rank=0",
+            "--dp-supervisor-probe-interval-s=1",
+            "--api-server-count=2",
+            "--headless",
+            "-dp",
+            "-dpa",
         ],
     )
     def test_what_would_open_the_server_or_change_log_probs_is_refused(self, untied_dir: str, word: str) -> None:
@@ -146,6 +190,11 @@ class TestCommand:
         check_known(["--compilation-config.mode=0", "--no-async-scheduling", "-1"], known)
         with pytest.raises(InputError, match="whole name"):
             check_known([word], known)
+
+    def test_a_second_model_is_refused_where_vllms_own_names_are_known(self) -> None:
+        check_model(None)
+        with pytest.raises(InputError, match="there is one MODEL"):
+            check_model("other")
 
     def test_keys_of_json_arguments_keep_their_spelling(self, untied_dir: str) -> None:
         command = command_line(options(untied_dir, "--compilation_config.cudagraph_mode", "NONE"))
@@ -160,6 +209,27 @@ class TestCommand:
         made = environment(KEY, options(untied_dir), given)
         assert made.keys().isdisjoint({"VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_API_KEY"})
         assert (made[KEY_VARIABLE], made["OMP_NUM_THREADS"], made["HOME"]) == (KEY, "7", "/h")
+
+    @pytest.mark.parametrize("rest", [(), ("--distributed-executor-backend", "mp"), ("--seed=1",)])
+    @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
+    def test_vllms_own_sockets_stay_on_this_machine_whatever_address_the_server_has(
+        self, untied_dir: str, host: str, rest: tuple[str, ...]
+    ) -> None:
+        given = {"VLLM_HOST_IP": "10.0.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
+        made = environment(KEY, options(untied_dir, *rest, host=host), given)
+        assert (made["VLLM_HOST_IP"], made["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
+
+    @pytest.mark.parametrize(
+        "rest", [("--nnodes", "2"), ("--distributed-executor-backend=ray",), ("--distributed_executor_backend", "ray")]
+    )
+    def test_several_nodes_keep_the_users_addresses(self, untied_dir: str, rest: tuple[str, ...]) -> None:
+        made = environment(KEY, options(untied_dir, *rest), {"VLLM_HOST_IP": "10.0.0.1"})
+        assert made["VLLM_HOST_IP"] == "10.0.0.1"
+        assert "GLOO_SOCKET_IFNAME" not in made
+
+    def test_the_server_imports_nothing_from_the_current_directory(self, untied_dir: str) -> None:
+        made = environment(KEY, options(untied_dir), {"PYTHONPATH": ":/a::/b:"})
+        assert (made["PYTHONSAFEPATH"], made["PYTHONPATH"]) == ("1", "/a:/b")
 
     def test_memory_on_a_cpu_does_not_grow_with_the_shapes_seen_unless_the_user_says_so(
         self, untied_dir: str, monkeypatch: pytest.MonkeyPatch
@@ -259,10 +329,11 @@ class Health(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 """
 
-# Answers that it is healthy three times; then it refuses connections, or says that it fails, and does not end.
+# Answers that it is healthy three times; then it refuses connections, or says that it fails, and does not end when it is asked to.
 DYING = """
-import sys, time, threading
+import signal, sys, time, threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 asked, ill = 0, threading.Event()
 class Answer(BaseHTTPRequestHandler):
     def do_GET(self):

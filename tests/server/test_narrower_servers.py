@@ -10,8 +10,8 @@ from conftest import needs_vllm
 from servers import Server, connect, serve
 from tiny import make_model, perturbed
 
-from lockstep.engines.vllm_server import VLLMServer
-from lockstep.engines.vllm_settings import only_dtype
+from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.vllm.settings import only_dtype
 from lockstep.parity.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
 

@@ -56,6 +56,9 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
 
     class Watched(OnlineDPOTrainer):
         def __init__(self, *, reward_funcs: Callable[..., list[float]], **arguments: Any) -> None:
+            # The record has one call per step.
+            arguments["args"].recheck_rewards = False
+
             def watched(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
                 found.scored.append(list(zip(prompts, completions, strict=True)))
                 return reward_funcs(prompts=prompts, completions=completions, **columns)

@@ -47,17 +47,18 @@ def test_no_step_begins_before_the_one_that_it_needs_has_ended(server: Server, t
     assert max(order.index(path) for path in RESETS) < min(order.index(f"{path}!") for path in RESETS)
 
 
-@pytest.mark.parametrize("path", ["/pause", "/is_paused", "/start_weight_update", *RESETS])
-def test_a_step_that_fails_leaves_the_engine_closed_until_a_whole_push(server: Server, path: str) -> None:
+def test_a_step_that_fails_leaves_the_engine_closed_until_a_whole_push(server: Server) -> None:
+    model = make_model()
     with faulty_proxy(server.url) as proxy:
         engine = connect(proxy.url)
-        push_weights(make_model(), engine, 1)
-        proxy.order.clear()
-        proxy.once("500", path)
-        with pytest.raises(EngineLost):
-            push_weights(make_model(), engine, 2)
-        assert engine.version is None
-        assert not {"/update_weight_version", "/resume"} & set(proxy.order)
-        push_weights(make_model(), engine, 3)
-        assert engine.version == 3
+        push_weights(model, engine, 1)
+        for number, path in enumerate(("/pause", "/is_paused", "/start_weight_update", *RESETS), start=1):
+            proxy.order.clear()
+            proxy.once("500", path)
+            with pytest.raises(EngineLost):
+                push_weights(model, engine, 2 * number)
+            assert engine.version is None, path
+            assert not {"/update_weight_version", "/resume"} & set(proxy.order), path
+            push_weights(model, engine, 2 * number + 1)
+            assert engine.version == 2 * number + 1, path
         engine.close()

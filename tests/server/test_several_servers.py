@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from conftest import VLLM
-from servers import KEY, Server, connect, serve
+from servers import KEY, Asked, Server, connect, impatient, serve
 from test_in_flight import gap_by_version
 from tiny import make_model, perturbed
 from training import equal, make_trainer, train
 
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
-from lockstep.engines.server_requests import ServerRequests
-from lockstep.engines.vllm_server import VLLMServer
+from lockstep.engines.http.server_requests import ServerRequests
+from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, ProofError
 from lockstep.parity.module_probe import ModuleProbe, check_probe
 from lockstep.server.keys import KEY_VARIABLE
@@ -72,12 +74,18 @@ def test_both_hold_the_weights_and_both_answer(pair: Pair) -> None:
     assert gap_by_version({3: model}, list(answers.values())) < 1e-3
 
 
-def test_the_samples_of_a_prompt_stay_together(pair: Pair) -> None:
+def test_the_samples_of_a_prompt_and_the_calls_of_a_rollout_stay_together(pair: Pair) -> None:
     push_weights(make_model(), pair.engine, 1)
-    routed = pair.engine._requests.routed(asked(5, 4))
-    places: dict[bytes, set[int]] = {}
-    for request, server in routed:
-        places.setdefault(request.prompt_ids.tobytes(), set()).add(server)
+    routes: dict[Any, int] = {}
+    places: dict[str, set[int]] = {}
+    for request in asked(5, 4):
+        # A later call of the same rollout has other prompt ids.
+        later = replace(request, key=request.key._replace(call=1), prompt_ids=(*request.prompt_ids.tolist(), 5, 6))
+        for one in (request, later):
+            server = pair.engine._requests.routed(one, routes)
+            pair.engine._requests._open[server] += one.sampling.max_tokens
+            places.setdefault(request.key.prompt_id, set()).add(server)
+    pair.engine._requests._open[:] = [0, 0]
     assert all(len(where) == 1 for where in places.values())
     assert {place for where in places.values() for place in where} == {0, 1}
 
@@ -86,11 +94,17 @@ def test_what_is_asked_in_two_calls_is_shared_out_like_what_is_asked_in_one(pair
     push_weights(make_model(), pair.engine, 1)
     (request,) = asked(1, 1)
     several = [replace(request, key=RequestKey(f"p{i}", 0), sampling=Sampling(100)) for i in range(4)]
-    calls = [pair.engine.submit([one]) for one in several]
     requests = pair.engine._requests
-    # This runs in the thread of the calls, after all four have begun.
-    assert pair.engine._loop.run(still_open(requests)) == [200, 200]
-    assert len([call.result() for call in calls]) == 4
+
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    with patch.object(requests, "_post", never):
+        calls = [Asked(pair.engine, [one]) for one in several]
+        # This runs in the thread of the calls, after all four have begun.
+        assert pair.engine._loop.run(still_open(requests)) == [200, 200]
+        for call in calls:
+            call.give_up()
     assert requests._open == [0, 0]
 
 
@@ -100,8 +114,8 @@ async def still_open(requests: ServerRequests) -> list[int]:
 
 def test_requests_that_were_given_up_are_not_counted_for_ever(pair: Pair) -> None:
     push_weights(make_model(), pair.engine, 1)
-    for call in [pair.engine.submit(asked(4, 2)) for _ in range(3)]:
-        call.cancel()
+    for call in [Asked(pair.engine, asked(4, 2)) for _ in range(3)]:
+        call.give_up()
     deadline = time.monotonic() + 60
     while any(pair.engine._requests._open) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -116,17 +130,54 @@ def test_the_probe_names_the_server_whose_weights_are_old(pair: Pair) -> None:
     only.close()
     probe = ModuleProbe(first, pair.engine, torch.float32)
     answers = pair.engine.probe(list(probe._modules.probed), 5, every=True)
-    assert {name.partition("/")[0] for name in answers} == {"server0", "server1"}
-    with pytest.raises(ProofError, match="module_probe"):
+    assert {name.rpartition("/")[0] for name in answers} == {server.url for server in pair.servers}
+    with pytest.raises(ProofError, match="module_probe") as failed:
         check_probe(probe.measure(5, every=True), 1)
+    assert pair.servers[1].url in failed.value.found
+    assert pair.servers[0].url not in failed.value.found
+
+
+def test_a_gap_names_the_server_whose_answers_have_it(
+    server: Server, second: Server, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    real = ServerRequests._sample
+
+    async def shifted(self: ServerRequests, request: GenerationRequest, number: int, limit: float) -> Completion:
+        answer = await real(self, request, number, limit)
+        return answer if number == 0 else replace(answer, logprobs=answer.logprobs - 0.1)
+
+    trainer = make_trainer(untied_dir, tmp_path, f"{server.url},{second.url}")
+    with patch.object(ServerRequests, "_sample", shifted), pytest.raises(ProofError) as failed:
+        train(trainer)
+    assert failed.value.check == "gap"
+    assert f"only the answers of {second.url} differ" in failed.value.cause
+
+
+def test_a_server_that_acknowledges_other_weights_is_named(pair: Pair) -> None:
+    first, second = pair.servers
+    real = pair.engine._workers
+
+    def damaged(method: str, *args: str) -> Any:
+        answers = real(method, *args)
+        if method == "lockstep_acknowledgement":
+            # The first server is the wrong one: the others must not be taken for it.
+            answers[0][0]["tensors"][0][3] = "0" * 32
+        return answers
+
+    with patch.object(pair.engine, "_workers", damaged), pytest.raises(ProofError) as failed:
+        push_weights(make_model(), pair.engine, 1)
+    assert failed.value.check == "digest"
+    assert first.url in failed.value.found
+    assert second.url not in failed.value.found
 
 
 def test_one_stopped_server_loses_the_engine_until_it_goes_on(server: Server, second: Server) -> None:
-    engine = connect(server.url, second.url, timeout=6.0)
+    engine = connect(server.url, second.url)
     push_weights(make_model(), engine, 1)
     second.kill("core", signal.SIGSTOP)
     try:
-        with pytest.raises(EngineLost) as lost:
+        with impatient(engine, 2.0), pytest.raises(EngineLost) as lost:
             engine.generate(asked(6, 2))
         assert second.url in str(lost.value) or "did not finish" in str(lost.value)
     finally:

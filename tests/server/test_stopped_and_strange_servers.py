@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from conftest import VLLM
-from servers import KEY, Server, connect
+from servers import KEY, Server, connect, impatient
 from tiny import make_model
 from training import equal, make_trainer, train
 
@@ -32,15 +33,16 @@ def stopped(request: pytest.FixtureRequest) -> str:
 
 
 def test_a_stopped_server_is_lost_in_time_and_found_again_when_it_goes_on(server: Server, stopped: str) -> None:
-    engine = connect(server.url, timeout=6.0)
+    engine = connect(server.url)
     push_weights(make_model(), engine, 1)
     plain = engine.generate(REQUESTS)
     server.kill(stopped, signal.SIGSTOP)
     try:
-        with pytest.raises(EngineLost, match="within 6 s") as lost:
-            engine.generate(REQUESTS)
-        with pytest.raises(LockstepError, match="within 6 s"):
-            lost.value.recover()
+        with impatient(engine, 2.0):
+            with pytest.raises(EngineLost, match="within 2 s") as lost:
+                engine.generate(REQUESTS)
+            with pytest.raises(LockstepError, match="within 2 s"):
+                lost.value.recover()
     finally:
         server.kill(stopped, signal.SIGCONT)
     engine.recover()
@@ -53,21 +55,22 @@ def test_a_stopped_server_is_lost_in_time_and_found_again_when_it_goes_on(server
 def test_a_run_that_lost_its_server_resumes_from_its_checkpoint_to_the_same_weights(
     server: Server, untied_dir: str, tmp_path: Path
 ) -> None:
-    common = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1, "vllm_server_timeout": 6.0}
+    common = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
     expected = train(make_trainer(untied_dir, tmp_path / "whole", server.url, **common))
 
     def stop_in_the_third_step(completions: list, trainer_state: object, **columns: object) -> list[float]:
         if trainer_state.global_step == 1:  # type: ignore[attr-defined]
             server.kill("core", signal.SIGSTOP)
+            short.enter_context(impatient(broken.engine, 2.0))
         return even_share(columns["completion_ids"])
 
     broken = make_trainer(untied_dir, tmp_path / "broken", server.url, reward=stop_in_the_third_step, **common)
     try:
-        with pytest.raises(LockstepError, match="within 6 s"):
+        with ExitStack() as short, pytest.raises(LockstepError, match="within 2 s"):
             train(broken)
     finally:
         server.kill("core", signal.SIGCONT)
-    resumed = make_trainer(untied_dir, tmp_path / "broken", server.url, **common)
+    resumed = make_trainer(untied_dir, tmp_path / "broken", server.url, **common, resume_with_changes=True)
     found = train(resumed, resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-2"))
     assert equal(found, expected)
 
@@ -91,7 +94,7 @@ def test_a_server_that_takes_weights_otherwise_is_told_how_to_start(
     untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This tests the trainer's check of the worker's report. In every other test the worker is a real one.
-    from lockstep.engines.server_calls import ServerCalls
+    from lockstep.engines.http.server_calls import ServerCalls
 
     state = {"backend": "nccl", "world_size": 1, "copies": 1, "settings": {}, "updating": False, "instance": "x"}
     monkeypatch.setattr(ServerCalls, "workers", lambda self, method, *args: [state])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,3 +152,15 @@ def test_tied_weights_are_sent_once_and_the_digest_names_the_layout() -> None:
     assert "lm_head.weight" not in [name for name, _ in tied]
     assert "lm_head.weight" in [name for name, _ in untied]
     assert tied.manifest(1).digest == tied.manifest(2).digest != untied.manifest(1).digest
+
+
+def test_what_every_server_acknowledges_is_compared_and_the_wrong_one_is_named() -> None:
+    manifest = PlainSource(make_model()).manifest(1)
+    right = LoadedWeights(manifest.tensors, (), "http://one:8000")
+    first, *others = manifest.tensors
+    wrong = LoadedWeights((first._replace(digest="0" * 32), *others), (), "http://two:8000")
+    check_loaded(manifest, replace(right, others=(right,)))
+    for acknowledged in (replace(right, others=(wrong,)), replace(wrong, others=(right,))):
+        with pytest.raises(ProofError, match=r"differ at http://two:8000 from") as failed:
+            check_loaded(manifest, acknowledged)
+        assert "one:8000" not in failed.value.found

@@ -11,7 +11,7 @@ from conftest import needs_vllm, start
 from tiny import make_model, perturbed
 from transformers import PreTrainedModel
 
-from lockstep.engines.vllm_inprocess import VLLMInProcess
+from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.parity.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
 

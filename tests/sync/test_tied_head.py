@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import lockstep.sync.vllm_backend
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
-from lockstep.engines.vllm_inprocess import VLLMInProcess
+from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
 from lockstep.parity.gap import GapStats, measure_gap, over_limits
 from lockstep.parity.module_probe import ModuleProbe, check_probe

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -10,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.errors import EngineLost
+from lockstep.errors import EngineLost, InputError
 from lockstep.sync import chunks as chunks_module
 from lockstep.sync import gloo, shared_memory
+from lockstep.sync import transport as transport_module
 from lockstep.sync.chunks import Named, chunks
 from lockstep.sync.gloo import GlooTransport, Receiver
 from lockstep.sync.shared_memory import Segment, SharedMemoryTransport
 from lockstep.sync.slots import taken_chunks
+from lockstep.sync.transport import choose_transport
 
 CHUNK = 4096
 # One tensor is larger than a chunk, one is larger than half a chunk, and many share a chunk.
@@ -121,6 +125,28 @@ def test_a_push_after_one_that_failed_arrives_whole(name: str, fails_at: int) ->
     transport.close()
 
 
+class DeadServersWorker(Worker):
+    """A worker that lives on and reads nothing more after its server died: it was stopped."""
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        self.coming = self.receiver.receive(info, info["chunks"])
+        next(self.coming)
+        raise EngineLost("the server is gone", lambda: None)
+
+
+def test_a_push_over_gloo_ends_with_its_server_even_if_a_worker_stays_connected() -> None:
+    """The tensors are larger than what the sockets hold, so that gloo waits for a reader."""
+    transport, worker = GlooTransport("127.0.0.1", 0, 20.0), DeadServersWorker()
+    began = time.monotonic()
+    with pytest.raises(EngineLost, match="the server is gone"):
+        transport.send([(f"t{i}", torch.zeros(8_000_000)) for i in range(8)], [worker])
+    assert time.monotonic() - began < 10
+    worker.coming.close()
+    live, sent = Worker(), weights(1)
+    transport.send(sent, [live])
+    assert arrived_whole(live, sent)
+
+
 def test_shared_memory_is_two_chunks_and_a_worker_of_it_has_no_memory_of_its_own() -> None:
     transport, worker = SharedMemoryTransport(20.0), Worker()
     largest_tensor = 4 * max(SIZES)
@@ -141,3 +167,34 @@ def test_a_worker_of_gloo_holds_one_chunk_or_one_larger_tensor_and_keeps_it(size
     assert arrived_whole(worker, sent)
     assert worker.receiver._buffer.numel() <= max(CHUNK, 4 * max(sizes))
     assert worker.receiver._buffer.data_ptr() == kept
+
+
+@pytest.fixture
+def full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared memory that is too small for a segment, as in a container."""
+
+    def allocate(handle: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    monkeypatch.setattr(transport_module, "sees_this_memory", lambda server: True)
+
+
+def test_auto_goes_over_to_gloo_and_says_so_when_shared_memory_is_too_small(
+    full_memory: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = Worker()
+    transport = choose_transport("auto", [worker], "127.0.0.1", 0, 20.0)
+    for seed in range(2):
+        transport.send(weights(seed), [worker])
+        assert arrived_whole(worker, weights(seed))
+    transport.close()
+    said = capsys.readouterr().out
+    assert said.count("lockstep: shared memory has no room for") == 1
+    assert "over gloo" in said
+
+
+def test_shared_memory_that_was_asked_for_and_is_too_small_is_refused(full_memory: None) -> None:
+    transport = choose_transport("shared_memory", [Worker()], "127.0.0.1", 0, 20.0)
+    with pytest.raises(InputError, match="set vllm_weight_transport to gloo"):
+        transport.send(weights(0), [Worker()])

@@ -11,10 +11,12 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from lockstep.errors import InputError
+from lockstep.rollouts.programs.environment_process import in_process
 from lockstep.tasks.arithmetic import KINDS, arithmetic
 from lockstep.tasks.builtin_rewards import exact_match
+from lockstep.tasks.calculator import calculator, multiply, right_call
 from lockstep.tasks.data import TaskData, load_data
-from lockstep.tasks.gym import reasoning_gym_problems
+from lockstep.tasks.gym import SeveralTries, SpokenTries, reasoning_gym_problems
 from lockstep.tasks.rewards import load_reward
 
 
@@ -60,6 +62,52 @@ def test_reasoning_gym_scores_its_own_answers() -> None:
     assert max(wrong) < 0.5
     with pytest.raises(InputError, match="no data set 'nope'"):
         reasoning_gym_problems("nope", 3, 1, 0)
+
+
+def test_a_reasoning_gym_problem_may_be_tried_again_also_in_a_process_of_its_own() -> None:
+    train, _, _ = reasoning_gym_problems("letter_counting", 5, 1, seed=0)
+    in_a_process = in_process("lockstep.tasks.gym:SeveralTries")()
+    try:
+        for environment in (SeveralTries(), in_a_process):
+            for row in train:
+                assert environment.reset(**row) is None
+                assert environment.get_reward() < 1.0
+                assert environment.answer(text="banana") == "wrong, try again"
+                assert environment.answer(text=f" {row['answer']}\n") == "right"
+                assert environment.answer(text="banana") == "wrong, try again"
+                assert environment.get_reward() == 1.0
+    finally:
+        in_a_process._end()
+
+
+def test_a_wrong_answer_to_a_reasoning_gym_problem_is_followed_by_the_users_next_message() -> None:
+    train, _, _ = reasoning_gym_problems("letter_counting", 2, 1, seed=0)
+    spoken = SpokenTries()
+    for row in train:
+        assert spoken.reset(**row) is None
+        assert "Try again" in (spoken.next_user_message("banana") or "")
+        assert spoken.get_reward() < 1.0
+        assert spoken.next_user_message(f"{row['answer']}\n") is None
+        assert spoken.get_reward() == 1.0
+
+
+def test_the_calculator_task_shows_a_call_and_rewards_the_right_one() -> None:
+    train, held_out = calculator(50, 20, seed=1)
+    questions = [row["prompt"][-1]["content"] for data in (train, held_out) for row in data]
+    assert len(set(questions)) == 70
+    row = train[0]
+    assert row["prompt"][-1]["content"] == f"What is {row['a']} * {row['b']}?"
+    assert row["answer"] == str(multiply(row["a"], row["b"]))
+
+    def said(*calls: tuple[str, dict[str, int]]) -> list[dict[str, Any]]:
+        functions = [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]
+        return [{"role": "assistant", "content": "", "tool_calls": functions}]
+
+    right, wrong = ("multiply", {"a": 3, "b": 4}), ("multiply", {"a": 3, "b": 5})
+    completions = [said(right), said(wrong), said(right, right), said(), [{"role": "assistant", "content": "12"}]]
+    assert right_call(completions, a=[3] * 5, b=[4] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    with pytest.raises(InputError, match="were asked for"):
+        calculator(9000, 1, 0)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "dir", "dict"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from lockstep.training.forward import block_attention
+from lockstep.training.forward.attention import block_attention
 
 
 @contextmanager

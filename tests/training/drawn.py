@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import reference_methods as plain
 import torch
 from blocks import small_blocks
 from hypothesis import assume
 from hypothesis import strategies as st
-from reference import sampled_places
+from reference import Tree, branches_of, sampled_places
 from reference_methods import Drawn
 from subjects import Subject
 
@@ -27,6 +28,7 @@ from lockstep.models.adapters import causal_model
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward import recomputation
 from lockstep.training.forward.scoring import why_plain_rows
 from lockstep.training.methods.objective import Objective
 from lockstep.training.step.generation import prepare_generation, sequences_of
@@ -36,6 +38,8 @@ from lockstep.training.step.update import Policy, UpdateSums, learn, score_all
 ReferenceLoss = Callable[[Subject, Drawn, slice], torch.Tensor]
 # No bound of a ratio, or of a mean of up to nine ratios, is a multiple of this value. At a bound, rounding would decide.
 GRID = 0.0613
+# The values per token of a drawn sequence.
+COLUMNS = ("old_logps", "behaviour_logps", "ref_logps", "values", "entropies")
 
 
 @contextlib.contextmanager
@@ -46,8 +50,12 @@ def attending_by_trees() -> Iterator[None]:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4, 8)) -> dict[str, Any]:
-    """The shape of a generation: steps × micro-batches × groups, lengths, rewards, and where packs are cut."""
+def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4, 8), *, trees: bool = False) -> dict[str, Any]:
+    """The shape of a generation: steps × micro-batches × groups, lengths, rewards, and where packs are cut.
+
+    Args:
+        trees: whether some rollouts have two branches.
+    """
     size = draw(st.sampled_from(sizes))
     steps, micro = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     groups = steps * micro * draw(st.integers(1, 2))
@@ -59,7 +67,10 @@ def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4, 8)) -> dict[str, Any
     ]
     if all(reward is None for group in rewards for reward in group):
         rewards[0][0] = 1.0
+    # Which of its sampled tokens is the first of a rollout's second branch, and how many ids the two branches share then.
+    forks = st.none() | st.tuples(st.integers(1, 8), st.integers(0, 9))
     return {
+        "forks": draw(st.lists(forks if trees else st.none(), min_size=count, max_size=count)),
         "size": size,
         "steps": steps,
         "micro": micro,
@@ -74,8 +85,17 @@ def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4, 8)) -> dict[str, Any
         "scored": draw(st.booleans()),
         "budget": draw(st.integers(1, 200)),
         "chunk": draw(st.integers(1, 40)),
+        # Recomputation doubles the time of a small step, and no method knows of it (`test_recomputation.py`).
+        "recomputed": draw(st.sampled_from((False, False, False, True))),
         "seed": draw(st.integers(0, 10**6)),
     }
+
+
+@contextlib.contextmanager
+def everything_kept() -> Iterator[None]:
+    """Without selective recomputation: forwards keep everything for the backward."""
+    with mock.patch.object(recomputation, "_outermost", return_value=()):
+        yield
 
 
 def single(values: torch.Tensor) -> tuple[float, ...]:
@@ -104,6 +124,8 @@ def drawn_of(subject: Subject, shape: dict[str, Any], temperature: float) -> Dra
                 sampled.insert(place, False)
             mask = None if all(sampled) else tuple(sampled)
             sequences.append(TrainingSequence(f"p{g}#{i}", prompt, ids(len(sampled), 9), (), sampled=mask))
+    for i, fork in enumerate(shape.get("forks", ())):
+        sequences[i] = forked(sequences[i], fork, ids(3, 60))
     with torch.no_grad():
         rows = plain.padded(subject.exact_model, sequences, temperature).logps
 
@@ -128,6 +150,43 @@ def drawn_of(subject: Subject, shape: dict[str, Any], temperature: float) -> Dra
     return Drawn(known, shape["rewards"], shape["cut"], shape["moved"], shape.get("anew", False))
 
 
+def forked(sequence: TrainingSequence, fork: tuple[int, int] | None, other: tuple[int, ...]) -> TrainingSequence:
+    """The rollout as a tree of two branches, if it has a token for each. The second branch has the tokens from a place on.
+
+    Args:
+        fork: that place among the sampled tokens, and the largest number of completion ids that both branches have.
+        other: ids that stand between the shared ids and the second branch's first token.
+    """
+    places = sampled_places(sequence)
+    if fork is None or fork[0] >= len(places):
+        return sequence
+    cut, ids = places[fork[0]], sequence.completion_ids.tolist()
+    mask = (True,) * len(ids) if sequence.sampled is None else tuple(sequence.sampled.tolist())
+    prompt, name = sequence.prompt_ids.tolist(), sequence.name
+    parts = (
+        (name, prompt, slice(0, cut)),
+        (f"{name}.1", [*prompt, *ids[: min(fork[1], cut)], *other], slice(cut, None)),
+    )
+    branches = tuple(
+        TrainingSequence(own, before, ids[part], (), sampled=None if all(mask[part]) else mask[part], rollout=name)
+        for own, before, part in parts
+    )
+    return Tree(name, (), [ids[place] for place in places], (), branches=branches)
+
+
+def flat(sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+    """The sequences that the fast path gets: one per branch, with the columns of its own tokens."""
+    found = []
+    for s in sequences:
+        start = 0
+        for branch in branches_of(s):
+            own = slice(start, start + branch.length)
+            columns = {n: v[own] for n in COLUMNS if (v := getattr(s, n)) is not None}
+            found.append(replace(branch, **columns) if isinstance(s, Tree) else s)
+            start += branch.length
+    return found
+
+
 def groups_of(drawn: Drawn) -> list[RolloutGroup]:
     """The same generation in the form that engine and reward functions give."""
     sequences, cut = iter(drawn.sequences), iter(drawn.cut)
@@ -135,16 +194,21 @@ def groups_of(drawn: Drawn) -> list[RolloutGroup]:
     for g, rewards in enumerate(drawn.rewards):
         rollouts = []
         for i, reward in enumerate(rewards):
-            s = next(sequences)
-            n, own = len(s.completion_ids), iter(s.behaviour_logps)
-            logps = tuple(next(own) if s.sampled is None or s.sampled[place] else 0.0 for place in range(n))
+            branches = flat([next(sequences)])
             reason = "length" if next(cut) else "stop"
             key = RequestKey(f"p{g}", i)
-            completion = Completion(key, s.prompt_ids, s.completion_ids, logps, (0,) * n, reason, s.sampled)  # type: ignore[arg-type]
+            found = [completion_of(branch, key._replace(call=n), reason) for n, branch in enumerate(branches)]
             scores = {"first": reward, "second": plain.second_score(reward)}
-            rollouts.append(Rollout(completion, f"text {g} {i}", scores, math.nan if reward is None else reward))
-        groups.append(RolloutGroup(Prompt(f"p{g}", s.prompt_ids, "text"), tuple(rollouts)))
+            given = math.nan if reward is None else reward
+            rollouts.append(Rollout(found[0], f"text {g} {i}", scores, given, further=tuple(found[1:])))
+        groups.append(RolloutGroup(Prompt(f"p{g}", found[0].prompt_ids, "text"), tuple(rollouts)))
     return groups
+
+
+def completion_of(s: TrainingSequence, key: RequestKey, reason: str) -> Completion:
+    n, own = len(s.completion_ids), iter(s.behaviour_logps)
+    logps = tuple(next(own) if s.sampled is None or s.sampled[place] else 0.0 for place in range(n))
+    return Completion(key, s.prompt_ids, s.completion_ids, logps, (0,) * n, reason, s.sampled)  # type: ignore[arg-type]
 
 
 def config(kind: type, shape: dict[str, Any], **fields: Any) -> Any:
@@ -198,16 +262,18 @@ def check(
     drawn = drawn or drawn_of(subject, shape, run.temperature)
     groups = groups or groups_of(drawn)
     scores = dict.fromkeys(("old_logps", "ref_logps", "values", "entropies"))
-    assert sequences_of(groups, 0) == [replace(s, **scores) for s in drawn.sequences]
-    generation = prepare_generation(groups, objective, 0, drawn.sequences)
+    given = flat(drawn.sequences)
+    assert sequences_of(groups, 0) == [replace(s, **scores) for s in given]
+    generation = prepare_generation(groups, objective, 0, given)
     assert generation.sampled_tokens == sum(shape["lengths"])
     if not drawn.moved:
         generation = generation.changed(
             lambda s: s if shape["scored"] and not objective.has_gradient(s) else replace(s, old_logps=None)
         )
     model = causal_model(subject.model)
-    rows = why_plain_rows(model, max(len(s.prompt_ids) + len(s.completion_ids) for s in drawn.sequences)) is not None
+    rows = why_plain_rows(model, max(len(s.prompt_ids) + len(s.completion_ids) for s in given)) is not None
     policy = Policy(model, contextlib.nullcontext, lambda loss: loss.backward(), subject.critic, rows)
+    kept = contextlib.nullcontext if shape.get("recomputed", True) else everything_kept
     logged, size = [], run.completions_per_step
     for step in range(len(drawn.sequences) // size):
         expected_loss = reference(subject, drawn, slice(step * size, (step + 1) * size))
@@ -222,7 +288,8 @@ def check(
         prepared = generation.with_step(step, shape["micro"], sequences)
         sums = UpdateSums()
         for micro in prepared.micro_batches[step * shape["micro"] : (step + 1) * shape["micro"]]:
-            learn(policy, micro, objective, PhaseClock(), sums)
+            with kept():
+                learn(policy, micro, objective, PhaseClock(), sums)
         logged.append(sums.tally.figures() | objective.finish_step(sums.tally))
         assert sums.gap.tokens == sum(len(s.behaviour_logps) for s in sequences)
         loss, wanted = sums.loss, expected_loss.item()

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.methods.grpo_config import GRPOConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tree(TrainingSequence):
+    """A rollout of several branches as the reference sees it: the sampled tokens of all branches, one branch after the other."""
+
+    branches: tuple[TrainingSequence, ...] = ()
+
+
+def branches_of(sequence: TrainingSequence) -> tuple[TrainingSequence, ...]:
+    """The sequences of which each is one row."""
+    return sequence.branches if isinstance(sequence, Tree) else (sequence,)
 
 
 def sampled_places(sequence: TrainingSequence) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import assume
-from reference import sampled_places
+from reference import branches_of, sampled_places
 from transformers import PreTrainedModel
 
 from lockstep.training.batch.sequence import TrainingSequence
@@ -55,8 +55,9 @@ class Padded:
 
 
 def padded(model: PreTrainedModel, sequences: Sequence[TrainingSequence], temperature: float) -> Padded:
-    """One row a completion, whole logits, of which those before sampled tokens count."""
-    rows = [torch.from_numpy(np.concatenate([s.prompt_ids, s.completion_ids])) for s in sequences]
+    """One row per branch, whole logits, of which those before sampled tokens count; then the tokens of each rollout as one row."""
+    branches = [(i, branch) for i, s in enumerate(sequences) for branch in branches_of(s)]
+    rows = [torch.from_numpy(np.concatenate([s.prompt_ids, s.completion_ids])) for _, s in branches]
     width, longest = max(map(len, rows)), max(len(sampled_places(s)) for s in sequences)
     ids = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
     attention = torch.stack([(torch.arange(width) < len(row)).long() for row in rows])
@@ -65,19 +66,20 @@ def padded(model: PreTrainedModel, sequences: Sequence[TrainingSequence], temper
     # Mamba rounds its logits to float32.
     logits = found.logits if found.logits.dtype == hidden.dtype else model.get_output_embeddings()(hidden)
     distribution = (logits / temperature).log_softmax(-1)
-    parts: list[list[torch.Tensor]] = [[], [], [], []]
-    for i, s in enumerate(sequences):
+    parts: list[list[list[torch.Tensor]]] = [[[] for _ in sequences] for _ in range(3)]
+    for row, (i, s) in enumerate(branches):
         places = torch.tensor(sampled_places(s))
-        before, count = len(s.prompt_ids) - 1 + places, len(places)
-        own = distribution[i, before]
-        logps = own[torch.arange(count), torch.tensor(s.completion_ids)[places]]
-        entropies = -(own.exp() * own).sum(-1)
-        empty = longest - count
-        parts[0].append(torch.nn.functional.pad(logps, (0, empty)))
-        parts[1].append(torch.nn.functional.pad(entropies, (0, empty)))
-        parts[2].append((torch.arange(longest) < count).to(logps))
-        parts[3].append(torch.nn.functional.pad(hidden[i, before], (0, 0, 0, empty)))
-    return Padded(*(torch.stack(part) for part in parts))
+        before = len(s.prompt_ids) - 1 + places
+        own = distribution[row, before]
+        parts[0][i].append(own[torch.arange(len(places)), torch.tensor(s.completion_ids)[places]])
+        parts[1][i].append(-(own.exp() * own).sum(-1))
+        parts[2][i].append(hidden[row, before])
+    logps, entropies, states = ([torch.cat(of) for of in kind] for kind in parts)
+
+    def stacked(values: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([torch.cat([v, v.new_zeros(longest - len(v), *v.shape[1:])]) for v in values])
+
+    return Padded(stacked(logps), stacked(entropies), stacked([torch.ones_like(v) for v in logps]), stacked(states))
 
 
 def table(sequences: Sequence[TrainingSequence], rows: Sequence[Sequence[float]]) -> torch.Tensor:

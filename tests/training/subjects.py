@@ -12,7 +12,7 @@ import torch
 from tiny import make_model, make_stateful
 
 from lockstep.models.adapters import causal_model
-from lockstep.training.forward.tree_attention import adopt_tree_attention
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 
 WIDTH = 64
 

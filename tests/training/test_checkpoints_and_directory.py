@@ -11,6 +11,8 @@ import pytest
 
 from lockstep import GRPOConfig
 from lockstep.errors import InputError, LockstepError
+from lockstep.parity.receipt import RECEIPT, Receipt
+from lockstep.parity.resume.checkpoint import seal
 from lockstep.training.run_files.checkpoints import (
     checkpoint_step,
     cut_back,
@@ -33,7 +35,11 @@ def checkpoint(folder: Path, step: int, *, whole: bool = True) -> Path:
     made.mkdir(parents=True)
     (made / "model.safetensors").write_text("weights")
     if whole:
-        (made / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        receipt = Receipt(folder / RECEIPT, step)
+        receipt.append({"kind": "start", "step": step})
+        state = {"global_step": step}
+        receipt.append({"kind": "checkpoint", "step": step, "digests": seal(made, {}, state)})
+        (made / "trainer_state.json").write_text(json.dumps(state))
     return made
 
 

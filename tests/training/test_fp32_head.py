@@ -18,8 +18,8 @@ from lockstep.models.policy import fp32_head_product
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.batch.pack import pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
-from lockstep.training.forward.tree_attention import adopt_tree_attention
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 

@@ -13,19 +13,22 @@ import pytest
 import torch
 from conftest import VLLM, start
 from methods import ALONE, GROUPS, INTERRUPTED, PAIRS, PROMPTS, make, parameters, timeless
+from played_engine import ChangedAnswers
 from tiny import make_tokenizer
 
 import lockstep
 import lockstep.training.forward.policy
 import lockstep.training.step.generation
-from lockstep.engines.protocol import Engine
+from lockstep.engines.inbox import Inbox
+from lockstep.engines.protocol import Completion, Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.parity.receipt import RECEIPT, check_chain, check_receipt
 from lockstep.rollouts.group import Rollout
-from lockstep.rollouts.interruptions import Interruption
+from lockstep.rollouts.programs.interruptions import Interruption
 from lockstep.training.config.interruption import interruption_of
 from lockstep.training.run_files.run_identity import curve_settings
 from lockstep.training.step.generation import Generation, sequences_of
+from lockstep.training.step.step_proofs import StepProofs
 
 LIMIT = 20
 AFTER = INTERRUPTED["max_thinking_length"]
@@ -54,18 +57,21 @@ def either(request: pytest.FixtureRequest, untied_dir: str) -> Iterator[Engine]:
 
 
 class Answered:
-    """The number of tokens that an engine has returned, by call."""
+    """The number of tokens that an engine has returned, by generation."""
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[int] = []
-        real = engine.generate
+        real = engine.serve
 
-        def counting(*given: Any) -> Any:
-            answers = real(*given)
-            self.calls.append(sum(len(c.token_ids) for c in answers.values()))
-            return answers
+        def counting(inbox: Inbox) -> None:
+            self.calls.append(0)
+            real(ChangedAnswers(inbox, self.counted))  # type: ignore[arg-type]
 
-        patch.setattr(engine, "generate", counting)
+        patch.setattr(engine, "serve", counting)
+
+    def counted(self, completion: Completion) -> Completion:
+        self.calls[-1] += len(completion.token_ids)
+        return completion
 
 
 def limited(method: str, fields: dict[str, Any], limit: int = LIMIT) -> dict[str, Any]:
@@ -93,15 +99,14 @@ def test_every_sampled_token_is_proven_and_no_other_is_counted(
         return [float(len(own) + own[0] % 7) for own in completion_ids]
 
     passes = fields.get("num_iterations", 1)
-    changes = {"max_steps": 2 * passes, "rehearse_rewards": False}
+    changes = {"max_steps": 2 * passes, "rehearse_rewards": False, "recheck_rewards": False}
     run = make(method, untied_dir, tmp_path, either, {**limited(method, fields), **changes}, reward_funcs=seen)
     before = parameters(run.model)
     run.train()
 
     logs = [log for log in run.state.log_history if "loss" in log]
-    # There are two calls per generation: one up to the interruption, and one that continues from it.
-    sampled = [sum(answered.calls[i : i + 2]) for i in (0, 2)]
-    assert len(answered.calls) == 4
+    sampled = answered.calls
+    assert len(sampled) == 2
     assert 0 < sum(map(was_interrupted, ids[0] + ids[1])) < len(ids[0] + ids[1])
     for generation, log in enumerate(logs[::passes]):
         own = ids[generation]
@@ -109,7 +114,7 @@ def test_every_sampled_token_is_proven_and_no_other_is_counted(
         assert log["completions/interrupted"] == sum(interrupted) / len(interrupted)
         # Reward functions get the whole completion.
         assert sum(map(len, own)) == sampled[generation] + sum(interrupted) * len(PUT_IN)
-        assert log["completions/mean_length"] == pytest.approx(sum(map(len, own)) / len(own))
+        assert log["completions/mean_length"] == pytest.approx(sampled[generation] / len(own))
         assert max(map(len, own)) <= LIMIT
         assert all(INTERRUPTED["interruption"] in t for t, i in zip(texts[generation], interrupted, strict=True) if i)
     # A pass over a generation checks all of its tokens.
@@ -133,6 +138,11 @@ def test_a_trainer_that_took_what_was_put_in_for_sampled_is_stopped(
         return [replace(s, sampled=None, behaviour_logps=logps) for s, logps in made]
 
     monkeypatch.setattr(lockstep.training.step.generation, "sequences_of", all_sampled)
+    run = make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS))
+    with pytest.raises(ProofError, match="the ids, or the ids before them, of rollout"):
+        run.train()
+    # Without this comparison the count would show it.
+    monkeypatch.setattr(StepProofs, "check_tokens", lambda *_: None)
     run = make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS))
     with pytest.raises(ProofError, match="tokens were compared at version 0"):
         run.train()

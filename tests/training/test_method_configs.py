@@ -71,7 +71,7 @@ def model() -> PreTrainedModel:
         ("PPO", {"num_generations": 3}, "no multiple of num_generations=3"),
         ("OnlineDPO", {"beta": []}, r"beta=\[\]"),
         ("OnlineDPO", {"beta": [0.1, 0.0]}, r"beta=\[0.1, 0.0\]"),
-        ("OnlineDPO", {"beta": -0.1}, r"beta=\[-0.1\]"),
+        ("OnlineDPO", {"beta": -0.1}, "beta=-0.1"),
         ("OnlineDPO", {"loss_type": "hinge"}, "loss_type='hinge'"),
         ("OnlineDPO", {"max_new_tokens": 512}, "leaves no room for a prompt in max_length=512"),
         ("OnlineDPO", {"max_new_tokens": 0}, "max_new_tokens=0"),
@@ -95,8 +95,7 @@ def test_fields_that_contradict_each_other_are_named(method: str, fields: dict[s
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"top_p": 0.9}, "top_p=0.9"),
-        ({"disable_dropout": False}, "disable_dropout=False"),
+        ({"top_p": 1.1}, "top_p=1.1"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"token_budget": 0}, "token_budget=0"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0"),
@@ -159,7 +158,6 @@ def test_generations_that_are_used_twice_are_whole_numbers_of_steps(method: str)
     [
         (Dataset.from_dict({"question": ["a"] * 8}), "train dataset has no 'prompt' column, only .*question"),
         (Dataset.from_dict({"prompt": []}), "train dataset is empty"),
-        (Dataset.from_dict({"prompt": ["a"], "image": ["b"]}), "'image': images are not supported"),
         ([{"prompt": "a"}], "must be a datasets.Dataset, got list"),
         (None, "must be a datasets.Dataset, got NoneType"),
     ],
@@ -173,8 +171,8 @@ def test_data_that_cannot_be_trained_on_is_named(method: str, data: Any, message
 def test_an_evaluation_set_is_checked_as_well(method: str) -> None:
     with pytest.raises(InputError, match="eval dataset has no 'prompt' column"):
         make(method, eval_dataset=Dataset.from_dict({"text": ["a"]}))
-    with pytest.raises(InputError, match=r"eval dataset must be a datasets\.Dataset, got dict"):
-        make(method, eval_dataset={"one": PROMPTS})
+    with pytest.raises(InputError, match=r"eval/one dataset must be a datasets\.Dataset, got list"):
+        make(method, eval_dataset={"one": ["a"]})
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -204,7 +202,7 @@ def test_an_argument_that_nothing_knows_is_refused(method: str) -> None:
 
 @pytest.mark.parametrize("method", GROUPED)
 def test_arguments_of_trl_that_are_not_there_yet_are_refused_by_name(method: str) -> None:
-    for name in ("tools", "rollout_func", "environment_factory", "data_collator"):
+    for name in ("data_collator", "compute_metrics"):
         with pytest.raises(InputError, match=f"{name} is not supported yet"):
             make(method, **{name: object()})
         # The default values.

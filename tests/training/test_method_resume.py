@@ -104,7 +104,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(make: Make, tmp_path: P
 def test_a_checkpoint_without_the_methods_file_is_refused_by_name(make: Make, tmp_path: Path, case: str) -> None:
     make(case, tmp_path, max_steps=2).train()
     (tmp_path / "checkpoint-2" / EXTRA[case]).unlink()
-    with pytest.raises(InputError, match=rf"checkpoint .*checkpoint-2 has no {EXTRA[case]}"):
+    with pytest.raises(InputError, match=rf"checkpoint-2 has no {EXTRA[case]}"):
         make(case, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 

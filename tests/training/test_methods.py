@@ -17,7 +17,7 @@ from method_variants import SIZES, VARIANTS, fit
 from subjects import ARCHITECTURES, in_double
 
 from lockstep import GRPOConfig, OnlineDPOConfig
-from lockstep.rollouts.judges import judge_pairs, judged
+from lockstep.rollouts.scores.judges import judge_pairs, judged
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.online_dpo import OnlineDPOObjective
 
@@ -44,7 +44,13 @@ def test_loss_and_gradients_equal_the_padded_reference(name: str) -> None:
         run = config(variant.config, shape, **variant.fields)
         check(SUBJECTS[kind], variant.objective(run), shape, variant.reference(run))
 
-    hold(name, 4, same, drawn=shapes(SIZES.get(variant.method, (2, 4, 8))), kind=st.sampled_from(sorted(SUBJECTS)))
+    hold(
+        name,
+        4,
+        same,
+        drawn=shapes(SIZES.get(variant.method, (2, 4, 8)), trees=True),
+        kind=st.sampled_from(sorted(SUBJECTS)),
+    )
 
 
 def test_gdpo_leaves_a_group_whose_scores_agree_without_an_advantage_of_the_last_bit() -> None:

@@ -119,11 +119,20 @@ def test_a_reward_model_can_be_named_in_the_configuration(untied_dir: str, tmp_p
         assert signs(run)[group.prompt.prompt_id][0] == (1.0 if first > second else -1.0)
 
 
+def test_reward_functions_given_beside_a_reward_models_path_are_the_rewards(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {**PAIRS, "max_steps": 1, "reward_model_path": "a/model-that-nobody-loads"}
+    run = make("OnlineDPO", untied_dir, tmp_path, hf_engine, fields)
+    assert "reward_model_path='a/model-that-nobody-loads' has no effect" in capsys.readouterr().err
+    run.train()
+    assert [name for name in logs(run)[0] if name.endswith("/std")] == ["rewards/by_length/std"]
+
+
 @pytest.mark.parametrize(
     ("fields", "arguments", "message"),
     [
         ({}, {"judge": Longer()}, "judge and reward_funcs all say which completion is better"),
-        ({"reward_model_path": "x"}, {}, "reward_funcs and reward_model_path all say"),
         ({"reward_model_path": "x"}, {"judge": Longer(), "reward_funcs": None}, "judge and reward_model_path all say"),
         ({"missing_eos_penalty": 1.0}, {"judge": Longer(), "reward_funcs": None}, "missing_eos_penalty"),
         ({}, {"reward_funcs": None}, "no reward function given"),

@@ -40,7 +40,13 @@ SHOWN = [
     "User: what is 5 + 5\n\nAssistant: the answer is ",
 ]
 DATA = Dataset.from_dict({"prompt": CHATS, "topic": ["sum", "fox", "sums", "open"]})
-FIELDS = {**PAIRS, "per_device_train_batch_size": 4, "max_steps": 2, "rehearse_rewards": False}
+FIELDS = {
+    **PAIRS,
+    "per_device_train_batch_size": 4,
+    "max_steps": 2,
+    "rehearse_rewards": False,
+    "recheck_rewards": False,
+}
 
 
 class Generations:

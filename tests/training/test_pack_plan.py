@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
@@ -137,11 +138,15 @@ def steps_of_python(work: Callable[[], object]) -> int:
         return traced
 
     before = sys.gettrace()
+    # What other tests have left is collected before, and not counted.
+    gc.collect()
+    gc.disable()
     sys.settrace(traced)
     try:
         work()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 

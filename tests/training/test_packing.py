@@ -24,8 +24,8 @@ from lockstep.algorithms.policy_loss import token_weights
 from lockstep.report.phases import PhaseClock
 from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
-from lockstep.training.forward.tree_attention import adopt_tree_attention
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.step.update import Policy, UpdateSums, learn, score_all

@@ -41,7 +41,7 @@ def test_rows_become_prompts_with_names_and_columns() -> None:
 
 def test_a_row_that_is_too_long_or_cannot_be_rendered_is_named() -> None:
     tokenizer = make_tokenizer()
-    with pytest.raises(InputError, match=r"train/1 has \d+ tokens; the model's context leaves 20"):
+    with pytest.raises(InputError, match=r"train/1 has \d+ tokens; there is room for 20"):
         load_prompts(Dataset.from_dict({"prompt": ["ok", "z" * 100]}), "train", tokenizer, max_prompt_length=20)
     with pytest.raises(InputError, match="prompt train/1: a prompt has no tokens"):
         load_prompts(Dataset.from_dict({"prompt": ["ok", ""]}), "train", tokenizer, max_prompt_length=20)

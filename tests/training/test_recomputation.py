@@ -21,9 +21,9 @@ from lockstep.models.adapters import causal_model
 from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward import recomputation, scoring
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.recomputation import products_kept
 from lockstep.training.forward.scoring import score_pack
-from lockstep.training.forward.tree_attention import adopt_tree_attention
 
 ATEN = torch.ops.aten
 ATTENTION = torch.ops.lockstep.attend.default

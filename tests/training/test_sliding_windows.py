@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from lockstep.training.batch.pack import pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack, why_plain_rows
-from lockstep.training.forward.tree_attention import adopt_tree_attention
 
 BUILDS: dict[str, Callable[[], PreTrainedModel]] = {
     "every layer": lambda: make_model("mistral", sliding_window=6),

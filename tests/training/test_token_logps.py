@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
+from largest import Largest
 from torch.profiler import ProfilerActivity, profile
 
+from lockstep.engines.protocol import Sampling
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.filters.id_rules import IdRules
+from lockstep.training.forward.filters.row_rules import RowRules
 from lockstep.training.forward.token_logps import token_logps
 
 WIDTH, VOCABULARY = 6, 19
@@ -189,3 +195,30 @@ def test_autocast_rounds_the_head_and_nothing_behind_it() -> None:
     assert logits.dtype == torch.bfloat16
     torch.testing.assert_close(logps, expected[rows, rows])
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [8, 32])
+def test_rules_of_the_sampling_distribution_stay_within_one_chunk(chunk: int) -> None:
+    """With penalties and bans a chunk has one more matrix of flags, and the moved logits of the ids that occur."""
+    rows = 128
+    sampling = Sampling(rows, temperature=0.7, repetition_penalty=1.3, allowed_token_ids=tuple(range(0, WIDE, 2)))
+    ids = np.arange(0, 2 * rows, 2)
+    sequence = TrainingSequence("a", [3, 4], ids, np.zeros(rows))
+    rules = RowRules(IdRules(sampling, WIDE), (sequence,), np.zeros(rows, dtype=np.int64), np.arange(rows))
+    head = torch.nn.Linear(WIDTH, WIDE, bias=False)
+    hidden = torch.randn(rows, WIDTH, requires_grad=True)
+    with Largest() as seen:
+        logps, _ = token_logps(
+            head,
+            hidden,
+            torch.arange(rows),
+            torch.from_numpy(ids.copy()),
+            temperature=0.7,
+            chunk_size=chunk,
+            entropy_gradient=False,
+            rules=rules,
+        )
+        logps.sum().backward()
+    assert logps.isfinite().all()
+    assert seen.elements == chunk * WIDE
+    assert rules.support.tolist() == [WIDE // 2] * rows

@@ -117,8 +117,8 @@ def test_raw_log_probs_at_another_temperature_are_refused(
 
     honest = module.processed_logprobs
 
-    def raw_reported(logits: torch.Tensor, sampling: Any, prompt_ids: Any, output_ids: Any) -> torch.Tensor:
-        return honest(logits, type(sampling)(max_tokens=1), prompt_ids, output_ids)
+    def raw_reported(logits: torch.Tensor, sampling: Any, *ids: Any, **more: Any) -> torch.Tensor:
+        return honest(logits, type(sampling)(max_tokens=1), *ids, **more)
 
     monkeypatch.setattr(module, "processed_logprobs", raw_reported)
     with pytest.raises(ProofError, match=r"(?s)semantics 0\.[1-9].*those of the raw distribution"):
@@ -158,7 +158,12 @@ def test_a_step_whose_groups_agree_has_gradient_zero_and_not_none(
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             seen.append(model.get_output_embeddings().weight.detach().clone())
 
-    fields: dict[str, Any] = {"max_steps": 2, "lr_scheduler_type": "constant", "rehearse_rewards": False}
+    fields: dict[str, Any] = {
+        "max_steps": 2,
+        "lr_scheduler_type": "constant",
+        "rehearse_rewards": False,
+        "recheck_rewards": False,
+    }
     run = trainer(untied_dir, tmp_path, engine=hf_engine, reward=agree_the_second_time, **fields)
     run.add_callback(Weights())
     run.train()
@@ -207,19 +212,19 @@ def test_an_evaluation_before_training_samples_nothing_on_an_engine_that_the_can
 ) -> None:
     args = GRPOConfig(output_dir=str(tmp_path), max_completion_length=8, bf16=False, disable_tqdm=True)
     run = GRPOTrainer(untied_dir, by_length, args, PROMPTS, PROMPTS.select(range(3)), engine=hf_engine)
-    score, generate, sampled = hf_engine.score, hf_engine.generate, []
+    score, serve, sampled = hf_engine.score, hf_engine.serve, []
     shifted = {"by": 0.5}
 
     def off(sequences: Any) -> Any:
         found = score(sequences)
         return {name: tuple(logp + shifted["by"] for logp in logps) for name, logps in found.items()}
 
-    def recorded(*arguments: Any) -> Any:
-        sampled.append(len(arguments[0]))
-        return generate(*arguments)
+    def recorded(inbox: Any) -> None:
+        sampled.append(inbox)
+        serve(inbox)
 
     monkeypatch.setattr(hf_engine, "score", off)
-    monkeypatch.setattr(hf_engine, "generate", recorded)
+    monkeypatch.setattr(hf_engine, "serve", recorded)
     with pytest.raises(ProofError, match="gap"):
         run.evaluate()
     assert not sampled
@@ -368,7 +373,7 @@ def test_a_reward_function_cannot_log_under_a_name_of_the_trainers_own(
         (Dataset.from_dict({"text": ["a"]}), "no 'prompt' column"),
         (None, "must be a datasets.Dataset"),
         (Dataset.from_dict({"prompt": ["a"]}), "has 1 prompts, one generation needs 2"),
-        (Dataset.from_dict({"prompt": ["ok", "z " * 600]}), r"train/1 has \d+ tokens; the model's context leaves 500"),
+        (Dataset.from_dict({"prompt": ["ok", "z " * 600]}), r"train/1 has \d+ tokens; there is room for 500"),
     ],
 )
 def test_bad_data_is_named(untied_dir: str, tmp_path: Path, hf_engine: Engine, data: Any, message: str) -> None:
@@ -472,7 +477,13 @@ def test_rewards_given_while_others_are_sampled_train_the_same_policy(
     weights, sizes = [], []
     for overlap in (False, True):
         run = trainer(
-            untied_dir, tmp_path / str(overlap), engine=hf_engine, reward=counted, overlap_rewards=overlap, max_steps=2
+            untied_dir,
+            tmp_path / str(overlap),
+            engine=hf_engine,
+            reward=counted,
+            overlap_rewards=overlap,
+            max_steps=2,
+            recheck_rewards=False,
         )
         # The first call is the rehearsal.
         calls.clear()

@@ -145,7 +145,7 @@ def test_every_save_of_a_run_that_pushes_uploads_its_weights_and_a_checkpoint_to
         folder = tmp_path / "run" / f"checkpoint-{step}"
         # The files in the folder after the run are the files that were sent: no file was written too late.
         assert checkpoint.files == {path.name: path.read_bytes() for path in folder.iterdir()}
-        assert {"trainer_state.json", "optimizer.pt", "receipt_head.txt"} <= checkpoint.files.keys()
+        assert {"trainer_state.json", "optimizer.pt", "digests.json"} <= checkpoint.files.keys()
         assert {"config.json", "tokenizer.json", "receipt.jsonl"} <= model.files.keys()
         assert model.files["model.safetensors"] == checkpoint.files["model.safetensors"]
         weights.append(model.files["model.safetensors"])

@@ -20,8 +20,8 @@ from lockstep.errors import LockstepError
 from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.batch.tree import Ints
-from lockstep.training.forward import block_attention
-from lockstep.training.forward.attention_plan import (
+from lockstep.training.forward.attention import block_attention
+from lockstep.training.forward.attention.attention_plan import (
     AttentionPlan,
     plan_attention,
     plan_window,
@@ -29,15 +29,15 @@ from lockstep.training.forward.attention_plan import (
     visible,
     window_ends,
 )
-from lockstep.training.forward.block_attention import TreeAttention
-from lockstep.training.forward.scoring import score_pack
-from lockstep.training.forward.tree_attention import (
+from lockstep.training.forward.attention.block_attention import TreeAttention
+from lockstep.training.forward.attention.tree_attention import (
     TREE,
     adopt_tree_attention,
     no_mask,
     tree_attention_forward,
     window_or_mask,
 )
+from lockstep.training.forward.scoring import score_pack
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NO_MASK = no_mask(CPU)

@@ -155,11 +155,11 @@ def test_a_step_that_loses_such_a_sequence_is_not_taken(
     run = make(method, untied_dir, tmp_path, hf_engine, {**TWO_GROUPS, **more}, reward_funcs=scored_in_part)
     real = OptimizerStep.learn
 
-    def learn(step: OptimizerStep, policy: Policy, sequences: Sequence[TrainingSequence]) -> float:
-        return real(step, policy, [s for s in sequences if run.objective.has_gradient(s)])
+    def learn(step: OptimizerStep, policy: Policy, sequences: Sequence[TrainingSequence], part: int) -> float:
+        return real(step, policy, [s for s in sequences if run.objective.has_gradient(s)], part)
 
     monkeypatch.setattr(OptimizerStep, "learn", learn)
-    with pytest.raises(ProofError, match="were compared"):
+    with pytest.raises(ProofError, match=r"micro-batch 0 learns from 2 completions, and 4 were sampled for it"):
         run.train()
     assert run.state.global_step == 0
 

@@ -112,7 +112,7 @@ def evaluated(rank: int, model: str, folder: Path) -> dict[str, Any]:
     from accounts import PROMPTS, make
 
     run = make("grpo-grpo", model, folder / "evaluated", **cut(), evaluation=PROMPTS.select(range(5)))
-    return {"metrics": run.evaluate(), "history": len(run.state.log_history)}
+    return {"metrics": run.evaluate(), "history": len(run.state.log_history), "inputs": list(run.inputs)}
 
 
 def rewards(rank: int, model: str, folder: Path) -> dict[str, Any]:
@@ -127,7 +127,12 @@ def rewards(rank: int, model: str, folder: Path) -> dict[str, Any]:
         log_extra("scored_by", [rank] * len(prompts))
         return [float(len(text)) for text in completions]
 
-    fields: dict[str, Any] = {"reward": counting, "evaluation": PROMPTS.select(range(3)), "rehearse_rewards": False}
+    fields: dict[str, Any] = {
+        "reward": counting,
+        "evaluation": PROMPTS.select(range(3)),
+        "rehearse_rewards": False,
+        "recheck_rewards": False,
+    }
     run = make("rloo", model, folder / "rewards", ranks=2, size=2, **fields)
     metrics = run.evaluate()
     extras = [r.extra["scored_by"] for group in run.last_eval_groups for r in group.rollouts]
@@ -164,6 +169,67 @@ def judged(rank: int, model: str, folder: Path) -> dict[str, Any]:
     return {"seen": seen, "undecided": run.state.log_history[0]["pairs/undecided"]}
 
 
+def acting(rank: int, model: str, folder: Path) -> dict[str, Any]:
+    """Tools, environments and a `rollout_func`. Only the rank with the engine runs them; some rollouts call no tool."""
+    from caller import Product, multiply
+    from datasets import Dataset
+
+    import lockstep
+
+    class Numbered(Product):
+        def get_reward(self) -> float:
+            return 100.0 * self.row["number"] + self.calls
+
+    def by_calls(completions: list[Any], number: list[int], **given: Any) -> list[float]:
+        seen.append(len(completions))
+        assert all(e.row["number"] == n for e, n in zip(given.get("environments", ()), number, strict=False))
+        return [
+            sum("tool_calls" in message for message in c) + n / 10 for c, n in zip(completions, number, strict=True)
+        ]
+
+    def sampled(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        found = lockstep.generate_rollout_completions(trainer, prompts, max_tokens=12)
+        columns = {name: [row[name] for row in found] for name in ("prompt_ids", "completion_ids", "logprobs")}
+        return {**columns, "size": [len(row["completion_ids"]) for row in found]}
+
+    def by_size(size: list[int], **_: Any) -> list[float]:
+        seen.append(len(size))
+        return [float(value) for value in size]
+
+    rows = [
+        {"prompt": [{"role": "user", "content": f"what is {i} + {i}"}], "number": i, "how": "reset" if i == 3 else ""}
+        for i in range(8)
+    ]
+    config = {"max_completion_length": 80, "num_generations": 4, "max_steps": 2, "logging_steps": 1, "use_vllm": False}
+    config |= {"save_strategy": "no", "bf16": False, "disable_tqdm": True, "report_to": [], "learning_rate": 1e-3}
+    config |= {"per_device_train_batch_size": 16 if alone() else 8, "rehearse_rewards": False, "recheck_rewards": False}
+    results = {}
+    path = str(folder / "caller")
+    for name, given, reward in (
+        ("tools", {"tools": [multiply]}, by_calls),
+        ("environments", {"environment_factory": Numbered}, by_calls),
+        ("function", {"rollout_func": sampled}, by_size),
+    ):
+        seen: list[int] = []
+        args = lockstep.GRPOConfig(output_dir=str(folder / f"acting-{name}"), **config)  # type: ignore[arg-type]
+        run = lockstep.GRPOTrainer(path, reward, args, Dataset.from_list(rows), **given)  # type: ignore[arg-type]
+        run.train()
+        generation = run.loop.generation
+        assert generation is not None
+        results[name] = {
+            "logs": [line for line in run.state.log_history if "loss" in line],
+            "weights": {name: p.detach().clone() for name, p in run.model.named_parameters()},
+            "scored": seen,
+            "rollouts": {
+                str(r.key): [r.completion.prompt_ids.tolist(), r.token_ids.tolist(), dict(r.scores), r.failed]
+                for group in generation.groups
+                for r in group.rollouts
+            },
+        }
+        run.close()
+    return results
+
+
 def odd_rewards(kind: str) -> Callable[[int, str, Path], Any]:
     """A reward function that behaves differently on one rank."""
 
@@ -185,7 +251,8 @@ def odd_rewards(kind: str) -> Callable[[int, str, Path], Any]:
 
         # The killed rank is missed at once, or the limit of the whole script is reached first.
         limit = 3600.0 if kind == "killed" else 240.0
-        run = make("rloo", model, folder / kind, ranks=2, size=2, reward=reward, max_steps=1, vllm_server_timeout=limit)
+        fields = {"max_steps": 1, "vllm_server_timeout": limit, "max_unscored_generations": 1}
+        run = make("rloo", model, folder / kind, ranks=2, size=2, reward=reward, **fields)
         run.train()
         return {"logs": run.state.log_history, "steps": run.state.global_step}
 
@@ -310,6 +377,7 @@ WORK: dict[str, Callable[[int, str, Path], Any]] = {
     "evaluated": evaluated,
     "rewards": rewards,
     "judged": judged,
+    "acting": acting,
     **{f"reward:{kind}": odd_rewards(kind) for kind in ("nothing", "half", "nans", "fails", "few")},
     **{f"weights:{part}": other_weights(part) for part in ("policy", "critic")},
     **{f"data:{kind}": other_data(kind) for kind in OTHER_DATA},

@@ -18,6 +18,7 @@ from methods import GROUPS, reference_of
 
 from lockstep.training.batch.pack import Pack
 from lockstep.training.forward.scoring import TokenScores
+from lockstep.training.step import generation, step_proofs
 from lockstep.training.step.update import Policy
 from lockstep.training.trainers.online import OnlineTrainer
 
@@ -49,6 +50,9 @@ class Work:
         looking: the sequences that were scored without gradient, one entry per forward.
         adapters: for each forward, whether the adapter was on, if there is one.
         forwards: the number of forwards through policy or reference, from any caller, after the start of the run is proven.
+        checks: the number of sequences whose reference log-probs were computed a second time, one per pass of the reference.
+        repeated: the number of sequences whose log-probs were computed a second time by a plain forward: one per later step of a
+            generation, if it learns from any.
         backwards: the number of the trainer's backward calls.
     """
 
@@ -56,6 +60,8 @@ class Work:
     looking: list[tuple[Any, list[str]]] = field(default_factory=list)
     adapters: list[bool] = field(default_factory=list)
     forwards: int = 0
+    checks: int = 0
+    repeated: int = 0
     backwards: int = 0
 
     def learned(self) -> Counter[str]:
@@ -71,6 +77,7 @@ class Work:
 def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
     """Count the work of a run: the passes that score a pack. Hooks on the models show that there are no other passes."""
     work = Work()
+    real_check, real_plain = generation.check_reference_scores, step_proofs.check_plain
     real_score, real_backward, real_start = Policy.score, run.accelerator.backward, run.source.start
 
     def start(*args: Any) -> None:
@@ -95,15 +102,30 @@ def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
         work.backwards += 1
         real_backward(loss, **kwargs)
 
+    def check(*args: Any) -> None:
+        work.checks += 1
+        real_check(*args)
+
+    def plain(*args: Any) -> None:
+        work.repeated += 1
+        real_plain(*args)
+
+    monkeypatch.setattr(generation, "check_reference_scores", check)
+    monkeypatch.setattr(step_proofs, "check_plain", plain)
     monkeypatch.setattr(Policy, "score", score)
     monkeypatch.setattr(run.accelerator, "backward", backward)
     monkeypatch.setattr(run.source, "start", start)
+    # Its own tests count it.
+    monkeypatch.setattr(run.loop.model_gradient, "check", lambda *_: {})
     reference = reference_of(run)
     with ExitStack() as hooks:
         for model in (run._causal(), *([reference] if reference is not None else [])):
             hooks.enter_context(model.base_model.register_forward_pre_hook(forward))
         yield work
-    assert work.forwards == len(work.learning) + len(work.looking), f"{work.forwards} forwards"
+    passes = len(work.learning) + len(work.looking)
+    assert work.forwards == passes + work.checks + work.repeated, f"{work.forwards} forwards"
+    assert work.repeated <= run.state.global_step - -(-run.state.global_step // run.config.steps_a_generation)
+    assert work.checks == (run.loop.generation_number if run.reference is not None else 0)
     assert work.backwards == len(work.learning)
 
 

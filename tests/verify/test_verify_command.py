@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from lockstep.cli.main import main
 from lockstep.server.keys import KEY_VARIABLE
+from lockstep.verify import self_test
 from lockstep.verify.run import CHECKS
 
 ROWS = [
@@ -32,6 +33,7 @@ ROWS = [
     "log-probs, T = 0.7, top-k 20",
     "log-probs, T = 1, top-p 0.9",
     "log-probs, T = 1, min-p 0.05",
+    "draws",
     "parity gap, engine float32, trainer float32 (this run)",
     "parity gap, engine float32, trainer bfloat16",
     "training step",
@@ -70,6 +72,35 @@ def test_a_good_model_passes_every_row(
     out = capsys.readouterr().out
     assert f"{len(ROWS)} proofs, 0 failed" in out
     assert "PASS" in out
+
+
+@pytest.mark.long
+def test_the_self_test_also_runs_with_several_steps_per_generation_and_with_generations_ahead(
+    untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fault,) = [f for f in self_test.faults_of_runs() if f.id == "M2"]
+    # `tests/faults/` injects all of them.
+    monkeypatch.setattr(self_test, "faults_of_runs", lambda: (fault,))
+    monkeypatch.setattr(self_test, "run_self_test", lambda stage, progress: [self_test.Verdict("-", "nothing")])
+    file = tmp_path / "verdicts.json"
+    words = ["verify", "--model", untied_dir, "--engine", "transformers", "--dtype", "float32", "--json", str(file)]
+    assert main([*words, "--self-test"]) == 0
+    found = json.loads(file.read_text())
+    assert (found["passed"], found["injected"], found["caught"]) == (True, 2, 2)
+    ways = {v["way"]: v["caught_by"] for v in found["faults"] if v["id"] == "M2"}
+    assert ways == {"several steps per generation": "learned", "max_staleness 2": "learned"}
+    assert "max_staleness 2" in capsys.readouterr().out
+
+
+def test_the_runs_own_filters_are_verified_beside_the_fixed_ones(untied_dir: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    words = ["verify", "--model", untied_dir, "--engine", "transformers", "--dtype", "float32", "--json", str(file)]
+    filters = ["--top_p", "0.9", "--repetition_penalty", "1.2", "--vllm_structured_outputs_regex", "[a-z ]{4,60}"]
+    assert main([*words, *filters]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    place = ROWS.index("draws")
+    assert [row["proof"] for row in rows] == [*ROWS[:place], "log-probs, the run's own settings", *ROWS[place:]]
+    assert rows[place]["details"]["tokens"] > 20
 
 
 @pytest.mark.vllm
@@ -210,7 +241,7 @@ class TestBadInput:
         self.refused(["--model", str(tmp_path), "--engine", "vllm"], capsys, "vLLM cannot load")
 
     def test_sampling_that_training_refuses(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
-        self.refused(["--model", untied_dir, "--top_p", "0.9"], capsys, "top_p=0.9 is not supported, only 1.0 is")
+        self.refused(["--model", untied_dir, "--top_p", "0"], capsys, "top_p=0.0; it must be above 0.0")
 
     def test_a_missing_receipt(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.refused(["--receipt", str(tmp_path / "receipt.jsonl")], capsys, "does not exist")

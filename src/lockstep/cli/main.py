@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import io
 import logging
 import os
 import sys
@@ -26,6 +27,7 @@ COMMANDS = {
     "reinforce-pp": "train with REINFORCE++",
     "ppo": "train with PPO",
     "serve": "run vLLM's own server for training, behind a key (lockstep serve MODEL)",
+    "gateway": "run an agent on a dataset and write its rollouts with their ids, without learning",
     "verify": "prove that trainer and engine agree on a model, before a long run",
 }
 _USAGE = """usage: lockstep COMMAND [--config FILE] [--field value …]
@@ -59,6 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # PEFT imports bitsandbytes if it is installed. On a CPU with AVX-512 it then warns about missing inference kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    _print_anything()
     words = sys.argv[1:] if argv is None else argv
     if not words:
         print(_FIRST_PAGE.format(version=lockstep.__version__), end="")
@@ -81,6 +84,13 @@ def main(argv: list[str] | None = None) -> int:
         if words[0] in _TRAINING:
             split_in_two()
     return _guarded(lambda: _run(words[0], words[1:]))
+
+
+def _print_anything() -> None:
+    """Let both streams replace characters that they cannot encode, such as ± on a terminal that is set to ASCII."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run(command: str, words: list[str]) -> int:

@@ -13,6 +13,7 @@ from typing import NoReturn
 from lockstep.cli.fields.inputs import check_model
 from lockstep.cli.process.quiet import quiet_libraries
 from lockstep.errors import InputError
+from lockstep.training.config.checks import CONTEXT, COUNT, PORT, SHARE, check_bounds
 
 _EPILOG = "Any other argument goes to vLLM's server as it is (vllm serve --help lists them)."
 
@@ -30,13 +31,14 @@ def run(words: list[str]) -> int:
         LockstepError: the server could not be started.
     """
     arguments, rest = _parser().parse_known_args(words)
-    if extra := [word for word in rest[:1] if not word.startswith("--")]:
+    if extra := [word for word in rest[:1] if not word.startswith("-")]:
         raise InputError(f"unexpected {extra[0]!r}; usage: lockstep serve MODEL [--field value …]")
     if arguments.data_parallel_size != 1:
         raise InputError(
             "data_parallel_size: a trainer cannot tell the copies inside one server apart; start as many servers, each on a port "
             "of its own, and give all of their URLs"
         )
+    _check_numbers(arguments)
     check_model(arguments.model)
     _say("loading PyTorch and vLLM's settings")
     quiet_libraries()
@@ -45,6 +47,7 @@ def run(words: list[str]) -> int:
     from lockstep.models.resolve import resolve_model
     from lockstep.server.command import ServeOptions, command_line, environment
     from lockstep.server.keys import write_key
+    from lockstep.server.machine import check_file_limit, port_to_itself, private_environment, socket_folder
     from lockstep.server.supervisor import Supervisor, check_port
     from lockstep.training.config.precision import engine_dtype
 
@@ -65,10 +68,7 @@ def run(words: list[str]) -> int:
     if arguments.dry_run:
         print(" ".join(command))
         return 0
-    check_port(options.host, options.port)
-    if file is not None:
-        # The key is written only after `check_port`: before it, the file may belong to a running server.
-        write_key(file, key)
+    check_file_limit()
     said = False
 
     def ready(seconds: float) -> None:
@@ -78,15 +78,21 @@ def run(words: list[str]) -> int:
             _say(_where(key, file, arguments))
         said = True
 
-    supervisor = Supervisor(command, environment(key, options), options.url, ready=ready, say=_say)
+    with port_to_itself(options.port), socket_folder() as sockets:
+        check_port(options.host, options.port)
+        if file is not None:
+            # The key is written only now: before, the file may belong to a running server.
+            write_key(file, key)
+        inside = private_environment(environment(key, options), sockets)
+        supervisor = Supervisor(command, inside, options.url, ready=ready, say=_say)
 
-    def stop(signum: int, frame: FrameType | None) -> None:
-        supervisor.stop()
+        def stop(signum: int, frame: FrameType | None) -> None:
+            supervisor.stop()
 
-    for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(sign, stop)
-    _say(f"starting vLLM with {arguments.model}")
-    supervisor.run()
+        for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(sign, stop)
+        _say(f"starting vLLM with {arguments.model}")
+        supervisor.run()
     _say("stopped")
     return 0
 
@@ -122,9 +128,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """Check the arguments before anything is loaded.
+
+    Raises:
+        InputError: a number is out of its bounds, or there is no host.
+    """
+    check_bounds(arguments, {"port": PORT, "max_num_seqs": COUNT, "tensor_parallel_size": COUNT})
+    check_bounds(arguments, {"max_model_len": CONTEXT, "gpu_memory_utilization": SHARE})
+    if not arguments.host or any(map(str.isspace, arguments.host)):
+        # An empty host would mean every address of this machine.
+        raise InputError(f"host={arguments.host!r}; it must be an address of this machine")
+
+
 def _key(arguments: argparse.Namespace) -> tuple[str, Path | None]:
     """The key, and the file for it. The file is None if the key was not made now."""
-    from lockstep.engines.server_calls import is_local
+    from lockstep.engines.http.server_calls import is_local
     from lockstep.server.keys import (
         KEY_VARIABLE,
         checked_key,
@@ -151,8 +170,11 @@ def _key(arguments: argparse.Namespace) -> tuple[str, Path | None]:
 def _where(key: str, file: Path | None, arguments: argparse.Namespace) -> str:
     from lockstep.server.keys import KEY_VARIABLE
 
-    if file is not None:
+    if file is not None and sys.stderr.isatty():
         return f"its key, this once: {key} (also in {file}, where trainers on this machine find it)"
+    if file is not None:
+        # What is written here may be a log that others read.
+        return f"its key is in {file}, where trainers on this machine find it"
     return f"its key is the one in {KEY_VARIABLE if os.environ.get(KEY_VARIABLE) else arguments.key_file}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import lockstep
 from lockstep.cli.fields.adapter import AdaptedRunArguments, adapter_arguments, check_adapter, settings_of
 from lockstep.cli.fields.arguments import Given, build, read, resolved, said_of
-from lockstep.cli.fields.inputs import check_inputs
+from lockstep.cli.fields.inputs import check_inputs, check_sizes, factory_names
 from lockstep.cli.process.guard import run_to_its_end
 from lockstep.cli.process.library_log import LibraryLog, libraries_aside
 from lockstep.cli.process.quiet import quiet_libraries
@@ -39,6 +39,7 @@ def train(command: str, words: list[str]) -> int:
     given = read(words, command)
     about = said_of(given, AdaptedRunArguments)
     check_adapter(about)
+    check_sizes(about)
     if not given.dry_run:
         check_inputs(about)
     from rich.console import Console
@@ -71,7 +72,7 @@ def _run(given: Given, command: str, log: LibraryLog) -> int:
 def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict[str, Any], log: LibraryLog) -> int:
     from lockstep.cli.fields.data import data_of
     from lockstep.models.resolve import resolve_model
-    from lockstep.rollouts.ranks import Ranks
+    from lockstep.rollouts.across_ranks.ranks import Ranks
     from lockstep.tasks.rewards import load_reward, names_model
     from lockstep.training.run import run_method
     from lockstep.training.run_files.run_directory import open_run_together
@@ -79,13 +80,16 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict
 
     model = arguments.model_name_or_path
     assert model is not None
-    named = [resolve_model(name) if names_model(name) else load_reward(name) for name in arguments.reward_funcs or ()]
+    modules: dict[Any, Any] = {}
+    names = arguments.reward_funcs or ()
+    named = [resolve_model(name) if names_model(name) else load_reward(name, modules) for name in names]
+    acting = acting_arguments(arguments, modules)
     with busy(f"loading the data {arguments.dataset_name}"):
         data = data_of(arguments)
     # Online DPO's `reward_model_path` replaces the data's own reward functions.
     by_config = getattr(config, "reward_model_path", None) is not None
     rewards = named or ([] if by_config else list(data.rewards))
-    if not rewards and not by_config:
+    if not rewards and not by_config and not {"environment_factory", "agent"} & acting.keys():
         raise InputError("reward_funcs is not set, and data of one's own has no reward function of its own")
     resolve_model(model)
     settings = {"method": kind.method, **settings_of(arguments), **curve_settings(config)}
@@ -105,10 +109,33 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict
             train_dataset=data.train,
             eval_dataset=data.evaluation,
             **adapter,
+            **acting,
         )
     if ranks.owner:
         _show(finished)
     return 0
+
+
+def acting_arguments(arguments: AdaptedRunArguments, modules: dict[Any, Any]) -> dict[str, Any]:
+    """A trainer's `tools`, `environment_factory`, `rollout_func` and `agent`; only those that are named."""
+    from lockstep.tasks.functions import load_function
+
+    found: dict[str, Any] = {}
+    if arguments.tools:
+        found["tools"] = [load_function(name, "tool", modules) for name in arguments.tools]
+    factories = {
+        n: load_function(place, "environment", modules)
+        for n, place in factory_names(arguments.environment_factory).items()
+    }
+    if factories:
+        found["environment_factory"] = factories.get(None, factories)
+    if arguments.rollout_func is not None:
+        found["rollout_func"] = load_function(arguments.rollout_func, "rollout_func", modules)
+    if arguments.agent is not None:
+        found["agent"] = load_function(arguments.agent, "agent", modules)
+    elif arguments.agent_command is not None:
+        found["agent"] = arguments.agent_command
+    return found
 
 
 def _leave_ranks() -> None:

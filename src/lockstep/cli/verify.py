@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +72,12 @@ def run(words: list[str]) -> int:
     if given.dry_run:
         print(resolved(arguments, config), end="")
         return 0
-    return _verify(arguments, config)
+
+    def config_with(changes: Mapping[str, int | float]) -> Any:
+        more = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
+        return build(read([*_with_dtype(words), *sizes, *more], "verify"), StageConfig, VerifyArguments)[1]
+
+    return _verify(arguments, config, config_with)
 
 
 def _check_asked(asked: VerifyArguments, values: dict[str, Any]) -> None:
@@ -90,13 +95,21 @@ def _check_asked(asked: VerifyArguments, values: dict[str, Any]) -> None:
     check_model(name)
 
 
-def _verify(arguments: VerifyArguments, config: Any) -> int:
+def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapping[str, int | float]], Any]) -> int:
     from rich.console import Console
 
     from lockstep.models.resolve import resolve_model
     from lockstep.verify.rows import Row, print_rows, write_json
     from lockstep.verify.run import CHECKS, failed_row, run_checks
-    from lockstep.verify.self_test import FAULTS, Verdict, print_verdicts, run_self_test
+    from lockstep.verify.self_test import (
+        FAULTS,
+        WAYS,
+        Verdict,
+        faults_of_runs,
+        print_verdicts,
+        run_in_runs,
+        run_self_test,
+    )
     from lockstep.verify.stage import open_stage
 
     name = arguments.model or arguments.model_name_or_path
@@ -108,7 +121,8 @@ def _verify(arguments: VerifyArguments, config: Any) -> int:
     console = Console()
     rows: list[Row] = []
     verdicts: list[Verdict] = []
-    steps = 1 + (len(FAULTS) if arguments.self_test else len(CHECKS))
+    injected = 1 + len(FAULTS) + len(WAYS) * (1 + len(faults_of_runs()))
+    steps = 1 + (injected if arguments.self_test else len(CHECKS))
     with _progress(steps) as progress:
         progress("loading both sides")
         try:
@@ -116,6 +130,13 @@ def _verify(arguments: VerifyArguments, config: Any) -> int:
                 settings = {"model": stage.trainer.model_path, "engine": stage.engine.settings()}
                 if arguments.self_test:
                     verdicts = run_self_test(stage, progress)
+                    for way in WAYS:
+                        other = config_with(way.changes)
+                        other.use_vllm = config.use_vllm
+                        with open_stage(
+                            name, other, _prompts(arguments), plain=arguments.plain_prompts, engine=stage.engine
+                        ) as runs:
+                            verdicts += run_in_runs(runs, way, progress)
                 else:
                     rows = run_checks(stage, progress)
         except ProofError as error:

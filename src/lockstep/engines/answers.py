@@ -10,61 +10,100 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from lockstep.engines.filters.kept_sets import check_kept_ids
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.tokens.arrays import Ids
 
 
-def check_requests(requests: Sequence[GenerationRequest], version: int | None, max_model_len: int) -> None:
+def check_requests(
+    requests: Sequence[GenerationRequest], version: int | None, max_model_len: int, vocab_size: int
+) -> None:
     """Refuse a batch with a request that cannot be answered, before any request is started.
+
+    Args:
+        vocab_size: number of logits of the model.
 
     Raises:
         ProofError: no weight version is committed.
-        InputError: a key is used twice, a prompt is empty, or prompt and completion do not fit the context.
+        InputError: a key is used twice, a prompt is empty, prompt and completion do not fit the context, or the sampling settings
+            name a token that the model does not have.
     """
     _check_committed(version, "generate")
+    for sampling in {request.sampling for request in requests}:
+        sampling.check_vocabulary(vocab_size)
     seen: set[RequestKey] = set()
     for request in requests:
         if request.key in seen:
             raise InputError(f"request {request.key} occurs twice in one batch")
         seen.add(request.key)
-        room = max_model_len - len(request.prompt_ids)
-        if not len(request.prompt_ids):
-            raise InputError(f"prompt {request.key.prompt_id} has no tokens")
-        if room < request.sampling.max_tokens:
-            raise InputError(
-                f"prompt {request.key.prompt_id} has {len(request.prompt_ids)} tokens: with up to "
-                f"{request.sampling.max_tokens} new ones it does not fit the engine's context of {max_model_len}. "
-                "Shorten or drop the prompt, lower max_completion_length, or raise vllm_max_model_length"
-            )
+        check_request(request, version, max_model_len)
+
+
+def check_request(request: GenerationRequest, version: int | None, max_model_len: int) -> None:
+    """Refuse a request that cannot be answered. Its sampling settings were checked when its generation began.
+
+    Raises:
+        ProofError: no weight version is committed.
+        InputError: the prompt is empty, or prompt and completion do not fit the context.
+    """
+    _check_committed(version, "generate")
+    if not len(request.prompt_ids):
+        raise InputError(f"prompt {request.key.prompt_id} has no tokens")
+    if max_model_len - len(request.prompt_ids) < request.sampling.max_tokens:
+        raise InputError(
+            f"prompt {request.key.prompt_id} has {len(request.prompt_ids)} tokens: with up to "
+            f"{request.sampling.max_tokens} new ones it does not fit the engine's context of {max_model_len}. "
+            "Shorten or drop the prompt, lower max_completion_length, or raise vllm_max_model_length"
+        )
 
 
 def check_answers(
-    requests: Sequence[GenerationRequest], answers: Iterable[Completion], versions: Collection[int]
+    requests: Sequence[GenerationRequest],
+    answers: Iterable[Completion],
+    versions: Collection[int],
+    vocab_size: int | None = None,
 ) -> dict[RequestKey, Completion]:
     """Check that each completion belongs to its request. Returns the completions by key.
 
     Args:
         versions: weight versions that may have sampled these tokens, in the order of their commits.
+        vocab_size: number of logits of the model; None if the caller does not know it.
 
     Raises:
         ProofError: an answer is missing, doubled or unasked for; a prompt came back changed; a log-prob is missing or not
             finite; an id is below 0; a token was sampled by other weights than `versions`, or by older weights
-            than the token before it.
+            than the token before it; kept ids are missing, or contradict the request or the tokens (`kept_sets.py`).
+        InputError: a filter kept more ids than `Sampling.max_kept_ids`.
     """
     asked = {request.key: request for request in requests}
     found: dict[RequestKey, Completion] = {}
     for answer in answers:
         if answer.key not in asked:
-            raise _unlike("keys", f"an answer came for {answer.key}, which was not asked for")
+            raise unasked(answer.key)
         if answer.key in found:
-            raise _unlike("keys", f"two answers came for {answer.key}")
-        _check_one(asked[answer.key], answer, versions)
+            raise doubled(answer.key)
+        check_answer(asked[answer.key], answer, versions, vocab_size)
         found[answer.key] = answer
     missing = asked.keys() - found.keys()
     if missing:
-        raise _unlike("keys", f"{len(missing)} of {len(asked)} requests were not answered, {min(missing)} among them")
+        raise unanswered(missing, len(asked))
     return found
+
+
+def unasked(key: RequestKey) -> ProofError:
+    """The error for an answer to a request that nobody made."""
+    return _unlike("keys", f"an answer came for {key}, which was not asked for")
+
+
+def doubled(key: RequestKey) -> ProofError:
+    """The error for a second answer to one request."""
+    return _unlike("keys", f"two answers came for {key}")
+
+
+def unanswered(keys: Collection[RequestKey], asked: int) -> ProofError:
+    """The error for requests that the engine has dropped. `asked` is the number of all its requests."""
+    return _unlike("keys", f"{len(keys)} of {asked} requests were not answered, {min(keys)} among them")
 
 
 def check_scoring(sequences: Mapping[str, tuple[int, ...]], version: int | None, max_model_len: int) -> None:
@@ -102,7 +141,17 @@ def _check_committed(version: int | None, verb: str) -> None:
         )
 
 
-def _check_one(request: GenerationRequest, answer: Completion, versions: Collection[int]) -> None:
+def check_answer(
+    request: GenerationRequest, answer: Completion, versions: Collection[int], vocab_size: int | None = None
+) -> None:
+    """Check that a completion belongs to its request.
+
+    Args:
+        versions, vocab_size: as in `check_answers`.
+
+    Raises:
+        ProofError, InputError: as in `check_answers`.
+    """
     if not np.array_equal(answer.prompt_ids, request.prompt_ids):
         raise ProofError(
             "echo",
@@ -111,6 +160,8 @@ def _check_one(request: GenerationRequest, answer: Completion, versions: Collect
             "text was tokenised again, or a special token was added, between trainer and engine",
             "send token ids, and turn off anything in the engine that rewrites prompts",
         )
+    if answer.pictures is not request.pictures:
+        _check_pictures(request, answer)
     if not len(answer.token_ids):
         raise _unlike("keys", f"request {request.key} came back without a token")
     lengths = (len(answer.token_ids), len(answer.logprobs), len(answer.weight_versions))
@@ -130,6 +181,23 @@ def _check_one(request: GenerationRequest, answer: Completion, versions: Collect
             f"{order}",
             "the engine was restarted, or a program other than this trainer updated its weights",
             "let one trainer own the engine, and push the weights again",
+        )
+    check_kept_ids(request.sampling, answer, vocab_size)
+
+
+def _check_pictures(request: GenerationRequest, answer: Completion) -> None:
+    """Check that an answer was sampled after the pictures of its request.
+
+    Raises:
+        ProofError: the engine used other pictures, or none.
+    """
+    asked, used = (p.digests if p is not None else () for p in (request.pictures, answer.pictures))
+    if asked != used:
+        raise ProofError(
+            "echo",
+            f"request {request.key}: the engine used {len(used)} pictures, which are not the {len(asked)} that were sent",
+            "the pictures of two requests were exchanged, or an engine that takes none dropped them",
+            "use an engine that takes pictures (docs/images.md); otherwise report this with its message",
         )
 
 

@@ -37,3 +37,15 @@ def model_fields(config: Any) -> dict[str, Any]:
     """The fields of a transformers config that describe the model's computation, as JSON types."""
     fields = {k: v for k, v in config.to_dict().items() if k not in _NOT_COMPARED and "dropout" not in k}
     return json.loads(json.dumps(fields, default=str, sort_keys=True))
+
+
+def fields_of_parts(text: Any, whole: Any) -> dict[str, Any]:
+    """`model_fields` of a model's language part, and of its vision tower if it has one.
+
+    Args:
+        text: config of the language part.
+        whole: config of the whole model. It is `text` itself for a model of text.
+    """
+    tower = getattr(whole, "vision_config", None)
+    seen = {} if tower is None else {f"vision_config.{name}": value for name, value in model_fields(tower).items()}
+    return model_fields(text) | seen

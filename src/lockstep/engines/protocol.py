@@ -1,7 +1,7 @@
 """The protocol of every engine: its requests, its answers, and how it receives weights.
 
-`rollouts/collect.py` sends requests and gets completions back, by key. `sync/push.py` sends weights: it calls the receiving
-half of the protocol in the same order for all engines.
+`rollouts/driver.py` puts requests into an inbox (`engines/inbox.py`), and engines put the completions back, by key.
+`sync/push.py` sends weights: it calls the receiving half of the protocol in the same order for all engines.
 """
 
 from __future__ import annotations
@@ -9,48 +9,38 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from lockstep.engines.filters.distribution import Grammar as Grammar
+from lockstep.engines.filters.distribution import Sampling as Sampling
 from lockstep.engines.probe import EngineModules
-from lockstep.errors import InputError
+from lockstep.images.pictures import PromptPictures
 from lockstep.tokens.arrays import ArrayFields, Flags, Ids, Reals, chosen, flags, places_of, reals, whole_numbers
+from lockstep.tokens.kept_ids import KeptIds
+
+if TYPE_CHECKING:
+    from lockstep.engines.inbox import Inbox
 
 FinishReason = Literal["stop", "length"]
 
 
 class RequestKey(NamedTuple):
-    """Identity of one completion: the prompt, and the sample of that prompt. Answers are matched by key, never by position."""
+    """Identity of one request and of its completion. Answers are matched by key, never by position.
+
+    Attributes:
+        prompt_id: the prompt of the rollout.
+        sample: which rollout of that prompt.
+        call: which request of that rollout, from 0. A completion that consists of several answers has the key of the first.
+    """
 
     prompt_id: str
     sample: int
+    call: int = 0
 
     def __str__(self) -> str:
-        return f"{self.prompt_id}#{self.sample}"
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """The distribution to sample from, with vLLM's names and meanings. The defaults change nothing.
-
-    Raises:
-        InputError: the temperature is not above 0. Greedy decoding has no distribution to learn from.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise InputError(f"temperature {self.temperature} is not above 0")
+        return f"{self.prompt_id}#{self.sample}" + (f".{self.call}" if self.call else "")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +49,7 @@ class GenerationRequest(ArrayFields):
 
     Attributes:
         prompt_ids: (P,) int64. The constructor accepts any sequence of integers.
+        pictures: the pictures whose placeholders are in the prompt; None: there are none.
 
     Raises:
         BadValues: a prompt id is no integer.
@@ -68,6 +59,7 @@ class GenerationRequest(ArrayFields):
     prompt_ids: Ids
     sampling: Sampling
     seed: int
+    pictures: PromptPictures | None = None
 
     def __post_init__(self) -> None:
         self._set("prompt_ids", whole_numbers(self.prompt_ids))
@@ -86,8 +78,11 @@ class Completion(ArrayFields):
         logprobs: (N,) float32 natural-log probability of each sampled token under the sampling distribution.
         weight_versions: (N,) int64 version of the weights that sampled each token.
         finish_reason: reason from the engine: `stop` for an end token or stop string, `length` for the token limit.
-        sampled: (N,) bool, whether each id was sampled. The other ids were inserted (`rollouts/interruptions.py`). Their
+        sampled: (N,) bool, whether each id was sampled. The other ids were inserted (`rollouts/conversation.py`). Their
             probability is 1, and their log-prob is 0. None: all ids were sampled.
+        kept_ids: one set of ids for each sampled token, in order: the ids whose probability was above 0 when the engine sampled
+            the token. None: the request has no filter that depends on the logits (`Sampling.is_filtered`).
+        pictures: the pictures that the engine has put into the prompt; None: there were none.
 
     Raises:
         BadValues: an id or a version is no integer, a log-prob is no number, or `sampled` has a value that is no boolean.
@@ -100,6 +95,8 @@ class Completion(ArrayFields):
     weight_versions: Ids
     finish_reason: FinishReason
     sampled: Flags | None = None
+    kept_ids: KeptIds | None = None
+    pictures: PromptPictures | None = None
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "token_ids", "weight_versions"):
@@ -131,6 +128,9 @@ class EngineSettings:
     Attributes:
         sampling_defaults: sampling values that the engine would use on its own; must be empty.
         model_config: the fields of the engine's model config that describe its computation, as JSON types.
+        kept_ids: whether it reports the ids that filters keep (`Completion.kept_ids`).
+        structured_outputs: the library that makes the masks of grammars, with any settings of it that are not its defaults.
+        normalises_pixels: whether it normalises pixels itself, so that pixels which are normalised already would be wrong.
     """
 
     engine: str
@@ -146,6 +146,9 @@ class EngineSettings:
     quantization: str | None
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     model_config: Mapping[str, Any] = field(default_factory=dict)
+    kept_ids: bool = False
+    structured_outputs: str = ""
+    normalises_pixels: bool = False
 
 
 class TensorSpec(NamedTuple):
@@ -164,10 +167,14 @@ class LoadedWeights:
     Attributes:
         tensors: the tensors that arrived, in order, described from the arrived tensors themselves.
         untouched: parameters of the engine into which no tensor was written.
+        server: URL of the server that acknowledges; empty for an engine that is not several servers.
+        others: the acknowledgements of the other servers, and of the other workers of each.
     """
 
     tensors: tuple[TensorSpec, ...]
     untouched: tuple[str, ...]
+    server: str = ""
+    others: tuple[LoadedWeights, ...] = ()
 
 
 OnAnswer = Callable[[Completion], None]
@@ -225,10 +232,20 @@ class Engine(WeightReceiver, ProbedEngine, Protocol):
     def settings(self) -> EngineSettings:
         """The effective settings, for the handshake."""
 
+    def serve(self, inbox: Inbox) -> None:
+        """Answer the requests of an inbox until it is closed. Requests may arrive at any time, and each answer is given back when
+        it is finished. When an error is raised, the engine holds none of the inbox's requests any more.
+
+        Raises:
+            InputError: a prompt is empty, or a request does not fit into the engine's context.
+            ProofError: no version is committed, or an answer does not match its request.
+            LockstepError: a request exceeded the time limit.
+        """
+
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
-        """Answer every request. The result is keyed by request.
+        """Answer every request (`serve` with an inbox that holds them from the start). The result is keyed by request.
 
         Args:
             on_answer: called with each completion as soon as it is finished, before all answers are checked together. The calls

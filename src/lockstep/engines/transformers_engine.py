@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
+import numpy as np
 import torch
 from transformers import (
-    AutoModelForCausalLM,
+    AutoConfig,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -25,8 +26,11 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from lockstep.engines.answers import check_answers, check_requests, check_scores, check_scoring
-from lockstep.engines.model_fields import model_fields
+from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
+from lockstep.engines.filters.grammars import GrammarCompiler, GrammarState
+from lockstep.engines.filters.sampling import processed_logprobs
+from lockstep.engines.inbox import Inbox, answer_all
+from lockstep.engines.model_fields import fields_of_parts
 from lockstep.engines.probe import EngineModules, ModuleKind, ProbedModule, probe_inputs, probe_rows, probe_vector
 from lockstep.engines.protocol import (
     Completion,
@@ -38,13 +42,16 @@ from lockstep.engines.protocol import (
     RequestKey,
     TensorSpec,
 )
-from lockstep.engines.sampling import processed_logprobs
 from lockstep.engines.tensor_specs import described
+from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
 from lockstep.errors import InputError, LockstepError
+from lockstep.images.pictures import model_inputs
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
-from lockstep.tokens.arrays import reals, whole_numbers
+from lockstep.models.vision import model_class
+from lockstep.tokens.arrays import SmallIds, reals, whole_numbers
 from lockstep.tokens.end import end_ids
+from lockstep.tokens.kept_ids import KeptIds
 
 # Rows of logits that `score` holds at a time: 78 MB with a vocabulary of 152,000.
 _SCORED_ROWS = 128
@@ -57,8 +64,10 @@ class _Row:
     request: GenerationRequest
     generator: torch.Generator
     prompt_ids: list[int]
+    grammar: GrammarState | None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[SmallIds] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
 
@@ -71,7 +80,7 @@ class TransformersEngine:
         dtype: dtype of the engine's copy of the model.
         max_model_len: longest prompt + completion, in tokens.
         max_num_seqs: largest number of sequences that are decoded together.
-        timeout: seconds that one `generate` call may take.
+        timeout: seconds that one round of requests may take.
         fp32_head: whether the output head computes in float32, whatever `dtype` is.
     """
 
@@ -89,7 +98,8 @@ class TransformersEngine:
         fp32_head: bool = False,
     ) -> None:
         try:
-            self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+            loaded = model_class(AutoConfig.from_pretrained(model))
+            self._model: PreTrainedModel = loaded.from_pretrained(model, dtype=dtype).eval()
         except (OSError, ValueError) as error:
             raise InputError(f"transformers cannot load {model}: {error}") from error
         if torch.cuda.is_available():
@@ -120,31 +130,62 @@ class TransformersEngine:
             architecture=type(self._model).__name__,
             dtype=self._model.dtype,
             head_dtype=torch.float32 if self._fp32_head else self._model.get_output_embeddings().weight.dtype,
-            vocab_size=int(self._model.get_input_embeddings().weight.shape[0]),
+            vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
             logprobs_mode="processed_logprobs",
             prefix_caching=False,
             async_scheduling=False,
             quantization=None,
-            model_config=model_fields(self._model.config.get_text_config()),
+            model_config=fields_of_parts(self._model.config.get_text_config(), self._model.config),
+            kept_ids=True,
+            structured_outputs=GRAMMAR_BACKEND,
         )
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
-        check_requests(requests, self._version, self._max_model_len)
-        assert self._version is not None
-        deadline = time.monotonic() + self._timeout
-        rows = [_Row(r, torch.Generator().manual_seed(r.seed), r.prompt_ids.tolist()) for r in requests]
+        check_requests(requests, self._version, self._max_model_len, self._vocab_size)
+        return answer_all(self.serve, requests, on_answer)
+
+    def serve(self, inbox: Inbox) -> None:
+        """Answer in rounds: the engine takes all requests that wait, and completes them before it takes others."""
+        while True:
+            with inbox.taken(0, self._timeout) as requests:
+                if requests is None:
+                    return
+            for request in requests:
+                check_request(request, self._version, self._max_model_len)
+            self._round(requests, inbox)
+            inbox.settle()
+
+    def _round(self, requests: list[GenerationRequest], inbox: Inbox) -> None:
+        deadline = time.monotonic() + (inbox.limit or self._timeout)
+        rows = [self._row(request) for request in requests]
         # Rows of similar length need the fewest pad positions.
         rows.sort(key=lambda row: len(row.prompt_ids))
         for start in range(0, len(rows), self._max_num_seqs):
             together = rows[start : start + self._max_num_seqs]
             self._run(together, deadline)
-            if on_answer is not None:
-                for row in together:
-                    on_answer(self._completion(row))
-        return check_answers(requests, [self._completion(row) for row in rows], [self._version])
+            for row in together:
+                assert self._version is not None
+                inbox.answer(self._completion(row), [self._version], self._vocab_size)
+
+    def _row(self, request: GenerationRequest) -> _Row:
+        grammar = request.sampling.grammar
+        return _Row(
+            request,
+            torch.Generator().manual_seed(request.seed),
+            request.prompt_ids.tolist(),
+            grammar=self._grammars.start(grammar) if grammar is not None else None,
+        )
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self._tokenizer, self._vocab_size, self._end_ids)
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self._model.get_input_embeddings().weight.shape[0])
 
     @torch.no_grad()
     def _run(self, rows: list[_Row], deadline: float) -> None:
@@ -157,12 +198,14 @@ class TransformersEngine:
             ids[i, longest - len(prompt) :] = prompt
             mask[i, longest - len(prompt) :] = 1
         budget = max(row.request.sampling.max_tokens for row in rows)
+        ids, shown = ids.to(self._model.device), [row.request.pictures for row in rows]
         self._model.generate(
-            ids.to(self._model.device),
+            ids,
             attention_mask=mask.to(self._model.device),
             generation_config=GenerationConfig(max_new_tokens=budget, do_sample=False, pad_token_id=pad),
-            logits_processor=LogitsProcessorList([_SampleRows(rows, pad)]),
+            logits_processor=LogitsProcessorList([_SampleRows(rows, pad, self._end_ids)]),
             stopping_criteria=StoppingCriteriaList([_RowsDone(rows, self._end_ids, self._tokenizer, deadline)]),
+            **(model_inputs(shown, ids) if any(shown) else {}),
         )
 
     def _completion(self, row: _Row) -> Completion:
@@ -175,6 +218,8 @@ class TransformersEngine:
             logprobs=reals(row.logprobs),
             weight_versions=whole_numbers([self._version] * len(row.token_ids)),
             finish_reason=row.finish_reason,
+            kept_ids=_kept_ids(row.kept) if row.request.sampling.is_filtered else None,
+            pictures=row.request.pictures,
         )
 
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
@@ -241,21 +286,38 @@ class TransformersEngine:
 class _SampleRows(LogitsProcessor):
     """Samples every unfinished row. Only the sampled token stays finite, so that transformers' greedy choice takes it."""
 
-    def __init__(self, rows: list[_Row], pad: int) -> None:
+    def __init__(self, rows: list[_Row], pad: int, end_ids: tuple[int, ...]) -> None:
         self._rows = rows
         self._pad = pad
+        self._end_ids = end_ids
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         choice = torch.full_like(scores, -torch.inf)
         for i, row in enumerate(self._rows):
             token = self._pad
             if row.finish_reason is None:
-                logprobs = processed_logprobs(scores[i].cpu(), row.request.sampling, row.prompt_ids, row.token_ids)
-                token = int(torch.multinomial(logprobs.exp(), 1, generator=row.generator))
-                row.token_ids.append(token)
-                row.logprobs.append(float(logprobs[token]))
+                token = self._sampled(row, scores[i].cpu())
             choice[i, token] = 0.0
         return choice  # type: ignore[return-value]
+
+    def _sampled(self, row: _Row, logits: torch.Tensor) -> int:
+        sampling = row.request.sampling
+        logprobs = processed_logprobs(
+            logits,
+            sampling,
+            row.prompt_ids,
+            row.token_ids,
+            end_ids=self._end_ids,
+            grammar_mask=None if row.grammar is None else row.grammar.mask(),
+        )
+        token = int(torch.multinomial(logprobs.exp(), 1, generator=row.generator))
+        row.token_ids.append(token)
+        row.logprobs.append(float(logprobs[token]))
+        if sampling.is_filtered:
+            row.kept.append(_kept(logprobs, sampling.max_kept_ids))
+        if row.grammar is not None:
+            row.grammar.accept(token)
+        return token
 
 
 class _RowsDone(StoppingCriteria):
@@ -283,11 +345,28 @@ class _RowsDone(StoppingCriteria):
         sampling = row.request.sampling
         if row.token_ids[-1] in self._end_ids:
             return "stop"
-        if sampling.stop:
-            text = self._tokenizer.decode(row.token_ids, skip_special_tokens=True)
-            if any(stop in text for stop in sampling.stop):
-                return "stop"
+        if sampling.stop and len(row.token_ids) > sampling.min_tokens and self._stopped(row):
+            return "stop"
         return "length" if len(row.token_ids) >= sampling.max_tokens else None
+
+    def _stopped(self, row: _Row) -> bool:
+        sampling = row.request.sampling
+        text = self._tokenizer.decode(row.token_ids, skip_special_tokens=True)
+        if sampling.min_tokens:
+            # A stop string that was complete before the minimum length does not count later, as in vLLM.
+            earlier = len(self._tokenizer.decode(row.token_ids[: sampling.min_tokens], skip_special_tokens=True))
+            return any(stop in text[max(0, earlier + 1 - len(stop)) :] for stop in sampling.stop)
+        return any(stop in text for stop in sampling.stop)
+
+
+def _kept(logprobs: torch.Tensor, limit: int) -> SmallIds:
+    """(n,) ids with a probability above 0, ascending. None at all if there are more than `limit` (`engines/answers.py`)."""
+    kept = torch.isfinite(logprobs).nonzero()[:, 0]
+    return kept[: 0 if len(kept) > limit else None].numpy().astype(np.int32)
+
+
+def _kept_ids(sets: list[SmallIds]) -> KeptIds:
+    return KeptIds(np.concatenate(sets), np.cumsum([len(ids) for ids in sets]))
 
 
 def _kind(module: torch.nn.Module) -> ModuleKind | None:

@@ -87,9 +87,9 @@ class ProvenEngine:
             for key, ids in prompts.items()
         ]
         answers = self._recovery.run(lambda: self._answers(requests))
-        by_prompt: dict[bytes, list[Completion]] = {}
+        by_prompt: dict[bytes, list[tuple[Completion]]] = {}
         for completion in answers.values():
-            by_prompt.setdefault(completion.prompt_ids.tobytes(), []).append(completion)
+            by_prompt.setdefault(completion.prompt_ids.tobytes(), []).append((completion,))
         check_samples(by_prompt.values())
         return answers
 

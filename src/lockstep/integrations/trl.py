@@ -6,7 +6,8 @@
     trl.trainer.grpo_trainer.VLLMGeneration = LockstepGeneration
 
 before the trainer is made with `use_vllm=True`. TRL's trainer gives prompts as token ids, and its model. They go to the engine
-through `rollouts/ranks.py` and `integrations/proven_engine.py`. Options of TRL that no engine here supports are refused by name.
+through `rollouts/across_ranks/ranks.py` and `integrations/proven_engine.py`. A LoRA adapter is sent merged, and the model itself is
+only read. Options of TRL that no engine here supports are refused by name.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from lockstep.integrations.trl_parameters import (
     urls_of,
     warn_of_other_scores,
 )
+from lockstep.models.adapters import causal_model
 from lockstep.models.resolve import resolve_model
 from lockstep.parity.proven_push import PushProof
 from lockstep.parity.rescoring import Precision
-from lockstep.rollouts.ranks import Ranks
+from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.tokens.arrays import Ids, Reals, whole_numbers
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
 from lockstep.training.generate.engine import shake_hands, start_here
@@ -204,9 +206,9 @@ class LockstepGeneration:
     def _start(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Start the engine or connect to it. Returns the settings that TRL's trainers read."""
         sampled = sampled_from(given)
-        path = resolve_model(self.model.config.name_or_path)
+        path = resolve_model(causal_model(self.model).config.name_or_path)
         tokenizer = guard_tokenizer(self.processing_class)
-        fit_vocabulary(self.model, tokenizer)
+        fit_vocabulary(causal_model(self.model), tokenizer)
         dtype = engine_dtype_for(given["engine_dtype"], self.model, self.accelerator)
         warn_of_other_scores(sampled.sampling)
         seed = torch.initial_seed() if sampled.seed is None else sampled.seed
@@ -214,7 +216,7 @@ class LockstepGeneration:
         if engine is None:
             engine = self._owned = self._engine(given, path, dtype, seed)
         try:
-            shake_hands(engine, self.model, path, dtype, min_model_len=2)
+            shake_hands(engine, self.model, path, dtype, min_model_len=2, sampling=sampled.sampling)
             precision = Precision(torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None)
             self._proven = ProvenEngine(self.model, engine, dtype, precision, seed)
         except BaseException:

@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.protocol import Sampling
-from lockstep.engines.server_calls import server_urls
-from lockstep.engines.vllm_arguments import NEUTRAL_SAMPLING
-from lockstep.engines.vllm_inprocess import vllm_installed
+from lockstep.engines.filters.grammars import check_grammar
+from lockstep.engines.http.server_calls import server_urls
+from lockstep.engines.protocol import Grammar, Sampling
+from lockstep.engines.vllm.arguments import NEUTRAL_SAMPLING
+from lockstep.engines.vllm.in_process import vllm_installed
 from lockstep.errors import InputError
+from lockstep.models.adapters import causal_model, is_adapted
+from lockstep.sync.adapters import weights_of
 
 # Parameters of TRL that support only one or a few values, and the reason.
 _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mode": (("colocate", "server"), "it must be colocate or server"),
-    "structured_outputs_regex": ((None,), "structured outputs are not supported yet"),
     "tensor_parallel_size": ((1,), "the engine cannot be split yet"),
     "enable_sleep_mode": ((False,), "sleep mode is not supported here yet; lower gpu_memory_utilization instead"),
     "model_impl": (("auto", "vllm"), "only vLLM's own model implementations can be proven"),
@@ -80,17 +82,18 @@ def check_model(model: Any, accelerator: Any, processing_class: Any) -> None:
     """Refuse a model unless this process holds all of its weights, without wrappers.
 
     Raises:
-        InputError: the model is not a plain text model, or the kind of training splits it.
+        InputError: the model is not a plain text model, perhaps with a LoRA adapter, or the kind of training splits it.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise InputError(f"model is a {type(model).__name__}; adapters (PEFT) and wrapped models are not supported yet")
+    inner = causal_model(model) if isinstance(model, torch.nn.Module) else model
+    if not isinstance(inner, PreTrainedModel):
+        raise InputError(f"model is a {type(inner).__name__}; wrapped models are not supported yet")
     if not isinstance(processing_class, PreTrainedTokenizerBase):
         raise InputError(
             f"processing_class is a {type(processing_class).__name__}: only text models with a tokenizer are supported"
         )
-    if getattr(model.config, "quantization_config", None) is not None:
+    if getattr(inner.config, "quantization_config", None) is not None:
         raise InputError("the model is quantised; training needs its full-precision weights")
-    if not model.config.name_or_path:
+    if not inner.config.name_or_path:
         raise InputError("model.config.name_or_path is empty; the engine must load the same model from there")
     way = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if way not in ("NO", "MULTI_CPU", "MULTI_GPU"):
@@ -99,7 +102,11 @@ def check_model(model: Any, accelerator: Any, processing_class: Any) -> None:
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise InputError(f"mixed_precision={accelerator.mixed_precision!r} is not supported; use bf16 or none")
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    if is_adapted(model):
+        # Refuses an adapter that cannot be merged.
+        weights_of(model)
+    # The tensors of an adapter may have another dtype. They are added to the weights, which keep theirs.
+    dtypes = {str(p.dtype).removeprefix("torch.") for name, p in inner.named_parameters() if ".lora_" not in name}
     if len(dtypes) > 1:
         raise InputError(
             f"the model's parameters have several dtypes ({', '.join(sorted(dtypes))}); load it in one, and leave out "
@@ -113,7 +120,7 @@ def engine_dtype_for(asked: str, model: PreTrainedModel, accelerator: Any) -> to
     """Dtype of the engine. By default it is the dtype of the trainer's forward."""
     if asked != "auto":
         return getattr(torch, asked)
-    return torch.bfloat16 if accelerator.mixed_precision == "bf16" else model.dtype
+    return torch.bfloat16 if accelerator.mixed_precision == "bf16" else causal_model(model).dtype
 
 
 def sampled_from(given: Mapping[str, Any]) -> Sampled:
@@ -136,6 +143,9 @@ def sampled_from(given: Mapping[str, Any]) -> Sampled:
     values["min_p"] = values["min_p"] or 0.0
     stop = values.get("stop") or ()
     values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if given["structured_outputs_regex"] is not None:
+        values["grammar"] = Grammar("regex", given["structured_outputs_regex"])
+        check_grammar(values["grammar"])
     if values["max_tokens"] is None or values["max_tokens"] < 1:
         raise InputError(f"max_completion_length={values['max_tokens']!r}; it must be at least 1")
     return Sampled(Sampling(**values), seed)

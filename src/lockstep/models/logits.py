@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from transformers import PreTrainedConfig
+
+# By the field of a text model's config that holds the number.
+_CHANGES: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "logit_scale": lambda logits, factor: logits * factor,
+    "logits_scaling": lambda logits, divisor: logits / divisor,
+    "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,
+}
+
+
+def changes_logits(config: PreTrainedConfig) -> bool:
+    """Whether the family of a text model's config changes the head's logits at all."""
+    return any(getattr(config, name, None) is not None for name in _CHANGES)
 
 
 def transformed_logits(config: PreTrainedConfig, logits: torch.Tensor) -> torch.Tensor:
@@ -12,10 +26,7 @@ def transformed_logits(config: PreTrainedConfig, logits: torch.Tensor) -> torch.
     Args:
         config: the text model's config.
     """
-    if (factor := getattr(config, "logit_scale", None)) is not None:
-        logits = logits * factor
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:
-        logits = logits / divisor
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
-        logits = torch.tanh(logits / cap) * cap
+    for name, change in _CHANGES.items():
+        if (number := getattr(config, name, None)) is not None:
+            logits = change(logits, number)
     return logits

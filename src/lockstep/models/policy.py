@@ -5,15 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from lockstep.errors import InputError
+from lockstep.models.vision import model_class
 from lockstep.models.whole import refuse_incomplete
+
+# What the libraries raise for a damaged or foreign file depends on which of its bytes is wrong.
+BAD_FILES = (
+    OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError, pickle.UnpicklingError, EOFError,
+    KeyError, IndexError, TypeError, AttributeError, ArithmeticError,
+)  # fmt: skip
 
 
 def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> PreTrainedModel:
@@ -35,11 +44,11 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:
             raise InputError(f"model {path} is quantised; training needs its full-precision weights")
-        model, report = AutoModelForCausalLM.from_pretrained(path, **kwargs)
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        model, report = model_class(config).from_pretrained(path, **kwargs)
+    except BAD_FILES as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"cannot load a causal language model from {path}: {_first_line(error)}") from error
+        raise InputError(f"cannot load a causal language model from {path}: {first_line(error)}") from error
     refuse_incomplete(f"model {path}", report)
     return model
 
@@ -50,9 +59,6 @@ def check_init_kwargs(given: Mapping[str, Any]) -> None:
     Raises:
         InputError: `given` contains such an argument.
     """
-    if "revision" in given:
-        # The tokenizer and the engine would load another model.
-        raise InputError("model_init_kwargs.revision is not supported; give the directory of that revision")
     if given.get("trust_remote_code"):
         raise InputError(
             f"model_init_kwargs.trust_remote_code={given['trust_remote_code']!r} is not supported, only False is: code that comes "
@@ -76,14 +82,31 @@ def fp32_head_product(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tens
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
     """Set every dropout of the model and its adapter to 0. With dropout, the trained policy would differ from the sampled one."""
-    for module in model.modules():
+    for _, module, name in _dropouts(model):
+        setattr(module, name, 0.0)
+
+
+def dropout_of(model: torch.nn.Module) -> list[str]:
+    """Names of the modules of the model and its adapter whose dropout is not 0."""
+    return [place for place, module, name in _dropouts(model) if getattr(module, name)]
+
+
+def _dropouts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """Each place that has a dropout: the module's name, the module, and its attribute."""
+    for place, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+            yield place, module, "p"
         # Attention layers of transformers store their dropout as a number.
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+        numbers = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+        yield from ((place, module, name) for name in numbers)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def first_line(error: Exception) -> str:
+    """The first line of a library's error, with the kind of the error if the line does not speak for itself."""
+    lines = str(error).strip().splitlines()
+    kind = type(error).__name__
+    return (
+        (lines[0] if isinstance(error, OSError | ValueError | RuntimeError) else f"{kind}: {lines[0]}")
+        if lines
+        else kind
+    )

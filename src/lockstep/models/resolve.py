@@ -24,6 +24,10 @@ def resolve_model(name: str) -> str:
     Raises:
         InputError: the name looks like a path and is not a model directory.
     """
+    if not name:
+        raise InputError(
+            "the model has no name: give a name, a directory or a hub id, so that the engine can load it too"
+        )
     if name.lower() == PACKAGED_MODEL:
         return str(packaged_model_dir())
     path = Path(name).expanduser()
@@ -34,3 +38,27 @@ def resolve_model(name: str) -> str:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InputError(f"model directory {path} does not exist")
     return name
+
+
+def at_revision(path: str, revision: str | None) -> str:
+    """The directory with one revision of a model, so that policy, tokenizer and engine load the same files.
+
+    Args:
+        path: a result of `resolve_model`.
+        revision: a branch, tag or commit of a hub id. None and `main` are the path itself.
+
+    Raises:
+        InputError: a directory has no revisions, or the hub has no such revision.
+    """
+    # The command line imports this module before it knows whether anything must be loaded.
+    from huggingface_hub import snapshot_download
+
+    if revision in (None, "main"):
+        return path
+    if Path(path).is_dir():
+        raise InputError(f"model_init_kwargs.revision={revision!r}: {path} is a directory and has no revisions")
+    try:
+        return snapshot_download(path, revision=revision)
+    except (OSError, ValueError) as error:
+        # The hub's errors are of these two kinds.
+        raise InputError(f"revision {revision!r} of {path} cannot be loaded: {str(error).splitlines()[0]}") from error

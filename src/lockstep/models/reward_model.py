@@ -1,7 +1,7 @@
 """A reward model: a sequence classifier with one output, called like a reward function.
 
-It comes from a directory, a hub id or a loaded model (`rollouts/reward_functions.py`). `rollouts/rewards.py` calls it and
-treats it like any other reward function.
+It comes from a directory, a hub id or a loaded model (`rollouts/scores/reward_functions.py`). `rollouts/scores/rewards.py` calls it
+and treats it like any other reward function.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
-from lockstep.models.policy import switch_off_dropout
+from lockstep.models.policy import BAD_FILES, first_line, switch_off_dropout
 from lockstep.models.whole import check_finite, refuse_incomplete
 
 # Limit of tokens, padding included, in one forward pass, which bounds the activations. A longer text is a batch by itself.
@@ -145,9 +144,8 @@ def load_reward_model(path: str) -> PreTrainedModel:
         model, report = AutoModelForSequenceClassification.from_pretrained(
             path, num_labels=1, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
         )
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise InputError(f"cannot load a reward model with one output from {path}: {lines[0]}") from error
+    except BAD_FILES as error:
+        raise InputError(f"cannot load a reward model with one output from {path}: {first_line(error)}") from error
     # A classifier made from a language model may still carry that model's output head, which it never calls.
     refuse_incomplete(f"reward model {path} (with one output)", report, unused=("lm_head.",))
     return model

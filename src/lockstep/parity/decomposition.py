@@ -16,12 +16,21 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion, ProbedEngine, Sampling
 from lockstep.errors import InputError
+from lockstep.parity.distributions import Distribution
+from lockstep.parity.gap import GapStats
 from lockstep.parity.module_probe import ModuleProbe
-from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.parity.rescoring import Precision, sampled_logps
 from lockstep.parity.tolerances import Tolerance
 
 # An explanation counts only if it leaves less than this share of the gap.
 _EXPLAINS = 0.5
+# The cause and the fix if only the packed forward differs.
+_PACKED = (
+    "the trainer's own packed forward: one sequence at a time, by the plain forward, the trainer agrees with the engine. The pack "
+    "holds other tokens or another context than were sampled, or its attention or positions are wrong",
+    "this is a defect of Lockstep or of the model's attention in packs: report it with this message and the model's config; "
+    "another attn_implementation may work until then",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +38,7 @@ class GapParts:
     """The parts of a mean |g|, in nats. They add up to `total`.
 
     Attributes:
-        semantics: part that vanishes if the trainer scores another distribution (raw instead of processed).
+        semantics: part that vanishes if the trainer scores another distribution (raw instead of processed, or without a filter).
         numerics: part that vanishes if the trainer computes in another dtype, or that lies within the dtypes' limit on the mean.
         staleness: part from tokens that were sampled at another version.
         defect: part that nothing explains.
@@ -87,22 +96,25 @@ def decompose(
     model: PreTrainedModel,
     engine: ProbedEngine,
     completions: Sequence[Completion],
-    sampling: Sampling,
+    distribution: Distribution,
     precision: Precision,
     probe: ModuleProbe,
     version: int,
     limit: Tolerance,
     *,
     stale_by_design: bool = False,
+    packed: GapStats | None = None,
 ) -> Decomposition:
     """Explain the gap of a few completions. A handful is enough, because each way of scoring is one forward per completion.
 
     Args:
-        sampling: the distribution that the trainer assumes was sampled.
+        distribution: the distribution that the trainer assumes was sampled.
         precision: precision in which the trainer computed the gap.
         probe: compares the modules of `model` and `engine`.
         version: the current weight version, which the engine still holds.
         stale_by_design: whether tokens of older weights are expected; then only the gap of the other tokens is explained.
+        packed: the gap that failed, from the trainer's packed forward. Here everything is scored by the plain forward, one
+            sequence at a time. If the worst request has no such gap there, the packed forward is the cause.
     """
     behaviour = torch.from_numpy(np.concatenate([c.sampled_logprobs for c in completions]))
     fresh = torch.from_numpy(np.concatenate([c.sampled_versions == version for c in completions]))
@@ -111,12 +123,23 @@ def decompose(
         gap = (behaviour - other).abs()
         return float(gap[among].sum()) / max(int(fresh.sum()) if stale_by_design else len(gap), 1)
 
-    def scores(how: Precision, what: Sampling = sampling) -> torch.Tensor:
-        return torch.cat([_sampled_logps(model, c, what, how) for c in completions])
+    def scores(how: Precision) -> torch.Tensor:
+        return torch.cat([sampled_logps(model, c, distribution, how) for c in completions])
 
-    own, neutral = scores(precision), Sampling(sampling.max_tokens, stop=sampling.stop)
-    raw = None if sampling == neutral else mean_gap(scores(precision, neutral), fresh)
-    layers = tuple(probe.measure(version, every=True).failed)
+    def other_scores(other: Distribution) -> torch.Tensor:
+        # The kept ids are those of the filters, so that other filters mean other ids.
+        same = _filters(other) == _filters(distribution)
+        return torch.cat([sampled_logps(model, c, other, precision, kept=same) for c in completions])
+
+    own = scores(precision)
+    if packed is not None and _only_packed(packed, completions, behaviour - own, fresh):
+        parts = split_gap(mean_gap(own, fresh), 0.0 if stale_by_design else mean_gap(own, ~fresh), limit)
+        return Decomposition(parts, (), *_PACKED)
+    others = {name: mean_gap(other_scores(other), fresh) for name, other in distribution.others().items()}
+    likeliest = min(others, key=lambda name: others[name], default="")
+    raw = others.get(likeliest)
+    probed = probe.measure(version, every=True)
+    layers = tuple(probed.failed)
     gap, stale = mean_gap(own, fresh), 0.0 if stale_by_design else mean_gap(own, ~fresh)
     explained = raw is not None and raw < _EXPLAINS * gap
     # Another dtype can be the cause only if no layer, or only the output head, differs.
@@ -125,7 +148,18 @@ def decompose(
     nearest = min(gaps, key=lambda name: gaps[name], default="")
     parts = split_gap(gap, stale, limit, raw=raw, other_dtype=gaps.get(nearest))
     again = None if layers or explained else _answers_again(model, engine, completions, precision)
-    return Decomposition(parts, layers, *_reading(parts, nearest, layers, again, limit))
+    shown = any(c.pictures is not None for c in completions)
+    reading = _reading(parts, nearest, likeliest, layers, probed.servers, again, limit, pictures=shown)
+    return Decomposition(parts, layers, *reading)
+
+
+def _only_packed(packed: GapStats, completions: Sequence[Completion], gaps: torch.Tensor, fresh: torch.Tensor) -> bool:
+    """Whether the worst request of the packed forward is here, and the plain forward leaves less than half of its gap."""
+    sizes = [len(c.sampled_places) for c in completions]
+    for c, own, among in zip(completions, gaps.abs().split(sizes), fresh.split(sizes), strict=True):
+        if str(c.key) == packed.worst and bool(among.any()):
+            return float(own[among].max()) < _EXPLAINS * packed.max_abs
+    return False
 
 
 def _other_precisions(precision: Precision) -> dict[str, Precision]:
@@ -143,31 +177,43 @@ def _other_precisions(precision: Precision) -> dict[str, Precision]:
 def _answers_again(
     model: PreTrainedModel, engine: ProbedEngine, completions: Sequence[Completion], precision: Precision
 ) -> float | None:
-    """Mean gap if the engine scores the same tokens again at temperature 1; None if it cannot (no room for another token)."""
+    """Mean gap if the engine scores the same tokens again at temperature 1; None if it cannot: there is no room for another token,
+    or there are pictures, which `Engine.score` does not take."""
+    if any(c.pictures is not None for c in completions):
+        return None
     try:
         found = engine.score({str(c.key): (*c.prompt_ids.tolist(), *c.token_ids.tolist()) for c in completions})
     except InputError:
         return None
     gaps = []
     for c in completions:
-        own = _sampled_logps(model, c, Sampling(max_tokens=1), precision)
+        own = sampled_logps(model, c, Distribution(Sampling(max_tokens=1)), precision, kept=False)
         behind = found[str(c.key)][-len(c.token_ids) :]
         gaps.append((torch.tensor(behind)[torch.tensor(c.sampled_places)] - own).abs())
     return float(torch.cat(gaps).mean())
 
 
-def _sampled_logps(
-    model: PreTrainedModel, completion: Completion, sampling: Sampling, precision: Precision
-) -> torch.Tensor:
-    """The trainer's log-probs of a completion's sampled tokens."""
-    logps = completion_logps(model, completion.prompt_ids, completion.token_ids, sampling, precision)
-    return logps[torch.tensor(completion.sampled_places)]
+def _filters(distribution: Distribution) -> tuple[int, float, float]:
+    sampling = distribution.sampling
+    return sampling.top_k, sampling.top_p, sampling.min_p
 
 
 def _reading(
-    parts: GapParts, nearest: str, layers: tuple[str, ...], again: float | None, limit: Tolerance
+    parts: GapParts,
+    nearest: str,
+    other: str,
+    layers: tuple[str, ...],
+    servers: tuple[str, ...],
+    again: float | None,
+    limit: Tolerance,
+    *,
+    pictures: bool = False,
 ) -> tuple[str, str]:
-    """The cause and the fix for the largest part."""
+    """The cause and the fix for the largest part.
+
+    Args:
+        pictures: whether the completions have pictures.
+    """
     if parts.numerics > limit.mean:
         return (
             f"trainer and engine compute in different dtypes: the engine seems to compute {nearest}",
@@ -175,12 +221,13 @@ def _reading(
         )
     if parts.semantics > max(parts.staleness, parts.defect):
         return (
-            "the engine's log-probs are those of the raw distribution, but it sampled from another one",
+            f"the engine's log-probs are those of {other}, but the run asks for another one",
             "start the engine with logprobs_mode=processed_logprobs and without sampling settings of its own",
         )
     if layers:
+        where = f" at {', '.join(servers)}" if servers else ""
         return (
-            f"the engine computes with other weights than the trainer in {len(layers)} places, {layers[0]} worst",
+            f"the engine{where} computes with other weights than the trainer in {len(layers)} places, {layers[0]} worst",
             "push the weights again; if it happens again, report the model, this layer and the engine's version",
         )
     if parts.staleness > parts.defect:
@@ -196,6 +243,6 @@ def _reading(
         )
     return (
         "weights agree layer by layer but whole sequences do not: positions, attention mask, a part that no probe reaches, "
-        "or the trainer's own forward",
+        f"{'pictures that one side did not see or kept from older weights, ' if pictures else ''}or the trainer's own forward",
         "run 'lockstep verify' on this model; attention implementation and context extension (rope) are the usual suspects",
     )

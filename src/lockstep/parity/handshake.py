@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.model_fields import model_fields
-from lockstep.engines.protocol import EngineSettings
+from lockstep.engines.model_fields import fields_of_parts
+from lockstep.engines.protocol import EngineSettings, Sampling
+from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model
 from lockstep.tokens.tokenizer import embedding_rows
@@ -26,6 +27,8 @@ class ExpectedSettings:
     Attributes:
         model: the path or id that both programs loaded; None if the engine's machine may use another name.
         model_config: fields of the trained model's config (`engines/model_fields.py`).
+        sampling: the distribution that the engine must sample from; None if any engine can.
+        pictures: whether requests will have pictures, whose pixels the trainer has normalised.
     """
 
     model: str | None
@@ -35,6 +38,8 @@ class ExpectedSettings:
     vocab_size: int
     min_model_len: int
     model_config: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Sampling | None = None
+    pictures: bool = False
 
 
 def expected_settings(
@@ -43,6 +48,9 @@ def expected_settings(
     dtype: torch.dtype,
     min_model_len: int,
     head_dtype: torch.dtype | None = None,
+    sampling: Sampling | None = None,
+    *,
+    pictures: bool = False,
 ) -> ExpectedSettings:
     """The settings of an engine for `model` that computes in `dtype`, and its output head in `head_dtype` (None: in `dtype`)."""
     return ExpectedSettings(
@@ -52,7 +60,9 @@ def expected_settings(
         head_dtype=head_dtype or dtype,
         vocab_size=embedding_rows(model),
         min_model_len=min_model_len,
-        model_config=model_fields(model.config.get_text_config()),
+        model_config=fields_of_parts(model.config.get_text_config(), model.config),
+        sampling=sampling,
+        pictures=pictures,
     )
 
 
@@ -77,9 +87,15 @@ def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
     must("logprobs_mode", actual.logprobs_mode, "processed_logprobs")
     must("async_scheduling", actual.async_scheduling, False)
     must("quantization", actual.quantization, None)
+    if expected.pictures:
+        must("mm_device_do_normalize", actual.normalises_pixels, False)
     for name in sorted(expected.model_config.keys() & actual.model_config.keys()):
         must(f"{name} of the model's config", actual.model_config[name], expected.model_config[name])
     must("sampling defaults", dict(actual.sampling_defaults), {})
+    if expected.sampling is not None and expected.sampling.is_filtered:
+        must("kept_ids (the report of what top-k, top-p and min-p keep)", actual.kept_ids, True)
+    if expected.sampling is not None and expected.sampling.grammar is not None:
+        must("structured_outputs", actual.structured_outputs, GRAMMAR_BACKEND)
     if actual.max_model_len < expected.min_model_len:
         wrong.append(f"max_model_len is {actual.max_model_len} in the engine, training needs {expected.min_model_len}")
     if wrong:

@@ -35,6 +35,7 @@ class ProbeRecord:
         errors: per probed checkpoint tensor, the largest difference of its outputs, minus their rounding, ÷ their rms.
         modules: number of probed modules. `of_modules` is the number of modules that can be probed.
         unreached: engine parameters that no probe reaches.
+        servers: URLs of the servers of which a module is over the limit; empty if the engine is not several servers.
     """
 
     errors: dict[str, float]
@@ -43,6 +44,7 @@ class ProbeRecord:
     unreached: tuple[str, ...]
     limit: float
     seconds: float
+    servers: tuple[str, ...] = ()
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -90,15 +92,18 @@ class ModuleProbe:
         self._source = weights_of(self._model)
         names = list(self._modules.probed) if every else self._sample(seed)
         answers = self._engine.probe(names, seed, every=every)
-        errors: dict[str, float] = {}
+        limit, errors, wrong = probe_limit(self._dtype), dict[str, float](), set[str]()
         for name in names:
             module = self._modules.probed[name]
             for tensor, found in self._parts(module, answers[name]).items():
                 error = float("inf") if found is None else self._error(module, tensor, seed, found, every)
                 errors[tensor] = max(errors.get(tensor, 0.0), error)
-        seconds = time.perf_counter() - start
-        limit = probe_limit(self._dtype)
-        return ProbeRecord(errors, len(names), len(self._modules.probed), self._modules.unreached, limit, seconds)
+                if not error <= limit:
+                    # Several servers put their URL before the name (`engines/http/vllm_server.py`).
+                    wrong.add(name.rpartition("/")[0])
+        seconds, probed = time.perf_counter() - start, self._modules.probed
+        servers = tuple(sorted(wrong - {""}))
+        return ProbeRecord(errors, len(names), len(probed), self._modules.unreached, limit, seconds, servers)
 
     def reached(self) -> float:
         """Share of the trainer's weights, counted in elements, that a probe reaches."""
@@ -203,9 +208,10 @@ def check_probe(record: ProbeRecord, version: int) -> None:
     if not failed:
         return
     shown = ", ".join(f"{name} by {record.errors[name]:.2g}" for name in failed[:4])
+    where = f" at {', '.join(record.servers)}" if record.servers else ""
     raise ProofError(
         "module_probe",
-        f"at version {version} {len(failed)} of {len(record.errors)} weights give other outputs in the engine than in the "
+        f"at version {version} {len(failed)} of {len(record.errors)} weights give other outputs in the engine{where} than in the "
         f"trainer (limit {record.limit:.0e} of their size): {shown}{', …' if len(failed) > 4 else ''}",
         _cause(record, failed),
         "do not train on this engine; name the model, the layer and the engine's version in a report",

@@ -67,7 +67,7 @@ class ProvenPusher:
     ) -> None:
         self._model, self._engine, self._dtype = model, engine, engine_dtype
         self.precision = precision
-        self.limit = tolerance(engine_dtype, precision.autocast or model.dtype)
+        self.limit = tolerance(engine_dtype, precision.dtype_of(model))
         self._seed, self._phase = seed, phase
         self._module_probe: ModuleProbe | None = None
         self._trusted = False

@@ -11,11 +11,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, names_path
 
 RECEIPT = "receipt.jsonl"
-# A file in each checkpoint: the hash of the receipt's last line at that time.
-RECEIPT_HEAD = "receipt_head.txt"
+# A file in each checkpoint: digests of its content. The receipt has the digest of this file.
+DIGESTS = "digests.json"
 _FIRST = "0" * 32
 
 
@@ -50,16 +50,11 @@ class Receipt:
             if lines:
                 self._last = self.entries[-1]["hash"]
 
-    @property
-    def head(self) -> str:
-        """Hash of the last line."""
-        return self._last
-
     def append(self, entry: dict[str, Any]) -> None:
         """Write one entry and flush it."""
         body = {**entry, "previous": self._last}
         own = _hash(body)
-        with self._path.open("a") as file:
+        with names_path(self._path), self._path.open("a") as file:
             file.write(json.dumps({**body, "hash": own}) + "\n")
         self._last = own
 
@@ -81,7 +76,7 @@ def read_receipt(path: Path) -> list[dict[str, Any]]:
 
 
 def check_receipt(path: Path) -> int:
-    """Compute a receipt's chain again, and check that it contains the hashes in the checkpoints of the same directory.
+    """Compute a receipt's chain again, and check that it names the checkpoints of the same directory.
 
     Returns:
         Number of lines.
@@ -90,10 +85,10 @@ def check_receipt(path: Path) -> int:
         InputError: a line was changed, removed or added, or the checkpoints were written with another receipt.
     """
     entries = read_receipt(path)
-    hashes = {entry["hash"] for entry in entries}
-    for head in sorted(path.parent.glob(f"checkpoint-*/{RECEIPT_HEAD}")):
-        if head.read_text().strip() not in hashes:
-            raise InputError(f"{head.parent.name} was written with another receipt: lines were removed or replaced")
+    sealed = {entry["digests"] for entry in entries if entry["kind"] == "checkpoint"}
+    for digests in sorted(path.parent.glob(f"checkpoint-*/{DIGESTS}")):
+        if text_digest(digests.read_text()) not in sealed:
+            raise InputError(f"{digests.parent.name} was written with another receipt: lines were removed or replaced")
     return len(entries)
 
 
@@ -105,7 +100,8 @@ def replace_text(path: Path, text: str) -> None:
     """
     beside = path.with_name(f".{path.name}.new")
     try:
-        beside.write_text(text)
+        with names_path(path):
+            beside.write_text(text)
         with beside.open("rb") as file:
             os.fsync(file.fileno())
         beside.replace(path)
@@ -140,9 +136,14 @@ def check_chain(lines: list[str]) -> None:
 def _step_of(line: str, otherwise: int) -> int:
     try:
         return int(json.loads(line)["step"])
-    except json.JSONDecodeError:
+    except (ValueError, KeyError, TypeError):
         return otherwise
 
 
 def _hash(body: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return text_digest(json.dumps(body, sort_keys=True))
+
+
+def text_digest(text: str) -> str:
+    """Hex digest of a text."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -15,12 +15,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Sampling
-from lockstep.engines.sampling import processed_logprobs
+from lockstep.engines.protocol import Completion, Sampling
+from lockstep.errors import LockstepError
+from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.models.adapters import causal_model, head_name
 from lockstep.models.logits import transformed_logits
+from lockstep.parity.distributions import Distribution
+from lockstep.parity.tolerances import Tolerance, tolerance
 from lockstep.sync.adapters import weights_of
-from lockstep.tokens.arrays import Ids
+from lockstep.tokens.arrays import Ids, small_ids, whole_numbers
+from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 
 # Largest size of one tensor of float32 logits, in bytes. Up to three such tensors exist at the same time.
 LOGITS_BYTES = 64 * 2**20
@@ -38,6 +42,14 @@ class Precision:
     autocast: torch.dtype | None = None
     head: torch.dtype | None = None
 
+    def dtype_of(self, model: PreTrainedModel) -> torch.dtype:
+        """The dtype in which a forward of the model computes."""
+        return self.autocast or model.dtype
+
+    def own_limit(self, model: PreTrainedModel) -> Tolerance:
+        """Limits on the difference of two forwards of the trainer."""
+        return tolerance(self.dtype_of(model), self.dtype_of(model))
+
 
 @torch.no_grad()
 def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Precision = Precision()) -> torch.Tensor:
@@ -46,40 +58,124 @@ def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Preci
 
 
 @torch.no_grad()
+def row_logits(
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    rows: Ids,
+    precision: Precision = Precision(),
+    pictures: PromptPictures | None = None,
+) -> torch.Tensor:
+    """(n, V) float32 logits at n positions of one sequence, in evaluation mode."""
+    return torch.cat(list(_logit_chunks(model, ids, torch.from_numpy(np.array(rows)), precision, pictures)))
+
+
+@torch.no_grad()
 def completion_logps(
     model: PreTrainedModel,
     prompt_ids: Sequence[int] | Ids,
     token_ids: Sequence[int] | Ids,
-    sampling: Sampling,
+    sampling: Sampling | Distribution,
     precision: Precision = Precision(),
+    kept: KeptIds | None = None,
+    pictures: PromptPictures | None = None,
 ) -> torch.Tensor:
     """(len(token_ids),) log-probs of a completion under the distribution that `sampling` describes.
 
     The log-prob is −inf for a token that the sampling settings exclude. No tensor of logits is larger than `LOGITS_BYTES`, for
     any length of the completion.
+
+    Args:
+        sampling: a `Distribution` if the settings have a grammar or `min_tokens`.
+        kept: one set of ids for each token, among which the token is scored; None: the filters are applied anew.
+        pictures: the pictures of the prompt. The model's own forward computes them and the positions.
+
+    Raises:
+        ProofError: the completion does not follow the grammar.
+        LockstepError: `sampling` is a `Sampling`, and its settings need more than itself.
     """
+    if isinstance(sampling, Sampling) and (sampling.grammar is not None or sampling.min_tokens):
+        raise LockstepError(
+            "a grammar or min_tokens is scored under a Distribution, which knows the grammar and end ids"
+        )
+    distribution = sampling if isinstance(sampling, Distribution) else Distribution(sampling)
     prompt, tokens = np.asarray(prompt_ids).tolist(), np.asarray(token_ids).tolist()
+    if distribution.is_tempered_only and kept is None:
+        return _tempered(model, prompt, tokens, distribution.sampling.temperature, precision)
+    masks = distribution.masks(tokens)
     scores: list[torch.Tensor] = []
-    for logits in _logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision):
+    for logits in _logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
         for row in logits.cpu():
             position = len(scores)
-            logps = processed_logprobs(row, sampling, prompt, tokens[:position])
+            logps = distribution.logprobs(row, prompt, tokens[:position], masks, kept)
             # This is a copy, because a view would keep the whole row in memory.
             scores.append(logps[tokens[position]].clone())
     return torch.stack(scores)
 
 
+def _tempered(
+    model: PreTrainedModel, prompt: list[int], tokens: list[int], temperature: float, precision: Precision
+) -> torch.Tensor:
+    """`completion_logps` where nothing but the temperature shapes the logits: many rows at a time, on the model's device."""
+    targets, scores = torch.tensor(tokens), []
+    for logits in _logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision):
+        own, targets = targets[: len(logits)].to(logits.device), targets[len(logits) :]
+        scores.append((logits / temperature).log_softmax(-1).gather(1, own[:, None])[:, 0].cpu())
+    return torch.cat(scores)
+
+
+def sampled_logps(
+    model: PreTrainedModel,
+    completion: Completion,
+    distribution: Distribution,
+    precision: Precision,
+    *,
+    kept: bool = True,
+) -> torch.Tensor:
+    """The trainer's log-probs of a completion's sampled tokens.
+
+    Args:
+        kept: whether to score them among the engine's kept ids, if there are any.
+    """
+    sets = sets_of_all(completion) if kept else None
+    logps = completion_logps(
+        model, completion.prompt_ids, completion.token_ids, distribution, precision, sets, completion.pictures
+    )
+    return logps[torch.tensor(completion.sampled_places)]
+
+
+def sets_of_all(completion: Completion) -> KeptIds | None:
+    """One set for each id of a completion. Inserted ids, whose log-probs nobody reads, get the id itself as their set."""
+    kept = completion.kept_ids
+    if kept is None or completion.sampled is None:
+        return kept
+    sets, places = [], iter(range(len(kept)))
+    for token, sampled in zip(completion.token_ids, completion.sampled, strict=True):
+        place = next(places) if sampled else 0
+        sets.append(kept.part(place, place + 1) if sampled else KeptIds(small_ids([token]), whole_numbers([1])))
+    return joined_kept_ids(sets)
+
+
 def _logit_chunks(
-    model: PreTrainedModel, ids: Sequence[int], first: int, precision: Precision
+    model: PreTrainedModel,
+    ids: Sequence[int],
+    where: int | torch.Tensor,
+    precision: Precision,
+    pictures: PromptPictures | None = None,
 ) -> Iterator[torch.Tensor]:
-    """(rows, V) float32 logits of the positions from `first` to the end, a few rows at a time."""
+    """(rows, V) float32 logits of some positions, a few rows at a time.
+
+    Args:
+        where: the positions, or the first one of all positions to the end.
+    """
     inner = causal_model(model)
     row = torch.tensor([list(ids)], device=inner.device)
     was_training = model.training
     model.eval()
     try:
         with _autocast(inner, precision):
-            hidden = inner.base_model(input_ids=row, use_cache=False).last_hidden_state[0, first:]
+            shown = {} if pictures is None else model_inputs([pictures], row)
+            hidden = inner.base_model(input_ids=row, use_cache=False, **shown).last_hidden_state[0]
+            hidden = hidden[where:] if isinstance(where, int) else hidden[where.to(hidden.device)]
         product = _head_product(model, precision)
         vocabulary = inner.get_output_embeddings().weight.shape[0]
         for rows in hidden.split(max(1, LOGITS_BYTES // (4 * vocabulary))):

@@ -23,6 +23,8 @@ def check_staleness(completions: Iterable[Completion], version: int, most: int) 
         ProofError: a token is older than allowed, or newer than `version`.
     """
     for completion in completions:
+        if not len(completion.token_ids):
+            continue
         oldest, newest = int(completion.weight_versions.min()), int(completion.weight_versions.max())
         if oldest < version - most or newest > version:
             raise ProofError(

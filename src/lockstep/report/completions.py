@@ -23,6 +23,7 @@ class Row:
         prompt: text, or messages with `role` and `content`.
         scores: score per reward function; None if the function gave none.
         extra: values that reward functions logged for the completion, by column.
+        finish_reasons: the finish reason of each sampled turn.
     """
 
     prompt: Any
@@ -30,6 +31,7 @@ class Row:
     scores: Mapping[str, float | None]
     advantage: float
     extra: Mapping[str, Any] = field(default_factory=dict)
+    finish_reasons: Sequence[str] = ()
 
 
 def chosen_rows(rows: Sequence[Row], count: int | None, *, unique_prompts: bool) -> list[Row]:
@@ -51,7 +53,8 @@ def chosen_rows(rows: Sequence[Row], count: int | None, *, unique_prompts: bool)
 
 
 def print_completions(rows: Sequence[Row], step: int, console: Console | None = None) -> None:
-    """Print rows as one table, with a column for every score and every extra value that any row has."""
+    """Print rows as one table, with a column for every score and every extra value that any row has, and one for the finish
+    reasons of all turns if a row has several turns."""
     scores = list(dict.fromkeys(name for row in rows for name in row.scores))
     extras = list(dict.fromkeys(name for row in rows for name in row.extra))
     table = Table(expand=True, show_lines=True)
@@ -59,11 +62,13 @@ def print_completions(rows: Sequence[Row], step: int, console: Console | None = 
     table.add_column("Completion", style="green")
     for name in (*scores, "Advantage"):
         table.add_column(Text(name), style="cyan", justify="right")
-    for name in extras:
+    ends = any(len(row.finish_reasons) > 1 for row in rows)
+    for name in [*(["Finish reasons"] if ends else []), *extras]:
         table.add_column(Text(name))
     for row in rows:
         numbers = [_number(row.scores.get(name)) for name in scores] + [_number(row.advantage)]
-        said = [_text(row.extra[name]) if name in row.extra else Text("") for name in extras]
+        said = [Text(", ".join(row.finish_reasons))] if ends else []
+        said += [_text(row.extra[name]) if name in row.extra else Text("") for name in extras]
         table.add_row(_text(row.prompt), Text(row.completion), *numbers, *said)
     (console or Console()).print(Panel(table, title=f"Step {step}", expand=False))
 

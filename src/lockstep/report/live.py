@@ -24,6 +24,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDEST = 100
 # A gap above this share of its limit is shown in yellow.
 _CLOSE = 0.5
+# Turns and results of a rollout that are shown.
+_TURNS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class LiveView(TrainerCallback):
     Args:
         phase: returns the current phase in words, with its counters; empty between phases.
         latest: returns the figures of the last step, by metric name.
-        sample: returns text and reward of one completion; None if there is none yet.
+        sample: returns the reward of one rollout, and what was said in it: a label and a text for each turn and each result of a
+            tool. None: there is none yet.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class LiveView(TrainerCallback):
         about: About,
         phase: Callable[[], str],
         latest: Callable[[], Mapping[str, float]],
-        sample: Callable[[], tuple[str, float] | None],
+        sample: Callable[[], tuple[float, list[tuple[str, str]]] | None],
         console: Console | None = None,
     ) -> None:
         self._about, self._phase, self._latest, self._sample = about, phase, latest, sample
@@ -178,7 +181,12 @@ class LiveView(TrainerCallback):
         if self._evaluation:
             rows.append(("evaluation", _line(self._evaluation)))
         if (found := self._sample()) is not None:
-            rows.append(("sample", _line(f"{found[1]:.2f}: {' '.join(found[0].split())}", "dim")))
+            reward, said = found
+            shown = [(label, " ".join(text.split())) for label, text in said[:_TURNS]]
+            shown[0] = shown[0][0], f"{reward:.2f}: {shown[0][1]}"
+            if len(said) > _TURNS:
+                shown.append(("", f"{len(said) - _TURNS} more turns and results"))
+            rows += [(label, _line(text, "dim")) for label, text in shown]
         return rows
 
     def _gap(self, figures: Mapping[str, float]) -> str:

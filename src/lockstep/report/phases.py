@@ -29,19 +29,19 @@ class PhaseClock:
         self._answered = self._asked = self._tokens = 0
 
     def counted(self, asked: int, then: Callable[[Any], None] | None = None) -> Callable[[Any], None]:
-        """Returns a function that counts completions for `progress`. The engine calls it with each finished completion.
+        """Returns a function that counts rollouts for `progress`. The driver calls it with each finished rollout.
 
         Args:
-            asked: number of requested completions.
-            then: another function to call with each completion.
+            asked: number of requested rollouts.
+            then: another function to call with each rollout.
         """
         self._answered, self._asked, self._tokens = 0, asked, 0
 
-        def answered(completion: Any) -> None:
+        def answered(rollout: Any) -> None:
             self._answered += 1
-            self._tokens += len(completion.token_ids)
+            self._tokens += len(rollout.token_ids)
             if then is not None:
-                then(completion)
+                then(rollout)
 
         return answered
 

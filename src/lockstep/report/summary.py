@@ -46,6 +46,11 @@ def _evaluations(before: Line | None, after: Line | None) -> Line:
             found[f"eval_reward_{name}_ci95"] = metrics["eval_reward_ci95"]
             found["eval_samples"] = int(metrics["eval_samples"])
             found["eval_problems"] = int(metrics["eval_problems"])
+            # Runs that began with an earlier version, and environments that make the prompts, have no such figures.
+            if "eval_parity/checked_share" in metrics:
+                found["eval_checked_share"] = metrics["eval_parity/checked_share"]
+            if "eval_seen_in_training" in metrics:
+                found["eval_seen_in_training"] = int(metrics["eval_seen_in_training"])
     return found
 
 
@@ -70,11 +75,26 @@ def summary_lines(summary: Line) -> list[str]:
     """The summary as lines of text for the user."""
     parity, lines = summary["parity"], []
     if "eval_reward_after" in summary:
+        # The first evaluation is missing if its file was lost when the run went on.
+        first = "unknown"
+        if "eval_reward_before" in summary:
+            first = f"{summary['eval_reward_before']:.3f} ± {summary['eval_reward_before_ci95']:.3f}"
         lines.append(
-            f"held-out reward  {summary['eval_reward_before']:.3f} ± {summary['eval_reward_before_ci95']:.3f}  →  "
+            f"held-out reward  {first}  →  "
             f"{summary['eval_reward_after']:.3f} ± {summary['eval_reward_after_ci95']:.3f}   "
-            f"({summary['eval_problems']} problems, {summary['eval_samples']} samples, 95 % intervals)"
+            f"({summary['eval_problems']} problems, {summary['eval_samples']} samples, 95 % intervals"
+            + (
+                f"; gap proven on {summary['eval_checked_share']:.0%} of the tokens"
+                if "eval_checked_share" in summary
+                else ""
+            )
+            + ")"
         )
+        if summary.get("eval_seen_in_training"):
+            lines.append(
+                f"not held out     {summary['eval_seen_in_training']} of {summary['eval_problems']} evaluation prompts are "
+                "training prompts too"
+            )
     stale = f" ({parity['stale_tokens']} more are of older weights)" if "stale_tokens" in parity else ""
     lines.append(
         f"parity           {parity['checked_tokens']} tokens checked{stale}, {parity['failed']} failed; gap mean "

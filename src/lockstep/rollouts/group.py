@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from lockstep.engines.protocol import Completion
-from lockstep.tokens.arrays import ArrayFields, Ids, whole_numbers
+from lockstep.engines.protocol import Completion, FinishReason, RequestKey
+from lockstep.images.pictures import PromptPictures
+from lockstep.tokens.arrays import ArrayFields, Ids, joined, whole_numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,27 +21,66 @@ class Prompt(ArrayFields):
         ids: (P,) int64, the prompt's token ids, read-only. The constructor accepts any sequence of integers.
         source: the row's `prompt` as in the dataset (text or messages), for reward functions.
         columns: the row's other columns, for reward functions.
+        pictures: the row's pictures, whose placeholders are in `ids`; None: it has none.
     """
 
     prompt_id: str
     ids: Ids
     source: Any
     columns: Mapping[str, Any] = field(default_factory=dict)
+    pictures: PromptPictures | None = None
 
     def __post_init__(self) -> None:
         self._set("ids", whole_numbers(self.ids))
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One completion of a prompt, with its scores and reward.
+class TurnEnd(NamedTuple):
+    """Where one answer of the engine ends in its rollout, and why.
 
     Attributes:
-        text: the decoded completion, for reward functions and reports. It is never encoded again.
+        branch: index of its branch in `Rollout.branches`.
+        end: number of ids of this branch (`Completion.token_ids`) up to the last id of the answer.
+        finish_reason: the engine's: `stop` or `length`.
+    """
+
+    branch: int
+    end: int
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Digests of a rollout as it was when the engine's last answer was in (`rollouts/seal.py`).
+
+    Attributes:
+        words: of the key, the text and the row.
+        tokens: for each branch with sampled tokens, by its name: of its ids and their places, and of its log-probs.
+    """
+
+    words: str
+    tokens: Mapping[str, tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One rollout of a prompt, with its scores and reward.
+
+    A rollout is a tree of ids. Most have one branch. Further branches exist where the program continued from ids that do not extend
+    the earlier ones (`rollouts/conversation.py`). Each sampled id is marked as sampled in exactly one branch.
+
+    Attributes:
+        completion: the first branch. Its key is the key of the rollout.
+        text: the decoded ids of all branches, for reward functions and reports. It is never encoded again.
         scores: one score per reward function, by name. None: the function gave no score.
         reward: weighted sum of the scores. NaN: there is no score, or the rollout is not scored yet. A rollout without a reward
             is in no baseline and has no advantage. (A KL or entropy term in the loss also covers its tokens.)
         extra: values that reward functions logged for this rollout with `log_extra`, by column.
+        further: the other branches, in the order in which they were begun.
+        turns: the end of each of the engine's answers, in the order in which they came.
+        notes: what the program that made the rollout kept, in JSON types (`rollouts/programs/tool_program.py`): `messages` after
+            the prompt, `finish_reasons` of their assistant's turns, `prompt` if it differs from the row's, `columns` for reward
+            functions, `rewards` of an environment by its class, `failed` if an environment failed, and counts.
+        seal: what the loss must be computed from; None: the rollout was not made by the driver or by a `rollout_func`.
     """
 
     completion: Completion
@@ -48,6 +88,40 @@ class Rollout:
     scores: Mapping[str, float | None] = field(default_factory=dict)
     reward: float = float("nan")
     extra: Mapping[str, Any] = field(default_factory=dict)
+    further: tuple[Completion, ...] = ()
+    turns: tuple[TurnEnd, ...] = ()
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    seal: Seal | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        """Prompt id and sample."""
+        return self.completion.key
+
+    @property
+    def branches(self) -> tuple[Completion, ...]:
+        """All branches, the first one included."""
+        return (self.completion, *self.further)
+
+    @property
+    def finish_reasons(self) -> tuple[FinishReason, ...]:
+        """The finish reason of each of the engine's answers, in the order in which they came."""
+        return tuple(turn.finish_reason for turn in self.turns)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the last branch ended. `length`: the rollout ran out of room."""
+        return self.branches[-1].finish_reason
+
+    @property
+    def token_ids(self) -> Ids:
+        """The ids that the rollout added to its prompts: sampled and inserted ones, one branch after the other."""
+        return joined([c.token_ids for c in self.branches])
+
+    @property
+    def failed(self) -> str | None:
+        """Why the rollout could not be finished; None if it was. A failed rollout has no reward and no gradient."""
+        return self.notes.get("failed")
 
     @property
     def scored(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lockstep.engines.vllm_arguments import REFUSED
+from lockstep.engines.vllm.arguments import REFUSED
 from lockstep.errors import InputError
 
 # `lockstep serve` sets these. Another value would open the server to others or break the contract with the trainer.
@@ -21,6 +21,7 @@ _OWN = frozenset(
         "logprobs_mode",
         "middleware",
         "model",
+        "model_tag",
         "port",
         "root_path",
         "uds",
@@ -30,14 +31,41 @@ _OWN = frozenset(
 # These would put other code, or another model, in the place that the proofs examine.
 _FOREIGN = frozenset(
     {
+        "code_revision",
+        "enable_prompt_embeds",
         "hf_config_path",
-        "kv_transfer_config",
+        "kv_offloading_backend",
+        "kv_offloading_size",
         "model_class_overrides",
         "quantization_config",
         "scheduler_cls",
+        "tokenizer_revision",
+        "trust_remote_code",
         "worker_cls",
     }
 )
+# These open a port of vLLM's own, which has no guard, or send prompts, weights or cache blocks to another program.
+# `tests/server/free_arguments.txt` lists all other arguments of this release of vLLM.
+_OPEN = frozenset(
+    {
+        "api_server_count",
+        "ec_manager_config",
+        "ec_transfer_config",
+        "elastic_ep_max_dp_size",
+        "enable_elastic_ep",
+        "enable_fault_tolerance",
+        "fault_tolerance_config",
+        "grpc",
+        "grpc_port",
+        "headless",
+        "kv_events_config",
+        "kv_transfer_config",
+        "otlp_traces_endpoint",
+        "tool_server",
+    }
+)
+# A trainer cannot tell the copies inside one server apart, and their ports have no guard.
+_COPIES = ("data_parallel_", "dp_")
 
 
 def name_of(word: str) -> str:
@@ -64,14 +92,25 @@ def check_names(names: Iterable[str]) -> None:
         InputError: the user may not set one of them.
     """
     given = set(names)
-    own = _OWN & given
-    if own:
-        raise InputError(f"lockstep serve sets {', '.join(sorted(own))} itself; leave it out")
-    other = {name for name in given if name in REFUSED | _FOREIGN or name.startswith("spec")}
-    if other:
+    if own := _OWN & given:
+        raise InputError(f"lockstep serve sets {_listed(own)} itself; leave it out")
+    if opening := _OPEN & given:
         raise InputError(
-            f"the command line may not set {', '.join(sorted(other))}: log-probs would differ, or no proof would see it"
+            f"the command line may not set {_listed(opening)}: it opens a port without a key, or sends data to another program"
         )
+    if copies := {name for name in given if name.startswith(_COPIES)}:
+        raise InputError(
+            f"the command line may not set {_listed(copies)}: a trainer cannot tell the copies inside one server apart; start as "
+            "many servers, each on a port of its own, and give all of their URLs"
+        )
+    if other := {name for name in given if name in REFUSED | _FOREIGN or name.startswith("spec")}:
+        raise InputError(
+            f"the command line may not set {_listed(other)}: log-probs would differ, or no proof would see it"
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _is_number(word: str) -> bool:

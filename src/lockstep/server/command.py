@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
-from lockstep.engines.server_calls import is_local
-from lockstep.engines.vllm_arguments import SERVER_BACKEND, WORKER_EXTENSION, cpu_cache_bytes, engine_arguments
+from lockstep.engines.vllm.arguments import SERVER_BACKEND, WORKER_EXTENSION, cpu_cache_bytes, engine_arguments
 from lockstep.errors import InputError
 from lockstep.models.policy import context_length
 from lockstep.server.arguments import check_words, name_of
@@ -98,26 +97,49 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
     """The environment of the server's processes."""
     ours = {name: value for name, value in given.items() if name not in _DROPPED}
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    names = {name_of(word) for word in options.rest}
-    if is_local(options.host) and not _SEVERAL_NODES & names:
-        # The traffic between vLLM's own processes stays on this machine too.
-        defaults |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    names = _given(options.rest)
     if not torch.cuda.is_available():
         defaults |= _cpu_settings(len(os.sched_getaffinity(0)))
         if "OMP_WAIT_POLICY" in ours:
             # The user has set the wait policy, and the next setting would override it.
             del defaults["GOMP_SPINCOUNT"]
-        if options.tensor_parallel_size == 1 and not _SEVERAL_WORKERS & names:
+        if options.tensor_parallel_size == 1 and not _SEVERAL_WORKERS & names.keys():
             # Run the model in the scheduler's process. Otherwise the scheduler spins while it waits for the model.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    return {**defaults, **ours, KEY_VARIABLE: key, "VLLM_SERVER_DEV_MODE": "1"}
+    # vLLM's own processes unpickle what they send each other. `--host` is the address of the guarded server alone.
+    inside = {} if _has_several_nodes(names) else _LOOPBACK
+    return {**defaults, **ours, **inside, **_path_of(ours), **_ALWAYS, KEY_VARIABLE: key}
 
 
-_SEVERAL_NODES = {"nnodes", "node_rank", "master_addr", "distributed_executor_backend"}
-_SEVERAL_WORKERS = {"pipeline_parallel_size", *_SEVERAL_NODES}
+_SEVERAL_NODES = {"nnodes", "node_rank", "master_addr"}
+_EXECUTOR = "distributed_executor_backend"
+_SEVERAL_WORKERS = {"pipeline_parallel_size", _EXECUTOR, *_SEVERAL_NODES}
+_LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+# Without PYTHONSAFEPATH, Python would import a `vllm.py` that lies in the current directory.
+_ALWAYS = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
 
 # These would let the server unpickle what it receives, or open some of its paths with a second key.
 _DROPPED = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_API_KEY"})
+
+
+def _given(rest: Sequence[str]) -> dict[str, str]:
+    """The names that the user has set, each with its value: behind `=`, or the next word."""
+    following = [*rest, ""][1:]
+    return {
+        name_of(word): word.partition("=")[2] or after
+        for word, after in zip(rest, following, strict=False)
+        if word.startswith("--")
+    }
+
+
+def _has_several_nodes(names: Mapping[str, str]) -> bool:
+    return bool(_SEVERAL_NODES & names.keys()) or names.get(_EXECUTOR, "mp") not in ("mp", "uni")
+
+
+def _path_of(given: Mapping[str, str]) -> dict[str, str]:
+    """PYTHONPATH without its empty entries, which stand for the current directory. They are usually there by accident."""
+    path = given.get("PYTHONPATH")
+    return {} if path is None else {"PYTHONPATH": os.pathsep.join(filter(None, path.split(os.pathsep)))}
 
 
 def _cpu_settings(cores: int) -> dict[str, str]:

@@ -1,18 +1,30 @@
-"""The guard inside vLLM's API server: every request except `/health` needs the key.
+"""The guard inside vLLM's API server: every request except `/health` and a greeting needs the key.
 
 vLLM's own `--api-key` leaves the weight, cache and RPC endpoints open. vLLM gets the guard as `--middleware`. The key comes
-from the environment, so that no list of processes shows it.
+from the environment, so that no list of processes shows it. A trainer proves that it has the key without sending it
+(`engines/http/greeting.py`); people and other programs may send `Authorization: Bearer KEY`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from lockstep.engines.server_calls import HEALTH
+from lockstep.engines.http.greeting import (
+    GREETING,
+    NONCE_HEADER,
+    PROOF_HEADER,
+    SCHEME,
+    Session,
+    is_nonce,
+    make_nonce,
+    server_proof,
+)
+from lockstep.engines.http.server_calls import HEALTH
 from lockstep.server.keys import KEY_VARIABLE, checked_key
 
 _Message = MutableMapping[str, Any]
@@ -20,7 +32,7 @@ _App = Callable[[_Message, Callable[..., Awaitable[Any]], Callable[..., Awaitabl
 
 
 class KeyGuard:
-    """ASGI middleware that answers 401 to everything without `Authorization: Bearer KEY`.
+    """ASGI middleware that answers 401 to every call that does not show or prove the key.
 
     Raises:
         InputError: the environment holds no usable key. The server then does not start.
@@ -28,7 +40,10 @@ class KeyGuard:
 
     def __init__(self, app: _App) -> None:
         self._app = app
-        self._digest = _digest(checked_key(os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE).encode())
+        self._key = checked_key(os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE)
+        self._digest = _digest(self._key.encode())
+        # A restarted server has another nonce: it knows no trainer until the next greeting.
+        self._nonce = make_nonce()
 
     async def __call__(
         self, scope: _Message, receive: Callable[..., Awaitable[Any]], send: Callable[..., Awaitable[None]]
@@ -38,19 +53,57 @@ class KeyGuard:
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1008})
+        elif scope.get("path") == GREETING:
+            await self._greet(scope, send)
+        elif (proof := self._proof_for(scope)) is not None:
+            await self._app(scope, receive, _with_proof(send, proof))
         else:
-            body = b'{"error": "this server needs its key: Authorization: Bearer KEY"}'
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            await _answer(send, 401, {"error": "this server needs its key: Authorization: Bearer KEY"})
+
+    async def _greet(self, scope: _Message, send: Callable[..., Awaitable[None]]) -> None:
+        nonce = _only_header(scope, NONCE_HEADER.encode())
+        if not is_nonce(nonce):
+            await _answer(send, 401, {"error": f"a greeting needs a nonce of 32 hexadecimal digits ({NONCE_HEADER})"})
+        else:
+            await _answer(send, 200, {"nonce": self._nonce, "proof": server_proof(self._key, nonce, self._nonce)})
 
     def _has_key(self, scope: _Message) -> bool:
-        shown = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
-        if len(shown) != 1:
-            return False
-        scheme, _, key = shown[0].partition(b" ")
+        scheme, _, key = _only_header(scope, b"authorization").partition(" ")
         # Digests have one length, so that the time of the comparison does not reveal the key's length.
-        return scheme.lower() == b"bearer" and hmac.compare_digest(_digest(key.strip()), self._digest)
+        return scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip().encode()), self._digest)
+
+    def _proof_for(self, scope: _Message) -> str | None:
+        """The proof for the answer to a trainer's call; None if the call does not prove that the trainer has the key."""
+        scheme, _, words = _only_header(scope, b"authorization").partition(" ")
+        nonce, _, rest = words.partition(".")
+        call, _, proof = rest.partition(".")
+        if scheme != SCHEME or not (is_nonce(nonce) and is_nonce(call)):
+            return None
+        session = Session(self._key, nonce, self._nonce)
+        return session.proof(call) if session.is_trainer(call, proof) else None
+
+
+def _only_header(scope: _Message, wanted: bytes) -> str:
+    """The value of a header; empty if the header is missing or there are several."""
+    found = [value for name, value in scope.get("headers", ()) if name == wanted]
+    return found[0].decode("latin-1") if len(found) == 1 else ""
+
+
+def _with_proof(send: Callable[..., Awaitable[None]], proof: str) -> Callable[..., Awaitable[None]]:
+    async def prove(message: _Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [*message.get("headers", ()), (PROOF_HEADER.encode(), proof.encode())]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return prove
+
+
+async def _answer(send: Callable[..., Awaitable[None]], status: int, content: dict[str, str]) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _digest(key: bytes) -> bytes:

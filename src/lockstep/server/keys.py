@@ -11,13 +11,13 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from lockstep.engines.server_calls import is_local
+from lockstep.engines.http.server_calls import is_local
 from lockstep.errors import InputError
 from lockstep.models.packaged import cache_dir
 
 # `lockstep serve`, the guard inside the server and the trainers read this variable.
 KEY_VARIABLE = "LOCKSTEP_SERVER_KEY"
-_SHORTEST = 16
+_SHORTEST, _LONGEST = 16, 4096
 
 
 def make_key() -> str:
@@ -45,16 +45,24 @@ def read_key(path: Path) -> str:
     """The key in a file.
 
     Raises:
-        InputError: the file is missing, readable by others, or holds no key.
+        InputError: the file is missing, readable by others, of another user, or holds no key.
     """
     try:
-        mode = path.stat().st_mode
-        key = path.read_text().strip()
+        # Without O_NONBLOCK, a named pipe without a writer would block here for ever.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            key = file.read(_LONGEST + 1) if stat.S_ISREG(found.st_mode) else b""
     except OSError as error:
         raise InputError(f"key file {path} cannot be read: {error.strerror}") from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if not stat.S_ISREG(found.st_mode) or len(key) > _LONGEST:
+        raise InputError(f"key file {path} is no file with one key in it")
+    if found.st_uid != os.geteuid():
+        raise InputError(
+            f"key file {path} belongs to another user, who could have put any key there; make a file of your own"
+        )
+    if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise InputError(f"key file {path} can be read by others; run 'chmod 600 {path}' and make a new key")
-    return checked_key(key, str(path))
+    return checked_key(key.decode("latin-1").strip(), str(path))
 
 
 def checked_key(key: str, where: str) -> str:

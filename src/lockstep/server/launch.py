@@ -10,23 +10,43 @@ import sys
 
 from lockstep.errors import InputError
 
+# Exit code if vLLM refuses the command line.
+BAD_ARGUMENTS = 2
+
 
 def main() -> None:
     """Check every word, then serve.
 
     Raises:
-        SystemExit: a word is not the whole name of one of vLLM's arguments.
+        SystemExit: a word is not the whole name of one of vLLM's arguments, or no value of one.
     """
     from vllm.entrypoints.launchers.api_server.entry import main as serve
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    known = make_arg_parser(FlexibleArgumentParser())._option_string_actions
+    parser = make_arg_parser(FlexibleArgumentParser())
     try:
-        check_known(sys.argv[1:], set(known))
+        check_known(sys.argv[1:], set(parser._option_string_actions))
+        parser.error = _refuse
+        check_model(parser.parse_args(sys.argv[1:]).model_tag)
     except InputError as error:
-        sys.exit(f"lockstep serve: {error}")
+        print(f"lockstep serve: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(BAD_ARGUMENTS)
     serve()
+
+
+def check_model(second: str | None) -> None:
+    """Refuse a word that belongs to no argument: vLLM would take it for the name of a model.
+
+    Raises:
+        InputError: there is such a word.
+    """
+    if second is not None:
+        raise InputError(f"unexpected {second!r}: there is one MODEL, and it comes first")
+
+
+def _refuse(message: str) -> None:
+    raise InputError(message)
 
 
 def check_known(words: list[str], known: set[str]) -> None:

@@ -7,22 +7,22 @@ weights. So the trainer trains on none of its answers before a new handshake and
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import http.client
 import os
 import signal
 import socket
 import ssl
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
-from lockstep.engines.server_calls import HEALTH
+from lockstep.engines.http.server_calls import HEALTH
 from lockstep.errors import InputError, LockstepError
+from lockstep.server.launch import BAD_ARGUMENTS
+from lockstep.server.machine import Leash
 
 _TICK = 0.25
 _HEALTH_EVERY = 5.0
@@ -30,7 +30,8 @@ _HEALTH_LIMIT = 5.0
 # A server that answers nothing for this many seconds counts as dead. It may only be busy, so that the limit is long.
 _SILENT_LIMIT = 120.0
 # A server that refuses connections or reports an error is not busy: its engine has died, and it waits for calls that never end.
-_FAILING_LIMIT = 10.0
+# After this many seconds of failures it is killed, because nothing in it can still end well.
+_FAILING_LIMIT = 3.0
 _START_LIMIT = 1800.0
 # Seconds. A start takes nearly a minute, so that longer waits would save nothing.
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 5.0
@@ -39,7 +40,6 @@ _STEADY = 60.0
 _STOP_LIMIT = 15.0
 # Takes the place of a status when nothing listens on the port.
 _REFUSED = 0
-_PR_SET_PDEATHSIG = 1
 
 
 class Health(Enum):
@@ -83,6 +83,7 @@ class Supervisor:
         """Serve until `stop`.
 
         Raises:
+            InputError: vLLM refuses the command line; the server has printed why.
             LockstepError: the server ended before it was ever healthy. A second try would end in the same way.
         """
         wait, ever_healthy = _FIRST_WAIT, False
@@ -90,6 +91,8 @@ class Supervisor:
             healthy_for, end = self._run_once()
             if self._stop:
                 return
+            if not ever_healthy and self._child is not None and self._child.returncode == BAD_ARGUMENTS:
+                raise InputError("vLLM's server does not take this command line; the line above says why")
             if not ever_healthy and healthy_for is None:
                 raise LockstepError(f"the server {end} before it was ready; vLLM's own messages are above")
             ever_healthy = True
@@ -106,10 +109,12 @@ class Supervisor:
     def _run_once(self) -> tuple[float | None, str]:
         """Run the server once. Returns its seconds in good health (None: it was never healthy), and how it ended."""
         start, healthy_since, next_question = time.monotonic(), None, 0.0
-        last_well = last_silent = start
+        last_well, failing_since = start, None
+        # A group of its own, so that every process of the server can be ended; and files that nobody else can open.
         self._child = subprocess.Popen(
-            self._command, env=self._environment, start_new_session=True, preexec_fn=_die_with_parent
+            self._command, env=self._environment, start_new_session=True, stdin=subprocess.DEVNULL, umask=0o077
         )
+        leash = Leash(self._child.pid)
         try:
             while True:
                 now = time.monotonic()
@@ -120,8 +125,7 @@ class Supervisor:
                     health = self._health()
                     if health is Health.WELL:
                         last_well = time.monotonic()
-                    elif health is Health.SILENT:
-                        last_silent = time.monotonic()
+                    failing_since = (failing_since or now) if health is Health.FAILING else None
                     if health is Health.WELL and healthy_since is None and self._is_ours():
                         healthy_since = time.monotonic()
                         self._ready(healthy_since - start)
@@ -129,13 +133,15 @@ class Supervisor:
                 if healthy_since is not None:
                     if now - last_well > _SILENT_LIMIT:
                         return _since(healthy_since), f"did not answer for {_SILENT_LIMIT:.0f} s"
-                    if now - max(last_well, last_silent) > _FAILING_LIMIT:
+                    if failing_since is not None and now - failing_since > _FAILING_LIMIT:
+                        self._child.kill()
                         return _since(healthy_since), f"reported errors for {_FAILING_LIMIT:.0f} s"
                 if healthy_since is None and now - start > _START_LIMIT:
                     return None, f"was not ready within {_START_LIMIT:.0f} s"
                 time.sleep(_TICK)
         finally:
             self._end()
+            leash.release()
 
     def _health(self) -> Health:
         status = self._status(HEALTH)
@@ -196,12 +202,6 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise InputError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from error
-
-
-def _die_with_parent() -> None:
-    """Runs in the child: end the child when the supervisor is killed (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _since(moment: float | None) -> float | None:

@@ -4,7 +4,7 @@ Every push makes new connections. The trainer listens on the address that it was
 connects, and all connections close when the push is over. So a server that died or restarted between two pushes leaves
 nothing to repair. Tensors are sent directly from the trainer's memory. They are cut into half-chunks, so that a server can
 receive one while it loads the other. A server holds at most one chunk, or one tensor if that is larger. Only bytes are sent:
-nothing is unpickled.
+nothing is unpickled. Both ends prove that they know the secret of the push before the first weight is sent (`gloo_proof.py`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
+from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import InputError
 from lockstep.sync.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, chunks, end_of, layout, views
+from lockstep.sync.gloo_proof import SignedStore, new_secret, prove_to_each_other
 from lockstep.sync.source import outline
+
+InFlight = deque[tuple[dist.Work, torch.Tensor]]
 
 NAME = "gloo"
 _SENDER = 0
@@ -51,16 +55,23 @@ class GlooTransport:
         pool = ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push")
         listener = _listen(self._host, self._port)
         ranks = worker_ranks(servers, 1)
-        port, size = listener.getsockname()[1], ranks[-1]
+        port, size, secret = listener.getsockname()[1], ranks[-1], new_secret()
         try:
             placed = [layout(part)[0] for part in chunks(outline(tensors), CHUNK_BYTES // 2)]
-            meeting = {"transport": NAME, "host": self._host, "port": port, "size": size, "timeout": self._timeout}
+            meeting = {
+                "transport": NAME,
+                "host": self._host,
+                "port": port,
+                "size": size,
+                "timeout": self._timeout,
+                "secret": secret,
+            }
             pending = [
-                pool.submit(server.update_weights, {**meeting, "rank": rank, "chunks": placed})
+                pool.submit(server.update_weights, {**meeting, "secret": secret, "rank": rank, "chunks": placed})
                 for rank, server in zip(ranks, servers, strict=False)
             ]
             try:
-                self._broadcast(listener, size, tensors, pending)
+                self._broadcast(listener, size, secret, tensors, pending)
             except RuntimeError:
                 # If a server failed, its own error says more than the broken connection. `finish_all` raises it.
                 finish_all(pending)
@@ -76,14 +87,28 @@ class GlooTransport:
         """Does nothing: no state is kept between pushes."""
 
     def _broadcast(
-        self, listener: socket.socket, size: int, tensors: Iterable[Named], pending: Sequence[Future[None]]
+        self,
+        listener: socket.socket,
+        size: int,
+        secret: str,
+        tensors: Iterable[Named],
+        pending: Sequence[Future[None]],
     ) -> None:
         # `detach` hands the file descriptor over: the store closes the one that it is given.
         store = _store(self._host, listener.getsockname()[1], self._timeout, listener.detach())
         self._await(store, size, pending)
-        group = _group(store, _SENDER, size, self._host, self._timeout)
+        group = _group(SignedStore(store, secret), _SENDER, size, self._host, self._timeout)
+        check_pending(pending)
+        prove_to_each_other(group, secret, _SENDER, size)
         raw = (tensor.detach().contiguous().cpu().flatten().view(torch.uint8) for _, tensor in tensors)
-        _broadcast_parts(group, raw, lambda: check_pending(pending))
+        in_flight: InFlight = deque()
+        try:
+            _broadcast_parts(group, raw, in_flight, lambda: check_pending(pending))
+        except BaseException:
+            # A worker may be connected and yet read nothing: a stopped process of a dead server. Gloo cannot end a broadcast
+            # early, so a thread keeps the connections and the memory until it ends.
+            Thread(target=_finish, args=(in_flight, group), daemon=True, name="lockstep-broadcast").start()
+            raise
 
     def _await(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
         """Wait until every worker has connected, or raise as soon as a server reports an error."""
@@ -113,16 +138,22 @@ class Receiver:
         Raises:
             RuntimeError: the trainer did not connect, or its connection was lost.
         """
-        host, port, timeout = info["host"], info["port"], info["timeout"]
+        host, port, timeout, secret = info["host"], info["port"], info["timeout"], info["secret"]
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
         store.set(_ready_key(info["rank"]), "")
-        group = _group(store, info["rank"], info["size"], _own_address(host, port, timeout), timeout)
+        address = _own_address(host, port, timeout)
+        group = _group(SignedStore(store, secret), info["rank"], info["size"], address, timeout)
+        prove_to_each_other(group, secret, info["rank"], info["size"])
         places = self._places([end_of(part) for part in parts])
 
         def take(number: int) -> list[Named]:
             start, end = places[number]
             arrived = views(self._buffer[start:end], parts[number])
-            _broadcast_parts(group, (tensor.flatten().view(torch.uint8) for _, tensor in arrived))
+            in_flight: InFlight = deque()
+            try:
+                _broadcast_parts(group, (tensor.flatten().view(torch.uint8) for _, tensor in arrived), in_flight)
+            finally:
+                _finish(in_flight, group)
             return arrived
 
         # Leaving this block waits for the running receive, so that nothing is written into the buffer afterwards.
@@ -151,32 +182,51 @@ def _disjoint(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def _broadcast_parts(
-    group: dist.ProcessGroup, parts: Iterable[torch.Tensor], each: Callable[[], None] = lambda: None
+    group: dist.ProcessGroup,
+    parts: Iterable[torch.Tensor],
+    in_flight: InFlight,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Broadcast bytes from the sender to every rank, in order, with two broadcasts in flight at a time.
 
     Args:
-        each: called before each broadcast.
+        in_flight: holds the broadcasts that gloo still reads or writes, with their memory. It is empty afterwards, unless the
+            function raises.
+        check: called before each broadcast, and twice a second while this process waits for one. It raises if the push failed.
     """
-    in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
-    try:
-        for data in parts:
-            each()
-            if data.numel():
-                # The deque keeps each tensor alive while gloo reads or writes it.
-                in_flight.append((group.broadcast([data], _FROM_SENDER), data))
-            if len(in_flight) == _IN_FLIGHT:
-                in_flight.popleft()[0].wait()
-        while in_flight:
-            in_flight.popleft()[0].wait()
-    finally:
-        for work, _ in in_flight:
-            # This also runs after an error: when the function returns, gloo no longer uses any of the memory.
-            with contextlib.suppress(RuntimeError):
+    for data in parts:
+        check()
+        if data.numel():
+            in_flight.append((group.broadcast([data], _FROM_SENDER), data))
+        if len(in_flight) == _IN_FLIGHT:
+            _wait(in_flight[0][0], check)
+            in_flight.popleft()
+    while in_flight:
+        _wait(in_flight[0][0], check)
+        in_flight.popleft()
+
+
+def _wait(work: dist.Work, check: Callable[[], None]) -> None:
+    while True:
+        try:
+            work.wait(_CHECK_EVERY)
+            return
+        except RuntimeError:
+            if work.is_completed():
                 work.wait()
+                return
+        check()
+
+
+def _finish(in_flight: InFlight, group: dist.ProcessGroup) -> None:
+    """Wait until gloo uses none of the memory any more. `group` is an argument so that its connections live as long."""
+    for work, _ in in_flight:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
 
 
 _IN_FLIGHT = 2
+_CHECK_EVERY = timedelta(seconds=0.5)
 _FROM_SENDER = dist.BroadcastOptions()
 _FROM_SENDER.rootRank = _SENDER
 

@@ -1,6 +1,7 @@
 """One push of the trainer's weights into an engine. The order of steps is the same for every engine, and it is the only safe one:
 
-stop serving → load → compare what arrived with the manifest → reset caches → commit the version → serve.
+stop serving → load → compare what arrived with the manifest, and the manifest with the live model → reset caches → commit the
+version → serve.
 
 The weights come from `sync/source.py` and go to the receiving half of an engine. If a step fails, the engine stays closed,
 because a half-updated engine must never serve a token.
@@ -18,6 +19,7 @@ from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
 from lockstep.engines.tensor_specs import one_push
 from lockstep.errors import ProofError
 from lockstep.sync.adapters import weights_of
+from lockstep.sync.live import check_live
 from lockstep.sync.source import DescribedSource, Manifest
 
 
@@ -40,16 +42,18 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
 
     Raises:
         InputError: the model has an adapter of a kind that cannot be merged.
-        ProofError: what the engine loaded differs from what was sent, some parameters received nothing, or the engine did not
-            confirm the reset of its caches.
+        ProofError: what the engine loaded differs from what was sent, some parameters received nothing, what was sent is not the
+            live model, or the engine did not confirm the reset of its caches.
     """
     start = time.perf_counter()
-    sent = DescribedSource(weights_of(model), engine.wire_dtype)
+    source = weights_of(model)
+    sent = DescribedSource(source, engine.wire_dtype)
     with one_push() if sent.own_memory else nullcontext(), torch.no_grad():
         engine.begin_update()
         loaded = engine.load(sent)
         manifest = sent.manifest(version)
-    check_loaded(manifest, loaded)
+        check_loaded(manifest, loaded)
+        check_live(model, source, manifest.tensors, engine.wire_dtype, version)
     if not engine.reset_caches():
         raise ProofError(
             "caches",
@@ -66,8 +70,11 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
 
     Raises:
         ProofError: a tensor is missing, unexpected, or of another shape, dtype or content, or an engine parameter received
-            nothing.
+            nothing. The message names the server if there are several.
     """
+    for one in loaded.others:
+        check_loaded(manifest, one)
+    where = f" at {loaded.server}" if loaded.server else ""
     sent, arrived = {t.name: t for t in manifest.tensors}, {t.name: t for t in loaded.tensors}
     odd = [
         n for n in sent.keys() | arrived.keys() if n not in sent or n not in arrived or sent[n][:3] != arrived[n][:3]
@@ -76,7 +83,7 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
         first = min(odd, default="none by name")
         raise ProofError(
             "manifest",
-            f"{len(manifest.tensors)} tensors were sent and {len(loaded.tensors)} arrived; first difference: {first}, "
+            f"{len(manifest.tensors)} tensors were sent and {len(loaded.tensors)} arrived{where}; first difference: {first}, "
             f"sent as {_described(sent.get(first))}, arrived as {_described(arrived.get(first))}",
             "the transport dropped, renamed or converted tensors",
             "this is a defect of the weight transport; report it with this message",
@@ -85,14 +92,15 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
     if changed:
         raise ProofError(
             "digest",
-            f"the bytes of {len(changed)} of {len(sent)} tensors differ from those that were sent; the first is {changed[0]}",
+            f"the bytes of {len(changed)} of {len(sent)} tensors differ{where} from those that were sent; the first is "
+            f"{changed[0]}",
             "the transport damaged tensors, or the model was changed while it was being sent",
             "do not change the model during a push; otherwise this is a defect of the weight transport: report it",
         )
     if loaded.untouched:
         raise ProofError(
             "manifest",
-            f"{len(loaded.untouched)} engine parameters received nothing; the first is {loaded.untouched[0]}",
+            f"{len(loaded.untouched)} engine parameters received nothing{where}; the first is {loaded.untouched[0]}",
             "the trained model lacks parameters that the engine serves, or names them differently",
             "give trainer and engine the same model; partial models are not supported",
         )

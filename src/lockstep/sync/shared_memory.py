@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.engines.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
+from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import InputError
 from lockstep.sync.chunks import Named, Placed, chunks, layout, views
 from lockstep.sync.slots import FilledSlots, TrainerLock, segment_bytes
@@ -23,6 +23,10 @@ from lockstep.sync.source import outline
 NAME = "shared_memory"
 _FOLDER = Path("/dev/shm")
 _PREFIX = "lockstep-"
+
+
+class NoRoom(InputError):
+    """Shared memory is too small for a push. No server has been asked for anything yet."""
 
 
 class SharedMemoryTransport:
@@ -129,9 +133,8 @@ def sees_this_memory(server: WeightReceiverCalls) -> bool:
     """Whether a server's workers open the same shared memory as this process. A test file decides it, not the host name."""
     secret = secrets.token_hex(16)
     path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
-    handle = _private(path)
     try:
-        with os.fdopen(handle, "w") as file:
+        with os.fdopen(_private(path), "w") as file:
             file.write(secret)
         return all(found == {"read": secret} for found in server.workers("lockstep_sees", path.name))
     except OSError:
@@ -177,7 +180,7 @@ def _made(path: Path, size: int) -> int:
         os.posix_fallocate(handle, 0, size)
     except OSError as error:
         os.close(handle)
-        raise InputError(
+        raise NoRoom(
             f"shared memory has no room for {size >> 20} MiB ({error.strerror}): give it more (docker run --shm-size), or "
             "set vllm_weight_transport to gloo"
         ) from error

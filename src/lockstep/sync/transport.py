@@ -1,19 +1,20 @@
 """How the bytes of a push reach servers: the choice between the weight transports.
 
-`engines/vllm_server.py` drives a transport. A transport moves bytes and reports what it placed where. The version, the
+`engines/http/vllm_server.py` drives a transport. A transport moves bytes and reports what it placed where. The version, the
 acknowledgement and the comparison are the same for all transports (`sync/push.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from urllib.parse import urlsplit
 
-from lockstep.engines.server_calls import is_local
-from lockstep.engines.transport import WeightReceiverCalls, WeightTransport
+from lockstep.engines.http.server_calls import is_local
+from lockstep.engines.http.transport import WeightReceiverCalls, WeightTransport
 from lockstep.errors import InputError
+from lockstep.sync.chunks import Named
 from lockstep.sync.gloo import GlooTransport
-from lockstep.sync.shared_memory import SharedMemoryTransport, sees_this_memory
+from lockstep.sync.shared_memory import NoRoom, SharedMemoryTransport, sees_this_memory
 
 TRANSPORTS = ("auto", "shared_memory", "gloo")
 
@@ -35,16 +36,49 @@ def choose_transport(
     if name not in TRANSPORTS:
         raise InputError(f"vllm_weight_transport={name!r}; it must be one of {', '.join(TRANSPORTS)}")
     if name != "gloo" and all(sees_this_memory(server) for server in servers):
-        return SharedMemoryTransport(timeout)
+        shared = SharedMemoryTransport(timeout)
+        return shared if name == "shared_memory" else FirstThatFits(shared, lambda: _gloo(servers, host, port, timeout))
     if name != "shared_memory":
-        away = [server.url for server in servers if not is_local(urlsplit(server.url).hostname or "")]
-        if away and is_local(host):
-            raise InputError(
-                f"the server at {away[0]} cannot reach this machine at {host}: set vllm_group_host to this machine's address "
-                "as that server reaches it"
-            )
-        return GlooTransport(host, port, timeout)
+        return _gloo(servers, host, port, timeout)
     raise InputError(
         "vllm_weight_transport=shared_memory, but a server does not see this machine's shared memory (another machine or "
         "container); use gloo"
     )
+
+
+def _gloo(servers: Sequence[WeightReceiverCalls], host: str, port: int, timeout: float) -> GlooTransport:
+    away = [server.url for server in servers if not is_local(urlsplit(server.url).hostname or "")]
+    if away and is_local(host):
+        raise InputError(
+            f"the server at {away[0]} cannot reach this machine at {host}: set vllm_group_host to this machine's address "
+            "as that server reaches it"
+        )
+    return GlooTransport(host, port, timeout)
+
+
+class FirstThatFits:
+    """`auto` on one machine: shared memory, until it turns out to be too small (64 MiB in a Docker container); then gloo.
+
+    Args:
+        shared: tried first.
+        other: makes the transport that is used instead.
+    """
+
+    def __init__(self, shared: SharedMemoryTransport, other: Callable[[], WeightTransport]) -> None:
+        self._used: WeightTransport = shared
+        self._other = other
+
+    def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
+        try:
+            self._used.send(tensors, servers)
+        except NoRoom as error:
+            self._used.close()
+            self._used = self._other()
+            print(f"lockstep: {error}. Until then weights travel over gloo, which is slower", flush=True)
+            self._used.send(tensors, servers)
+
+    def forget(self) -> None:
+        self._used.forget()
+
+    def close(self) -> None:
+        self._used.close()

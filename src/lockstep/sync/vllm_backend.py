@@ -62,6 +62,7 @@ class WireUpdate(WeightTransferUpdateInfo):
         rank: rank of this server's first worker among the `size` ranks of the push (over gloo the trainer is one of them).
         push: number of the push, in the segment.
         timeout: seconds to wait for one chunk.
+        secret: of this push over gloo (`gloo_proof.py`).
     """
 
     transport: str
@@ -72,6 +73,7 @@ class WireUpdate(WeightTransferUpdateInfo):
     push: int = 0
     host: str = ""
     port: int = 0
+    secret: str = ""
 
 
 class _LayerwiseTransfer(WeightTransferEngine):

@@ -2,13 +2,14 @@
 
 import torch
 
-from lockstep.engines.vllm_arguments import IN_PROCESS_BACKEND, SERVER_BACKEND
+from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND
+from lockstep.engines.vllm.kept_ids import carry_kept_ids
 
 _CLASSES = {IN_PROCESS_BACKEND: "InProcessWeightTransfer", SERVER_BACKEND: "ServerWeightTransfer"}
 
 
 def register() -> None:
-    """Register our weight transfers with vLLM. vLLM calls this more than once; that is safe."""
+    """Register our weight transfers with vLLM, and let it carry kept ids. vLLM calls this more than once; that is safe."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     # Linux lets a process use AMX only after it has asked. oneDNN asks; vLLM's own bf16 kernels do not. If a model uses only
@@ -18,3 +19,4 @@ def register() -> None:
     for backend, name in _CLASSES.items():
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, "lockstep.sync.vllm_backend", name)
+    carry_kept_ids()

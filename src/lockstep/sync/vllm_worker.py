@@ -1,7 +1,7 @@
 """Methods that a trainer calls on a server's vLLM worker, in addition to vLLM's own endpoints.
 
 vLLM gets the class as `--worker-extension-cls`, and the trainer calls its methods by name over `/collective_rpc`. Arguments and
-results are JSON; nothing is unpickled. `engines/vllm_server.py` is the other end.
+results are JSON; nothing is unpickled. `engines/http/vllm_server.py` is the other end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.engines.probe import encode_floats
-from lockstep.engines.vllm_settings import effective_settings, splits_prompts
+from lockstep.engines.vllm.settings import effective_settings, splits_prompts
 from lockstep.sync.shared_memory import read_mark
 
 # Made when a worker's process starts. If two URLs lead to the same server, this value shows it.
@@ -28,9 +28,11 @@ class LockstepWorker:
     _weight_update_active: bool
 
     def lockstep_state(self) -> dict[str, Any]:
-        """The identity of this engine, and the settings that it runs with."""
+        """The identity of this engine, and the settings that it runs with. Every trainer calls it first."""
+        from lockstep.engines.vllm.kept_ids import record_kept_ids
         from lockstep.sync.vllm_reload import loaded_dtypes
 
+        record_kept_ids(self)
         return {
             "instance": _INSTANCE,
             "settings": effective_settings(self.vllm_config),
@@ -48,14 +50,14 @@ class LockstepWorker:
 
     def lockstep_modules(self, checkpoint_names: str) -> dict[str, Any]:
         """`EngineModules` for a JSON list of checkpoint names."""
-        from lockstep.engines.vllm_probe import list_modules
+        from lockstep.engines.vllm.probe import list_modules
 
         found = list_modules(self, tuple(json.loads(checkpoint_names)))
         return {"probed": [asdict(m) for m in found.probed.values()], "unreached": list(found.unreached)}
 
     def lockstep_probe(self, names: str, seed: str, every: str) -> dict[str, str]:
         """The output of each named module: float32 values, little-endian, base64."""
-        from lockstep.engines.vllm_probe import probe_modules
+        from lockstep.engines.vllm.probe import probe_modules
 
         answers = probe_modules(self, tuple(json.loads(names)), int(seed), json.loads(every))
         return {name: encode_floats(answer) for name, answer in answers.items()}

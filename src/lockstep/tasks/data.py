@@ -11,7 +11,8 @@ from datasets.exceptions import DatasetsError
 from lockstep.errors import InputError
 from lockstep.tasks.arithmetic import arithmetic
 from lockstep.tasks.builtin_rewards import Reward, exact_match
-from lockstep.tasks.data_files import READERS, data_file
+from lockstep.tasks.calculator import calculator
+from lockstep.tasks.data_files import READERS, broken_line, data_file
 from lockstep.tasks.gym import reasoning_gym_problems
 
 
@@ -42,7 +43,7 @@ def load_data(
     """Load the data of a run.
 
     Args:
-        name: `arithmetic`, `reasoning_gym`, a `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory written by
+        name: `arithmetic`, `calculator`, `reasoning_gym`, a `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory written by
             `datasets`, or a hub id.
         subset: kind of arithmetic problems, name of a reasoning-gym data set, or hub configuration.
         train_split: split to train on, if the data has splits.
@@ -54,10 +55,13 @@ def load_data(
     Raises:
         InputError: there is no data of that name, its format cannot be read, or it has too few rows.
     """
-    if name in ("arithmetic", "reasoning_gym") and test_split is not None:
+    if name in ("arithmetic", "calculator", "reasoning_gym") and test_split is not None:
         raise InputError(f"{name} has no splits; drop dataset_test_split and set eval_size")
     if name == "arithmetic":
         train, held_out = arithmetic(subset or "larger", train_size, eval_size, seed)
+        return TaskData(train, held_out if eval_size else None, (exact_match,))
+    if name == "calculator":
+        train, held_out = calculator(train_size, eval_size, seed)
         return TaskData(train, held_out if eval_size else None, (exact_match,))
     if name == "reasoning_gym":
         if subset is None:
@@ -90,8 +94,16 @@ def _load_split(name: str, subset: str | None, split: str) -> Dataset:
         return load_dataset(name, subset, split=split)
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, DatasetsError) as error:
-        raise InputError(f"cannot read data {name!r}: {str(error).strip().splitlines()[0]}") from error
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, DatasetsError) as error:
+        raise InputError(f"cannot read data {name!r}: {broken_line(path) or _reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the error that caused the others: `datasets` says only that an error occurred."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def _no_split(name: str, split: str) -> None:

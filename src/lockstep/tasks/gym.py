@@ -54,6 +54,45 @@ def reasoning_gym_problems(
     return _dataset(training, shown), _dataset(evaluation, shown), reasoning_gym_score
 
 
+class _Problem:
+    """An environment for the rows of `reasoning_gym_problems`. The reward is the best score of the answers so far."""
+
+    def reset(self, entry: str, **row: Any) -> None:
+        """Begin with the problem of a row's column `entry`."""
+        self._entry = json.loads(entry)
+        self._score = reasoning_gym.get_score_answer_fn(self._entry["metadata"]["source_dataset"])
+        self._best = 0.0
+
+    def get_reward(self) -> float:
+        """The best score of the answers so far."""
+        return self._best
+
+    def _is_right(self, text: str) -> bool:
+        score = float(self._score(text.strip(), self._entry))
+        self._best = max(self._best, score)
+        return score == 1.0
+
+
+class SeveralTries(_Problem):
+    """The model gives its answers with a tool, as often as it likes."""
+
+    def answer(self, text: str) -> str:
+        """Give an answer to the problem.
+
+        Args:
+            text: The answer, and nothing else.
+        """
+        return "right" if self._is_right(text) else "wrong, try again"
+
+
+class SpokenTries(_Problem):
+    """Each turn is an answer, without a tool. After a wrong one the user asks again, until the model is out of tokens."""
+
+    def next_user_message(self, answer: str) -> str | None:
+        """Score an answer. Returns None if it is right."""
+        return None if self._is_right(answer) else "That is wrong. Try again. " + SYSTEM
+
+
 def _dataset(entries: list[dict[str, Any]], shown: list[tuple[str, str]]) -> Dataset:
     return Dataset.from_dict(
         {

@@ -128,8 +128,11 @@ def _read_line(process: subprocess.Popen[bytes], seconds: float) -> Any:
     """One line of JSON; None if it does not come in time, or the process has ended."""
     assert process.stdout is not None
     line, deadline = b"", time.monotonic() + seconds
+    # `select.select` fails where the process has more than 1024 open files.
+    ready = select.poll()
+    ready.register(process.stdout, select.POLLIN)
     while not line.endswith(b"\n"):
-        if not select.select([process.stdout], [], [], max(deadline - time.monotonic(), 0))[0]:
+        if not ready.poll(1000 * max(deadline - time.monotonic(), 0)):
             return None
         part = os.read(process.stdout.fileno(), 65536)
         if not part:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from lockstep.errors import LockstepError
 
 Ids = npt.NDArray[np.int64]
+SmallIds = npt.NDArray[np.int32]
 Reals = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
 # The values that a constructor accepts for such an array.
@@ -35,6 +36,20 @@ def whole_numbers(values: Values) -> Ids:
         BadValues: a value is no integer, or does not fit into int64. Values are not rounded, and text is not read as a number.
     """
     return _held(values, np.dtype(np.int64), "iu")
+
+
+def small_ids(values: Values) -> SmallIds:
+    """(M,) int32, read-only. For token ids of which there are many more than tokens.
+
+    Raises:
+        BadValues: a value is no integer, or does not fit into int32.
+    """
+    if type(values) is np.ndarray and values.dtype == np.int32:
+        return _held(values, np.dtype(np.int32), "i")
+    wide = whole_numbers(values)
+    if len(wide) and not (np.iinfo(np.int32).min <= wide.min() and wide.max() <= np.iinfo(np.int32).max):
+        raise BadValues(f"{values!r:.80} has a token id that does not fit into int32")
+    return _frozen(wide.astype(np.int32))
 
 
 def reals(values: Values) -> Reals:

@@ -1,18 +1,20 @@
 """The only place where a dataset's prompt (text or messages) becomes token ids.
 
 The prompt comes from the `prompt` column, and the ids go into requests to an engine. An engine's answer is never tokenized again.
+Messages are rendered as in later turns (`tokens/conversation/template.py`): text in a message that looks like a control token stays
+text. A prompt that is plain text is encoded as it stands, control tokens included, as in TRL.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
+from lockstep.tokens.conversation.template import Message, Template
 
-Message = dict[str, Any]
+__all__ = ["Message", "is_conversational", "render_prompt", "template_of", "with_joined_text"]
 
 
 def is_conversational(prompt: str | list[Message]) -> bool:
@@ -20,40 +22,74 @@ def is_conversational(prompt: str | list[Message]) -> bool:
     return isinstance(prompt, list)
 
 
+def template_of(
+    tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
+) -> Template | None:
+    """The template that renders first prompts; None if the tokenizer has none."""
+    if tokenizer.chat_template is None:
+        return None
+    return Template(tokenizer, [tokenizer.eos_token_id], chat_template_kwargs)
+
+
+def with_joined_text(prompt: Any) -> Any:
+    """A prompt whose contents are text, if they were lists of text parts (`{"type": "text", "text": …}`).
+
+    The parts of a message are joined without a separator, as templates for images and text do. Anything else stays as it is.
+    """
+    if not isinstance(prompt, list):
+        return prompt
+    return [
+        {**m, "content": "".join(part["text"] for part in m["content"])}
+        if isinstance(m, dict) and _is_text_parts(m.get("content"))
+        else m
+        for m in prompt
+    ]
+
+
+def _is_text_parts(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    )
+
+
 def render_prompt(
     prompt: str | list[Message],
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: dict[str, Any] | None = None,
+    template: Template | None = None,
+    *,
+    images: bool = False,
 ) -> tuple[int, ...]:
     """Token ids of one prompt.
 
     Plain text is encoded with the tokenizer's own special tokens. Messages go through the chat template, with the generation
     prompt. If the last message is the assistant's, the ids continue that message instead (TRL's convention).
 
+    Args:
+        template: the result of `template_of`, if there are many prompts; None: it is made for this prompt.
+        images: whether contents may be lists of parts, as `images/reading.py` makes them.
+
     Raises:
         InputError: the prompt is empty, is of another type, contains more than text, or has messages and there is no chat
             template.
     """
+    prompt = with_joined_text(prompt)
     if isinstance(prompt, str):
         ids = list(tokenizer(prompt)["input_ids"])
     elif is_conversational(prompt) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
-        if any(not isinstance(m.get("content"), str | None) for m in prompt):
-            raise InputError("a message's content must be text; images and other parts are not supported yet")
-        if tokenizer.chat_template is None:
-            raise InputError("prompts are messages but the tokenizer has no chat template; give prompts as text")
-        continues = prompt[-1]["role"] == "assistant"
-        try:
-            rendered = tokenizer.apply_chat_template(
-                prompt,
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
-                tokenize=True,
-                return_dict=True,
-                **(chat_template_kwargs or {}),
+        if any(not isinstance(m.get("content"), str | list | None if images else str | None) for m in prompt):
+            raise InputError(
+                "a message's content must be text or a list of text parts; images need a model that reads them, and other parts "
+                "are not supported yet"
             )
-        except TemplateError as error:
-            raise InputError(f"the chat template refuses these messages: {error}") from error
-        ids = list(rendered["input_ids"])
+        if any(not isinstance(m["role"], str) for m in prompt):
+            raise InputError("a message's role must be text")
+        if any(m.get("content") is None and m["role"] in ("system", "user") for m in prompt):
+            raise InputError("a message of the system or the user has no content")
+        template = template if template is not None else template_of(tokenizer, chat_template_kwargs)
+        if template is None:
+            raise InputError("prompts are messages but the tokenizer has no chat template; give prompts as text")
+        ids = template.ids(template.text(prompt)).tolist()
     else:
         raise InputError(f"a prompt must be text or a non-empty list of messages with a role, got {prompt!r:.200}")
     if not ids:

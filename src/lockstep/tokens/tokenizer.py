@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
@@ -29,7 +30,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except StrictDataclassError as error:
+        # transformers reads the model's config too.
+        raise InputError(f"the config.json of model {path} is wrong: {' '.join(str(error).split())}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         # Which of these transformers raises depends on which file is missing.
         raise InputError(f"model {path} comes without a usable tokenizer: {type(error).__name__}: {error}") from error
     return guard_tokenizer(tokenizer)

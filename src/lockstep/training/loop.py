@@ -12,33 +12,50 @@ groups, and each rank learns from its own micro-batches.
 | stage  | here                | done by |
 |--------|---------------------|---------|
 | push   | `rollout`           | `parity/proven_push.py`: send the weights, probe the engine's modules |
-| sample | `rollout`           | `training/generate/source.py`, `rollouts/collect.py`, the engine |
-| score  | `rollout`           | `rollouts/rewards.py`: reward functions, on each rank its share |
+| sample | `rollout`           | `training/generate/source.py`, `rollouts/driver.py`, the engine |
+| score  | `rollout`           | `rollouts/scores/rewards.py`: reward functions, on each rank its share |
+| prove  | `_next_generation`  | `training/generate/rows.py`, `training/generate/asked_again.py`: rows, texts and scores |
 | prepare| `_next_generation`  | `training/step/generation.py`: advantages, weights, micro-batches |
+| prove  | `_begin_step`       | `training/step/model_gradient.py`: the model's own backward, at the first step and now and then |
 | learn  | `micro_step`        | `training/step/update.py`: forward, loss and backward of one micro-batch |
+| prove  | `micro_step`        | `training/step/step_proofs.py`: what enters the loss, and what flows back from it |
 | prove  | `_finish_step`      | `parity/gap.py`, through `training/generate/proofs.py` |
 | step   | `transformers.Trainer` | clips the gradients and calls the optimizer |
+| prove  | `before_update`, `after_update` | `parity/step/update.py`: compare the step with its definition |
 | log    | `_finish_step`      | `training/run_files/step_log.py` |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from transformers import TrainerState
 
 from lockstep.errors import InputError
 from lockstep.parity.gap import check_count
+from lockstep.parity.step.forward import check_repeated
+from lockstep.parity.step.learned import SampledTokens
+from lockstep.parity.step.reference import FrozenWeights
+from lockstep.parity.step.settings import SettingsProof
+from lockstep.parity.step.update import UpdateProof
 from lockstep.report.phases import PhaseClock
+from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.rollouts.ranks import Ranks
+from lockstep.sync.live import check_same_parameters
+from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.data.prompt_order import MicroBatch, PromptOrder, generations_from
+from lockstep.training.generate.evaluation import check_evaluated, drawn_sequences
+from lockstep.training.generate.rows import check_rows
 from lockstep.training.generate.source import RolloutSource
+from lockstep.training.generate.unscored import UnscoredGenerations
 from lockstep.training.methods.objective import Objective
 from lockstep.training.run_files.step_log import StepLog
-from lockstep.training.step.distributed import check_same_weights
-from lockstep.training.step.generation import Generation, Preparation
+from lockstep.training.step.distributed import check_same_weights, share_of
+from lockstep.training.step.generation import Generation, Preparation, branches_of
+from lockstep.training.step.learned import sampled_tokens
+from lockstep.training.step.model_gradient import ModelGradient
+from lockstep.training.step.step_proofs import PlainForward, StepProofs, drawn_forward
 from lockstep.training.step.update import OptimizerStep, Policy, UpdateSums
 
 # Completions that an evaluation asks an engine for in one call, because one call has a time limit.
@@ -57,9 +74,13 @@ class TrainingLoop:
         policy: gives the policy as it is now, with what its forward needs.
         trained: gives the modules that the optimizer changes: the policy, and a critic where the method has one.
         state: gives the trainer's state; its `global_step` is the weight version.
+        settings: what the user has asked for.
 
     Attributes:
         generation: the generation that is being learned from; None before the first.
+        update_proof: the proof of the optimizer steps; None while there is no optimizer.
+        frozen: the proof that the reference stays as it is; None while nothing is frozen.
+        model_gradient: the proof of the model's own backward.
     """
 
     def __init__(
@@ -75,14 +96,20 @@ class TrainingLoop:
         ranks: Ranks,
         clock: PhaseClock,
         log: StepLog,
+        settings: SettingsProof,
     ) -> None:
         self.objective, self.config = objective, objective.config
         self.source, self.preparation = source, preparation
         self.order, self.prompts = order, prompts
         self.policy, self.trained, self._state = policy, trained, state
-        self.ranks, self.clock, self.log = ranks, clock, log
+        self.ranks, self.clock, self.log, self.settings = ranks, clock, log, settings
         self.generation: Generation | None = None
-        self._step = OptimizerStep(objective, clock, ranks)
+        self._step, self._policy_changed = OptimizerStep(objective, clock, ranks), False
+        self._sampled: SampledTokens | None = None
+        self._unscored = UnscoredGenerations(self.config.max_unscored_generations, owner=ranks.owner)
+        self.update_proof: UpdateProof | None = None
+        self.frozen: FrozenWeights | None = None
+        self.model_gradient = ModelGradient(trained, self.config, ranks.rank, entropies=objective.entropy_gradient)
 
     # ---- one micro-batch --------------------------------------------------------------------------------------------
 
@@ -100,13 +127,16 @@ class TrainingLoop:
             self.generation = self._next_generation(batch.prompts)
         generation = self.generation
         if generation is None or generation.prompt_ids != tuple(p.prompt_id for p in batch.prompts):
-            raise InputError("training was resumed inside a generation; resume from a checkpoint that Lockstep wrote")
+            raise InputError(
+                f"the checkpoint of step {self._state().global_step} is inside a generation of {self.config.steps_a_generation} "
+                "steps: no run can go on from it; rename it to go on from the one before"
+            )
         per_step = self.config.gradient_accumulation_steps
         step, place = divmod(batch.part % self.config.parts_per_generation, per_step)
         if place == 0:
             generation = self._begin_step(generation, step, policy_changed=batch.part > 0)
         mine = self._batches_per_step * step + per_step * self.ranks.rank + place
-        loss = self._step.learn(self.policy(), generation.micro_batches[mine])
+        loss = self._step.learn(self.policy(), generation.micro_batches[mine], mine)
         if place + 1 == per_step:
             self._finish_step(generation, step)
         return loss
@@ -116,19 +146,41 @@ class TrainingLoop:
     def _next_generation(self, prompts: Sequence[Prompt]) -> Generation:
         version, number = self._state().global_step, self.generation_number
         groups = self.rollout(prompts, self.config.group_size, self._generations_ahead())
+        rows = {p.prompt_id: p for p in prompts}
+        check_rows(groups, rows, self.source.decode, (self.config.seed, number))
+        self._ask_again(groups, rows, number)
 
         self.objective.epoch = int(self._state().epoch or 0)
-        generation, gap = self.preparation.generation(self.policy(), groups, version)
+        generation, scored = self.preparation.generation(self.policy(), groups, version)
 
-        self._count_tokens(groups, generation)
+        self._sampled = sampled_tokens(
+            groups,
+            scored.logps if scored is not None else None,
+            self.config.completions_per_micro_batch,
+            own_forward=self.config.single_update,
+        )
+        self._count_tokens(generation)
         self.order.note(number, groups)
-        self.log.note(self.source.metrics(groups, version) | self.order.metrics())
-        if gap is not None:
+        self.log.note(self.source.metrics(groups, version) | self._unscored.note(groups) | self.order.metrics())
+        if scored is not None:
             # This generation was scored before its first step. Where it is used for one step only, that step's own forward
             # gives the receipt's line.
             record = not self.config.single_update
-            self.ranks.on_owner("gap", lambda: self.source.prove(gap, generation, version + 1, record=record))
+            self.ranks.on_owner(
+                "gap",
+                lambda: self.source.prove(scored.gap, scored.draws, generation, version + 1, record=record),
+            )
         return generation
+
+    def _ask_again(self, groups: Sequence[RolloutGroup], rows: Mapping[str, Prompt], number: int) -> None:
+        # The rank that has asked first asks again, because functions may keep something between their calls.
+        own = groups if self.ranks.count == 1 else share_of(groups, self.ranks)
+        seed = (self.config.seed, number, self.ranks.rank)
+        with self.clock.phase("verify"):
+            (mine, *_) = self.ranks.share(
+                "scores", lambda: self.source.asked_again.check(own, rows, self._state(), seed)
+            )
+        self.log.note(mine)
 
     def rollout(
         self, prompts: Sequence[Prompt], num_generations: int, ahead: Sequence[tuple[int, Sequence[Prompt]]] = ()
@@ -147,9 +199,13 @@ class TrainingLoop:
         state, source = self._state(), self.source
         version = state.global_step
         check_same_weights(self.ranks, self.trained(), version)
+        check_same_parameters(self.source.policy, self.policy().model, version)
+        if (frozen := self.frozen) is not None:
+            with self.clock.phase("verify"):
+                self.ranks.share("reference", lambda: frozen.check(version))
         source.prove_first(version)
         if self.config.overlap_rewards:
-            return source.sample_and_score(prompts, num_generations, state)
+            return self._with_right_rewards(source.sample_and_score(prompts, num_generations, state))
 
         def push_and_sample() -> list[RolloutGroup]:
             source.push(version)
@@ -158,7 +214,13 @@ class TrainingLoop:
             return source.sample(prompts, num_generations, version)
 
         groups = source.on_every_rank(push_and_sample, prompts)
-        return source.score(groups, state)
+        return self._with_right_rewards(source.score(groups, state))
+
+    def _with_right_rewards(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """The groups, whose rewards are the sums of their scores with the user's weights."""
+        for rollout in (rollout for group in groups for rollout in group.rollouts):
+            self.settings.check_reward(str(rollout.key), rollout.reward, list(rollout.scores.values()))
+        return groups
 
     def rollout_in_parts(self, prompts: Sequence[Prompt], num_generations: int) -> list[RolloutGroup]:
         """`rollout` of many prompts, a part at a time, as an evaluation needs it."""
@@ -166,14 +228,57 @@ class TrainingLoop:
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         return [group for part in parts for group in self.rollout(part, num_generations)]
 
+    # ---- one evaluation: push, sample, score, prove -----------------------------------------------------------------
+
+    def evaluate(
+        self, prompts: Sequence[Prompt], digest: Callable[[], str]
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
+        """Scored rollouts of an evaluation set, by the policy as it is, and the figures of their proof. Every rank calls.
+
+        Args:
+            digest: gives the digest of the set's rows (`data_digest`). The rank that holds the engine calls it.
+
+        Raises:
+            ProofError: trainer and engine do not agree, or other rows were evaluated.
+        """
+        count, version, seed = self.config.group_size_eval, self._state().global_step, self.config.seed
+        groups = self.rollout_in_parts(prompts, count)
+        self.ranks.on_owner("evaluated rows", lambda: check_evaluated(groups, digest(), count))
+        check_rows(groups, {p.prompt_id: p for p in prompts}, self.source.decode, (seed, version))
+        sequences = drawn_sequences(groups, version, seed)
+        scored = self.preparation.scores(self.policy(), sequences)
+        names = {sequence.name for sequence in sequences}
+        drawn = [c for c in branches_of(groups) if str(c.key) in names and len(c.sampled_places)]
+        self.ranks.on_owner(
+            "evaluation", lambda: self.source.prove_evaluation(scored.gap, scored.draws, drawn, version)
+        )
+        sampled = sum(len(c.sampled_places) for c in branches_of(groups))
+        return groups, {
+            "parity/mean_abs_gap": scored.gap.mean_abs,
+            "parity/max_abs_gap": scored.gap.max_abs,
+            "parity/draws_z": scored.draws.z,
+            "parity/checked_tokens": scored.gap.tokens,
+            "parity/checked_share": scored.gap.tokens / sampled if sampled else 1.0,
+        }
+
     # ---- one optimizer step: learn, prove, log ----------------------------------------------------------------------
 
     def _begin_step(self, generation: Generation, step: int, *, policy_changed: bool) -> Generation:
-        self._step = OptimizerStep(self.objective, self.clock, self.ranks)
         sequences = generation.step(step, self._batches_per_step)
+        with self.clock.phase("verify"):
+            (mine, *_) = self.ranks.share("model gradient", lambda: self._check_backward(sequences))
+        self.log.note(mine)
+        again = self._forward_to_repeat(generation, step, policy_changed=policy_changed)
+        proofs = StepProofs(generation.expected, self._sampled, again)
+        self._step, self._policy_changed = OptimizerStep(self.objective, self.clock, self.ranks, proofs), policy_changed
         prepared = self.preparation.step(self.policy(), sequences, moved=policy_changed)
         self.generation = generation.with_step(step, self._batches_per_step, prepared)
+        if self.update_proof is not None:
+            self.update_proof.begin_step(self._state().global_step)
         return self.generation
+
+    def _check_backward(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
+        return self.model_gradient.check(self.policy(), sequences, self._state().global_step)
 
     def _finish_step(self, generation: Generation, step: int) -> None:
         """Add up the step over all ranks and prove it. The optimizer runs after this, or an error was raised."""
@@ -181,18 +286,59 @@ class TrainingLoop:
         def prove(total: UpdateSums) -> None:
             if self.config.single_update:
                 check_count(total.difference, generation.sampled_tokens, generation.version)
-                self.source.prove(total.gap, generation, self._state().global_step + 1)
+                self.source.prove(total.gap, total.draws, generation, self._state().global_step + 1)
             else:
                 # The gap of these tokens was proven, and written down, before the generation's first step.
+                if not self._policy_changed:
+                    own_limit = self.config.precision.own_limit(self.policy().model)
+                    check_repeated(total.repeated, own_limit, generation.version)
                 tokens = sum(s.length for s in generation.step(step, self._batches_per_step))
                 check_count(total.difference, tokens, generation.version)
 
         total = self._step.finish(prove, self.trained_parameters())
-        self.log.note(total.metrics(self.source.limit) | self.objective.finish_step(total.tally))
+        if self.update_proof is not None:
+            sequences = generation.step(step, self._batches_per_step)
+            with self.clock.phase("verify"):
+                self.update_proof.gradients(
+                    lambda added: self.ranks.share("gradients", added),
+                    learning=any(self.objective.has_gradient(s) for s in sequences),
+                )
+        (proven, *_) = self.ranks.share("proof metrics", self.source.proof_metrics)
+        figures = total.metrics(self.source.limit) | proven
+        self.log.note(figures | self.objective.finish_step(total.tally))
+
+    def _forward_to_repeat(self, generation: Generation, step: int, *, policy_changed: bool) -> PlainForward | None:
+        """The proof of this step's forward on this rank, where no other proof compares every token of it."""
+        if not policy_changed and generation.fresh_tokens == generation.sampled_tokens:
+            return None
+        first = self._batches_per_step * step + self.config.gradient_accumulation_steps * self.ranks.rank
+        mine = generation.micro_batches[first : first + self.config.gradient_accumulation_steps]
+        names = [s.name for batch in mine for s in batch if self.objective.has_gradient(s)]
+        seed = self.config.seed, self._state().global_step, self.ranks.rank
+        return drawn_forward(generation.completions, names, self.policy(), self.config.precision, seed)
 
     def trained_parameters(self) -> list[torch.nn.Parameter]:
         """Every parameter that the optimizer changes."""
         return [p for module in self.trained() for p in module.parameters() if p.requires_grad]
+
+    def note_clip(self, norm: float) -> None:
+        """Prove the norm by which the gradients were clipped."""
+        if self.update_proof is not None:
+            self.update_proof.clipped(norm)
+
+    def before_update(self) -> None:
+        """Prove what the optimizer is about to use."""
+        if self.update_proof is not None:
+            with self.clock.phase("verify"):
+                self.update_proof.before(self._state().global_step)
+
+    def after_update(self) -> None:
+        """Prove what the optimizer has made of the weights."""
+        with self.clock.phase("verify"):
+            if self.update_proof is not None:
+                self.log.note(self.update_proof.after(self._state().global_step))
+            if self.frozen is not None:
+                self.frozen.check_elements()
 
     # ---- where the run is -------------------------------------------------------------------------------------------
 
@@ -215,14 +361,16 @@ class TrainingLoop:
         last = min(first + self.config.generations_ahead, last)
         return list(generations_from(self.order, self.prompts, first, last))
 
-    def _count_tokens(self, groups: Sequence[RolloutGroup], generation: Generation) -> None:
+    def _count_tokens(self, generation: Generation) -> None:
         """Add a generation's tokens to the trainer's state, which checkpoints keep."""
-        prompt_tokens = sum(len(g.prompt.ids) * len(g.rollouts) for g in groups)
+        prompt_tokens = sum(len(c.prompt_ids) for c in generation.completions)
         self._state().num_input_tokens_seen += generation.sampled_tokens + prompt_tokens
 
     def begin(self) -> None:
         """Forget what an earlier call of `train` left."""
         self.generation = None
+        self.model_gradient.forget()
+        self.source.asked_again.forget()
         if self._state().global_step == 0:
             self.order.forget()
         self.log.clear()

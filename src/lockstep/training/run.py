@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
-from lockstep.errors import InputError, LockstepError
-from lockstep.parity.receipt import RECEIPT
+from lockstep.errors import InputError, LockstepError, names_path
+from lockstep.parity.receipt import RECEIPT, replace_text
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.html import render_report
 from lockstep.report.live import About, LiveView
@@ -25,10 +26,11 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.run_files.checkpoints import TRAINER_STATE, checkpoint_step
 from lockstep.training.run_files.run_directory import SUMMARY, RunPlace, read_lines
+from lockstep.training.run_files.shown_rollouts import live_sample, shown_rollout
 from lockstep.training.stop_signals import StopSignals, interrupted
 from lockstep.training.trainers.online import OnlineTrainer
 
-_SHOWN_ROLLOUTS = 12
+_SHOWN_ROLLOUTS, _SHOWN_TURNS = 12, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,17 @@ def run_method(
         arguments: the other arguments of the trainer's constructor: reward functions, data, an adapter.
 
     Raises:
+        InputError: there are several evaluation sets, or the config names a checkpoint.
         Interrupted: SIGINT or SIGTERM arrived (see `stop_signals.py`).
         LockstepError: the trainer raised it.
     """
+    if isinstance(arguments.get("eval_dataset"), Mapping):
+        raise InputError("a run and its report have one evaluation set; use the trainer's class for several")
+    if config.resume_from_checkpoint is not None:
+        raise InputError(
+            f"resume_from_checkpoint={config.resume_from_checkpoint!r} is not supported here: a run goes on from the last "
+            "checkpoint of its output_dir by itself; leave it out"
+        )
     start = time.monotonic()
     config.output_dir = str(place.folder)
     config.disable_tqdm = True
@@ -83,8 +93,12 @@ def _trainer(kind: type[OnlineTrainer], model: str, config: OnlineConfig, argume
 
 def _run(trainer: OnlineTrainer, place: RunPlace, start: float, stop: StopSignals) -> FinishedRun:
     folder, ranks = place.folder, trainer.ranks
+    if place.checkpoint is not None and place.start is not None:
+        trainer.checked = place.checkpoint, place.start
     trainer.remove_callback(PrinterCallback)
-    before = _evaluation(trainer, folder / "before.json", again=place.checkpoint is None)
+    before = _evaluation(
+        trainer, folder / "before.json", again=place.checkpoint is None, late=place.checkpoint is not None
+    )
     stop.watch(trainer)
     if ranks.owner:
         _train_in_view(trainer, place, before)
@@ -115,7 +129,7 @@ def _train_in_view(trainer: OnlineTrainer, place: RunPlace, before: dict[str, An
         ),
         trainer.clock.progress,
         trainer.step_log.latest,
-        lambda: _sample(trainer.source.shown_group),
+        lambda: live_sample(trainer.source.shown_group),
     )
     if before:
         view.on_evaluate(trainer.args, trainer.state, trainer.control, before["metrics"])
@@ -147,9 +161,11 @@ def _report(
         metrics,
         before["rollouts"] if before else [],
         after["rollouts"] if after else [],
+        # A run directory of an earlier version has no turns.
+        after.get("turns", []) if after else [],
     )
-    (folder / "report.html").write_text(page)
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+    replace_text(folder / "report.html", page)
+    replace_text(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
     return summary
 
 
@@ -165,25 +181,35 @@ def _train(trainer: OnlineTrainer, checkpoint: Path | None) -> None:
         trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
-def _evaluation(trainer: OnlineTrainer, path: Path, *, again: bool) -> dict[str, Any] | None:
-    """Evaluate and save the result, or read the result that an earlier part of the run saved."""
+def _evaluation(trainer: OnlineTrainer, path: Path, *, again: bool, late: bool = False) -> dict[str, Any] | None:
+    """Evaluate and save the result, or read the result that an earlier part of the run saved.
+
+    Args:
+        again: whether to evaluate even if there is a saved result.
+        late: whether the policy has moved since. Then nothing is evaluated, and a saved result that is gone stays gone.
+    """
     if trainer.eval_dataset is None:
         return None
     ranks = trainer.ranks
     earlier = ranks.from_owner("evaluation", lambda: _read(path) if not again else {}, _same, _same)
     if earlier:
         return earlier
+    if late:
+        if ranks.owner:
+            print(f"lockstep: {path} is gone; the report has no evaluation from before training", flush=True)
+        return None
     metrics = trainer.evaluate()
     found = {"metrics": metrics, "rollouts": [_shown(group) for group in trainer.last_eval_groups[:_SHOWN_ROLLOUTS]]}
     if ranks.owner:
+        proofs = trainer.source.proofs
+        # The policy has not moved since the evaluation.
+        found["turns"] = [
+            shown_rollout(group.rollouts[0], trainer.processing_class, proofs.token_gaps)
+            for group in trainer.last_eval_groups[:_SHOWN_TURNS]
+        ]
         print(f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}", flush=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        replace_text(path, json.dumps(found, indent=1) + "\n")
     return found
-
-
-def _sample(group: RolloutGroup | None) -> tuple[str, float] | None:
-    """Text and reward of one completion, for the live view."""
-    return (group.rollouts[0].text, group.rollouts[0].reward) if group is not None else None
 
 
 def _same(found: dict[str, Any]) -> dict[str, Any]:
@@ -191,17 +217,37 @@ def _same(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+    """A saved evaluation; empty if there is none.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        if not found["metrics"] or not isinstance(found["rollouts"], list):
+            raise ValueError("it holds no evaluation")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} cannot be read ({error}); delete it to go on without it") from error
+    return found
 
 
 def _shown(group: RolloutGroup) -> dict[str, Any]:
     source = group.prompt.source
     return {
-        "prompt": source if isinstance(source, str) else source[-1]["content"],
+        "prompt": source if isinstance(source, str) else _said(source[-1]["content"]),
         "completions": [rollout.text for rollout in group.rollouts],
         # JSON has no NaN.
         "rewards": [rollout.reward if rollout.scored else None for rollout in group.rollouts],
     }
+
+
+def _said(content: Any) -> Any:
+    """The content of a message. Of parts, it is the text, with a word in place of each picture."""
+    if not isinstance(content, list):
+        return content
+    return "".join(part.get("text") or "<image>" for part in content)
 
 
 class MetricsFile(TrainerCallback):
@@ -215,5 +261,5 @@ class MetricsFile(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if logs and ("loss" in logs or "eval_reward" in logs):
-            with self._path.open("a") as file:
+            with names_path(self._path), self._path.open("a") as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")

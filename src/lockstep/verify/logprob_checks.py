@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from lockstep.engines.protocol import Completion, Sampling
 from lockstep.engines.tensor_specs import dtype_name
+from lockstep.parity.distributions import Distribution
 from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.parity.tolerances import outside_limit, tolerance
@@ -25,7 +27,7 @@ _ACCOUNTING_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def semantics(stage: Stage) -> list[Row]:
-    """The engine's log-probs belong to the distribution that was sampled, for several sampling settings."""
+    """The engine's log-probs belong to the distribution that was sampled, for several sampling settings and for the run's own."""
     tokens = stage.config.max_completion_length
     cases = {
         "T = 1": Sampling(tokens),
@@ -34,12 +36,21 @@ def semantics(stage: Stage) -> list[Row]:
         "T = 1, top-p 0.9": Sampling(tokens, top_p=0.9),
         "T = 1, min-p 0.05": Sampling(tokens, min_p=0.05),
     }
-    return [_semantics_row(stage, name, sampling) for name, sampling in cases.items()]
+    rows = [_semantics_row(stage, name, Distribution(sampling)) for name, sampling in cases.items()]
+    own = stage.trainer.proofs.distribution
+    if replace(own.sampling, stop=(), max_kept_ids=Sampling(1).max_kept_ids) != stage.sampling():
+        rows.append(_semantics_row(stage, "the run's own settings", own, kept=True))
+    return rows
 
 
-def _semantics_row(stage: Stage, name: str, sampling: Sampling) -> Row:
-    completions = stage.sample(sampling, samples=2)
-    gap, outside = _gap_inside(stage, completions, sampling)
+def _semantics_row(stage: Stage, name: str, distribution: Distribution, *, kept: bool = False) -> Row:
+    """The row of one distribution.
+
+    Args:
+        kept: whether to score among the engine's kept ids, as in training. Otherwise the filters are applied anew.
+    """
+    completions = stage.sample(distribution.sampling, samples=2)
+    gap, outside = _gap_inside(stage, completions, distribution, kept=kept)
     dtype = stage.trainer.proofs.engine_dtype
     allowed = outside_limit(dtype) * (gap.tokens + outside)
     row = gap_row(
@@ -55,11 +66,14 @@ def _semantics_row(stage: Stage, name: str, sampling: Sampling) -> Row:
     return Row(row.proof, row.figure, row.limit, False, fix, row.details)
 
 
-def _gap_inside(stage: Stage, completions: Sequence[Completion], sampling: Sampling) -> tuple[GapStats, int]:
+def _gap_inside(
+    stage: Stage, completions: Sequence[Completion], distribution: Distribution, *, kept: bool
+) -> tuple[GapStats, int]:
     """The gap over tokens to which both sides give a probability, and the number of tokens to which the trainer gives none."""
     gap, outside = GapStats(), 0
     for c in completions:
-        own = completion_logps(stage.model, c.prompt_ids, c.token_ids, sampling, stage.precision)
+        sets = c.kept_ids if kept else None
+        own = completion_logps(stage.model, c.prompt_ids, c.token_ids, distribution, stage.precision, sets)
         inside = torch.isfinite(own)
         outside += int((~inside).sum())
         gap = gap + measure_gap(torch.tensor(c.logprobs)[inside], own[inside], [str(c.key)], [int(inside.sum())])
@@ -109,10 +123,12 @@ def accounting(stage: Stage) -> list[Row]:
 
 def _uneven_groups(stage: Stage) -> list[RolloutGroup]:
     """One group per prompt with mixed rewards, each of another length: equal lengths would hide a mean over a part."""
-    made = []
+    # The trainer scores them under the run's own distribution.
+    own, made = stage.trainer.proofs.distribution.sampling, []
     for i, prompt in enumerate(stage.prompts):
         most = max(stage.config.max_completion_length * (i + 1) // len(stage.prompts), 1)
-        completions = stage.sample(Sampling(most), [prompt], samples=stage.config.num_generations)
+        sampling = replace(own, max_tokens=most, min_tokens=min(own.min_tokens, most))
+        completions = stage.sample(sampling, [prompt], samples=stage.config.num_generations)
         made.append(RolloutGroup(prompt, tuple(Rollout(c, "", {}, float(j % 2)) for j, c in enumerate(completions))))
     return made
 
@@ -126,9 +142,11 @@ def _gradient(stage: Stage, groups: Sequence[RolloutGroup], parts: int) -> list[
     objective = GRPOObjective(config)
     generation = prepare_generation(groups, objective, stage.version)
     sums = UpdateSums()
+    # The temperature is this check's own.
+    policy = replace(stage.trainer._policy(), settings=None)
     stage.model.zero_grad(set_to_none=True)
     for batch in generation.micro_batches:
-        learn(stage.trainer._policy(), batch, objective, PhaseClock(), sums)
+        learn(policy, batch, objective, PhaseClock(), sums)
     gradient = [p.grad for p in stage.model.parameters() if p.grad is not None]
     stage.model.zero_grad(set_to_none=True)
     return gradient

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lockstep.errors import LockstepError, ProofError
-from lockstep.verify import logprob_checks, token_checks, weight_checks
+from lockstep.verify import draw_checks, logprob_checks, token_checks, weight_checks
 from lockstep.verify.rows import Row
 from lockstep.verify.stage import Stage
 
@@ -27,6 +27,7 @@ CHECKS: dict[str, Check] = {
     "module probe": weight_checks.module_probe,
     "canary": weight_checks.canary,
     "log-prob semantics": logprob_checks.semantics,
+    "draws": draw_checks.draws,
     "parity gap by dtype": logprob_checks.parity_by_dtype,
     "training step": logprob_checks.training_step,
     "exact accounting": logprob_checks.accounting,

@@ -6,23 +6,28 @@ of an optimizer step, the stage changes the weights by small random amounts and 
 
 from __future__ import annotations
 
+import io
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling
+from lockstep.engines.inbox import Inbox
+from lockstep.engines.protocol import Completion, Engine, Sampling
 from lockstep.errors import InputError
 from lockstep.models.resolve import resolve_model
 from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.module_probe import ProbeRecord
 from lockstep.parity.rescoring import Precision, completion_logps
-from lockstep.rollouts.collect import collect
+from lockstep.parity.resume.inputs import data_digest
+from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.tokenizer import load_tokenizer
@@ -46,6 +51,17 @@ class StageConfig(GRPOConfig):
     def __post_init__(self) -> None:
         self.max_thinking_length = self.min_thinking_length = None
         super().__post_init__()
+
+
+class _Begin(TrainerCallback):
+    """Calls a function before an optimizer step of a run begins."""
+
+    def __init__(self, after: int, begin: Callable[[], Any]) -> None:
+        self._after, self._begin = after, begin
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step == self._after:
+            self._begin()
 
 
 @dataclass
@@ -103,6 +119,44 @@ class Stage:
         self.model.zero_grad(set_to_none=True)
         generation = self.trainer.loop.generation
         return generation.sampled_tokens if generation is not None else 0
+
+    def evaluate(self) -> None:
+        """One evaluation on the stage's prompts.
+
+        Raises:
+            ProofError: as in training.
+        """
+        self.trainer.state.global_step += 1
+        digest = data_digest(self.prompts)
+        self.trainer.loop.evaluate(self.prompts, lambda: digest)
+
+    def learn(self, steps: int, after: int = 0, begin: Callable[[], Any] = lambda: None) -> None:
+        """Real optimizer steps, in the loop of training, from version 0 on. The caller restores the weights.
+
+        Args:
+            after, begin: a function to call before the first forward that follows so many optimizer steps.
+
+        Raises:
+            ProofError: as in training.
+        """
+        trainer, args = self.trainer, self.trainer.args
+        caller = _Begin(after, begin)
+        trainer.add_callback(caller)
+        limit = args.max_steps
+        args.max_steps, args.logging_strategy = steps, IntervalStrategy.NO
+        try:
+            # transformers prints a summary at the end.
+            with redirect_stdout(io.StringIO()):
+                trainer.train()
+        finally:
+            trainer.remove_callback(caller)
+            args.max_steps = limit
+            if trainer.loop.update_proof is not None:
+                trainer.loop.update_proof.abandon()
+            trainer.loop.update_proof = None
+            # The next call makes them anew.
+            trainer.optimizer = trainer.lr_scheduler = None
+            self.model.zero_grad(set_to_none=True)
 
     def groups(self, sampling: Sampling, prompts: Sequence[Prompt], samples: int) -> list[RolloutGroup]:
         """Rollout groups, sampled by the engine with its current weights."""
@@ -168,15 +222,21 @@ class Stage:
     @contextmanager
     def counted_tokens(self) -> Iterator[Callable[[], int]]:
         """A context that gives a function. It returns the number of tokens that the engine has answered in the context."""
-        real, answered = self.engine.generate, 0
+        real, answered = self.engine.serve, 0
 
-        def counting(requests: Sequence[GenerationRequest], *more: Any) -> dict[RequestKey, Completion]:
-            nonlocal answered
-            answers = real(requests, *more)
-            answered += sum(len(c.token_ids) for c in answers.values())
-            return answers
+        class Counting:
+            def __init__(self, inbox: Inbox) -> None:
+                self._inbox = inbox
 
-        with patch.object(self.engine, "generate", counting):
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._inbox, name)
+
+            def answer(self, completion: Completion, versions: Collection[int], vocab_size: int | None = None) -> None:
+                nonlocal answered
+                self._inbox.answer(completion, versions, vocab_size)
+                answered += len(completion.token_ids)
+
+        with patch.object(self.engine, "serve", lambda inbox: real(Counting(inbox))):  # type: ignore[arg-type]
             yield lambda: answered
 
 
@@ -218,6 +278,8 @@ def open_stage(
         try:
             trainer.begin_training()
             stage = Stage(trainer, _with_foreign_ids(trainer))
+            # Real runs on the stage have the same prompts.
+            trainer._train_prompts[:] = stage.prompts
             stage.scale = _visible_scale(stage)
             yield stage
         finally:
@@ -247,6 +309,11 @@ def _with_foreign_ids(trainer: GRPOTrainer) -> tuple[Prompt, ...]:
     return (*first, replace(last, ids=whole_numbers((*letters, *last.ids.tolist())[: len(last.ids)])))
 
 
-def _alternating(completions: list, **columns: Any) -> list[float]:
-    """A reward that differs within every group, so that every group has a gradient."""
-    return [float(i % 2) for i in range(len(completions))]
+def _alternating(prompts: list, **columns: Any) -> list[float]:
+    """A reward that differs within every group, so that every group has a gradient. A group scored alone gets the same."""
+    before: Counter[str] = Counter()
+    rewards = []
+    for prompt in map(repr, prompts):
+        rewards.append(float(before[prompt] % 2))
+        before[prompt] += 1
+    return rewards

@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
+import os
 from typing import Any, TypeVar
 
 import yaml
 
+from lockstep.cli.fields.config_file import read_file
 from lockstep.cli.fields.description import check_names, check_words, fields_of, underscored
 from lockstep.errors import InputError
 
@@ -27,7 +28,9 @@ class RunArguments:
     )
     dataset_name: str | None = dataclasses.field(
         default=None,
-        metadata={"help": "arithmetic, reasoning_gym, a .jsonl/.csv/.parquet file, a datasets directory, or a hub id."},
+        metadata={
+            "help": "arithmetic, calculator, reasoning_gym, a .jsonl/.csv/.parquet file, a datasets directory, or a hub id."
+        },
     )
     dataset_config: str | None = dataclasses.field(
         default=None, metadata={"help": "Kind of arithmetic problems, reasoning-gym data set, or hub configuration."}
@@ -47,6 +50,27 @@ class RunArguments:
             "help": "accuracy, format, length, exact_match, reasoning_gym, soft_overlong(MAX,CACHE), file.py:function, "
             "package.module.function, or a reward model's directory or hub id. Default: the data's own."
         },
+    )
+    tools: list[str] | None = dataclasses.field(
+        default=None,
+        metadata={"help": "Functions that the model may call: file.py:function or package.module.function."},
+    )
+    environment_factory: list[str] | None = dataclasses.field(
+        default=None,
+        metadata={
+            "help": "Class or function that makes an environment: file.py:name or package.module.name. Several, as "
+            "NAME=file.py:name, are chosen by the column 'environment'."
+        },
+    )
+    rollout_func: str | None = dataclasses.field(
+        default=None, metadata={"help": "Function that makes the rollouts itself: file.py:function."}
+    )
+    agent: str | None = dataclasses.field(
+        default=None,
+        metadata={"help": "Function that makes a rollout by calls to the gateway: file.py:function (docs/gateway.md)."},
+    )
+    agent_command: str | None = dataclasses.field(
+        default=None, metadata={"help": "Command line of such an agent; it runs once per rollout."}
     )
 
 
@@ -75,19 +99,38 @@ def read(words: list[str], command: str) -> Given:
         InputError: a missing or malformed file, an unknown field, a value of the wrong type.
     """
     words = [underscored(word) for word in words]
+    _check_text(words)
     switches = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    switches.add_argument("--config")
+    switches.add_argument("--config", action="append")
     switches.add_argument("--dry_run", action="store_true")
     try:
         known, rest = switches.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
     fields = fields_of(command)
-    content = _read(known.config) if known.config else {}
-    check_names([str(name) for name in content], fields, known.config)
+    if len(known.config or ()) > 1:
+        raise InputError("--config may be given once; the command line wins over the file")
+    content = read_file(known.config[0]) if known.config else {}
+    check_names(list(content), fields, known.config[0] if known.config else "")
     check_names([w[2:].split("=")[0] for w in rest if w.startswith("--")], fields, "the command line")
     together = [*_words(content), *rest]
+    _check_text(together)
     return Given(tuple(together), check_words(together, fields), known.dry_run)
+
+
+def _check_text(words: list[str]) -> None:
+    """Refuse words that no file name and no text can hold.
+
+    Raises:
+        InputError: there is such a word.
+    """
+    for word in words:
+        try:
+            is_text = b"\0" not in os.fsencode(word)
+        except UnicodeEncodeError:
+            is_text = False
+        if not is_text:
+            raise InputError(f"{word!r:.80} holds a character that is no text")
 
 
 def said_of(given: Given, arguments_class: type[Arguments]) -> Arguments:
@@ -115,7 +158,7 @@ def build(given: Given, config_class: type, arguments_class: type[Arguments]) ->
         raise
     except (ValueError, TypeError, ImportError, argparse.ArgumentError) as error:
         # TrainingArguments raises these for fields that contradict each other or that this machine does not support.
-        raise InputError(str(error).strip().splitlines()[0]) from error
+        raise InputError(" ".join(str(error).split())[:300] or type(error).__name__) from error
     return run, config
 
 
@@ -132,21 +175,6 @@ def resolved(run: RunArguments, config: Any) -> str:
 
 def _plain(value: Any) -> Any:
     return value.to_dict() if hasattr(value, "to_dict") else str(getattr(value, "value", value))
-
-
-def _read(path: str) -> dict[str, Any]:
-    file = Path(path)
-    if not file.is_file():
-        raise InputError(f"config file {path} does not exist")
-    try:
-        content = yaml.safe_load(file.read_text())
-    except OSError as error:
-        raise InputError(f"config file {path} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise InputError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise InputError(f"config file {path} must hold fields with values, one a line")
-    return content
 
 
 def _words(content: dict[str, Any]) -> list[str]:

@@ -22,6 +22,7 @@ CLASSES = {
     "online-dpo": (_RUN, "lockstep:OnlineDPOConfig"),
     "reinforce-pp": (_RUN, "lockstep:ReinforcePPConfig"),
     "ppo": (_RUN, "lockstep:PPOConfig"),
+    "gateway": ("lockstep.cli.gateway:GatewayArguments", "lockstep:GRPOConfig"),
     "verify": ("lockstep.cli.verify:VerifyArguments", "lockstep.verify.stage:StageConfig"),
 }
 _TYPES = {int: "int", float: "float", str: "text"}

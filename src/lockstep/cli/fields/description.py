@@ -15,7 +15,13 @@ from typing import Any, NoReturn
 
 from lockstep.cli.fields.groups import COMMON, GROUPS, OTHERS
 from lockstep.errors import InputError
-from lockstep.training.config.trl_fields import ONE_VALUE, UNSUPPORTED, refuse_other_value, refuse_unsupported
+from lockstep.training.config.trl_fields import (
+    ONE_VALUE,
+    UNSUPPORTED,
+    WITHOUT_EFFECT,
+    refuse_other_value,
+    refuse_unsupported,
+)
 
 FIELDS_FILE = Path(__file__).with_name("fields.json")
 _HELP = ("-h", "--help", "--help_all")
@@ -54,7 +60,7 @@ def check_words(words: list[str], fields: dict[str, dict[str, Any]]) -> dict[str
         # Here a mapping is still text; the dataclass parses it later.
         if not str(given[name]).startswith("{"):
             refuse_other_value(name, given[name])
-    for name in given.keys() & UNSUPPORTED.keys() - {"include_num_input_tokens_seen"}:
+    for name in given.keys() & UNSUPPORTED.keys():
         refuse_unsupported(name, given[name])
     return given
 
@@ -92,7 +98,7 @@ def help_text(command: str, about: str, words: list[str]) -> str:
     general = parser.add_argument_group("command")
     general.add_argument("--config", metavar="FILE", help="YAML file of fields; the command line wins.")
     general.add_argument("--dry_run", action="store_true", help="Print every field with its value, and stop.")
-    fields, refused = fields_of(command), {*ONE_VALUE, *UNSUPPORTED}
+    fields, refused = fields_of(command), {*ONE_VALUE, *UNSUPPORTED, *WITHOUT_EFFECT}
     for title, names in _grouped(fields).items():
         shown = [name for name in names if name not in refused and (whole or name in COMMON)]
         group = parser.add_argument_group(title)

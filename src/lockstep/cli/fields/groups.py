@@ -12,8 +12,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "verify": ("model", "engine", "dtype", "json", "self_test", "receipt", "explain", "plain_prompts"),
     "model": (
         "model_name_or_path", "bf16", "model_init_kwargs", "chat_template_kwargs", "gradient_checkpointing",
-        "gradient_checkpointing_kwargs", "use_liger_kernel", "liger_kernel_config", "cast_lm_head_to_fp32", "token_budget",
-        "logits_chunk_size",
+        "gradient_checkpointing_kwargs", "disable_dropout", "use_liger_kernel", "liger_kernel_config", "cast_lm_head_to_fp32",
+        "token_budget",        "logits_chunk_size",
     ),
     "adapter": (
         "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_rslora",
@@ -24,8 +24,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "dataset_seed", "shuffle_dataset", "eval_strategy", "eval_steps", "eval_on_start", "eval_delay",
     ),
     "reward": (
-        "reward_funcs", "reward_model_path", "reward_weights", "reward_timeout", "rehearse_rewards", "overlap_rewards",
-        "missing_eos_penalty", "reward_clip_range",
+        "reward_funcs", "reward_model_path", "reward_weights", "reward_timeout", "rehearse_rewards", "recheck_rewards",
+        "overlap_rewards", "max_unscored_generations", "missing_eos_penalty", "reward_clip_range",
+    ),
+    "tools": (
+        "tools", "environment_factory", "rollout_func", "max_tool_calling_iterations", "tool_timeout", "tool_format",
+        "agent", "agent_command", "rollouts_file", "agent_timeout", "gateway_host", "gateway_port",
     ),
     "method": (
         "learning_rate", "max_steps", "num_train_epochs", "num_generations", "per_device_train_batch_size",
@@ -42,7 +46,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "sampling": (
         "max_completion_length", "max_new_tokens", "max_length", "temperature", "stop_strings", "num_generations_eval",
-        "max_thinking_length", "min_thinking_length", "interruption", "end_of_thinking",
+        "top_p", "top_k", "min_p", "max_kept_ids", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+        "bad_words", "allowed_token_ids", "min_tokens", "vllm_structured_outputs_regex", "structured_outputs_json",
+        "structured_outputs_choice", "structured_outputs_grammar", "generation_kwargs", "max_thinking_length",
+        "min_thinking_length", "interruption", "end_of_thinking",
     ),
     "engine": (
         "use_vllm", "vllm_max_num_seqs", "vllm_gpu_memory_utilization", "vllm_max_model_length", "engine_dtype",
@@ -61,8 +68,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "project", "logging_strategy", "logging_first_step", "logging_nan_inf_filter", "log_level",
     ),
     "saving": (
-        "output_dir", "save_steps", "save_total_limit", "save_strategy", "push_to_hub", "hub_model_id", "hub_strategy",
-        "hub_private_repo", "hub_revision", "hub_always_push", "hub_token",
+        "output_dir", "save_steps", "save_total_limit", "save_strategy", "save_only_model", "load_best_model_at_end",
+        "metric_for_best_model", "greater_is_better", "resume_with_changes", "push_to_hub", "hub_model_id",
+        "hub_strategy", "hub_private_repo", "hub_revision", "hub_always_push", "hub_token",
     ),
 }  # fmt: skip
 
@@ -71,10 +79,12 @@ COMMON = frozenset(
     (
         *GROUPS["verify"],
         "model_name_or_path", "bf16", "use_peft", "lora_r", "dataset_name", "dataset_config", "train_size", "eval_size",
-        "reward_funcs", "reward_model_path", "learning_rate", "max_steps", "num_train_epochs", "num_generations",
+        "reward_funcs", "reward_model_path", "tools", "environment_factory", "agent", "rollouts_file", "learning_rate",
+        "max_steps", "num_train_epochs", "num_generations",
         "per_device_train_batch_size", "gradient_accumulation_steps", "beta", "loss_type", "seed", "max_completion_length",
-        "max_new_tokens", "temperature", "use_vllm", "vllm_max_num_seqs", "vllm_gpu_memory_utilization", "vllm_mode",
-        "vllm_server_base_url", "vllm_importance_sampling_correction", "logging_steps", "report_to", "log_completions",
+        "max_new_tokens", "temperature", "top_p", "use_vllm", "vllm_max_num_seqs",
+        "vllm_mode",
+        "vllm_server_base_url", "logging_steps", "report_to", "log_completions",
         "output_dir", "save_steps", "save_total_limit",
     )
 )  # fmt: skip

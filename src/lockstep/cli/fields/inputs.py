@@ -7,7 +7,9 @@ from lockstep.errors import InputError
 from lockstep.models.packaged import PACKAGED_MODEL
 from lockstep.models.resolve import resolve_model
 from lockstep.tasks.data_files import data_file
+from lockstep.tasks.functions import place_of
 from lockstep.tasks.rewards import names_model, reward_place
+from lockstep.training.config.checks import COUNT, SEED, Bounds, check_bounds
 
 
 def check_inputs(arguments: AdaptedRunArguments) -> None:
@@ -27,7 +29,45 @@ def check_inputs(arguments: AdaptedRunArguments) -> None:
             check_model(name)
         else:
             reward_place(name)
+    for name in arguments.tools or ():
+        place_of(name, "tool")
+    for name in factory_names(arguments.environment_factory).values():
+        place_of(name, "environment")
+    if arguments.rollout_func is not None:
+        place_of(arguments.rollout_func, "rollout_func")
+    if arguments.agent is not None:
+        place_of(arguments.agent, "agent")
+        if arguments.agent_command is not None:
+            raise InputError("agent and agent_command are two agents; give one of them")
     check_model(arguments.model_name_or_path)
+
+
+def factory_names(entries: list[str] | None) -> dict[str | None, str]:
+    """Where each environment is, by the name that rows use for it; a single one without a name has the name None.
+
+    Raises:
+        InputError: there are several, and one has no name or a name that another one has.
+    """
+    found: dict[str | None, str] = {}
+    for entry in entries or ():
+        name, equals, place = entry.partition("=")
+        key = name if equals else None
+        if key in found or (key is None and len(entries or ()) > 1):
+            raise InputError(
+                f"environment_factory {entry!r}: give each of several environments a name of its own, NAME=file.py:name"
+            )
+        found[key] = place if equals else entry
+    return found
+
+
+def check_sizes(arguments: AdaptedRunArguments) -> None:
+    """Check the numbers of the data and of the adapter.
+
+    Raises:
+        InputError: a number is out of its bounds.
+    """
+    check_bounds(arguments, {"train_size": Bounds(0), "eval_size": Bounds(0), "dataset_seed": SEED})
+    check_bounds(arguments, {"lora_r": COUNT, "lora_alpha": COUNT, "lora_dropout": Bounds(0, 1)})
 
 
 def check_model(name: str) -> None:

@@ -4,12 +4,13 @@ The sequences come from rollout groups. `training/forward/scoring.py` uses the p
 tokens. The pack has one row with one position per node. A token attends to its ancestors, and its position id is its depth.
 Therefore each branch attends to the same tokens as if it went through the model alone. A tree has no pad tokens. A prompt goes
 through the model once, for any number of completions. Examples that all prompts repeat go through it once, and so do equal
-completions. The last token of a completion has no position, because it predicts no token of the loss. Models that cannot attend
-within a tree get plain rows instead.
+completions. Branches of one rollout share the tokens up to the place where they part, also where one branch has them in its prompt
+and another one in its completion. The last token of a completion has no position, because it predicts no token of the loss. Models
+that cannot attend within a tree get plain rows instead.
 
 One integer per node (`ends`) describes which tokens each token sees. A pack does not depend on how attention is computed.
 
-A completion can contain inserted tokens that were not sampled (`rollouts/interruptions.py`). Other tokens attend to them as to
+A completion can contain inserted tokens that were not sampled (`rollouts/conversation.py`). Other tokens attend to them as to
 the tokens of a prompt, and they are not scored. Only this module handles inserted tokens: all scored tokens of a pack, and all
 columns, are of sampled tokens.
 """
@@ -23,8 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack_plan import cut_rows, cut_tree
-from lockstep.training.batch.sequence import TrainingSequence, column
+from lockstep.training.batch.pictures import PackPictures, PictureNumbers, position_ids
+from lockstep.training.batch.sequence import TrainingSequence, column, rollouts_of
 from lockstep.training.batch.tree import Ints, SortedPaths
 
 
@@ -40,6 +43,8 @@ class Pack:
         targets: (N,) ids of the scored tokens.
         ends: (T,) for each node, the index after its last descendant. Node i sees node j if and only if j <= i < ends[j]. The
             tensor stays on the CPU, where attention is planned. None: the pack has plain rows with causal attention.
+        pictures: the pictures of its placeholders; None: it has none. With pictures, `position_ids` has one more dimension in
+            front: the axes of the model's positions.
     """
 
     sequences: tuple[TrainingSequence, ...]
@@ -48,11 +53,13 @@ class Pack:
     predictors: torch.Tensor
     targets: torch.Tensor
     ends: torch.Tensor | None = None
+    pictures: PackPictures | None = None
 
     @property
     def lengths(self) -> torch.Tensor:
-        """(B,) number of scored tokens of each sequence."""
-        return torch.tensor([s.length for s in self.sequences], device=self.targets.device)
+        """(R,) number of scored tokens of each rollout, over all of its branches."""
+        lengths = [sum(s.length for s in own) for own in rollouts_of(self.sequences)]
+        return torch.tensor(lengths, device=self.targets.device)
 
     def column(self, name: str) -> torch.Tensor:
         """(N,) float32 values of the field `name` of the sequences, one value per token.
@@ -61,6 +68,17 @@ class Pack:
             ValueError: as in `batch.sequence.column`.
         """
         return column(self.sequences, name).to(self.targets.device)
+
+    def kept_ids(self) -> KeptIds:
+        """One set of ids for each of the N tokens.
+
+        Raises:
+            ValueError: a sequence does not have one set per token.
+        """
+        for sequence in self.sequences:
+            if sequence.kept_ids is None or len(sequence.kept_ids) != sequence.length:
+                raise ValueError(f"sequence {sequence.name} has no kept ids for each of its tokens")
+        return joined_kept_ids([s.kept_ids for s in self.sequences if s.kept_ids is not None])
 
     def to(self, device: torch.device) -> Pack:
         """The same pack on another device."""
@@ -84,20 +102,26 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
     """
     units = list(_units(sequences))
     held = [s for unit in units for s in unit]
-    paths = SortedPaths.of([s.path for s in held])
+    numbers = _numbers(held)
+    paths = SortedPaths.of([s.path if numbers is None else numbers.path(s) for s in held])
     counts = [len(unit) for unit in units]
     bounds = [0, *np.cumsum(counts).tolist()]
     for run in cut_tree(paths, counts, [len(unit[0].prompt_ids) for unit in units], token_budget):
         members = range(bounds[run.start], bounds[run.stop])
         tree = paths.tree(members)
         own = [held[i] for i in members]
+        ids, pictures = (tree.tokens, None) if numbers is None else numbers.split(tree.tokens)
+        positions = torch.from_numpy(tree.depths)[None]
+        if pictures is not None:
+            positions = position_ids(own, tree.nodes, len(ids))[:, None]
         yield Pack(
             sequences=tuple(own),
-            input_ids=torch.from_numpy(tree.tokens)[None],
-            position_ids=torch.from_numpy(tree.depths)[None],
+            input_ids=torch.from_numpy(ids)[None],
+            position_ids=positions,
             predictors=_tensor([nodes[_ints(s.predictors)] for s, nodes in zip(own, tree.nodes, strict=True)]),
             targets=_tensor([_ints(s.sampled_ids) for s in own]),
             ends=torch.from_numpy(tree.ends),
+            pictures=pictures,
         )
 
 
@@ -116,17 +140,30 @@ def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int) -> Itera
 
 
 def _rows(held: list[TrainingSequence]) -> Pack:
-    paths = [_ints(s.path) for s in held]
+    numbers = _numbers(held)
+    paths = [_ints(s.path if numbers is None else numbers.path(s)) for s in held]
     ids = np.zeros((len(paths), max(len(path) for path in paths)), dtype=np.int64)
     for row, path in zip(ids, paths, strict=True):
         row[: len(path)] = path
+    positions, pictures = torch.arange(ids.shape[1]).expand(len(held), -1), None
+    if numbers is not None:
+        ids, pictures = numbers.split(ids)
+    if pictures is not None:
+        nodes = [row * ids.shape[1] + np.arange(len(path)) for row, path in enumerate(paths)]
+        positions = position_ids(held, nodes, ids.size).unflatten(1, ids.shape)
     return Pack(
         sequences=tuple(held),
         input_ids=torch.from_numpy(ids),
-        position_ids=torch.arange(ids.shape[1]).expand(len(held), -1),
+        position_ids=positions,
         predictors=_tensor([row * ids.shape[1] + _ints(s.predictors) for row, s in enumerate(held)]),
         targets=_tensor([_ints(s.sampled_ids) for s in held]),
+        pictures=pictures,
     )
+
+
+def _numbers(sequences: Sequence[TrainingSequence]) -> PictureNumbers | None:
+    """Numbers for the parts of pictures; None: no sequence has pictures."""
+    return PictureNumbers(sequences) if any(s.pictures is not None for s in sequences) else None
 
 
 def _units(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSequence]]:

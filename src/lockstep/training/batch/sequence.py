@@ -1,16 +1,18 @@
-"""The training data of one completion: its ids, and the values of each sampled token.
+"""The training data of one completion, which is a rollout or a branch of one: its ids, and the values of each sampled token.
 
 `training/step/generation.py` makes the sequences. `training/batch/pack.py` makes tensors from them, and the methods read them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from lockstep.images.pictures import PromptPictures
 from lockstep.tokens.arrays import (
     ArrayFields,
     Flags,
@@ -23,6 +25,7 @@ from lockstep.tokens.arrays import (
     reals,
     whole_numbers,
 )
+from lockstep.tokens.kept_ids import KeptIds
 
 _REALS = ("behaviour_logps", "advantages", "old_logps", "entropies", "ref_logps", "values", "returns")
 _FLAGS = ("fresh", "kept", "sampled")
@@ -53,6 +56,11 @@ class TrainingSequence(ArrayFields):
         unit: sequences with the same unit are adjacent and stay in one pack, because they have one common loss. None: the
             sequence is a unit alone.
         sampled: (C,) bool, whether each of `completion_ids` was sampled. None: true for all ids.
+        rollout: name of the rollout, if it has several branches. They are adjacent sequences of one unit. None: the sequence is a
+            whole rollout.
+        kept_ids: one set of ids for each sampled token, if a filter (top-k, top-p, min-p) was in force. The trainer scores the
+            token among them.
+        pictures: the pictures of the prompt; None: it has none.
 
     Raises:
         BadValues: a field has values of another kind than integers, numbers or booleans, as its type requires.
@@ -73,6 +81,9 @@ class TrainingSequence(ArrayFields):
     returns: Reals | None = None
     unit: str | None = None
     sampled: Flags | None = None
+    rollout: str | None = None
+    kept_ids: KeptIds | None = None
+    pictures: PromptPictures | None = None
 
     def __post_init__(self) -> None:
         kinds = (("prompt_ids", "completion_ids"), whole_numbers), (_REALS, reals), (_FLAGS, flags)
@@ -105,6 +116,11 @@ class TrainingSequence(ArrayFields):
     @property
     def _places(self) -> Ids:
         return places_of(self.sampled, len(self.completion_ids))
+
+
+def rollouts_of(sequences: Sequence[TrainingSequence]) -> list[list[TrainingSequence]]:
+    """The sequences of each rollout, in order."""
+    return [list(own) for _, own in itertools.groupby(sequences, lambda s: s.rollout or s.name)]
 
 
 def flat(sequences: Sequence[TrainingSequence], name: str) -> np.ndarray:

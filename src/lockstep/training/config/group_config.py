@@ -5,12 +5,11 @@ They extend `training/config/online_config.py`. The configs of GRPO, RLOO, REINF
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from lockstep.errors import InputError
 from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.config.trl_fields import check_bounds, doc
+from lockstep.training.config.trl_fields import doc
 
 
 @dataclass
@@ -90,7 +89,8 @@ class GroupConfig(OnlineConfig):
         """
         if self.epsilon_high is None:
             self.epsilon_high = self.epsilon
-        self._check_group_fields()
+        if self.sync_ref_model and not self.beta:
+            raise InputError("sync_ref_model has no reference model to sync: beta is 0")
         if self.num_generations < self.least_group:
             raise InputError(
                 f"num_generations={self.num_generations}; an advantage needs at least {self.least_group} completions per prompt"
@@ -123,18 +123,3 @@ class GroupConfig(OnlineConfig):
                 f"steps_per_generation={self.steps_per_generation} is no multiple of gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps}: an optimizer step would span two generations"
             )
-
-    def _check_group_fields(self) -> None:
-        check_bounds(self, {"epsilon": (0.0, None), "epsilon_high": (0.0, None), "beta": (0.0, None)})
-        check_bounds(self, {"num_generations_eval": (1, None)})
-        for name in ("max_completion_length", "num_iterations", "steps_per_generation", "ref_model_sync_steps"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}; it must be at least 1")
-        if self.no_positive_resampling is not None and not math.isfinite(self.no_positive_resampling):
-            raise InputError(
-                f"no_positive_resampling={self.no_positive_resampling}; it must be a mean reward, or unset"
-            )
-        if self.sync_ref_model and not self.beta:
-            raise InputError("sync_ref_model has no reference model to sync: beta is 0")
-        if not 0 < self.ref_model_mixup_alpha <= 1:
-            raise InputError(f"ref_model_mixup_alpha={self.ref_model_mixup_alpha}; it must be above 0 and at most 1")

@@ -1,6 +1,6 @@
 """Turns a config's interruption fields into token ids.
 
-It takes a config and its tokenizer. The result goes to `rollouts/interruptions.py`, through `training/generate/source.py`.
+It takes a config and its tokenizer. The result goes to `rollouts/programs/interruptions.py`, through `training/generate/source.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
-from lockstep.rollouts.interruptions import Interruption
+from lockstep.rollouts.programs.interruptions import Interruption
 from lockstep.training.config.online_config import OnlineConfig
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lockstep.errors import InputError
-from lockstep.training.config.trl_fields import check_bounds, doc
+from lockstep.training.config.checks import Bounds, check_bounds
+from lockstep.training.config.trl_fields import doc
 
 if TYPE_CHECKING:
     pass
@@ -57,7 +58,7 @@ class InterruptionFields:
             if self.min_thinking_length is not None:
                 raise InputError(f"min_thinking_length={self.min_thinking_length} needs max_thinking_length beside it")
             return
-        check_bounds(self, {"max_thinking_length": (1, None), "min_thinking_length": (1, self.max_thinking_length)})
+        check_bounds(self, {"min_thinking_length": Bounds(1, self.max_thinking_length)})
         if self.max_thinking_length >= limit:
             raise InputError(
                 f"max_thinking_length={self.max_thinking_length} leaves nothing for an answer within the {limit} tokens of a "

@@ -13,17 +13,23 @@ import torch
 from transformers import TrainingArguments
 
 from lockstep.algorithms.corrections import CorrectionMode
-from lockstep.engines.server_calls import server_urls
+from lockstep.engines.http.server_calls import check_urls, server_urls
 from lockstep.errors import InputError
 from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
+from lockstep.parity.rescoring import Precision
+from lockstep.sync.transport import TRANSPORTS
+from lockstep.training.config.agent_fields import AgentFields
+from lockstep.training.config.checks import check_fields
+from lockstep.training.config.filter_fields import FilterFields
 from lockstep.training.config.interruption_fields import InterruptionFields
 from lockstep.training.config.precision import has_fast_bf16, usual_token_budget
+from lockstep.training.config.tool_fields import ToolFields
 from lockstep.training.config.trl_fields import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
 
 
 @dataclass
-class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
+class OnlineConfig(AgentFields, FilterFields, ToolFields, InterruptionFields, OneValueFields, TrainingArguments):
     """Fields shared by the trainers of `lockstep.training`.
 
     Raises:
@@ -54,11 +60,30 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
     reward_weights: list[float] | None = field(
         default=None, metadata=doc("One weight per reward function; default: 1 each.")
     )
-    reward_timeout: float = field(default=600.0, metadata=doc("Seconds that coroutine reward functions may take."))
+    reward_timeout: float = field(
+        default=600.0, metadata=doc("Seconds that reward functions may take for a generation.")
+    )
+    max_unscored_generations: int = field(
+        default=10,
+        metadata=doc("Generations in a row without a single score that end the run. Fewer of them give a warning."),
+    )
+    resume_with_changes: bool = field(
+        default=False,
+        metadata=doc(
+            "Resume although the data, a reward function or a setting has changed since. The receipt says what has changed."
+        ),
+    )
     rehearse_rewards: bool = field(
         default=True,
         metadata=doc(
             "Call reward functions and judges once on made-up completions before a model is loaded, to report errors early."
+        ),
+    )
+    recheck_rewards: bool = field(
+        default=True,
+        metadata=doc(
+            "Ask plain reward functions again about one drawn group per generation, to prove the scores. Set it to false for "
+            "functions with side effects, or that depend on time or on earlier calls."
         ),
     )
     overlap_rewards: bool = field(
@@ -110,7 +135,8 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
         default=0,
         metadata=doc(
             "How many optimizer steps tokens may be older than the policy that first learns from them. Above 0, generations are "
-            "sampled ahead, in server mode, while the trainer learns. 0: generation and training take turns."
+            "sampled ahead: by a server while the trainer learns, by an engine in this process before it learns. 0: generation and "
+            "training take turns."
         ),
     )
     vllm_engine_kwargs: dict | str | None = field(default=None, metadata=doc("Further arguments of vllm.LLM."))
@@ -144,9 +170,15 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
         "model_init_kwargs",
         "chat_template_kwargs",
         "vllm_engine_kwargs",
+        "generation_kwargs",
+        "logit_bias",
     ]
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        if self.load_best_model_at_end and self.metric_for_best_model is None:  # type: ignore[has-type]
+            # transformers would take the evaluation's loss, and an evaluation here has none.
+            self.metric_for_best_model = "reward"
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_fast_bf16()
         if not torch.cuda.is_available():
@@ -156,14 +188,17 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
             self.vllm_mode = "server"
         self.refuse_other_values()
         self._refuse_unsupported()
+        self.drop_what_has_no_effect(owner=self.process_index == 0)
         self.liger_kernel_config = liger_config(self.use_liger_kernel, self.liger_kernel_config, use_cpu=self.use_cpu)
         self._check_server()
         self._check_corrections()
         self._check_completion_log()
         self.size_generation()
         self.check_interruption(self.completion_limit, self.stop_strings or [])
+        self.take_generation_kwargs()
+        self.check_filters(self.completion_limit, interrupted=self.max_thinking_length is not None)
         self._check_staleness()
-        self._check_saves()
+        self._check_best_model()
 
     def size_generation(self) -> None:
         """Set and check the sizes of a generation.
@@ -243,6 +278,11 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
         return torch.bfloat16 if self.bf16 else torch.float32
 
     @property
+    def precision(self) -> Precision:
+        """How the trainer computes a forward."""
+        return Precision(torch.bfloat16 if self.bf16 else None, torch.float32 if self.cast_lm_head_to_fp32 else None)
+
+    @property
     def engine_torch_dtype(self) -> torch.dtype:
         """Dtype in which the engine computes."""
         return self.trainer_dtype if self.engine_dtype == "auto" else getattr(torch, self.engine_dtype)
@@ -259,7 +299,11 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
             raise InputError(
                 "FSDP, DeepSpeed and several GPUs in one process are not supported yet; start one process per GPU (torchrun)"
             )
-        for name, value in {"save_on_each_node": False, "metric_for_best_model": None}.items():
+        for name, value in {
+            "save_on_each_node": False,
+            "metric_for_best_model": None,
+            "save_only_model": False,
+        }.items():
             # One rank saves while the others wait.
             if self.world_size > 1 and getattr(self, name) != value:
                 raise InputError(
@@ -272,17 +316,6 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
             raise InputError(f"optim={optimizer} steps inside the backward pass, before the proof; it is not supported")
         if self.overlap_rewards and self.world_size > 1:
             raise InputError("overlap_rewards is not supported with several processes; leave it out")
-        if self.temperature <= 0:
-            raise InputError(f"temperature={self.temperature} leaves nothing to learn from; it must be above 0")
-        for name in (
-            "token_budget",
-            "logits_chunk_size",
-            "gradient_accumulation_steps",
-            "per_device_train_batch_size",
-            "vllm_max_num_seqs",
-        ):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}; it must be at least 1")
         for name in ("model_init_kwargs", "chat_template_kwargs", "vllm_engine_kwargs"):
             if not isinstance(getattr(self, name), dict | None):
                 raise InputError(f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}')
@@ -296,21 +329,17 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
     def _check_server(self) -> None:
         if self.vllm_mode not in ("colocate", "server"):
             raise InputError(f"vllm_mode={self.vllm_mode!r}; it must be colocate or server")
+        if self.vllm_weight_transport not in TRANSPORTS:
+            raise InputError(
+                f"vllm_weight_transport={self.vllm_weight_transport!r}; it must be {', '.join(TRANSPORTS)}"
+            )
         if self.vllm_mode == "colocate":
             return
         if self.use_vllm is False:
             raise InputError("vllm_mode=server and use_vllm=false contradict each other; leave use_vllm out")
         if self.vllm_engine_kwargs:
             raise InputError("vllm_engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead")
-        if self.vllm_server_timeout <= 0:
-            raise InputError(f"vllm_server_timeout={self.vllm_server_timeout}; it must be above 0")
-        urls = self.server_urls
-        odd = [url for url in urls if not url.startswith(("http://", "https://"))]
-        if odd or len(set(urls)) != len(urls):
-            raise InputError(
-                f"vllm_server_base_url={self.vllm_server_base_url!r}; it must be different URLs such as http://127.0.0.1:8000, "
-                "separated by commas"
-            )
+        check_urls("vllm_server_base_url", self.server_urls)
 
     def _check_staleness(self) -> None:
         if self.max_staleness == 0:
@@ -319,11 +348,6 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
             raise InputError(
                 f"max_staleness={self.max_staleness}; it must be 0 or a multiple of the {self.steps_a_generation} optimizer steps "
                 "of a generation"
-            )
-        if self.vllm_mode != "server":
-            raise InputError(
-                f"max_staleness={self.max_staleness} needs an engine that samples while the trainer learns: start "
-                "'lockstep serve MODEL' and set vllm_mode: server"
             )
         if self.overlap_rewards:
             raise InputError(
@@ -348,8 +372,6 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
             )
 
     def _check_completion_log(self) -> None:
-        if self.num_completions_to_print is not None and self.num_completions_to_print < 1:
-            raise InputError(f"num_completions_to_print={self.num_completions_to_print}; it must be at least 1")
         trackers = sorted({"wandb", "trackio"} & set(self.report_to or ()))
         if self.log_completions and trackers:
             raise InputError(
@@ -357,10 +379,19 @@ class OnlineConfig(InterruptionFields, OneValueFields, TrainingArguments):
                 "the two out"
             )
 
-    def _check_saves(self) -> None:
-        """Check that the run ends where a generation ends. `run_files/resumable.py` places the checkpoints."""
-        if self.max_steps > 0 and self.save_strategy != "no" and self.max_steps % self.steps_a_generation:
+    def _check_best_model(self) -> None:
+        """Check that the best model of a run can be found. `run_files/resumable.py` places the checkpoints."""
+        if not self.load_best_model_at_end:
+            return
+        if str(self.metric_for_best_model).removeprefix("eval_") == "loss":
             raise InputError(
-                f"max_steps={self.max_steps} is no multiple of the {self.steps_a_generation} optimizer steps of a generation: a "
-                "run could not go on exactly from its last checkpoint"
+                "metric_for_best_model=loss: an evaluation samples and has no loss; leave it out (then it is reward), or name "
+                "another metric of an evaluation"
+            )
+        by_steps = str(getattr(self.save_strategy, "value", self.save_strategy)) == "steps"
+        if by_steps and (self.save_steps < 1 or self.save_steps % self.steps_a_generation):
+            raise InputError(
+                f"load_best_model_at_end with save_steps={self.save_steps:g}: checkpoints are only written where a generation of "
+                f"{self.steps_a_generation} optimizer steps ends, which would not be where evaluations are; make save_steps a "
+                f"multiple of {self.steps_a_generation}"
             )

@@ -221,7 +221,7 @@ class PromptLoader(DataLoader):
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr]
 
 
-def order_of(prompts: Sequence[Prompt], config: OnlineConfig) -> PromptOrder:
+def order_of(prompts: Sequence[Prompt], config: OnlineConfig, *, shuffle: bool) -> PromptOrder:
     """The order of a run's training prompts.
 
     Raises:
@@ -230,7 +230,7 @@ def order_of(prompts: Sequence[Prompt], config: OnlineConfig) -> PromptOrder:
     return PromptOrder(
         [prompt.prompt_id for prompt in prompts],
         config.prompts_per_generation,
-        shuffle=config.shuffle_dataset,
+        shuffle=shuffle,
         seed=config.data_seed if config.data_seed is not None else config.seed,
         solved_at=getattr(config, "no_positive_resampling", None),
         ahead=config.generations_ahead,

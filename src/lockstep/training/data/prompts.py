@@ -7,25 +7,70 @@ them in the dataset's order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
+from lockstep.images.prompts import ImagePrompts
+from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt
-from lockstep.rollouts.ranks import Ranks
-from lockstep.tokens.arrays import whole_numbers
-from lockstep.tokens.chat import render_prompt
+from lockstep.tokens.arrays import Ids, whole_numbers
+from lockstep.tokens.chat import is_conversational, render_prompt, template_of, with_joined_text
+from lockstep.tokens.conversation.template import Template
 from lockstep.training.config.online_config import OnlineConfig
+
+# What reward functions get beside the columns.
+_ARGUMENTS = frozenset(
+    {"prompts", "completions", "completion_ids", "environments", "trainer_state", "log_metric", "log_extra"}
+)
+# The prompt of a row that has none: an environment adds to it.
+_EMPTY = [{"role": "user", "content": ""}]
+# Makes the ids of a row's prompt.
+IdsOf = Callable[[Mapping[str, Any]], Sequence[int] | Ids]
+
+
+def datasets_of_environment(
+    train: Any, evaluation: Any | None, config: OnlineConfig, factory: Any
+) -> tuple[Any, Any | None]:
+    """The datasets of a run whose environments give the prompts, as in TRL: `reset` adds to the last message, which is then empty.
+
+    Args:
+        train, evaluation: datasets, perhaps without a column `prompt`. Without a training dataset every row is empty.
+        factory: the `environment_factory`; a mapping is chosen from by the column `environment`.
+
+    Raises:
+        InputError: there is no training dataset, and either `max_steps` is not set or the environments are chosen by a column.
+    """
+    if train is None:
+        if isinstance(factory, Mapping) or config.max_steps <= 0:
+            raise InputError(
+                "without a train_dataset the environment gives the prompts: set max_steps, and give a single environment_factory"
+            )
+        train = Dataset.from_dict({"prompt": [_EMPTY] * config.prompts_per_generation})
+    if isinstance(evaluation, Mapping):
+        return with_empty_prompts(train), {name: with_empty_prompts(data) for name, data in evaluation.items()}
+    return with_empty_prompts(train), with_empty_prompts(evaluation)
+
+
+def with_empty_prompts(data: Any) -> Any:
+    """A dataset with a column of empty prompts, if it has none. Anything but a dataset stays as it is."""
+    if isinstance(data, Dataset) and len(data) and "prompt" not in data.column_names:
+        return data.add_column("prompt", [_EMPTY] * len(data))
+    return data
 
 
 def check_dataset(dataset: Any, name: str) -> None:
     """Refuse a dataset that cannot be trained on, before a model is loaded.
 
+    Args:
+        name: of the dataset, for errors: `train`, `eval`, `eval/math`.
+
     Raises:
-        InputError: there is no `prompt` column, there are no rows or there are images, or it is not a map-style dataset.
+        InputError: there is no `prompt` column, a column has the name of an argument of reward functions, there are no rows, or it
+            is not a map-style dataset.
     """
     if not isinstance(dataset, Dataset):
         raise InputError(f"the {name} dataset must be a datasets.Dataset, got {type(dataset).__name__}")
@@ -33,19 +78,11 @@ def check_dataset(dataset: Any, name: str) -> None:
         raise InputError(f"the {name} dataset is empty")
     if "prompt" not in dataset.column_names:
         raise InputError(f"the {name} dataset has no 'prompt' column, only {dataset.column_names}")
-    images = {"image", "images"} & set(dataset.column_names)
-    if images:
-        # TRL would show the images to the model. If they were ignored, the model would answer without having seen them.
+    if taken := _ARGUMENTS & set(dataset.column_names):
         raise InputError(
-            f"the {name} dataset has a column {min(images)!r}: images are not supported yet; drop the column"
+            f"the {name} dataset has a column {min(taken)!r}, which is the name of an argument of reward functions: they would not "
+            "see the column; rename it"
         )
-
-
-def check_datasets(train: Any, evaluation: Any | None) -> None:
-    """Call `check_dataset` for the training dataset, and for the evaluation dataset if there is one."""
-    check_dataset(train, "train")
-    if evaluation is not None:
-        check_dataset(evaluation, "eval")
 
 
 def load_prompts(
@@ -55,77 +92,110 @@ def load_prompts(
     *,
     max_prompt_length: int,
     chat_template_kwargs: dict[str, Any] | None = None,
+    ids_of: IdsOf | None = None,
+    images: ImagePrompts | None = None,
 ) -> list[Prompt]:
     """Every row as a prompt, named `<name>/<row>`.
 
     Args:
         max_prompt_length: number of tokens that the model's context leaves for a prompt.
+        ids_of: makes the ids of a row's prompt, for example with tools; None: they are the prompt's alone.
+        images: reads the prompts and their pictures; None: there are no pictures.
 
     Raises:
-        InputError: a prompt cannot be tokenized, or is too long. The message names the row.
+        InputError: a prompt cannot be tokenized, or is too long, or a picture cannot be read. The message names the row.
     """
-    prompts = []
-    for index, row in enumerate(dataset):
+    if images is None and (shown := {"image", "images"} & set(dataset.column_names)):
+        # TRL would show the images to the model. If they were ignored, the model would answer without having seen them.
+        raise InputError(
+            f"the {name} dataset has a column {min(shown)!r}: images are not supported here, because the model reads none or the "
+            "run began without any; drop the column"
+        )
+    prompts, template = [], template_of(tokenizer, chat_template_kwargs) if ids_of is None else None
+    for index, given in enumerate(dataset):
         prompt_id = f"{name}/{index}"
-        source = row["prompt"]
+        source = with_joined_text(given["prompt"])
+        row = {**given, "prompt": source}
         try:
-            ids = render_prompt(source, tokenizer, chat_template_kwargs)
+            if images is not None:
+                ids, pictures = images.read(row)
+            else:
+                made = render_prompt(source, tokenizer, template=template) if ids_of is None else ids_of(row)
+                ids, pictures = whole_numbers(made), None
         except InputError as error:
             raise InputError(f"prompt {prompt_id}: {error}") from error
         if len(ids) > max_prompt_length:
             raise InputError(
-                f"prompt {prompt_id} has {len(ids)} tokens; the model's context leaves {max_prompt_length} beside "
+                f"prompt {prompt_id} has {len(ids)} tokens; there is room for {max_prompt_length} beside "
                 "max_completion_length: shorten or drop the row"
             )
-        prompts.append(Prompt(prompt_id, whole_numbers(ids), source, {k: v for k, v in row.items() if k != "prompt"}))
+        columns = {k: v for k, v in row.items() if k != "prompt"}
+        prompts.append(Prompt(prompt_id, ids, source, columns, pictures))
     return prompts
 
 
 def read_prompts(
-    train: Dataset,
-    evaluation: Dataset | None,
+    datasets: Mapping[str, Dataset],
     tokenizer: PreTrainedTokenizerBase,
-    context: int,
+    longest: int,
     config: OnlineConfig,
     ranks: Ranks,
-) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts of both datasets. Every rank calls this and reads them; the ranks compare what they have read.
+    ids_of: IdsOf | None = None,
+    images: ImagePrompts | None = None,
+) -> dict[str, list[Prompt]]:
+    """The prompts of each dataset. Every rank calls this and reads them; the ranks compare what they have read.
 
     Ranks must have equal prompts, because rollouts travel between ranks with the names of their prompts only.
 
     Args:
-        context: number of tokens that the model can attend to.
+        datasets: by the name that their prompts get.
+        longest: number of tokens that prompt and completion may have together.
+        ids_of, images: as in `load_prompts`.
 
     Raises:
         InputError: on every rank; a rank cannot use its data (see `load_prompts`), or two ranks have different prompts.
     """
-    room, arguments = context - config.completion_limit, config.chat_template_kwargs
-    found: list[list[Prompt]] = []
+    room, arguments = longest - config.completion_limit, config.chat_template_kwargs
+    found: dict[str, list[Prompt]] = {}
 
     def read() -> list[Any]:
-        for name, data in (("train", train), ("eval", evaluation)):
-            prompts = (
-                []
-                if data is None
-                else load_prompts(
-                    data,
-                    name,
-                    tokenizer,
-                    max_prompt_length=room,
-                    chat_template_kwargs=arguments,  # type: ignore[arg-type]
-                )
+        for name, data in datasets.items():
+            found[name] = load_prompts(
+                data,
+                name,
+                tokenizer,
+                max_prompt_length=room,
+                chat_template_kwargs=arguments,  # type: ignore[arg-type]
+                ids_of=ids_of,
+                images=images,
             )
-            found.append(prompts)
-        return _digest([p for prompts in found for p in prompts])
+        return _digest([p for prompts in found.values() for p in prompts])
 
     parts = [read()] if ranks.count == 1 else ranks.share("prompts", read)
+    if ranks.owner:
+        every = [p for prompts in found.values() for p in prompts]
+        _tell_guarded(every, template_of(tokenizer, arguments))  # type: ignore[arg-type]
     odd = [rank for rank, part in enumerate(parts) if part != parts[0]]
     if odd:
         raise InputError(
             f"rank {odd[0]} has other prompts than rank 0 ({parts[odd[0]][0]} and {parts[0][0]} of them): give every rank the same "
             "dataset, in the same order"
         )
-    return found[0], found[1]
+    return found
+
+
+def _tell_guarded(prompts: Sequence[Prompt], template: Template | None) -> None:
+    """Say how many prompts contain text that looks like a control token."""
+    guarded = [
+        p.prompt_id for p in prompts if template and is_conversational(p.source) and template.is_guarded(p.source)
+    ]
+    if guarded:
+        print(
+            f"lockstep: in {len(guarded)} of {len(prompts)} prompts ({guarded[0]} first), a message contains text that looks like "
+            "a control token of this tokenizer: it stays text. (TRL makes the control token of it. If you mean the token, give the "
+            "prompt as text instead of messages)",
+            flush=True,
+        )
 
 
 def _digest(prompts: Sequence[Prompt]) -> list[Any]:

@@ -18,14 +18,20 @@ from transformers import TrainerState
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.rollouts.judges import PairwiseJudge, judge_pairs
-from lockstep.rollouts.rewards import RewardRaised, call_functions
+from lockstep.rollouts.scores.judges import PairwiseJudge, judge_pairs
+from lockstep.rollouts.scores.rewards import EnvironmentOf, RewardRaised, call_functions
 from lockstep.tokens.arrays import filled, whole_numbers
+from lockstep.tokens.chat import with_joined_text
 from lockstep.training.config.online_config import OnlineConfig
 
 
-def rehearse_functions(entries: Sequence[Any], dataset: Dataset, config: OnlineConfig) -> None:
+def rehearse_functions(
+    entries: Sequence[Any], dataset: Dataset, config: OnlineConfig, environment_of: EnvironmentOf | None = None
+) -> None:
     """Call the functions in a trainer's `reward_funcs`. Reward models are not called.
+
+    Args:
+        environment_of: gives an environment for the functions; None if there are no environments.
 
     If a function raises, the error is only printed, because the made-up text may be the reason. A TypeError is raised, because it
     usually shows that a function takes other arguments; so is an exception that would end the program (SystemExit).
@@ -38,7 +44,8 @@ def rehearse_functions(entries: Sequence[Any], dataset: Dataset, config: OnlineC
     group = made_up_group(dataset, config)
     if functions and group is not None:
         with _named():
-            call_functions([group], functions, first_state(dataset, config), config.reward_timeout)
+            state = first_state(dataset, config)
+            call_functions([group], functions, state, config.reward_timeout, environment_of=environment_of)
 
 
 def rehearse_judge(judge: PairwiseJudge, dataset: Dataset, config: OnlineConfig) -> None:
@@ -60,11 +67,12 @@ def made_up_group(dataset: Dataset, config: OnlineConfig) -> RolloutGroup | None
         The group; None if the row is no valid prompt, which another check reports later.
     """
     row = dataset[0]
-    text = _text(row["prompt"])
+    source = with_joined_text(row["prompt"])
+    text = _text(source)
     if text is None:
         return None
     zero = whole_numbers([0])
-    prompt = Prompt("rehearsal", zero, row["prompt"], {k: v for k, v in row.items() if k != "prompt"})
+    prompt = Prompt("rehearsal", zero, source, {k: v for k, v in row.items() if k != "prompt"})
     keys = [RequestKey(prompt.prompt_id, i) for i in range(config.group_size)]
     completions = [Completion(key, zero, zero, filled(0.0, 1), zero, "stop") for key in keys]
     return RolloutGroup(prompt, tuple(Rollout(c, text) for c in completions))

@@ -5,6 +5,7 @@ The trainer's constructor gives a loaded model or a name. `training/trainers/onl
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +15,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, with_adapter
 from lockstep.models.liger import check_kernels
-from lockstep.models.policy import load_policy, switch_off_dropout
+from lockstep.models.policy import dropout_of, load_policy, switch_off_dropout
 from lockstep.models.quantised import check_quantization, keep_order
-from lockstep.models.resolve import resolve_model
+from lockstep.models.resolve import at_revision, resolve_model
 from lockstep.models.whole import check_finite
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.config.interruption import check_end_of_thinking
 from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.forward.flex_attention import ASKED, adopt_flex_attention
-from lockstep.training.forward.tree_attention import adopt_tree_attention
+from lockstep.training.forward.attention.flex_attention import ASKED, adopt_flex_attention
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,14 @@ def open_policy(
     Raises:
         InputError: the model or its tokenizer cannot be loaded; they do not fit each other; the adapter cannot be sent to any
             engine; weights are NaN or infinite; the tokenizer's ids do not allow the interruption of thinking that `args`
-            sets; or FlexAttention is selected and does not run here.
+            sets; `args` keep dropout on and there is some; or FlexAttention is selected and does not run here.
         ProofError: FlexAttention is selected, and its results differ from SDPA's.
     """
     path = resolve_model(model if isinstance(model, str) else model.config.name_or_path)
+    if isinstance(model, str):
+        path = at_revision(path, (args.model_init_kwargs or {}).get("revision"))  # type: ignore[union-attr]
+    elif args.model_init_kwargs and args.process_index == 0:
+        print("lockstep: model_init_kwargs have no effect: the model is loaded already", file=sys.stderr, flush=True)
     guarded = guard_tokenizer(tokenizer) if tokenizer is not None else load_tokenizer(path)
     check_end_of_thinking(args, guarded)
     if isinstance(model, str):
@@ -73,6 +78,11 @@ def open_policy(
     policy = with_adapter(policy, peft_config, seed=args.seed)
     if args.use_liger_kernel:
         check_kernels(causal_model(policy), args.liger_kernel_config or {})  # type: ignore[arg-type]
+    if not args.disable_dropout and (found := dropout_of(policy)):
+        raise InputError(
+            f"disable_dropout=False: {found[0]} has dropout, and the policy that is trained must be the one that sampled; leave "
+            "disable_dropout out"
+        )
     switch_off_dropout(policy)
     _adopt_attention(causal_model(policy), args)
     # This call refuses an adapter that cannot be sent to any engine, before an engine is started.
@@ -89,6 +99,8 @@ def _adopt_attention(model: PreTrainedModel, args: OnlineConfig) -> None:
 
 def _init_kwargs(args: OnlineConfig, quantization_config: Any, peft_config: Any) -> dict[str, Any]:
     given: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
+    # The path is already that of the revision.
+    given.pop("revision", None)
     if quantization_config is not None:
         if "quantization_config" in given:
             raise InputError(

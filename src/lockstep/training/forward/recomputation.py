@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 # This import registers the attention operation whose result is kept.
-import lockstep.training.forward.block_attention  # noqa: F401
+import lockstep.training.forward.attention.block_attention  # noqa: F401
 
 _ATEN = torch.ops.aten
 _PRODUCTS = {

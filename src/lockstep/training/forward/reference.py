@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
 from lockstep.models.adapters import REFERENCE, causal_model, is_adapted, without_adapter
-from lockstep.training.forward.tree_attention import adopt_tree_attention
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 
 FILE = "reference.safetensors"
 
@@ -52,6 +52,16 @@ class Reference:
             return
         with without_adapter(self._policy):
             yield causal_model(self._policy)
+
+    @property
+    def own(self) -> PreTrainedModel | None:
+        """The separate reference model; None if the reference is the policy without its adapter."""
+        return self._own
+
+    @property
+    def own_weights(self) -> dict[str, torch.Tensor]:
+        """The weights of a separate reference model, by name; empty if the reference is the policy without its adapter."""
+        return {f"reference.{n}": p for n, p in self._own.named_parameters()} if self._own is not None else {}
 
     def to(self, device: torch.device) -> None:
         """Move the reference to the trainer's device if it is a separate model."""

@@ -5,22 +5,34 @@ The packs come from `training/batch/pack.py`. The loss and `parity/gap.py` use t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.errors import InputError, LockstepError
 from lockstep.models.adapters import causal_model
+from lockstep.models.logits import changes_logits, transformed_logits
 from lockstep.models.policy import fp32_head_product
+from lockstep.tokens.arrays import Ids
 from lockstep.training.batch.pack import Pack
-from lockstep.training.forward.block_attention import TreeAttention
-from lockstep.training.forward.flex_attention import FLEX, block_mask
+from lockstep.training.batch.sequence import flat
+from lockstep.training.forward.attention.block_attention import TreeAttention
+from lockstep.training.forward.attention.flex_attention import FLEX, block_mask
+from lockstep.training.forward.attention.tree_attention import TREE, no_mask, passes_trees_on
+from lockstep.training.forward.draw_sums import DrawSums
+from lockstep.training.forward.filters.id_rules import IdRules
+from lockstep.training.forward.filters.kept_logps import KeptSets, kept_logits, kept_logps
+from lockstep.training.forward.filters.row_rules import RowRules, moves_of_kept
+from lockstep.training.forward.pictures import picture_arguments
 from lockstep.training.forward.recomputation import products_kept
-from lockstep.training.forward.token_logps import token_logps
-from lockstep.training.forward.tree_attention import TREE, no_mask
+from lockstep.training.forward.token_logps import Head, token_logps
+
+# Tokens of a pack at which whole rows of logits are computed to measure the kept mass.
+_DRAWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +43,35 @@ class TokenScores:
         logps: (N,) float32 natural-log probabilities under the sampling distribution, with gradient.
         entropies: (N,) float32 entropy of that distribution in nats, with gradient only if it was requested.
         values: (N,) float32 the critic's value before each token, with gradient, if there is a critic.
+        support: (N,) int64 number of ids that could be sampled as each token; None: the sampling distribution has no filter, no
+            grammar and no ban.
+        kept_masses: (n,) probability that the policy gives to the kept ids before top-k, top-p and min-p, at n drawn tokens; None:
+            there are no kept ids.
+        draws: sums over the distribution of each token; None: they were not asked for.
     """
 
     logps: torch.Tensor
     entropies: torch.Tensor
     values: torch.Tensor | None = None
+    support: torch.Tensor | None = None
+    kept_masses: torch.Tensor | None = None
+    draws: DrawSums | None = None
 
 
 def check_scorable(model: PreTrainedModel) -> None:
     """Refuse models for which this module would compute wrong log-probs.
 
     Raises:
-        InputError: the model transforms its logits after the head, or its attention cannot use a tree.
+        InputError: the model caps its attention scores, or its attention cannot use a tree.
     """
     config = model.config.get_text_config()
-    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(config, name, None) not in (None, 1.0):
-            raise InputError(f"the model's config has {name}={getattr(config, name)}, which is not supported yet")
-    if not _keeps_state(model) and config._attn_implementation not in ("sdpa", TREE, FLEX):
+    if (cap := getattr(config, "attn_logit_softcapping", None)) is not None:
+        raise InputError(
+            f"the model's config has attn_logit_softcapping={cap}: vLLM caps attention scores, and PyTorch's attention here does "
+            "not, so that they would compute different models; use another model, such as Gemma 3"
+        )
+    attends_in_trees = not _keeps_state(model) and model._supports_attention_backend
+    if attends_in_trees and config._attn_implementation not in ("sdpa", TREE, FLEX):
         # The other implementations add a boolean mask to the scores, or cannot take a mask.
         raise InputError(f"attn_implementation is {config._attn_implementation!r}; packed batches need 'sdpa'")
 
@@ -61,6 +84,10 @@ def why_plain_rows(model: PreTrainedModel, max_length: int) -> str | None:
     config = model.config.get_text_config()
     if _keeps_state(model):
         return "it keeps a state from token to token"
+    if not model._supports_attention_backend:
+        return f"transformers cannot give {type(model).__name__} another attention"
+    if model.config._attn_implementation == TREE and not passes_trees_on(model):
+        return f"the layers of {type(model).__name__} do not pass a pack's tree on to their attention"
     kinds = set(getattr(config, "layer_types", None) or ())
     if odd := sorted(kinds - {"full_attention", "sliding_attention"}):
         return f"it has layers of kind {', '.join(odd)}"
@@ -83,8 +110,10 @@ def score_pack(
     entropy_gradient: bool = False,
     fp32_head: bool = False,
     critic: torch.nn.Module | None = None,
+    rules: IdRules | None = None,
+    draws: bool = False,
 ) -> TokenScores:
-    """Log-prob and entropy of every scored token of a pack.
+    """Log-prob and entropy of every scored token of a pack, under the distribution that it was sampled from.
 
     Args:
         model: a causal language model, with or without an adapter. Its head computes only the positions that predict.
@@ -93,31 +122,142 @@ def score_pack(
         entropy_gradient: whether entropies are part of the loss.
         fp32_head: whether the head computes in float32, outside autocast.
         critic: maps hidden states (rows, width) to values (rows, 1).
+        rules: the run's sampling settings; None: only the temperature is set. If they have a filter that depends on the logits, the
+            sequences must have kept ids.
+        draws: whether to compute what the draws proof needs.
 
     Raises:
-        InputError: a layer adds a bias, a mask or dropout to its attention.
+        InputError: a layer adds a bias, a mask or dropout to its attention, or a rule cannot be used with inserted ids.
+        ProofError: a sampled token is not among its kept ids, or its grammar does not allow it.
     """
     inner = causal_model(model)
     with products_kept(inner):
+        shown = {} if pack.pictures is None else picture_arguments(inner, pack, pack.pictures)
         hidden = inner.base_model(
-            input_ids=pack.input_ids, use_cache=False, **_who_sees_whom(inner, pack)
+            input_ids=pack.input_ids, use_cache=False, **_who_sees_whom(inner, pack), **shown
         ).last_hidden_state.flatten(0, 1)
-    # Tokens of equal branches share a predictor. The head computes each predictor once.
+    config = inner.config.get_text_config()
+    head = _Head(inner.get_output_embeddings(), config, fp32_head, temperature, chunk_size, entropy_gradient, draws)
+    if rules is not None and rules.sampling.is_filtered:
+        scores = head.among_kept(hidden, pack, rules)
+    else:
+        scores = head.of_rows(hidden, pack, rules)
+    if critic is None:
+        return scores
+    # Tokens of equal branches share a predictor. The critic computes each predictor once.
     rows, place = torch.unique(pack.predictors, return_inverse=True)
-    selected = hidden[rows]
-    head = inner.get_output_embeddings()
-    product = partial(fp32_head_product, head) if fp32_head else head
-    logps, entropies = token_logps(
-        product,
-        selected,
-        place,
-        pack.targets,
-        temperature=temperature,
-        chunk_size=chunk_size,
-        entropy_gradient=entropy_gradient,
-    )
-    values = _values(critic, selected)[place] if critic is not None else None
-    return TokenScores(logps, entropies[place], values)
+    return replace(scores, values=_values(critic, hidden[rows])[place])
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """An output head, the config of its text model, and how it is used. The other fields are arguments of `score_pack`."""
+
+    module: torch.nn.Module
+    config: PreTrainedConfig
+    fp32: bool
+    temperature: float
+    chunk_size: int
+    entropy_gradient: bool
+    draws: bool
+
+    @property
+    def product(self) -> Head:
+        """The product with the head's weight, before the model's own change of the logits."""
+        return partial(fp32_head_product, self.module) if self.fp32 else self.module
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(n, V) logits of (n, width) hidden states, as the model's own forward gives them."""
+        logits = self.product(hidden)
+        return transformed_logits(self.config, logits) if changes_logits(self.config) else logits
+
+    def of_rows(self, hidden: torch.Tensor, pack: Pack, rules: IdRules | None) -> TokenScores:
+        """Scores from whole rows of logits. Tokens of equal branches share a row, which the head computes once."""
+        rows, place, of_rows = _rows(pack, rules)
+        draws = self._sums(pack)
+        logps, entropies = token_logps(
+            self.logits,
+            hidden[rows],
+            place,
+            pack.targets,
+            temperature=self.temperature,
+            chunk_size=self.chunk_size,
+            entropy_gradient=self.entropy_gradient,
+            rules=of_rows,
+            draws=draws,
+        )
+        bans = of_rows is not None and of_rows.rules.bans_ids
+        support = of_rows.support.to(place.device)[place] if of_rows is not None and bans else None
+        return TokenScores(logps, entropies[place], support=support, draws=draws)
+
+    def among_kept(self, hidden: torch.Tensor, pack: Pack, rules: IdRules) -> TokenScores:
+        """Scores among the kept ids. Each token has a set of its own, also where tokens share a predictor."""
+        kept = KeptSets.of(pack.kept_ids(), flat(pack.sequences, "sampled_ids"), hidden.device)
+        logits = kept_logits(
+            self.module,
+            self.product,
+            hidden[pack.predictors],
+            kept,
+            chunk_size=self.chunk_size,
+            fp32_head=self.fp32,
+        )
+        logits = transformed_logits(self.config, logits)
+        if rules.moves_logits:
+            logits = moves_of_kept(rules, pack.sequences, hidden.device).applied(logits, rules.sampling)
+        draws = self._sums(pack)
+        logps, entropies = kept_logps(
+            logits, kept, self.temperature, entropy_gradient=self.entropy_gradient, draws=draws
+        )
+        masses = self._kept_masses(hidden, pack, rules, logps)
+        return TokenScores(logps, entropies, support=kept.sizes, kept_masses=masses, draws=draws)
+
+    def _sums(self, pack: Pack) -> DrawSums | None:
+        return DrawSums(len(pack.targets), pack.targets.device) if self.draws else None
+
+    @torch.no_grad()
+    def _kept_masses(self, hidden: torch.Tensor, pack: Pack, rules: IdRules, logps: torch.Tensor) -> torch.Tensor:
+        """(n,) probability of the kept ids before the filters, at n tokens that are spread over the pack.
+
+        It is the ratio of a token's probability among all ids to its probability among the kept ids.
+        """
+        drawn = np.unique(np.linspace(0, len(logps) - 1, _DRAWN).astype(np.int64))
+        owners, positions = _places(pack)
+        of_drawn = None if rules.are_neutral else RowRules(rules, pack.sequences, owners[drawn], positions[drawn])
+        here = torch.from_numpy(drawn).to(hidden.device)
+        among_all, _ = token_logps(
+            self.logits,
+            hidden[pack.predictors[here]],
+            torch.arange(len(here), device=hidden.device),
+            pack.targets[here],
+            temperature=self.temperature,
+            chunk_size=self.chunk_size,
+            entropy_gradient=False,
+            rules=of_drawn,
+        )
+        return (among_all - logps[here]).exp()
+
+
+def _rows(pack: Pack, rules: IdRules | None) -> tuple[torch.Tensor, torch.Tensor, RowRules | None]:
+    """The (R,) nodes that predict a token, the (N,) row of each token, and the rules of the rows.
+
+    With rules that count sampled tokens, a node is one row for each length of the prompt.
+    """
+    if rules is None or rules.are_neutral:
+        rows, place = torch.unique(pack.predictors, return_inverse=True)
+        return rows, place, None
+    owners, positions = _places(pack)
+    nodes = pack.predictors.cpu().numpy()
+    prompts = np.array([len(s.prompt_ids) for s in pack.sequences])[owners]
+    _, first, place = np.unique(np.stack([nodes, prompts]), axis=1, return_index=True, return_inverse=True)
+    device = pack.predictors.device
+    found = RowRules(rules, pack.sequences, owners[first], positions[first])
+    return torch.from_numpy(nodes[first]).to(device), torch.from_numpy(place.reshape(-1)).to(device), found
+
+
+def _places(pack: Pack) -> tuple[Ids, Ids]:
+    """The (N,) sequence of each token, and the (N,) number of sampled ids before it in its sequence."""
+    lengths = [s.length for s in pack.sequences]
+    return np.repeat(np.arange(len(lengths)), lengths), np.concatenate([np.arange(length) for length in lengths])
 
 
 def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
@@ -128,7 +268,8 @@ def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
     """
     if pack.ends is None:
         # Padding comes after the scored tokens, so causal attention hides it. Each row counts its own positions.
-        return {"attention_mask": None}
+        positions = {} if pack.pictures is None else {"position_ids": pack.position_ids}
+        return {"attention_mask": None, **positions}
     kind, device = model.config.get_text_config()._attn_implementation, pack.input_ids.device
     if kind not in (TREE, FLEX):
         raise LockstepError(f"attention is {kind!r}, which takes no tree: call adopt_tree_attention(model) first")

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.training.forward.draw_sums import DrawSums
+from lockstep.training.forward.filters.id_rules import is_banned
+from lockstep.training.forward.filters.row_rules import Edits, RowRules
+
 Head = Callable[[torch.Tensor], torch.Tensor]
+# Called with a chunk's (R, V) probabilities, its (R, V) scaled logits, and their (R,) means.
+Note = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 # Number of rows whose product stays in a core's cache.
 _ROWS = 8
 
@@ -29,6 +35,8 @@ def token_logps(
     temperature: float,
     chunk_size: int,
     entropy_gradient: bool,
+    rules: RowRules | None = None,
+    draws: DrawSums | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies under the sampling distribution.
 
@@ -40,14 +48,21 @@ def token_logps(
         temperature: divides the logits.
         chunk_size: rows of logits in memory at a time. Memory grows with it; results do not depend on it.
         entropy_gradient: whether entropies are part of the loss. If not, they have no gradient.
+        rules: penalties, biases and bans of each row; None: the logits are used as they are.
+        draws: sums over the distributions of the N tokens, which are filled in; None: they are not computed.
 
     Returns:
-        (N,) float32 natural-log probabilities, and (R,) float32 entropies in nats (float64 from float64 logits).
+        (N,) float32 natural-log probabilities, and (R,) float32 entropies in nats (float64 from float64 logits). The log-prob of
+        a banned token is −inf.
     """
     found, entropies, places = [], [], []
     for start in range(0, len(hidden), chunk_size):
         inside = ((rows >= start) & (rows < start + chunk_size)).nonzero()[:, 0]
-        score = partial(_score_chunk, head, temperature=temperature, entropy_gradient=entropy_gradient)
+        end = min(start + chunk_size, len(hidden))
+        edits = None if rules is None else partial(rules.edits, start, end, hidden.device)
+        score = partial(_score_chunk, head, temperature=temperature, entropy_gradient=entropy_gradient, edits=edits)
+        if draws is not None:
+            score = partial(score, note=partial(draws.of_rows, start, inside, rows[inside] - start, targets[inside]))
         chunk = hidden[start : start + chunk_size], rows[inside] - start, targets[inside]
         if torch.is_grad_enabled() and start + chunk_size < len(hidden):
             logps, entropy = checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False)
@@ -67,14 +82,18 @@ def _score_chunk(
     *,
     temperature: float,
     entropy_gradient: bool,
+    edits: Callable[[], Edits] | None,
+    note: Note | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    with _own_cast(hidden.device.type):
+    with own_cast(hidden.device.type):
         logits = head(hidden)
-    logps, entropy = _ChosenLogps.apply(logits, rows, targets, temperature)
+    logps, entropy = _ChosenLogps.apply(
+        logits, rows, targets, temperature, edits() if edits is not None else None, note
+    )
     return logps, entropy if entropy_gradient else entropy.detach()
 
 
-def _own_cast(device: str) -> AbstractContextManager:
+def own_cast(device: str) -> AbstractContextManager:
     """Under autocast: make a separate half-precision copy of the head's weights for each product with a backward.
 
     Otherwise autocast would use one copy for all chunks. The gradients of the chunks would then be summed in half precision
@@ -94,20 +113,34 @@ class _ChosenLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, temperature: float
+        ctx: Any,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        edits: Edits | None,
+        note: Note | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=edits is not None)
+        slopes = edits.apply_(wide) if edits is not None else None
         # Autocast would round the entropy's product to bf16.
         with torch.autocast(logits.device.type, enabled=False):
-            scaled = wide if temperature == 1.0 else wide / temperature
+            divided = wide.div_ if edits is not None else wide.div
+            scaled = wide if temperature == 1.0 else divided(temperature)
             logps = torch.log_softmax(scaled, -1)
             chosen = logps[rows, targets]
             normaliser = torch.full_like(scaled[:, 0], -torch.inf)
             normaliser.scatter_reduce_(0, rows, scaled[rows, targets] - chosen, "amax")
             # In place, because a new matrix of this size costs page faults.
             probabilities = logps.exp_()
-            entropy = normaliser - _row_products(probabilities, scaled)
+            means = _row_products(probabilities, scaled)
+            entropy = normaliser - means
+            if note is not None:
+                note(probabilities, scaled, means)
+            if edits is not None:
+                chosen.masked_fill_(is_banned(scaled[rows, targets]), -torch.inf)
         ctx.save_for_backward(probabilities, entropy, rows, targets)
+        ctx.edits, ctx.slopes = edits, slopes
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         # If the loss does not use the entropy, the backward gets None instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
@@ -117,7 +150,7 @@ class _ChosenLogps(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, of_chosen: torch.Tensor | None, of_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, None, None, None]:
+    ) -> tuple[torch.Tensor | None, None, None, None, None, None]:
         probabilities, entropy, rows, targets = ctx.saved_tensors
         by_row = torch.zeros_like(entropy)
         if of_chosen is not None:
@@ -132,7 +165,9 @@ class _ChosenLogps(torch.autograd.Function):
             gradient.index_put_((rows, targets), of_chosen, accumulate=True)
         if ctx.temperature != 1.0:
             gradient /= ctx.temperature
-        return gradient.to(ctx.dtype), None, None, None
+        if ctx.edits is not None:
+            gradient[ctx.edits.rows, ctx.edits.ids] *= ctx.slopes
+        return gradient.to(ctx.dtype), None, None, None, None, None
 
 
 def _row_products(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

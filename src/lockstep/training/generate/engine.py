@@ -12,10 +12,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.connection import connect
-from lockstep.engines.protocol import Engine
+from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.protocol import Engine, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.engines.vllm_inprocess import VLLMInProcess, vllm_installed
-from lockstep.engines.vllm_server import VLLMServer
+from lockstep.engines.vllm.in_process import VLLMInProcess, vllm_installed
 from lockstep.errors import InputError
 from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.report.busy import busy
@@ -100,17 +100,47 @@ def shake_hands(
     dtype: torch.dtype,
     min_model_len: int,
     head_dtype: torch.dtype | None = None,
+    sampling: Sampling | None = None,
+    *,
+    pictures: bool = False,
 ) -> None:
     """Compare the engine's effective settings with what training assumes.
 
     Args:
         dtype: the dtype that the engine must compute in.
         head_dtype: the dtype of its output head; None for `dtype`.
+        sampling: the distribution that the engine must sample from; None if any engine can.
+        pictures: whether requests will have pictures.
 
     Raises:
+        InputError: vLLM computes or loads this model otherwise than transformers.
         ProofError: a setting differs; names it.
     """
+    settings = engine.settings()
+    if settings.engine == "vllm":
+        _check_runnable(model, min_model_len)
     # A server may keep the same model under another path; its config is compared field by field.
     path = None if isinstance(engine, VLLMServer) else model_path
-    expected = expected_settings(model, path, dtype, min_model_len, head_dtype)
-    check_settings(expected, engine.settings())
+    expected = expected_settings(model, path, dtype, min_model_len, head_dtype, sampling, pictures=pictures)
+    check_settings(expected, settings)
+
+
+def _check_runnable(model: PreTrainedModel, longest: int) -> None:
+    """Refuse what vLLM 0.32 computes or loads otherwise than transformers 5 (`make families`).
+
+    Raises:
+        InputError: the model has experts, or it is a Cohere2 with sequences longer than its window.
+    """
+    experts = [name for name, p in model.named_parameters() if ".experts." in name and p.dim() == 3]
+    if experts:
+        raise InputError(
+            f"transformers holds this model's experts in one tensor per layer ({experts[0]}), which vLLM cannot load from a push; "
+            "set use_vllm to false, or train a model without experts"
+        )
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if config.model_type == "cohere2" and window is not None and window < longest:
+        raise InputError(
+            f"Cohere2 attends within {window} tokens in some layers; vLLM lets them see one token more than transformers does, and "
+            f"sequences may have {longest} tokens: set vllm_max_model_length to {window} or less"
+        )

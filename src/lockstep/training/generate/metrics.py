@@ -14,19 +14,21 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Rewards and lengths of scored groups.
 
     Returns:
-        `reward`, `reward_std` (over all rollouts with a reward), `frac_reward_zero_std` (share of groups whose rewards are all
-        equal), `rewards/unscored` (number of rollouts without a reward; only where there are some), `rewards/<function>/mean` and
-        `/std`, `completions/…` lengths in tokens, an interruption's included, and `completions/clipped_ratio` by the engine's
-        finish reason.
+        `reward`, `reward_std` (over all rollouts with a reward) and `frac_reward_zero_std` (share of groups whose rewards are all
+        equal), all three only where a rollout has a reward; `rewards/unscored` (number of rollouts without a reward; only where
+        there are some), `rewards/<function>/mean` and `/std`, `completions/…` lengths in sampled tokens, and
+        `completions/clipped_ratio` by the engine's finish reason.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     by_group = [group.given_rewards for group in groups]
     rewards = torch.tensor([reward for group in by_group for reward in group], dtype=torch.float64)
-    metrics = {
-        "reward": float(rewards.mean()),
-        "reward_std": _std(rewards),
-        "frac_reward_zero_std": sum(len(set(group)) == 1 for group in by_group) / len(groups),
-    }
+    metrics: dict[str, float] = {}
+    if len(rewards):
+        metrics = {
+            "reward": float(rewards.mean()),
+            "reward_std": _std(rewards),
+            "frac_reward_zero_std": sum(len(set(group)) == 1 for group in by_group) / len(groups),
+        }
     if len(rewards) < len(rollouts):
         metrics["rewards/unscored"] = float(len(rollouts) - len(rewards))
     for name in rollouts[0].scores:
@@ -38,7 +40,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
     """`staleness/mean` and `/max` of the sampled tokens, in weight versions, and `staleness/fresh`, the share of those at 0."""
-    versions = np.concatenate([r.completion.sampled_versions for group in groups for r in group.rollouts])
+    versions = np.concatenate([c.sampled_versions for group in groups for r in group.rollouts for c in r.branches])
     return {
         "staleness/mean": version - int(versions.sum()) / len(versions),
         "staleness/max": float(version - int(versions.min())),
@@ -47,9 +49,10 @@ def staleness_metrics(groups: Sequence[RolloutGroup], version: int) -> dict[str,
 
 
 def _lengths(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    completions = [rollout.completion for group in groups for rollout in group.rollouts]
-    lengths = [len(c.token_ids) for c in completions]
-    ended = [len(c.token_ids) for c in completions if c.finish_reason == "stop"]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    # Sampled tokens, as in TRL: what tools, environments and interruptions inserted does not count.
+    lengths = [sum(len(c.sampled_places) for c in r.branches) for r in rollouts]
+    ended = [length for r, length in zip(rollouts, lengths, strict=True) if r.finish_reason == "stop"]
     return {
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": float(min(lengths)),
@@ -65,6 +68,28 @@ def interruption_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """`completions/interrupted`: share of the completions whose thinking was interrupted."""
     interrupted = [r.completion.sampled is not None for group in groups for r in group.rollouts]
     return {"completions/interrupted": sum(interrupted) / len(interrupted)}
+
+
+def tool_metrics(groups: Sequence[RolloutGroup], *, environments: bool) -> dict[str, float]:
+    """What rollouts with tools did.
+
+    Returns:
+        TRL's `tools/call_frequency` (calls per rollout) and `tools/failure_frequency` (share of the calls that failed, malformed
+        ones included), `tools/turns` (sampled turns per rollout), `tools/truncated` (share of the rollouts that ran out of tokens)
+        and, with environments, `environments/failed` (share of the rollouts whose environment failed).
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    calls = sum(rollout.notes["tool_calls"] for rollout in rollouts)
+    failures = sum(rollout.notes["tool_failures"] for rollout in rollouts)
+    metrics = {
+        "tools/call_frequency": calls / len(rollouts),
+        "tools/failure_frequency": failures / calls if calls else 0.0,
+        "tools/turns": sum(len(rollout.finish_reasons) for rollout in rollouts) / len(rollouts),
+        "tools/truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+    }
+    if environments:
+        metrics["environments/failed"] = sum(rollout.failed is not None for rollout in rollouts) / len(rollouts)
+    return metrics
 
 
 def mean_with_interval(groups: Sequence[RolloutGroup]) -> tuple[float, float]:

@@ -4,42 +4,48 @@
 |------|--------|
 | start, before anything is sampled (an evaluation too) | engine settings, one push with a probe of every module, the canary |
 | every push | transport digest, acknowledgement, cache reset, version, a probe of some modules |
-| every generation | the samples of a group are independent draws |
-| every optimizer step, before the optimizer | the parity gap over all sampled tokens |
+| every answer | its request is what the user has asked for; it ended where its request says, for the reason that the engine gives |
+| every generation | no two requests have one seed; the samples of a group are independent draws, together and in pairs |
+| every generation, with filters | kept ids are those of the run's filters, at drawn tokens |
+| every optimizer step, before the optimizer | the parity gap over all sampled tokens; the tokens are draws from what was reported |
+| every evaluation | the same, over drawn completions |
 
-With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not, staleness is
-bounded, and the canary is scored at every generation. The checks themselves are in `parity/`. Trainers and `lockstep verify` call
-them through this module.
+With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not, and staleness
+is bounded. `training/generate/proofs_ahead.py` proves the others. The checks themselves are in `parity/`. Trainers and `lockstep
+verify` call them through this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.protocol import Completion, Engine
-from lockstep.engines.server_calls import Pending
-from lockstep.engines.vllm_server import VLLMServer
-from lockstep.parity.canary import canary_gap, canary_sequences, check_canary
+from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Sampling
 from lockstep.parity.decomposition import decompose
-from lockstep.parity.gap import GapStats, PooledGap, check_count, gap_error, over_limits
+from lockstep.parity.gap import GapStats, PooledGap, check_count, gap_error, measure_gap, over_limits
+from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord
 from lockstep.parity.proven_push import ProvenPusher, PushProof
-from lockstep.parity.receipt import RECEIPT, RECEIPT_HEAD, Receipt
-from lockstep.parity.rescoring import Precision
+from lockstep.parity.receipt import RECEIPT, Receipt
+from lockstep.parity.rescoring import sampled_logps
 from lockstep.parity.samples import check_samples
+from lockstep.parity.step.draws import DrawEvidence, DrawStats, draw_metrics
+from lockstep.parity.step.ends import Ends
+from lockstep.parity.step.settings import SettingsProof
 from lockstep.parity.tail import GapTail
 from lockstep.parity.tolerances import Tolerance
 from lockstep.report.phases import PhaseClock
+from lockstep.rollouts.driver import decoding
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.config.sampling import sampling_of
+from lockstep.training.forward.filters.id_rules import IdRules
+from lockstep.training.generate.proofs_ahead import ProofsAhead
 
 # How many completions, and tokens, a failed gap is explained with.
 _EXPLAINED = 3
@@ -54,6 +60,11 @@ class Proofs:
         engine: the engine that samples for the model.
         config: the run's configuration.
         clock: counts pushes under `sync` and proofs under `verify`.
+        settings: what the user has asked for.
+        sampling: the distribution of every request.
+
+    Raises:
+        ProofError: the sampling distribution of the run is not what the user has asked for.
     """
 
     def __init__(
@@ -61,26 +72,33 @@ class Proofs:
         model: PreTrainedModel,
         engine: Engine,
         config: OnlineConfig,
+        tokenizer: PreTrainedTokenizerBase,
         clock: PhaseClock,
+        settings: SettingsProof,
+        sampling: Sampling,
     ) -> None:
         self._model = model
         self._engine = engine
         self._config = config
         self._clock = clock
         self.engine_dtype = config.engine_torch_dtype
-        self.precision = Precision(
-            autocast=torch.bfloat16 if config.bf16 else None,
-            head=torch.float32 if config.cast_lm_head_to_fp32 else None,
-        )
+        self.precision = config.precision
         self._pusher = ProvenPusher(
             model, engine, self.engine_dtype, self.precision, seed=config.seed, phase=clock.phase
         )
         self.limit = self._pusher.limit
         self._receipt: Receipt | None = None
-        self._canary: Canary | None = None
-        self._canary_gap: GapStats | None = None
         self._pool = PooledGap()
         self._tail = GapTail(self.limit)
+        rules = IdRules.of_run(sampling, model, tokenizer)
+        self.distribution = rules.distribution
+        self._ahead = ProofsAhead(model, engine, self.distribution, self.precision, config.seed)
+        self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer))
+        settings.check_sampling(rules.sampling, "the distribution that the trainer scores")
+        self.kept_sets = KeptSetStats()
+        self._draws, self._drawn, self._drawn_version = DrawEvidence(), DrawStats(), -1
+        # Of the evaluations of this process.
+        self._evaluated = DrawEvidence()
 
     @property
     def probe(self) -> ModuleProbe:
@@ -90,10 +108,13 @@ class Proofs:
     def distrust(self) -> None:
         """Probe every module after the next push, because the engine was lost and may be another one now."""
         self._pusher.distrust()
-        self._canary = None
+        self._ahead.forget()
 
-    def start(self, folder: Path, step: int) -> None:
+    def start(self, folder: Path, step: int, inputs: Mapping[str, Any]) -> None:
         """Open the receipt, and prove the engine before it samples the first rollout.
+
+        Args:
+            inputs: the run's data, code and settings, for the receipt.
 
         Raises:
             ProofError: a push, any module, or the canary fails.
@@ -102,7 +123,10 @@ class Proofs:
         folder.mkdir(parents=True, exist_ok=True)
         self._receipt = Receipt(folder / RECEIPT, step)
         self._tail = GapTail(self.limit)
+        self._draws, self._drawn_version = DrawEvidence(), -1
         for entry in self._receipt.entries:
+            if "draws" in entry:
+                self._draws = DrawEvidence.of(entry["draws"])
             self._tail.passed(
                 GapStats(sum_cubes=entry.get("sum_cubes", 0.0), sum_fourths=entry.get("sum_fourths", 0.0))
             )
@@ -116,7 +140,7 @@ class Proofs:
                 "step": step,
                 "version": step,
                 "engine": {key: str(value) for key, value in asdict(settings).items()},
-                "trainer": {"compute": str(self.precision.autocast or self._model.dtype)},
+                "trainer": {"compute": str(self.precision.dtype_of(self._model))},
                 "temperature": self._config.temperature,
                 "limits": {
                     **asdict(self.limit),
@@ -126,6 +150,7 @@ class Proofs:
                 "modules": {"probed": probed.modules, "unreached": list(probed.unreached)},
                 "worst_module": {"name": name, "error": error},
                 "canary": _figures(proof.canary),
+                "inputs": inputs,
             }
         )
 
@@ -138,10 +163,10 @@ class Proofs:
         self._pusher.distrust()
         return self._pusher.push(version, canary=True)
 
-    def remember_receipt(self, checkpoint: Path) -> None:
-        """Write the hash of the receipt's last line into a checkpoint, which no longer fits a receipt that is cut or rewritten."""
+    def note_checkpoint(self, step: int, digests: str) -> None:
+        """Write a checkpoint's digest into the receipt. The checkpoint no longer fits a receipt that is cut or rewritten."""
         assert self._receipt is not None
-        (checkpoint / RECEIPT_HEAD).write_text(self._receipt.head + "\n")
+        self._receipt.append({"kind": "checkpoint", "step": step, "digests": digests})
 
     def sync(self, version: int, *, every_module: bool = False) -> ProbeRecord:
         """Push the weights and probe the engine.
@@ -151,33 +176,61 @@ class Proofs:
         """
         return self._pusher.push(version, every_module=every_module).probe
 
-    def start_canary(self, engine: VLLMServer, limit: float) -> None:
-        """Ask the engine to score the canary with the weights that it holds now, while the trainer goes on.
+    @property
+    def canary_is_due(self) -> bool:
+        """Whether the engine was asked for the canary and its answer was not checked yet."""
+        return self._ahead.is_due
+
+    def ask_again(self, completions: Sequence[Completion], version: int, limit: float) -> None:
+        """Ask the engine to score the canary and drawn completions with the weights that it holds now, while the trainer goes on.
 
         Args:
             limit: seconds that the answer may take, including the requests that the engine works on first.
         """
-        sequences = canary_sequences(embedding_rows(self._model), engine.settings().max_model_len)
-        self._canary = Canary(sequences, engine.submit_scores(sequences, limit=limit))
+        self._ahead.ask(completions, version, limit)
 
-    @property
-    def canary_is_due(self) -> bool:
-        """Whether the engine was asked for the canary and its answer was not checked yet."""
-        return self._canary is not None
-
-    def check_canary_scores(self, version: int) -> None:
-        """Wait for the canary's answer and check it. Called before the policy changes.
+    def check_asked_again(self, version: int) -> None:
+        """Wait for the answer to `ask_again` and check it. Called before the policy changes.
 
         Raises:
-            ProofError: trainer and engine give the canary different log-probs.
+            ProofError: trainer and engine give a sequence different log-probs.
             EngineLost: the engine was lost meanwhile.
         """
-        assert self._canary is not None
         with self._clock.phase("verify"):
-            scores = self._canary.scores.result()
-            self._canary_gap = canary_gap(self._model, self._canary.sequences, scores, self.precision)
-            self._canary = None
-            check_canary(self._canary_gap, self.limit, version)
+            self._ahead.check_answer(version, self.limit)
+
+    def check_begun(self, begun: Mapping[int, Sequence[Completion]], version: int) -> None:
+        """Check the gap of drawn completions of later generations, while the trainer has the weights that sampled them.
+
+        Args:
+            begun: the finished completions of each generation, by its number.
+
+        Raises:
+            ProofError: the gap is over a limit; the error says where it comes from.
+        """
+        with self._clock.phase("verify"):
+            for gap, completions in self._ahead.check_begun(begun, version, self._tail.limit):
+                self._check_limits(gap, completions, version)
+
+    def check_answer(self, request: GenerationRequest, answer: Completion) -> None:
+        """Check one request and its answer.
+
+        Raises:
+            ProofError: the request is not what the user has asked for, or the answer did not end where the request says.
+        """
+        self._settings.check_request(request)
+        self._ends.check(request, answer)
+
+    def check_completions(self, completions: Sequence[Completion]) -> None:
+        """Check finished completions of one turn.
+
+        Raises:
+            ProofError: a completion has another length or another interruption than the user has asked for.
+        """
+        with self._clock.phase("verify"):
+            context = self._engine.settings().max_model_len
+            for completion in completions:
+                self._settings.check_completion(completion, context)
 
     def check_groups(self, groups: Sequence[RolloutGroup]) -> None:
         """Check the samples of a whole generation.
@@ -186,7 +239,12 @@ class Proofs:
             ProofError: completions of one group are copies of each other.
         """
         with self._clock.phase("verify"):
-            check_samples([[r.completion for r in group.rollouts] for group in groups])
+            check_samples([[r.branches for r in group.rollouts] for group in groups])
+
+    def token_gaps(self, completion: Completion) -> list[float]:
+        """(S,) parity gap of each sampled token under the weights that the policy has now, for reports."""
+        own = sampled_logps(self._model, completion, self.distribution, self.precision)
+        return (torch.from_numpy(completion.sampled_logprobs.copy()) - own).tolist()
 
     def check_gap(self, gap: GapStats, sampled: int, completions: Sequence[Completion], version: int) -> None:
         """Check the parity gap before the optimizer step.
@@ -197,14 +255,62 @@ class Proofs:
             completions: the sampled completions; a failure is explained with some of them.
 
         Raises:
-            ProofError: tokens are missing, or the gap is over a limit. The error says where the gap comes from.
+            ProofError: tokens are missing; the gap is over a limit, and the error says where it comes from; or a set of kept ids is
+                not that of the run's filters.
         """
         with self._clock.phase("verify"):
             check_count(gap, sampled, version)
             limit = self._tail.limit
-            found = self._pool.add(gap, limit) if self._config.max_staleness else gap
-            if over_limits(found, limit):
-                raise self._explained(found, limit, completions, version)
+            self._check_limits(self._pool.add(gap, limit) if self._config.max_staleness else gap, completions, version)
+            self.kept_sets = self._check_sets(completions, version)
+
+    def check_evaluation(
+        self, gap: GapStats, draws: DrawStats, completions: Sequence[Completion], version: int, *, bets: bool
+    ) -> None:
+        """Check the drawn completions of an evaluation.
+
+        Args:
+            gap, draws: over their tokens.
+            bets: whether to bet on the tokens.
+
+        Raises:
+            ProofError: as in `check_gap` and `check_draws`.
+        """
+        with self._clock.phase("verify"):
+            check_count(gap, sum(len(c.sampled_places) for c in completions), version)
+            self._check_limits(gap, completions, version)
+            self._check_sets(completions, version)
+            if bets:
+                self._evaluated.add(draws)
+                self._evaluated.check(version, draws)
+
+    def _check_sets(self, completions: Sequence[Completion], version: int) -> KeptSetStats:
+        if not self.distribution.sampling.is_filtered:
+            return KeptSetStats()
+        return KeptSetProof(self._model, self.distribution, self.precision, self._tail.limit).check(
+            completions, version
+        )
+
+    def _check_limits(self, gap: GapStats, completions: Sequence[Completion], version: int) -> None:
+        limit = self._tail.limit
+        if over_limits(gap, limit):
+            raise self._explained(gap, limit, completions, version)
+
+    def check_draws(self, draws: DrawStats, version: int) -> None:
+        """Bet on a generation's tokens. Further calls for the same version do nothing.
+
+        Raises:
+            ProofError: the tokens of the run are no draws from the distributions whose log-probs were reported.
+        """
+        if version != self._drawn_version:
+            self._drawn, self._drawn_version = draws, version
+            self._draws.add(draws)
+            self._draws.check(version, draws)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last generation's proofs."""
+        kept = self.kept_sets.metrics() if self.distribution.sampling.is_filtered else {}
+        return kept | self._ahead.metrics() | draw_metrics(self._draws, self._drawn)
 
     def _explained(self, gap: GapStats, limit: Tolerance, completions: Sequence[Completion], version: int) -> Exception:
         chosen = _short_enough(sorted(completions, key=lambda c: str(c.key) != gap.worst)[:_EXPLAINED])
@@ -213,18 +319,41 @@ class Proofs:
                 self._model,
                 self._engine,
                 chosen,
-                sampling_of(self._config),
+                self.distribution,
                 self.precision,
                 self._pusher.module_probe,
                 version,
                 limit,
                 stale_by_design=self._config.max_staleness > 0,
+                packed=gap,
             )
         except (RuntimeError, MemoryError) as error:
             # Most often out of memory. The gap must be reported even where it cannot be explained.
             why = f"it could not be taken apart ({type(error).__name__}: {str(error)[:200]})"
             return gap_error(gap, limit, version, why, "not known", "run 'lockstep verify' on this model and engine")
-        return gap_error(gap, limit, version, str(found.parts), found.cause, found.fix)
+        cause = found.cause + self._servers_at_fault(completions, limit, version)
+        return gap_error(gap, limit, version, str(found.parts), cause, found.fix)
+
+    def _servers_at_fault(self, completions: Sequence[Completion], limit: Tolerance, version: int) -> str:
+        """The servers whose answers have a gap, as the end of a sentence; empty if there is one server, or if all have a gap."""
+        if not isinstance(self._engine, VLLMServer):
+            return ""
+        by_server: dict[str, list[Completion]] = {}
+        for c in completions:
+            if (c.sampled_versions == version).all():
+                by_server.setdefault(self._engine.server_of(c.key), []).append(c)
+        wrong = [url for url, answers in by_server.items() if over_limits(self._plain_gap(answers), limit)]
+        if not wrong or len(wrong) == len(by_server):
+            return ""
+        return f"; only the answers of {', '.join(wrong)} differ, those of the other servers agree"
+
+    def _plain_gap(self, completions: Sequence[Completion]) -> GapStats:
+        """The gap of a few completions, by the plain forward."""
+        found = GapStats()
+        for c in _short_enough(completions[:_EXPLAINED]):
+            own = sampled_logps(self._model, c, self.distribution, self.precision)
+            found += measure_gap(torch.from_numpy(c.sampled_logprobs.copy()), own, [str(c.key)], [len(own)])
+        return found
 
     def write(self, gap: GapStats, sampled: int, stale: int, step: int, version: int) -> None:
         """Write the receipt's line of a step whose proofs have passed.
@@ -257,23 +386,15 @@ class Proofs:
                 "sum_cubes": gap.sum_cubes,
                 "sum_fourths": gap.sum_fourths,
                 "worst_request": gap.worst,
+                "draws": {**self._draws.data(), "z": self._drawn.z, "tokens": self._drawn.tokens},
             }
         )
         self._tail.passed(gap)
 
     def _of_staleness(self, stale: int) -> dict[str, Any]:
         """The receipt's fields about stale tokens; empty for a run that has none."""
-        if self._canary_gap is None:
-            return {}
-        return {"stale_tokens": stale, "canary": _figures(self._canary_gap)}
-
-
-@dataclass(frozen=True, slots=True)
-class Canary:
-    """A canary that the engine is scoring: the sequences, and the pending answer."""
-
-    sequences: dict[str, tuple[int, ...]]
-    scores: Pending[Any, dict[str, tuple[float, ...]]]
+        found = self._ahead.figures()
+        return {"stale_tokens": stale, **{name: _figures(gap) for name, gap in found.items()}} if found else {}
 
 
 def _short_enough(completions: Sequence[Completion]) -> list[Completion]:

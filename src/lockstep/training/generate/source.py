@@ -6,38 +6,52 @@ engine and samples for all ranks. Reward functions run on every rank, each on it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.protocol import Engine, OnAnswer
-from lockstep.engines.vllm_server import VLLMServer
+from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.protocol import Completion, Engine, Sampling
 from lockstep.errors import InputError
+from lockstep.images.prompts import ImagePrompts
 from lockstep.parity.gap import GapStats
+from lockstep.parity.samples import Seeds
 from lockstep.parity.staleness import check_staleness
+from lockstep.parity.step.draws import DrawStats
+from lockstep.parity.step.settings import SettingsProof
 from lockstep.parity.tolerances import tolerance
 from lockstep.report.phases import PhaseClock
+from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
 from lockstep.rollouts.ahead import GenerationsAhead
-from lockstep.rollouts.collect import answers_to, check_whole, collect, groups_from, requests_for
-from lockstep.rollouts.early_scores import EarlyScores
+from lockstep.rollouts.conversation import Program, single_turn
+from lockstep.rollouts.driver import Driver, OnRollout, Start, decoding, groups_from, sampled_now, starts_for
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.rollouts.ranks import Ranks
-from lockstep.rollouts.reward_log import RewardLog
-from lockstep.rollouts.rewards import Scorer
-from lockstep.rollouts.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
+from lockstep.rollouts.programs.interruptions import interrupted
+from lockstep.rollouts.scores.early_scores import EarlyScores
+from lockstep.rollouts.scores.reward_log import RewardLog
+from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.training.config.interruption import interruption_of
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
+from lockstep.training.generate.asked_again import AskedAgain
 from lockstep.training.generate.engine import shake_hands, start_engine
 from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
 from lockstep.training.generate.proofs import Proofs
 from lockstep.training.generate.recovery import Recovery
+from lockstep.training.generate.rollout_func import RolloutFunction
+from lockstep.training.generate.rollout_tools import RolloutTools
 from lockstep.training.step.distributed import share_of
-from lockstep.training.step.generation import Generation
+from lockstep.training.step.generation import Generation, branches_of
+
+if TYPE_CHECKING:
+    # It needs the libraries of a web server.
+    from lockstep.training.generate.rollout_agents import RolloutAgents
+
+_MOST_TOLD = 20
 
 
 class RolloutSource:
@@ -49,6 +63,10 @@ class RolloutSource:
         given: a running engine, which the caller closes; None starts one.
         max_model_len: context length, in tokens, of an engine that is started here.
         longest: length, in tokens, of the longest prompt and completion together.
+        settings: what the user has asked for.
+        tools: the tools and environments of the rollouts, or their agents; None: there are none.
+        function: makes the rollouts instead of the driver; None: the driver makes them.
+        images: what read the pictures of the prompts; None: they have none.
 
     Raises:
         InputError: the engine cannot be started or found, or an engine in this process cannot serve several ranks.
@@ -67,23 +85,41 @@ class RolloutSource:
         model_path: str,
         max_model_len: int,
         longest: int,
+        settings: SettingsProof,
+        *,
+        tools: RolloutTools | RolloutAgents | None = None,
+        function: RolloutFunction | None = None,
+        images: ImagePrompts | None = None,
     ) -> None:
         self._scorer, self._tokenizer = scorer, tokenizer
+        self.decode = decoding(tokenizer)
+        self.asked_again = AskedAgain(
+            scorer,
+            self.decode,
+            config.reward_timeout,
+            wanted=config.recheck_rewards,
+            by_group=config.overlap_rewards,
+        )
         self._config, self._clock, self._ranks = config, clock, ranks
-        self._policy = policy
-        self._interruption = interruption_of(config, tokenizer)
+        self.policy, self._settings, self._images = policy, settings, images
+        interruption = interruption_of(config, tokenizer)
+        self._one_turn: Program = single_turn if interruption is None else interrupted(interruption, self._sampling)
+        # The program that makes every rollout.
+        self.program = self._one_turn
+        self._tools, self.rollout_function = tools, function
         self._reward_log = RewardLog()
-        # bf16 autocast, or the dtype that the weights were loaded in.
-        compute_dtype = torch.bfloat16 if config.bf16 else policy.dtype
-        self.limit = tolerance(config.engine_torch_dtype, compute_dtype)
+        self.limit = tolerance(config.engine_torch_dtype, config.precision.dtype_of(policy))
         self._owns_engine = given is None
         self._proven = False
+        self._seeds = Seeds()
         self._engine: Engine | None = given
         self._proofs: Proofs | None = None
         self._recovery: Recovery | None = None
+        self._driver: Driver | None = None
         self._ahead: GenerationsAhead | None = None
         # A group of the last metrics, for the live view.
         self.shown_group: RolloutGroup | None = None
+        self._told: set[str] = set()
         self._ranks.on_owner("engine", lambda: self._open(model_path, max_model_len, longest))
 
     def _open(self, model_path: str, max_model_len: int, longest: int) -> None:
@@ -91,24 +127,39 @@ class RolloutSource:
         engine = self._engine or start_engine(config, model_path, self._tokenizer, max_model_len, self._ranks.count)
         self._engine = engine
         try:
-            shake_hands(engine, self._policy, model_path, config.engine_torch_dtype, longest, config.engine_head_dtype)
-            self._proofs = Proofs(self._policy, engine, config, self._clock)
+            dtypes, shown = (config.engine_torch_dtype, config.engine_head_dtype), self._images is not None
+            shake_hands(engine, self.policy, model_path, dtypes[0], longest, dtypes[1], self._sampling, pictures=shown)
+            self._proofs = Proofs(
+                self.policy, engine, config, self._tokenizer, self._clock, self._settings, self._sampling
+            )
+            if self._tools is not None:
+                self.program = self._tools.start()
+            settled = self._tools.settled if self._tools is not None else None
+            self._driver = Driver(engine, self._tokenizer, settled, self.proofs.check_answer)
             if config.max_staleness:
-                # The config allows max_staleness in server mode only, but an engine that the caller gave may be no server.
-                if not isinstance(engine, VLLMServer):
-                    raise InputError(
-                        "max_staleness needs a server (vllm_mode: server); the engine that was given is none"
-                    )
-                if not engine.scores_first:
+                if isinstance(engine, VLLMServer) and not engine.scores_first:
                     raise InputError(
                         "max_staleness needs a server that answers a proof before what waits to be generated: start it with "
                         "'lockstep serve MODEL', or with --scheduling-policy priority"
                     )
-                self._ahead = GenerationsAhead(engine, self._limit_ahead)
+                # An engine in this process samples a generation when it is begun, and the trainer waits for it.
+                at_once = not isinstance(engine, VLLMServer)
+                if at_once:
+                    print(
+                        "lockstep: max_staleness saves no time without a server: engine and trainer take turns",
+                        flush=True,
+                    )
+                self._ahead = GenerationsAhead(self._driver, self._limit_ahead, at_once=at_once)
             self._recovery = Recovery(self._distrust)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _sampling(self) -> Sampling:
+        """The distribution that the engine samples from."""
+        banned = self._images.banned_ids if self._images is not None else ()
+        return sampling_of(self._config, self._tokenizer, banned)
 
     @property
     def engine(self) -> Engine:
@@ -153,9 +204,9 @@ class RolloutSource:
         if self._ahead is not None:
             self._ahead.forget_unfinished()
 
-    def start(self, folder: Path, step: int) -> None:
-        """Open the receipt, and prove the engine before it samples the first rollout."""
-        self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step)))
+    def start(self, folder: Path, step: int, inputs: Mapping[str, Any]) -> None:
+        """Open the receipt, and prove the engine before it samples the first rollout. `inputs` stand in the receipt."""
+        self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step, inputs)))
         self._proven = True
 
     def prove_first(self, version: int) -> None:
@@ -192,81 +243,95 @@ class RolloutSource:
             self.proofs.sync(version)
 
     def sample(
-        self, prompts: Sequence[Prompt], num_generations: int, version: int, on_answer: OnAnswer | None = None
+        self, prompts: Sequence[Prompt], num_generations: int, version: int, on_rollout: OnRollout | None = None
     ) -> list[RolloutGroup]:
-        """Sample completions of prompts with the weights that were pushed as `version`."""
+        """Sample rollouts of prompts with the weights that were pushed as `version`."""
+        assert self._driver is not None
+        if self.rollout_function is not None:
+            with self._clock.phase("generate"):
+                groups = self.rollout_function.groups(prompts, num_generations, version)
+            self.proofs.check_groups(groups)
+            return groups
+        starts = self._starts(prompts, num_generations, version)
         with self._clock.phase("generate"):
-            groups = collect(
+            groups = sampled_now(
+                self._driver,
                 prompts,
-                self.engine,
-                self._tokenizer,
-                sampling_of(self._config),
-                num_generations=num_generations,
-                run_seed=self._config.seed,
-                version=version,
-                on_answer=self._clock.counted(len(prompts) * num_generations, on_answer),
-                interruption=self._interruption,
-                generate=self._ahead.at_once if self._ahead is not None else None,
+                starts,
+                version,
+                program=self.program,
+                on_rollout=self._clock.counted(len(starts), on_rollout),
+                # In the engine the requests wait behind the generations that were begun before.
+                limit=self._limit_ahead if self._ahead is not None else None,
             )
-        self.proofs.check_groups(groups)
+        self._check_groups(groups)
         return groups
 
     def sample_ahead(
         self, upcoming: Sequence[tuple[int, Sequence[Prompt]]], num_generations: int, version: int
     ) -> list[RolloutGroup]:
         """The first of these generations. The engine began it some steps ago, and begins the last one now."""
-        ahead = self._start_canary()
-        for number, prompts in upcoming:
-            if number not in ahead:
-                self._begin(ahead, number, prompts, num_generations)
-        number, prompts = upcoming[0]
+        assert self._ahead is not None
         with self._clock.phase("generate"):
-            answers = ahead.take(number)
-        groups = groups_from(prompts, answers, num_generations, self._tokenizer)
-        completions = [rollout.completion for group in groups for rollout in group.rollouts]
-        check_staleness(completions, version, self._config.max_staleness)
-        self.proofs.check_groups(groups)
+            for number, prompts in upcoming:
+                if number not in self._ahead:
+                    # Not the version at hand: several generations may begin at the same version, and each needs seeds of its own.
+                    starts = self._starts(prompts, num_generations, number * self._config.steps_a_generation)
+                    self._ahead.begin(number, starts, self.program)
+            number, prompts = upcoming[0]
+            groups = groups_from(prompts, self._ahead.take(number))
+        check_staleness(branches_of(groups), version, self._config.max_staleness)
+        self._check_groups(groups)
+        self.proofs.ask_again(branches_of(groups), version, self._limit_ahead)
         return groups
 
-    def _begin(self, ahead: GenerationsAhead, number: int, prompts: Sequence[Prompt], num_generations: int) -> None:
-        requests = requests_for(
-            prompts,
-            sampling_of(self._config),
-            num_generations=num_generations,
-            run_seed=self._config.seed,
-            # Not the version at hand: several generations may begin at the same version, and each needs seeds of its own.
-            version=number * self._config.steps_a_generation,
-        )
-        if self._interruption is not None:
-            check_whole(requests, ahead.engine)
-        ahead.begin(number, lambda generate: answers_to(requests, generate, self._tokenizer, self._interruption))
+    def _check_groups(self, groups: Sequence[RolloutGroup]) -> None:
+        self.proofs.check_groups(groups)
+        if self.program is self._one_turn:
+            self.proofs.check_completions(branches_of(groups))
 
-    def _start_canary(self) -> GenerationsAhead:
+    def _starts(self, prompts: Sequence[Prompt], num_generations: int, version: int) -> list[Start]:
+        seed = self._config.seed
+        starts = starts_for(prompts, self._sampling, num_generations=num_generations, run_seed=seed, version=version)
+        self._seeds.check({start.key: start.seed for start in starts}, version)
+        return starts
+
+    def _prove_ahead(self, generation: Generation) -> None:
+        """The proofs of a run with tokens of older weights, before the policy changes."""
         assert self._ahead is not None
-        self.proofs.start_canary(self._ahead.engine, self._limit_ahead)
-        return self._ahead
-
-    def _finish_canary(self, version: int) -> None:
+        version = generation.version
         if not self.proofs.canary_is_due:
             # The engine was lost after it was asked.
             self.push(version)
-            self._start_canary()
-        self.proofs.check_canary_scores(version)
+            self.proofs.ask_again(generation.completions, version, self._limit_ahead)
+        self.proofs.check_asked_again(version)
+        begun = {number: [c for r in found for c in r.branches] for number, found in self._ahead.finished().items()}
+        self.proofs.check_begun(begun, version)
 
     # ---- score: on every rank ---------------------------------------------------------------------------------------
 
     def score(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
         """Groups with their rewards; each rank scores its share. Every rank calls."""
         with self._clock.phase("rewards"):
-            return self._scorer.finish(self._scored(groups, state))
+            scored = self._scorer.finish(self._scored(groups, state))
+            self._release(scored)
+            return scored
+
+    def _release(self, groups: Sequence[RolloutGroup]) -> None:
+        if self._tools is not None and self._ranks.owner:
+            self._tools.release(rollout for group in groups for rollout in group.rollouts)
 
     def _scored(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
         if self._ranks.count == 1:
             return self._scorer.score(groups, state, self._reward_log)
 
         def part() -> dict[str, Any]:
-            # A rank without groups does not call the reward functions.
-            own, log = share_of(groups, self._ranks), RewardLog()
+            # A rank without groups does not call the reward functions. Environments are on one rank, which then scores all groups.
+            here = self._tools is not None and self._tools.has_environments
+            own: Sequence[RolloutGroup] = share_of(groups, self._ranks)
+            if here:
+                own = groups if self._ranks.owner else []
+            log = RewardLog()
             return {
                 "scores": scores_to_wire(self._scorer.score(own, state, log) if own else []),
                 "metrics": log.values(),
@@ -284,61 +349,97 @@ class RolloutSource:
             self.push(state.global_step)
             return self._sample_scored(prompts, num_generations, state)
 
-        return self._scorer.finish(self.recovery.run(work))
+        scored = self._scorer.finish(self.recovery.run(work))
+        self._release(scored)
+        return scored
 
     def _sample_scored(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
 
         def score(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
             return self._scorer.score(groups, state, log)
 
-        with EarlyScores(prompts, num_generations, self._tokenizer, score) as early:
-            groups = self.sample(prompts, num_generations, state.global_step, early.answered)
+        with EarlyScores(prompts, num_generations, score) as early:
+            groups = self.sample(prompts, num_generations, state.global_step, early.finished)
             with self._clock.phase("rewards"):
                 return early.take(groups, self._reward_log)
 
     # ---- prove and log ---------------------------------------------------------------------------------------------
 
-    def prove(self, gap: GapStats, generation: Generation, step: int, *, record: bool = True) -> None:
-        """Check the parity gap of a whole generation and write it to the receipt. Called on the rank that holds the engine.
+    def prove(self, gap: GapStats, draws: DrawStats, generation: Generation, step: int, *, record: bool = True) -> None:
+        """Check the parity gap of a whole generation and its draws, and write them to the receipt. Called on the rank that holds
+        the engine.
 
         Args:
+            draws: over all tokens of the generation. The draws of a generation count once, at the first call.
             record: write the receipt's line; there is one per generation.
 
         Raises:
-            ProofError: tokens are missing, or the gap is over a limit.
+            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from what was reported.
         """
         version = generation.version
         if self._ahead is not None:
             if not record:
                 # The gap is checked once per generation, together with the canary. The policy does not change before that.
+                self._judge(draws, version)
                 return
-            self.recovery.run(lambda: self._finish_canary(version))
+            self.recovery.run(lambda: self._prove_ahead(generation))
         sampled, fresh = generation.sampled_tokens, generation.fresh_tokens
         self.proofs.check_gap(gap, fresh, generation.completions, version)
+        self._judge(draws, version)
         if record:
             self.proofs.write(gap, sampled, sampled - fresh, step, version)
+
+    def _judge(self, draws: DrawStats, version: int) -> None:
+        # The program of a rollout_func may choose between samples.
+        if self.rollout_function is None:
+            self.proofs.check_draws(draws, version)
+
+    def prove_evaluation(
+        self, gap: GapStats, draws: DrawStats, completions: Sequence[Completion], version: int
+    ) -> None:
+        """Check drawn completions of an evaluation. Called on the rank that holds the engine.
+
+        Raises:
+            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from what was reported.
+        """
+        self.proofs.check_evaluation(gap, draws, completions, version, bets=self.rollout_function is None)
+
+    def proof_metrics(self) -> dict[str, float]:
+        """Metrics of the proofs on the generation at hand; empty on a rank without the engine."""
+        return self.proofs.metrics() if self._ranks.owner else {}
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
         """Metrics of scored groups, with the metrics that reward functions logged since the last call."""
         metrics, self.shown_group = rollout_metrics(groups), groups[0]
         if self._config.max_staleness:
             metrics |= staleness_metrics(groups, version)
-        if self._interruption is not None:
+        if self._config.max_thinking_length is not None:
             metrics |= interruption_metrics(groups)
+        if self._tools is not None:
+            metrics |= self._tools.metrics(groups)
+            self._tell_failures(groups)
         return metrics | self._reward_log.take(own=metrics)
+
+    def _tell_failures(self, groups: Sequence[RolloutGroup]) -> None:
+        """Print each reason for which an environment or an agent failed once."""
+        for said in dict.fromkeys(r.failed for group in groups for r in group.rollouts if r.failed is not None):
+            if said not in self._told and self._ranks.owner and len(self._told) < _MOST_TOLD:
+                self._told.add(said)
+                print(f"lockstep: {said}; nothing is learned from its rollout", flush=True)
 
     def abandon_pending(self) -> None:
         """Abandon the generations that the engine is sampling ahead. They are sampled again where they are needed."""
         if self._ahead is not None:
             self._ahead.forget()
-
-    def remember_receipt(self, checkpoint: Path) -> None:
-        """Write the hash of the receipt's last line into a checkpoint."""
-        if self._ranks.owner:
-            self.proofs.remember_receipt(checkpoint)
+        if self._tools is not None and self._ranks.owner:
+            self._tools.release_all()
 
     def close(self) -> None:
         """Abandon what the engine samples ahead, and close the engine if it was started here."""
         self.abandon_pending()
+        if self._driver is not None:
+            self._driver.close()
+        if self._tools is not None:
+            self._tools.close()
         if self._owns_engine and self._engine is not None:
             self._engine.close()

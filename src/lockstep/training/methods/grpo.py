@@ -46,6 +46,8 @@ _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 class GRPOObjective(Objective[GRPOConfig]):
     """Advantages relative to the group, and a clipped or reweighted policy loss with optional KL and entropy terms."""
 
+    definition = "grpo"
+
     def __init__(self, config: GRPOConfig) -> None:
         super().__init__(config)
         self._bonus = EntropyBonus(config)

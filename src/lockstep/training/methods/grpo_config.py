@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -80,11 +81,6 @@ class GRPOConfig(GroupConfig):
         ):
             if getattr(self, name) not in values:
                 raise InputError(f"{name}={getattr(self, name)!r}; it must be one of {', '.join(values)}")
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-            if getattr(self, name) <= 0:
-                raise InputError(f"{name}={getattr(self, name)}; it must be above 0")
-        if not 0 < self.top_entropy_quantile <= 1:
-            raise InputError(f"top_entropy_quantile={self.top_entropy_quantile}; it must be above 0 and at most 1")
         if self.filter_zero_variance and self.multi_objective_aggregation == "normalize_then_sum":
             raise InputError(
                 "filter_zero_variance compares a group's summed rewards; multi_objective_aggregation='normalize_then_sum' sums none"
@@ -93,3 +89,18 @@ class GRPOConfig(GroupConfig):
             raise InputError(
                 f"entropy_coef_min={self.entropy_coef_min} is above entropy_coef_max={self.entropy_coef_max}"
             )
+        if self.process_index == 0:
+            self._warn_of_the_level()
+
+    def _warn_of_the_level(self) -> None:
+        """Say where ratios per completion and a loss do not belong together, as TRL does."""
+        level, loss = self.importance_sampling_level, self.loss_type
+        said = None
+        if level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
+            said = f"loss_type={loss} sums over tokens, so each completion counts by its length; GSPO is loss_type=grpo"
+        elif level != "sequence" and loss == "luspo":
+            said = "LUSPO's paper has ratios per completion: importance_sampling_level=sequence"
+        elif level != "token" and loss == "vespo":
+            said = "VESPO weighs completions itself: leave importance_sampling_level out"
+        if said is not None:
+            print(f"lockstep: importance_sampling_level={level}: {said}", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from lockstep.algorithms.tally import Tally
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.tokens.arrays import Reals, filled
 from lockstep.training.batch.pack import Pack
-from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.batch.sequence import TrainingSequence, rollouts_of
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.scoring import TokenScores
 
@@ -34,20 +34,23 @@ Entropies = Callable[[Sequence[TrainingSequence]], Scores]
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """A pack after its forward: N tokens of B completions, flat.
+    """A pack after its forward: N tokens of B rollouts, flat.
 
     Attributes:
-        sequences: the B completions.
-        segments: which token belongs to which completion.
+        sequences: the packed sequences. A rollout of several branches has several.
+        rollouts: the first sequence of each of the B rollouts. It has the rollout's weight and unit.
+        segments: which token belongs to which rollout.
         logps, entropies: (N,) under the policy, with gradient (entropies have one only if the objective asks for it).
         old_logps: (N,) log-probs of the policy at sampling time.
         behaviour_logps: (N,) log-probs of the engine.
         advantages, weights: (N,).
         pack: the pack, for columns that only some methods have.
         values: (N,) of the critic, with gradient; None if there is no critic.
+        support, kept_masses: figures of the sampling filters, as in `TokenScores`.
     """
 
     sequences: tuple[TrainingSequence, ...]
+    rollouts: tuple[TrainingSequence, ...]
     segments: Segments
     logps: torch.Tensor
     entropies: torch.Tensor
@@ -57,15 +60,19 @@ class TokenBatch:
     weights: torch.Tensor
     pack: Pack
     values: torch.Tensor | None = None
+    support: torch.Tensor | None = None
+    kept_masses: torch.Tensor | None = None
 
     @classmethod
     def of(cls, pack: Pack, scores: TokenScores) -> TokenBatch:
         """Combine a pack's scores with the columns of its sequences."""
         moved = pack.sequences[0].old_logps is not None
-        weights = torch.tensor([s.weight for s in pack.sequences], dtype=torch.float32, device=scores.logps.device)
+        rollouts = tuple(own[0] for own in rollouts_of(pack.sequences))
+        weights = torch.tensor([s.weight for s in rollouts], dtype=torch.float32, device=scores.logps.device)
         segments = Segments(pack.lengths)
         return cls(
             sequences=pack.sequences,
+            rollouts=rollouts,
             segments=segments,
             logps=scores.logps,
             entropies=scores.entropies,
@@ -76,11 +83,13 @@ class TokenBatch:
             weights=segments.spread(weights),
             pack=pack,
             values=scores.values,
+            support=scores.support,
+            kept_masses=scores.kept_masses,
         )
 
     @property
     def sequence_advantages(self) -> torch.Tensor:
-        """(B,) advantage of each completion, for methods that have one for all of its tokens."""
+        """(B,) advantage of each rollout, for methods that have one for all of its tokens."""
         return self.segments.means(self.advantages)
 
     def kept(self) -> torch.Tensor:
@@ -96,9 +105,11 @@ class Objective(ABC, Generic[Config]):
         entropy_gradient: whether the loss has a gradient through the entropies.
         config: the run's configuration.
         epoch: number of completed passes over the training data.
+        definition: name of the definition that proves advantages and weights (`parity/step/advantages.py`); None: there is none.
     """
 
     epoch = 0
+    definition: str | None = None
     entropy_gradient = False
 
     def __init__(self, config: Config) -> None:
@@ -127,7 +138,8 @@ class Objective(ABC, Generic[Config]):
 
         Args:
             groups: the groups of the whole generation, over all ranks.
-            sequences: one per rollout, in the order of groups and samples.
+            sequences: one per rollout, in the order of groups and samples. The sequence of a rollout with several branches has the
+                sampled tokens of all branches, and that of a rollout in which nothing was sampled has no tokens.
         """
 
     @abstractmethod
@@ -151,9 +163,9 @@ class Objective(ABC, Generic[Config]):
         return sequence.weight != 0.0 and bool(np.any(sequence.advantages))
 
     def is_masked(self, rollout: Rollout) -> bool:
-        """Whether a rollout is left out of the loss: it was cut at the length limit, and the config masks such rollouts."""
+        """Whether a rollout is left out of the loss: it failed, or the length limit cut it and the config masks such rollouts."""
         masks = getattr(self.config, "mask_truncated_completions", False)
-        return masks and rollout.completion.finish_reason == "length"
+        return rollout.failed is not None or (masks and rollout.finish_reason == "length")
 
     def filtered(self, group: RolloutGroup) -> bool:
         """Whether a group is left out of every step, including the number of completions."""
@@ -209,7 +221,9 @@ def scores_by_function(
         )
         for group in groups
     ]
-    return scores, torch.tensor(list(weights) if weights is not None else [1.0] * len(names))
+    given = list(weights) if weights is not None else []
+    # The scores of environments stand behind those of the functions, and have weight 1.
+    return scores, torch.tensor([*given, *([1.0] * (len(names) - len(given)))])
 
 
 def clipped_tokens(objective: Objective[Any], batch: TokenBatch, tally: Tally) -> torch.Tensor:

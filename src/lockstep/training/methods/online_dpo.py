@@ -89,6 +89,8 @@ class OnlineDPOConfig(OnlineConfig):
 class OnlineDPOObjective(Objective[OnlineDPOConfig]):
     """A preference within each group of two. The advantage of a sequence is 1 if chosen, −1 if rejected, 0 if neither."""
 
+    definition = "online_dpo"
+
     uses_reference = True
 
     def __init__(self, config: OnlineDPOConfig) -> None:
@@ -103,19 +105,21 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
             raise ValueError(f"the group of prompt {odd[0]} is no pair")
         rewards = torch.tensor([[self._reward(r) for r in group.rollouts] for group in groups])
         better = choose(rewards[:, 0], rewards[:, 1])
+        # A rollout in which nothing was sampled makes no pair.
+        better[~torch.tensor([s.length > 0 for s in sequences]).view(-1, 2).all(1)] = -1
         signs = torch.zeros(len(groups), 2)
         decided = better >= 0
         signs[decided] = -1.0
         signs[decided, better[decided]] = 1.0
         by_name = {
-            str(rollout.completion.key): (group.prompt.prompt_id, sign)
+            str(rollout.key): (group.prompt.prompt_id, sign)
             for group, pair in zip(groups, signs.tolist(), strict=True)
             for rollout, sign in zip(group.rollouts, pair, strict=True)
         }
         margins = (rewards[:, 0] - rewards[:, 1]).abs()[decided]
-        stopped = [r.completion.finish_reason == "stop" for group in groups for r in group.rollouts]
-        self._noted = {
-            "objective/scores": float(rewards.nanmean()),
+        stopped = [r.finish_reason == "stop" for group in groups for r in group.rollouts]
+        scored = {} if rewards.isnan().all() else {"objective/scores": float(rewards.nanmean())}
+        self._noted = scored | {
             "objective/scores_margin": float(margins.mean()) if len(margins) else 0.0,
             "val/contain_eos_token": sum(stopped) / len(stopped),
             "pairs/undecided": float((~decided).float().mean()),
@@ -124,7 +128,7 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
 
     def _reward(self, rollout: Any) -> float:
         penalty = self.config.missing_eos_penalty
-        cut = rollout.completion.finish_reason == "length"
+        cut = rollout.finish_reason == "length"
         return rollout.reward - penalty if penalty is not None and cut else rollout.reward
 
     def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -134,7 +138,7 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
         beta = self.config.beta_of(self.epoch)
         ref_logps = batch.pack.column("ref_logps")
         policy, reference = batch.segments.sums(batch.logps), batch.segments.sums(ref_logps)
-        chosen, rejected = _pairs(batch.sequences)
+        chosen, rejected = _pairs(batch.rollouts)
         losses = preference_loss(
             policy[chosen], policy[rejected], reference[chosen], reference[rejected], beta, self.config.loss_type
         )
@@ -155,12 +159,14 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
 
     def finish_step(self, tally: Tally) -> dict[str, float]:
         penalty = tally.figures().get("objective/non_score_reward", 0.0)
-        rlhf = {"objective/rlhf_reward": self._noted["objective/scores"] + penalty}
-        return self._noted | rlhf | {"beta": self.config.beta_of(self.epoch)}
+        figures = self._noted | {"beta": self.config.beta_of(self.epoch)}
+        if "objective/scores" in figures:
+            figures["objective/rlhf_reward"] = figures["objective/scores"] + penalty
+        return figures
 
 
 def _pairs(sequences: Sequence[TrainingSequence]) -> tuple[list[int], list[int]]:
-    """Indices of the chosen sequences and of their rejected partners. Partners have the same `unit`."""
+    """Indices of the chosen rollouts and of their rejected partners. Partners have the same `unit`."""
     sides: tuple[dict[str, int], dict[str, int]] = ({}, {})
     for index, sequence in enumerate(sequences):
         if sequence.unit is None:

@@ -23,7 +23,7 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import cut, flags, reals
 from lockstep.training.batch.sequence import TrainingSequence, column
 from lockstep.training.config.group_config import GroupConfig
-from lockstep.training.config.trl_fields import check_bounds, doc
+from lockstep.training.config.trl_fields import doc
 from lockstep.training.methods.objective import Objective, TokenBatch, clipped_tokens
 
 
@@ -47,12 +47,6 @@ class PPOConfig(GroupConfig):
         default=None, metadata=doc("Learning rate of the value head; default: ten times learning_rate.")
     )
 
-    def size_generation(self) -> None:
-        super().size_generation()
-        check_bounds(
-            self, {"gamma": (0.0, 1.0), "lam": (0.0, 1.0), "vf_coef": (0.0, None), "cliprange_value": (0.0, None)}
-        )
-
     @property
     def least_group(self) -> int:
         return 1
@@ -60,6 +54,8 @@ class PPOConfig(GroupConfig):
 
 class PPOObjective(Objective[PPOConfig]):
     """Generalised advantages, a clipped policy loss and a clipped value loss."""
+
+    definition = "ppo"
 
     @property
     def kl_in_reward(self) -> bool:
@@ -82,7 +78,8 @@ class PPOObjective(Objective[PPOConfig]):
             token_rewards = -config.beta * k1(
                 *(column(sequences, name, torch.float64) for name in ("old_logps", "ref_logps"))
             )
-        token_rewards[lengths.cumsum(0) - 1] += rewards.nan_to_num(0.0)
+        written = lengths > 0
+        token_rewards[(lengths.cumsum(0) - 1)[written]] += rewards.nan_to_num(0.0)[written]
         advantages, returns = generalised_advantages(
             token_rewards, column(sequences, "values", torch.float64), segments, config.gamma, config.lam
         )

@@ -26,7 +26,7 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import cut, reals
 from lockstep.training.batch.sequence import TrainingSequence, column
 from lockstep.training.config.group_config import GroupConfig
-from lockstep.training.config.trl_fields import check_bounds, doc
+from lockstep.training.config.trl_fields import doc
 from lockstep.training.methods.objective import Objective, TokenBatch, clipped_tokens
 
 
@@ -50,7 +50,6 @@ class ReinforcePPConfig(GroupConfig):
         return 2 if self.baseline == "group" else 1
 
     def __post_init__(self) -> None:
-        check_bounds(self, {"gamma": (0.0, 1.0)})
         if self.baseline not in ("none", "group"):
             raise InputError(f"baseline={self.baseline!r}; it must be none or group")
         super().__post_init__()
@@ -58,6 +57,8 @@ class ReinforcePPConfig(GroupConfig):
 
 class ReinforcePPObjective(Objective[ReinforcePPConfig]):
     """Advantages over a whole generation, and a clipped loss per token."""
+
+    definition = "reinforce++"
 
     @property
     def kl_in_reward(self) -> bool:

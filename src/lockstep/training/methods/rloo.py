@@ -48,6 +48,8 @@ class RLOOConfig(GroupConfig):
 class RLOOObjective(Objective[RLOOConfig]):
     """Leave-one-out advantages of rewards with a KL penalty, and the clipped loss per completion."""
 
+    definition = "rloo"
+
     @property
     def kl_in_reward(self) -> bool:
         return self.uses_reference

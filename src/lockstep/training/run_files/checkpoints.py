@@ -12,13 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
-from transformers.trainer_utils import sort_checkpoints
 
 from lockstep.errors import InputError, LockstepError
 from lockstep.parity.receipt import RECEIPT, lines_up_to, replace_text
-
-# The last file that is written into a checkpoint. A checkpoint with this file is complete.
-TRAINER_STATE = "trainer_state.json"
+from lockstep.parity.resume.checkpoint import TRAINER_STATE
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
@@ -124,13 +121,19 @@ def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Directories of all checkpoints, complete or not, ordered by step."""
-    return [Path(path) for path in sort_checkpoints(str(folder))] if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    found = [
+        path
+        for path in folder.glob("checkpoint-*")
+        if path.is_dir() and path.name.removeprefix("checkpoint-").isdigit()
+    ]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def _is_complete(checkpoint: Path) -> bool:
     try:
-        checkpoint_step(checkpoint)
-    except (OSError, ValueError, TypeError, KeyError):
+        return checkpoint_step(checkpoint) == int(checkpoint.name.rpartition("-")[2])
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         # The file is missing, is not text, is not JSON, or is JSON with other content.
         return False
-    return True

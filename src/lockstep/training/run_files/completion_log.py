@@ -6,22 +6,25 @@
 from __future__ import annotations
 
 from lockstep.report.completions import Row, chosen_rows, print_completions
+from lockstep.training.batch.sequence import rollouts_of
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.step.generation import Generation
 
 
 def rows_of(generation: Generation) -> list[Row]:
-    """One row per completion. Its advantage is the mean over its tokens: in some methods each token has another advantage."""
-    advantages = {
-        s.name: sum(s.advantages.tolist()) / max(len(s.advantages), 1)
-        for batch in generation.micro_batches
-        for s in batch
-    }
+    """One row per rollout. Its advantage is the mean over its tokens: in some methods each token has another advantage."""
+    advantages: dict[str, list[float]] = {}
+    for own in rollouts_of([s for batch in generation.micro_batches for s in batch]):
+        advantages[own[0].rollout or own[0].name] = [a for s in own for a in s.advantages.tolist()]
     return [
-        Row(group.prompt.source, r.text, r.scores, advantages[str(r.completion.key)], r.extra)
+        Row(group.prompt.source, r.text, r.scores, _mean(advantages.get(str(r.key), [])), r.extra, r.finish_reasons)
         for group in generation.groups
         for r in group.rollouts
     ]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(len(values), 1)
 
 
 def show_generation(generation: Generation | None, config: OnlineConfig, step: int) -> None:

@@ -18,6 +18,9 @@ from lockstep.training.config.online_config import OnlineConfig
 class ResumableSaves(TrainerCallback):
     """Rounds `save_steps` up to a multiple of the steps per generation, and writes a log before every checkpoint.
 
+    The last checkpoint of a run may be inside a generation, because it holds the final weights. Then there is one more where the
+    last whole generation ends, from which a run can go on.
+
     Args:
         config: the run's configuration.
         owner: whether this process prints the message about a changed `save_steps`.
@@ -29,6 +32,12 @@ class ResumableSaves(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Computed again, because a state from a checkpoint has the intervals of the run that wrote it.
         state.compute_steps(args, state.max_steps)
+        if args.save_strategy != SaveStrategy.NO and state.max_steps % self._steps and self._owner:
+            print(
+                f"lockstep: the run ends at step {state.max_steps}, inside a generation of {self._steps} steps; its last "
+                f"checkpoint has the final weights, and a run can go on from the one of step {self._last_whole(state)}",
+                flush=True,
+            )
         if args.save_strategy != SaveStrategy.STEPS or state.save_steps <= 0:
             return
         wanted = int(state.save_steps)
@@ -41,6 +50,16 @@ class ResumableSaves(TrainerCallback):
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (
+            args.save_strategy != SaveStrategy.NO
+            and state.max_steps % self._steps
+            and state.global_step == self._last_whole(state)
+        ):
+            control.should_save = True
         # Also at the end. Otherwise the steps after the last multiple of logging_steps would never be logged.
         if (control.should_save or control.should_training_stop) and args.logging_strategy != IntervalStrategy.NO:
             control.should_log = True
+
+    def _last_whole(self, state: Any) -> int:
+        """The step at which the last whole generation of the run ends."""
+        return state.max_steps // self._steps * self._steps

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep.rollouts.ranks import Ranks
+from lockstep.parity.receipt import RECEIPT
+from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.run_files.checkpoints import (
     checkpoint_step,
     cut_back,
@@ -26,6 +27,7 @@ from lockstep.training.run_files.checkpoints import (
     set_damaged_aside,
 )
 from lockstep.training.run_files.run_identity import changed_fields, follows_length, longer
+from lockstep.training.run_files.whole_run import check_checkpoint, restore_metrics
 
 SETTINGS, SUMMARY = "run.json", "summary.json"
 # Files that a run writes at its end.
@@ -34,10 +36,16 @@ _END = (SUMMARY, "report.html", "after.json")
 
 @dataclass(frozen=True, slots=True)
 class RunPlace:
-    """The directory that a run writes to, and the checkpoint from which it continues (None: from the start)."""
+    """The directory that a run writes to, and the checkpoint from which it continues (None: from the start).
+
+    Attributes:
+        start: the `start` line of the checkpoint's receipt. The checkpoint was compared with its digests when it was read. None on
+            ranks that have not read it.
+    """
 
     folder: Path
     checkpoint: Path | None
+    start: dict[str, Any] | None = None
 
 
 @contextmanager
@@ -52,8 +60,12 @@ def open_run(output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPl
     """
     settings = json.loads(json.dumps(settings, default=str))
     folder = _place(Path(output_dir), settings)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a")
+    except OSError as error:
+        raise InputError(f"output_dir {folder} cannot be used: {error}") from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -83,8 +95,10 @@ def open_run_together(ranks: Ranks, output_dir: str | Path, settings: dict[str, 
 
 def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
     known = folder / SETTINGS
+    if known.exists() and known.is_dir():
+        raise InputError(f"{known} is a directory; give another output_dir")
     set_damaged_aside(folder)
-    checkpoint = last_checkpoint(folder)
+    checkpoint, start = last_checkpoint(folder), None
     if checkpoint is not None and not known.exists():
         raise InputError(f"{folder} holds checkpoints of something else (no {SETTINGS}); give another output_dir")
     if checkpoint is not None:
@@ -94,20 +108,44 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
             raise InputError(
                 f"{folder} holds an interrupted run with other settings ({what}); give another output_dir, or delete it"
             )
+        start = check_checkpoint(checkpoint, checkpoint_step(checkpoint), folder / RECEIPT)
+        restore_metrics(folder, checkpoint, checkpoint_step(checkpoint))
         _lengthen(folder, earlier, settings, checkpoint_step(checkpoint))
     if known.exists():
         cut_back(folder, checkpoint)
     known.write_text(json.dumps(settings, indent=1) + "\n")
-    return RunPlace(folder, checkpoint)
+    return RunPlace(folder, checkpoint, start)
 
 
 def _place(wanted: Path, settings: dict[str, Any]) -> Path:
     """The first of `NAME`, `NAME-2`, … that holds no finished run, or a finished run that `settings` makes longer."""
     folder, number = wanted, 2
-    while (folder / SUMMARY).exists() and not _is_extended(folder, settings):
+    while _is_finished(folder) and not _is_extended(folder, settings):
         folder = wanted.with_name(f"{wanted.name}-{number}")
         number += 1
     return folder
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether a run has ended there. A summary that cannot be read does not count if the run has a checkpoint: it is written anew.
+
+    Raises:
+        InputError: the summary cannot be read, and there is nothing from which the run could continue.
+    """
+    path = folder / SUMMARY
+    if not path.exists():
+        return False
+    try:
+        if isinstance(json.loads(path.read_text()), dict):
+            return True
+    except (OSError, ValueError):
+        pass
+    if path.is_dir() or last_checkpoint(folder) is None:
+        raise InputError(
+            f"{path} cannot be read, so that nobody can tell whether the run there has ended; give another output_dir"
+        )
+    print(f"lockstep: {path} cannot be read; the run goes on from its last checkpoint and writes it again", flush=True)
+    return False
 
 
 def _is_extended(folder: Path, settings: dict[str, Any]) -> bool:
@@ -138,12 +176,14 @@ def _lengthen(folder: Path, earlier: dict[str, Any], settings: dict[str, Any], s
 def _settings_in(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / SETTINGS).read_text())
-    except ValueError as error:
+        if not isinstance(found, dict):
+            raise ValueError("it holds no fields")
+    except (OSError, ValueError) as error:
         raise InputError(
             f"{folder / SETTINGS} cannot be read ({error}), so that nobody can tell whether the run there is this one; give "
             "another output_dir"
         ) from error
-    return found if isinstance(found, dict) else {}
+    return found
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

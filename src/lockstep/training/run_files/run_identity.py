@@ -6,22 +6,28 @@ The fields come from the config of a training command. They are stored in `run.j
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from lockstep.parity.resume.code_digest import code_digest
+from lockstep.parity.resume.inputs import data_digest
+from lockstep.rollouts.group import Prompt
 from lockstep.training.config.online_config import OnlineConfig
 
 # Fields that do not decide what the run learns, by reason. All other fields are part of the run's identity.
 _BOOKKEEPING: dict[str, set[str]] = {
     "where the run writes, and what it is called": {
         "output_dir", "logging_dir", "run_name", "project", "report_to", "trackio_space_id", "trackio_bucket_id",
-        "trackio_static_space_id",
+        "trackio_static_space_id", "resume_from_checkpoint",
     },
     "when it logs, saves and evaluates, and what it prints": {
         "logging_strategy", "logging_steps", "logging_first_step", "save_strategy", "save_steps", "save_total_limit",
         "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "disable_tqdm", "log_level", "log_level_replica",
         "log_on_each_node", "log_completions", "num_completions_to_print", "log_unique_prompts", "skip_memory_metrics",
+        "save_only_model", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+        "include_num_input_tokens_seen",
     },
     "whether and how it goes to the hub": {
         "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision",
@@ -31,12 +37,15 @@ _BOOKKEEPING: dict[str, set[str]] = {
         "token_budget", "logits_chunk_size", "gradient_checkpointing", "gradient_checkpointing_kwargs",
         "vllm_gpu_memory_utilization", "vllm_max_num_seqs", "per_device_eval_batch_size", "torch_empty_cache_steps",
     },
-    "how long it waits": {"vllm_server_timeout", "reward_timeout", "ddp_timeout"},
+    "when it gives up": {"max_unscored_generations"},
+    "how long it waits": {"vllm_server_timeout", "reward_timeout", "ddp_timeout", "tool_timeout", "agent_timeout"},
     "where servers are, and how weights reach them": {
         "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_key_file", "vllm_weight_transport",
-        "vllm_group_host", "vllm_group_port",
+        "vllm_group_host", "vllm_group_port", "gateway_host", "gateway_port",
     },
     "what is tried before it starts": {"rehearse_rewards"},
+    "what is only compared": {"recheck_rewards"},
+    "whether it may go on with other inputs": {"resume_with_changes"},
     "an object that is not comparable": {"accelerator_config"},
 }  # fmt: skip
 _IGNORED = frozenset().union(*_BOOKKEEPING.values())
@@ -53,6 +62,31 @@ def curve_settings(config: OnlineConfig) -> dict[str, Any]:
     """The fields that decide what a run learns. A run can continue only with the same values, or with more steps or epochs."""
     kept = {name: value for name, value in asdict(config).items() if not is_bookkeeping(name)}
     return kept | ({"processes": config.world_size} if config.world_size > 1 else {})
+
+
+def run_inputs(
+    data: Mapping[str, Sequence[Prompt]], code: Mapping[str, Any], config: OnlineConfig
+) -> dict[str, dict[str, Any]]:
+    """What a run learns from, for its receipt: digests of its data and of the user's code, and its settings.
+
+    Args:
+        data: the prompts of each part of the data.
+        code: functions and other objects of the user's that take part, by kind: one, several, or a mapping of them.
+    """
+    found: dict[str, str] = {}
+    for kind, given in code.items():
+        several = given.values() if isinstance(given, Mapping) else given
+        for place, one in enumerate(several if isinstance(several, Iterable) else [given]):
+            if one is not None:
+                name = getattr(one, "__name__", type(one).__name__)
+                found[f"{kind} {name}" + (f" ({place + 1})" if f"{kind} {name}" in found else "")] = code_digest(one)
+    settings = json.loads(json.dumps(curve_settings(config), default=str))
+    return {
+        "data": {f"{part} data": data_digest(prompts) for part, prompts in data.items()},
+        "code": found,
+        # The text of an object without one of its own has its address, which differs between processes.
+        "settings": {name: value for name, value in settings.items() if " object at 0x" not in str(value)},
+    }
 
 
 def changed_fields(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import ProofError
-from lockstep.rollouts.ranks import Ranks
+from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.sync.source import PlainSource
 
 T = TypeVar("T")

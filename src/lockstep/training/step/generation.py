@@ -12,15 +12,19 @@ import numpy as np
 import torch
 
 from lockstep.engines.protocol import Completion
-from lockstep.parity.gap import GapStats
+from lockstep.errors import InputError
+from lockstep.parity.step.advantages import AdvantageProof
+from lockstep.parity.step.reference import check_reference_scores
 from lockstep.report.phases import PhaseClock
+from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.rollouts.ranks import Ranks
 from lockstep.tokens.arrays import flags
-from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.batch.branches import joined_branches, split_branches
+from lockstep.training.batch.sequence import TrainingSequence, rollouts_of
 from lockstep.training.forward.reference import Reference
 from lockstep.training.methods.objective import Objective, Scores
 from lockstep.training.step.distributed import share_of
+from lockstep.training.step.expected import advantage_proof
 from lockstep.training.step.update import AllScores, Policy, score_all
 
 
@@ -31,18 +35,20 @@ class Generation:
     Attributes:
         version: weight version that the engine held when the generation was taken. Without staleness it sampled every token.
         groups: the rollouts, by prompt.
-        micro_batches: lists of sequences, in the order of groups and samples. The micro-batches of one optimizer step are
+        micro_batches: lists of sequences, in the order of groups, samples and branches. The micro-batches of one optimizer step are
             adjacent, and within a step so are those of one rank.
+        expected: what every sequence must bring into the loss; None where the method has no definition.
     """
 
     version: int
     groups: tuple[RolloutGroup, ...]
     micro_batches: tuple[tuple[TrainingSequence, ...], ...]
+    expected: AdvantageProof | None = None
 
     @property
     def completions(self) -> list[Completion]:
-        """Every completion, as the engine answered it."""
-        return [rollout.completion for group in self.groups for rollout in group.rollouts]
+        """Every branch of every rollout, as the engine answered it."""
+        return branches_of(self.groups)
 
     @property
     def sampled_tokens(self) -> int:
@@ -78,14 +84,18 @@ class Generation:
         return replace(self, micro_batches=batches)
 
 
+def branches_of(groups: Sequence[RolloutGroup]) -> list[Completion]:
+    """Every branch of every rollout, in the order of groups, samples and branches."""
+    return [completion for group in groups for rollout in group.rollouts for completion in rollout.branches]
+
+
 def sequences_of(groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
-    """One sequence per rollout, in the order of groups and samples, without advantages and weights yet.
+    """One sequence per branch with sampled tokens, in the order of groups, samples and branches, without advantages and weights.
 
     Args:
         version: weight version that will learn from them first.
     """
-    completions = [rollout.completion for group in groups for rollout in group.rollouts]
-    stale = any((c.sampled_versions != version).any() for c in completions)
+    stale = any((c.sampled_versions != version).any() for c in branches_of(groups))
     return [
         TrainingSequence(
             name=str(c.key),
@@ -93,9 +103,15 @@ def sequences_of(groups: Sequence[RolloutGroup], version: int) -> list[TrainingS
             completion_ids=c.token_ids,
             behaviour_logps=c.sampled_logprobs,
             sampled=c.sampled,
+            kept_ids=c.kept_ids,
+            pictures=c.pictures,
             fresh=flags(c.sampled_versions == version) if stale else None,
+            rollout=str(rollout.key) if len(rollout.branches) > 1 else None,
         )
-        for c in completions
+        for group in groups
+        for rollout in group.rollouts
+        for c in rollout.branches
+        if len(c.sampled_places)
     ]
 
 
@@ -107,17 +123,23 @@ def prepare_generation(
 ) -> Generation:
     """Advantages, loss weights and micro-batches of a generation.
 
-    Weights are normalised over each whole optimizer step, for any number of micro-batches and ranks.
+    Weights are normalised over each whole optimizer step, for any number of micro-batches and ranks. A rollout has one weight,
+    which all of its branches share. A rollout in which nothing was sampled counts like a masked one.
 
     Args:
         sequences: the sequences of the groups, with the log-probs that the method needs; None: made from the groups.
     """
     config = objective.config
-    advantaged = objective.with_advantages(groups, sequences_of(groups, version) if sequences is None else sequences)
-    masked = [objective.is_masked(rollout) for group in groups for rollout in group.rollouts]
+    found = {own[0].rollout or own[0].name: own for own in rollouts_of(sequences or sequences_of(groups, version))}
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    branches = [found.get(str(rollout.key), []) for rollout in rollouts]
+    wholes = [
+        own[0] if len(own) == 1 else joined_branches(str(r.key), own) for r, own in zip(rollouts, branches, strict=True)
+    ]
+    advantaged = objective.with_advantages(groups, wholes)
     places = torch.tensor([place for place, group in enumerate(groups) for _ in group.rollouts])
     counted = torch.tensor([not objective.filtered(group) for group in groups])[places]
-    kept = torch.tensor([0 if out else s.length for s, out in zip(advantaged, masked, strict=True)])
+    kept = torch.tensor([0 if objective.is_masked(r) else s.length for s, r in zip(advantaged, rollouts, strict=True)])
     weights = torch.zeros(len(advantaged))
     for start in range(0, len(advantaged), config.completions_per_step):
         step = torch.arange(start, min(start + config.completions_per_step, len(advantaged)))
@@ -125,8 +147,11 @@ def prepare_generation(
         if len(step):
             weights[step] = torch.where(kept[step] > 0, objective.sequence_weights(kept[step], places[step]), 0.0)
     weighted = [replace(s, weight=weight) for s, weight in zip(advantaged, weights.tolist(), strict=True)]
+    split = [
+        [whole] if len(own) == 1 else split_branches(whole, own) for whole, own in zip(weighted, branches, strict=True)
+    ]
     size = config.completions_per_micro_batch
-    batches = tuple(tuple(weighted[i : i + size]) for i in range(0, len(weighted), size))
+    batches = tuple(tuple(s for own in split[i : i + size] for s in own) for i in range(0, len(split), size))
     return Generation(version, tuple(groups), batches)
 
 
@@ -143,7 +168,7 @@ class Preparation:
 
     def generation(
         self, policy: Policy, groups: Sequence[RolloutGroup], version: int
-    ) -> tuple[Generation, GapStats | None]:
+    ) -> tuple[Generation, AllScores | None]:
         """A generation to learn from. Every rank calls this.
 
         Args:
@@ -151,24 +176,30 @@ class Preparation:
             version: its weight version, which the engine holds.
 
         Returns:
-            The generation, and the parity gap over its tokens; None if they need not be scored yet.
+            The generation, and the scores of its tokens; None if they need not be scored yet.
 
         Raises:
             ProofError: a log-prob is not finite.
+            InputError: nothing was sampled.
         """
         sequences, found = sequences_of(groups, version), None
+        if not sequences:
+            raise InputError(
+                "no token was sampled in any rollout of this generation: the programs of all rollouts ended before their first turn"
+            )
         if self._objective.scores_first or not self._config.single_update:
-            found = self._policy_scores(policy, sequences)
+            found = self.scores(policy, sequences)
             sequences = [found.beside(s) for s in sequences]
         if self._objective.kl_in_reward:
-            logps = self._reference_logps(policy, sequences)
+            logps = self._reference_logps(policy, sequences, groups, version)
             sequences = [replace(s, ref_logps=logps[s.name]) for s in sequences]
         generation = prepare_generation(groups, self._objective, version, sequences)
+        generation = replace(generation, expected=advantage_proof(self._objective, groups, sequences))
         if self._objective.uses_reference and not self._objective.kl_in_reward:
             generation = self._with_reference(policy, generation)
         if self._config.single_update:
             generation = generation.changed(self._to_be_scored)
-        return generation, found.gap if found is not None else None
+        return generation, found
 
     def step(self, policy: Policy, sequences: Sequence[TrainingSequence], *, moved: bool) -> list[TrainingSequence]:
         """Sequences of one optimizer step, over all ranks, just before its first forward. Every rank calls this.
@@ -179,7 +210,7 @@ class Preparation:
 
         def entropies(asked: Sequence[TrainingSequence]) -> Scores:
             if moved:
-                return self._policy_scores(policy, asked).entropies
+                return self.scores(policy, asked).entropies
             return {s.name: s.entropies for s in asked if s.entropies is not None}
 
         return self._objective.prepare_step(sequences, entropies)
@@ -187,20 +218,47 @@ class Preparation:
     def _with_reference(self, policy: Policy, generation: Generation) -> Generation:
         """The generation with the reference model's log-probs, for the sequences whose loss uses them."""
         learned = [s for batch in generation.micro_batches for s in batch if self._objective.has_gradient(s)]
-        logps = self._reference_logps(policy, learned)
+        logps = self._reference_logps(policy, learned, generation.groups, generation.version)
         return generation.changed(lambda s: replace(s, ref_logps=logps.get(s.name)))
 
-    def _reference_logps(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> Scores:
+    def _reference_logps(
+        self, policy: Policy, sequences: Sequence[TrainingSequence], groups: Sequence[RolloutGroup], version: int
+    ) -> Scores:
         assert self._reference is not None
         with self._clock.phase("reference"), self._reference.model() as model:
-            return self._score(replace(policy, model=model, critic=None), sequences, measure=False).logps
+            scorer = replace(policy, model=model, critic=None)
+            scores = self._score(scorer, sequences, measure=False).logps
+            if mine := share_of(sequences, self._ranks):
+                chosen = mine[int(np.random.default_rng((self._config.seed, version)).integers(len(mine)))].name
+            else:
+                chosen = ""
+
+            def check() -> None:
+                for completion in (c for c in branches_of(groups) if str(c.key) == chosen):
+                    self._check_scores(scorer, scores, completion)
+
+            self._ranks.share("reference scores", check)
+            return scores
+
+    def _check_scores(self, scorer: Policy, scores: Scores, completion: Completion) -> None:
+        """Check the reference's log-probs of one completion."""
+        assert scorer.rules is not None
+        precision = self._config.precision
+        logps, distribution = scores[str(completion.key)], scorer.rules.distribution
+        check_reference_scores(
+            scorer.model, completion, logps, distribution, precision, precision.own_limit(scorer.model)
+        )
 
     def _to_be_scored(self, sequence: TrainingSequence) -> TrainingSequence:
         """Drop old log-probs of a sequence with a gradient: the policy stays the same until the step, whose forward gives them."""
         return replace(sequence, old_logps=None) if self._objective.has_gradient(sequence) else sequence
 
-    def _policy_scores(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
-        """Scores of sequences under the current policy."""
+    def scores(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
+        """Scores of sequences under the current policy. Every rank calls this.
+
+        Raises:
+            ProofError: a log-prob is not finite.
+        """
         with self._clock.phase("verify"):
             return self._score(policy, sequences, measure=True)
 

@@ -20,16 +20,23 @@ from lockstep.algorithms.tally import Tally
 from lockstep.errors import InputError
 from lockstep.parity.decomposition import split_gap
 from lockstep.parity.gap import GapStats, measure_gap
+from lockstep.parity.step.bets import TokenDraws
+from lockstep.parity.step.draws import DrawStats, measure_draws
+from lockstep.parity.step.settings import SettingsProof
 from lockstep.parity.tolerances import Tolerance
 from lockstep.report.phases import PhaseClock
-from lockstep.rollouts.ranks import Ranks
+from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.tokens.arrays import cut, joined, reals
 from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence, column
+from lockstep.training.batch.sequence import TrainingSequence, column, flat
 from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.scoring import TokenScores, score_pack
 from lockstep.training.methods.objective import Objective, Scores, TokenBatch
+from lockstep.training.step.asked_temperature import check_temperature, hidden_states
 from lockstep.training.step.distributed import sum_gradients
+from lockstep.training.step.loss_gradient import LossGradient
+from lockstep.training.step.step_proofs import NO_PROOFS, StepProofs
 
 
 @dataclass(slots=True)
@@ -40,6 +47,9 @@ class UpdateSums:
         loss: the step's loss so far.
         gap: parity gap between the engine and the policy that it held, over tokens that were sampled by these same weights.
         difference: the same over all tokens, so that it includes the effect of older weights.
+        repeated: difference between the log-probs before the generation's first step and those of this step's forward, over the
+            tokens that have both.
+        draws: of the draws proof, over the tokens that went through the model in this step.
         tally: values to log. `_drift` is |log-prob now − at sampling time| of the policy, over the tokens that went through
             the model in this step. It is 0 if the policy has not changed since.
     """
@@ -47,6 +57,8 @@ class UpdateSums:
     loss: float = 0.0
     gap: GapStats = field(default_factory=GapStats)
     difference: GapStats = field(default_factory=GapStats)
+    repeated: GapStats = field(default_factory=GapStats)
+    draws: DrawStats = field(default_factory=DrawStats)
     tally: Tally = field(default_factory=Tally)
 
     def data(self) -> dict[str, Any]:
@@ -55,6 +67,8 @@ class UpdateSums:
             "loss": self.loss,
             "gap": asdict(self.gap),
             "difference": asdict(self.difference),
+            "repeated": asdict(self.repeated),
+            "draws": asdict(self.draws),
             "tally": self.tally.data(),
         }
 
@@ -66,6 +80,8 @@ class UpdateSums:
             total.loss += data["loss"]
             total.gap = total.gap + GapStats(**data["gap"])
             total.difference = total.difference + GapStats(**data["difference"])
+            total.repeated = total.repeated + GapStats(**data["repeated"])
+            total.draws = total.draws + DrawStats(**data["draws"])
             total.tally.add(data["tally"])
         return total
 
@@ -101,6 +117,8 @@ class Policy:
     Attributes:
         critic: value head on the model's hidden states; None if the method has none.
         plain_rows: whether the model cannot attend within a tree (`training/forward/scoring.py`).
+        rules: the run's sampling settings; None: only the temperature is set.
+        settings: what the user has asked for; drawn log-probs of each pack are compared with it. None outside a run.
     """
 
     model: PreTrainedModel
@@ -108,6 +126,8 @@ class Policy:
     backward: Callable[[torch.Tensor], None]
     critic: torch.nn.Module | None = None
     plain_rows: bool = False
+    rules: IdRules | None = None
+    settings: SettingsProof | None = None
 
     def packs(self, sequences: Sequence[TrainingSequence], config: OnlineConfig) -> Iterator[Pack]:
         """Sequences in packs, on the model's device."""
@@ -115,10 +135,16 @@ class Policy:
         for pack in cut(sequences, config.token_budget):
             yield pack.to(self.model.device)
 
-    def score(self, pack: Pack, config: OnlineConfig, *, entropy_gradient: bool = False) -> TokenScores:
-        """Scores of a pack, with the run's precision and temperature."""
-        with self.autocast():
-            return score_pack(
+    def score(
+        self, pack: Pack, config: OnlineConfig, *, entropy_gradient: bool = False, draws: bool = True
+    ) -> TokenScores:
+        """Scores of a pack, with the run's precision and sampling distribution.
+
+        Raises:
+            ProofError: drawn log-probs are not those of the distribution that the user has asked for.
+        """
+        with self.autocast(), hidden_states(self.model) as seen:
+            scores = score_pack(
                 self.model,
                 pack,
                 config.temperature,
@@ -126,16 +152,42 @@ class Policy:
                 entropy_gradient=entropy_gradient,
                 fp32_head=config.cast_lm_head_to_fp32,
                 critic=self.critic,
+                rules=self.rules,
+                draws=draws,
             )
+            if self.settings is not None:
+                check_temperature(
+                    self.settings,
+                    self.model,
+                    pack,
+                    scores.logps,
+                    seen[-1],
+                    fp32_head=config.cast_lm_head_to_fp32,
+                    single=config.cast_lm_head_to_fp32
+                    or (config.precision.autocast is None and self.model.dtype == torch.float32),
+                )
+        return scores
 
 
 def learn(
-    policy: Policy, sequences: Sequence[TrainingSequence], objective: Objective, clock: PhaseClock, sums: UpdateSums
+    policy: Policy,
+    sequences: Sequence[TrainingSequence],
+    objective: Objective,
+    clock: PhaseClock,
+    sums: UpdateSums,
+    proofs: StepProofs = NO_PROOFS,
 ) -> float:
     """Accumulate the gradients of a micro-batch, and add its figures to `sums`.
 
+    Args:
+        proofs: of what the sequences must bring into the loss.
+
     Returns:
         The micro-batch's part of the step's loss.
+
+    Raises:
+        ProofError: a sequence brings something else, the forward gives other log-probs than a plain one, or the gradient of a
+            log-prob is not what the method's formula gives.
     """
     config = objective.config
     moving = [s for s in sequences if objective.has_gradient(s)]
@@ -143,17 +195,32 @@ def learn(
     before = sums.loss
     with clock.phase("forward_backward"):
         for pack in policy.packs(moving, config):
-            scores = policy.score(pack, config, entropy_gradient=objective.entropy_gradient)
+            scores = policy.score(
+                pack, config, entropy_gradient=objective.entropy_gradient, draws=not _scored_before(pack)
+            )
             batch = TokenBatch.of(pack, scores)
+            proofs.check_loss(batch)
+            flow = LossGradient(objective, batch)
             loss = objective.loss(batch, sums.tally)
             sums.loss += loss.item()
             policy.backward(loss)
-            _measure(batch, sums)
+            flow.check()
+            proofs.check_forward(policy.model, batch)
+            _measure(batch, scores, sums)
     with clock.phase("verify"), torch.no_grad():
+        proofs.check_aside(still)
         for pack in policy.packs([s for s in still if s.entropies is None], config):
-            _measure(TokenBatch.of(pack, policy.score(pack, config)), sums)
+            scores = policy.score(pack, config)
+            batch = TokenBatch.of(pack, scores)
+            proofs.check_tokens(batch)
+            _measure(batch, scores, sums)
         _measure_scored([s for s in still if s.entropies is not None], sums)
     return sums.loss - before
+
+
+def _scored_before(pack: Pack) -> bool:
+    """Whether a pass before the generation's first step has scored the pack. That pass has measured the draws."""
+    return pack.sequences[0].entropies is not None
 
 
 _KINDS = ("logps", "entropies", "values")
@@ -167,6 +234,7 @@ class AllScores:
     entropies: Scores
     values: Scores
     gap: GapStats
+    draws: DrawStats = field(default_factory=DrawStats)
 
     def beside(self, sequence: TrainingSequence) -> TrainingSequence:
         """A sequence with its scores, as the scores of the policy before the generation's first step."""
@@ -179,6 +247,7 @@ class AllScores:
         """The whole content, as JSON types and arrays. The scores of each kind are one array."""
         return {
             "gap": asdict(self.gap),
+            "draws": asdict(self.draws),
             **{
                 kind: {
                     "names": list(scores),
@@ -200,7 +269,8 @@ class AllScores:
             }
             for kind in _KINDS
         )
-        return cls(logps, entropies, values, sum((GapStats(**part["gap"]) for part in parts), GapStats()))
+        gap = sum((GapStats(**part["gap"]) for part in parts), GapStats())
+        return cls(logps, entropies, values, gap, sum((DrawStats(**part["draws"]) for part in parts), DrawStats()))
 
 
 @torch.no_grad()
@@ -210,8 +280,8 @@ def score_all(
     """Score sequences.
 
     Args:
-        measure: whether to measure the gap to the engine's log-probs. False for a reference model, which the engine does not
-            hold.
+        measure: whether to measure the gap to the engine's log-probs, and the draws. False for a reference model, which the
+            engine does not hold.
 
     Raises:
         ProofError: a log-prob of the policy is not finite.
@@ -220,11 +290,12 @@ def score_all(
     logps: Scores = {}
     entropies: Scores = {}
     critic_values: Scores = {}
-    gap = GapStats()
+    gap, draws = GapStats(), DrawStats()
     for pack in policy.packs(sequences, config):
-        scores, lengths = policy.score(pack, config), [s.length for s in pack.sequences]
+        scores, lengths = policy.score(pack, config, draws=measure), [s.length for s in pack.sequences]
         if measure:
             gap = gap + _measured(pack.sequences, pack.column("behaviour_logps"), scores.logps)[0]
+            draws = draws + _drawn(pack.sequences, scores)
         elif not bool(torch.isfinite(scores.logps).all()):
             raise InputError(
                 "the reference model gives a sampled token no finite log-prob; look at its weights and dtype"
@@ -237,7 +308,7 @@ def score_all(
             if values is not None:
                 parts = cut(reals(values.cpu().numpy()), lengths)
                 by_name.update((s.name, part) for s, part in zip(pack.sequences, parts, strict=True))
-    return AllScores(logps, entropies, critic_values, gap)
+    return AllScores(logps, entropies, critic_values, gap, draws)
 
 
 def _measured(
@@ -263,10 +334,29 @@ def _measured(
 
 
 @torch.no_grad()
-def _measure(batch: TokenBatch, sums: UpdateSums) -> None:
+def _drawn(sequences: Sequence[TrainingSequence], scores: TokenScores) -> DrawStats:
+    """Statistics of the draws proof; none if the forward gave no sums for it."""
+    if scores.draws is None:
+        return DrawStats()
+    columns = scores.logps, scores.entropies, scores.draws.variances, scores.draws.below, scores.draws.upto
+    draws = TokenDraws(*torch.stack([c.double() for c in columns]).cpu().numpy())
+    fresh = None if sequences[0].fresh is None else flat(sequences, "fresh")
+    return measure_draws(draws, column(sequences, "behaviour_logps"), [s.length for s in sequences], fresh)
+
+
+@torch.no_grad()
+def _measure(batch: TokenBatch, scores: TokenScores, sums: UpdateSums) -> None:
     """Log the figures that every method has, for every token that went through the model, learned from or not."""
     sums.tally.mean("_drift", (batch.logps - batch.old_logps).abs())
+    if batch.sequences[0].old_logps is not None:
+        names, lengths = [s.name for s in batch.sequences], [s.length for s in batch.sequences]
+        sums.repeated = sums.repeated + measure_gap(batch.old_logps, batch.logps, names, lengths)
+    if batch.support is not None:
+        sums.tally.mean("sampling/forced_share", (batch.support == 1).float())
+    if batch.kept_masses is not None:
+        sums.tally.mean("sampling/kept_mass", batch.kept_masses)
     _note(batch.sequences, batch.behaviour_logps, batch.old_logps, batch.entropies, sums)
+    sums.draws = sums.draws + _drawn(batch.sequences, scores)
 
 
 def _measure_scored(sequences: Sequence[TrainingSequence], sums: UpdateSums) -> None:
@@ -299,13 +389,18 @@ def _note(
 class OptimizerStep:
     """An optimizer step while its micro-batches are processed."""
 
-    def __init__(self, objective: Objective[Any], clock: PhaseClock, ranks: Ranks) -> None:
-        self._objective, self._clock, self._ranks = objective, clock, ranks
+    def __init__(
+        self, objective: Objective[Any], clock: PhaseClock, ranks: Ranks, proofs: StepProofs = NO_PROOFS
+    ) -> None:
+        self._objective, self._clock, self._ranks, self._proofs = objective, clock, ranks, proofs
         self._sums = UpdateSums()
         self._failure: Exception | None = None
 
-    def learn(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> float:
+    def learn(self, policy: Policy, sequences: Sequence[TrainingSequence], part: int = 0) -> float:
         """Learn from a micro-batch. With several ranks an error is raised at the end of the step, on every rank.
+
+        Args:
+            part: index of the micro-batch within its generation, over all ranks.
 
         Returns:
             The micro-batch's part of the step's loss.
@@ -313,7 +408,8 @@ class OptimizerStep:
         if self._failure is not None:
             return 0.0
         try:
-            return learn(policy, sequences, self._objective, self._clock, self._sums)
+            self._proofs.check_part(part, sequences)
+            return learn(policy, sequences, self._objective, self._clock, self._sums, self._proofs)
         except Exception as error:
             if self._ranks.count == 1:
                 raise

@@ -14,6 +14,7 @@ from lockstep.errors import InputError
 _LOSS = "set objective_class to an Objective (lockstep.training.methods.objective) with a loss of its own"
 _SCORES = "give reward_funcs, or override scorer()"
 _ROLLOUTS = "set loop_class to a TrainingLoop (lockstep.training.loop) with its own rollout()"
+_TOOLS = "give tools, environment_factory, or a rollout_func with its own loop"
 _ADVANTAGES = "set objective_class to an Objective with its own with_advantages()"
 _PROMPTS = "give train_dataset as the run should see it"
 _EVALUATION = "override evaluate()"
@@ -37,11 +38,10 @@ HOOKS: dict[str, str] = {
             "_generate_vllm",
             "_generate_vllm_colocate",
             "_generate_vllm_server",
-            "_tool_call_loop",
-            "_get_tool_suffix_ids",
         ),
         _ROLLOUTS,
     ),
+    **dict.fromkeys(("_tool_call_loop", "_get_tool_suffix_ids"), _TOOLS),
     **dict.fromkeys(
         ("_prepare_inputs", "_prepare_input"), f"{_ROLLOUTS}; for what is learned from them, {_ADVANTAGES}"
     ),

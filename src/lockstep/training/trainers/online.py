@@ -6,45 +6,56 @@ It checks the user's arguments, loads the policy, makes the parts of the run, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from lockstep.definitions.settings import wanted
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
+from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
-from lockstep.report.busy import busy
+from lockstep.parity.step.settings import SettingsProof
 from lockstep.report.phases import PhaseClock
+from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.rollouts.ranks import Ranks
-from lockstep.rollouts.reward_functions import Given, ProcessingClasses, entries_of, reward_scorer
-from lockstep.rollouts.rewards import Scorer
+from lockstep.rollouts.programs.environments import Factory
+from lockstep.rollouts.programs.rollout_func import Bounds
+from lockstep.rollouts.scores.reward_functions import Given, ProcessingClasses, entries_of, reward_scorer
+from lockstep.rollouts.scores.rewards import Scorer
+from lockstep.tokens.end import end_ids
 from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.config.sampling import sampling_of
+from lockstep.training.data.given_data import SINGLE, GivenData, read_data
 from lockstep.training.data.prompt_order import MicroBatch, PromptLoader, make_loader, order_of
-from lockstep.training.data.prompts import check_datasets, read_prompts
+from lockstep.training.data.prompts import read_prompts
 from lockstep.training.data.rehearsal import rehearse_functions
+from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.policy import open_policy
 from lockstep.training.forward.reference import Reference
 from lockstep.training.forward.scoring import check_scorable
-from lockstep.training.generate.metrics import evaluation_metrics
+from lockstep.training.generate.rollout_func import RolloutFunc, RolloutFunction
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.loop import TrainingLoop
 from lockstep.training.methods.objective import Objective
-from lockstep.training.run_files.checkpoints import guarded_save, whole_or_absent
 from lockstep.training.run_files.completion_log import show_generation
 from lockstep.training.run_files.method_state import MethodState
 from lockstep.training.run_files.resumable import ResumableSaves
+from lockstep.training.run_files.run_identity import run_inputs
 from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import leave_unwrapped
 from lockstep.training.step.generation import Preparation
 from lockstep.training.step.moving_share import check_steps_move
-from lockstep.training.step.update import Policy
+from lockstep.training.trainers.argument_kinds import check_kinds, check_open
+from lockstep.training.trainers.evaluation import EvaluatesBySampling
 from lockstep.training.trainers.foreign_hooks import RefusesForeignHooks
+from lockstep.training.trainers.images import check_images, image_prompts, unsupported_with_images
+from lockstep.training.trainers.resuming import WholeCheckpoints
 from lockstep.training.trainers.setup import (
     check_reference,
     check_reference_model,
@@ -52,30 +63,39 @@ from lockstep.training.trainers.setup import (
     context_within,
     needs_plain_rows,
     refuse_arguments,
+    rollout_tools,
 )
 from lockstep.training.trainers.step_events import StepEvents
+from lockstep.training.trainers.steps import StepHooks
 
 # Number of server timeouts that a rank waits for the rank with the engine. The longest wait is for a generation that is lost and
 # repeated.
 _LONGEST_CALL = 12
 
 
-class OnlineTrainer(RefusesForeignHooks, Trainer):
+class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCheckpoints):
     """The base of all trainers.
 
     Args:
         model: name, directory or hub id (see `lockstep.models.resolve`), or a loaded causal language model whose
             `config.name_or_path` the engine can load too.
-        reward_funcs: one reward function or several, with TRL's convention (see `lockstep.rollouts.rewards`). A reward model, or
-            its directory or hub id, may stand in place of a function (see `lockstep.rollouts.reward_functions`).
+        reward_funcs: one reward function or several, with TRL's convention (see `lockstep.rollouts.scores.rewards`). A reward
+            model, or its directory or hub id, may stand in place of a function (see `lockstep.rollouts.scores.reward_functions`).
         args: the configuration; default: the method's configuration with its defaults.
-        train_dataset: `datasets.Dataset` with a `prompt` column (text or messages); other columns go to the rewards.
-        eval_dataset: the same for `evaluate`; it must not overlap with the training data.
+        train_dataset: `datasets.Dataset` with a `prompt` column (text or messages); other columns go to the rewards. Of a
+            `datasets.IterableDataset` the rows that `max_steps` need are read at once, and used in their order.
+        eval_dataset: the same for `evaluate`, or several by name; they must not overlap with the training data.
         processing_class: the tokenizer; by default the model's.
         reward_processing_classes: tokenizers of the reward models, one per entry of `reward_funcs`; default: the models' own.
         callbacks, optimizers: as in `transformers.Trainer`.
         quantization_config: a `transformers.BitsAndBytesConfig` in 4 bits; with a `peft_config` this is QLoRA.
         peft_config: a `peft.LoraConfig`; the trainer then trains a new adapter instead of the model's weights.
+        tools: functions that the model may call in a rollout, sync or async, with type hints and a docstring.
+        rollout_func: makes the rollouts itself (`lockstep.rollouts.programs.rollout_func`).
+        environment_factory: makes the environment of a rollout, or a mapping of such functions by the column `environment`
+            (`lockstep.rollouts.programs.environments`). `reward_funcs` may then be left out, and also the dataset.
+        agent: makes the rollouts by calls to the gateway (docs/gateway.md): a function `agent(base_url, api_key, row)`, or a
+            command line. `reward_funcs` may then be left out.
         engine: a running engine; the trainer uses it instead of starting one, and the caller closes it.
         refused: arguments of TRL's trainers that are not supported; a value other than None is refused by name.
 
@@ -89,8 +109,6 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
     loop_class: ClassVar[type[TrainingLoop]] = TrainingLoop
     # The method's name in reports.
     method: ClassVar[str]
-    # `micro_step` already divides by the whole optimizer step; the base class must not divide again.
-    loss_is_scaled_for_ga = True
 
     def __init__(
         self,
@@ -105,7 +123,11 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: Factory | Mapping[str, Factory] | None = None,
         *,
+        agent: AgentFunction | str | None = None,
         engine: Engine | None = None,
         ref_model: PreTrainedModel | None = None,
         **refused: Any,
@@ -117,16 +139,41 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
             )
         self.config: Any = args
+        asked = wanted(vars(args))
+        self._is_closed = False
+        check_kinds(model, processing_class, callbacks, optimizers, engine)
         check_reference(model, ref_model, args, peft_config)
         self.ranks = Ranks(_LONGEST_CALL * args.vllm_server_timeout * (args.generations_ahead + 1))
-        self.ranks.share("data", lambda: check_datasets(train_dataset, eval_dataset))
-        if args.rehearse_rewards:
+        found: list[GivenData] = []
+        acting = any(part for part in (tools, environment_factory, rollout_func, agent))
+        in_use = unsupported_with_images(args, self.ranks, engine, model, acting=acting, adapter=peft_config)
+
+        def read() -> None:
+            found.append(read_data(train_dataset, eval_dataset, args, environment_factory))
+            check_images(found[0].named, model, in_use)
+
+        self.ranks.share("data", read)
+        (data,) = found
+        train_dataset, eval_dataset = data.train, data.evaluation
+        self._has_environments = environment_factory is not None
+        self.tools = list(tools or [])
+        self.rollout_tools = rollout_tools(
+            tools, environment_factory, rollout_func, agent, args, self.ranks, train_dataset, model
+        )
+        # The columns that a `rollout_func` adds for the reward functions are not known before it has run.
+        if args.rehearse_rewards and rollout_func is None:
             self.ranks.on_owner("rehearsal", lambda: self.rehearse(reward_funcs, train_dataset))
-        scorer = self.scorer(reward_funcs, reward_processing_classes)
+        self._scorer = scorer = self.scorer(reward_funcs, reward_processing_classes)
 
         opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
-        if optimizers[0] is None:
+        images = image_prompts(opened, args, data.named)
+        banned = images.banned_ids if images is not None else ()
+        self.settings = SettingsProof(
+            asked, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], banned
+        )
+        self.makes_optimizer = optimizers[0] is None
+        if self.makes_optimizer:
             check_steps_move(policy, args)
 
         self.objective: Objective = self.objective_class(args)
@@ -134,17 +181,40 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
         self.critic = self.make_critic(policy)
         follows = getattr(args, "sync_ref_model", False) and self.reference is not None
         context = context_within(policy, args.context_limit)
-        self._train_prompts, self._eval_prompts = read_prompts(
-            train_dataset, eval_dataset, tokenizer, context, args, self.ranks
+        ends, ids_of = end_ids(causal_model(policy), tokenizer), None
+        if self.rollout_tools is not None:
+            self.rollout_tools.open(tokenizer, ends)
+            ids_of = self.rollout_tools.prompt_ids
+        prompts = read_prompts(data.named, tokenizer, context, args, self.ranks, ids_of, images)
+        longest = max(len(p.ids) for own in prompts.values() for p in own) + args.completion_limit
+        self._train_prompts = prompts.pop("train")
+        self._eval_prompts = prompts
+        if environment_factory is not None or rollout_func is not None or agent is not None:
+            # An environment adds text to prompts, and a function or an agent makes others: as many tokens as a completion has, if
+            # they fit.
+            longest = min(longest + args.completion_limit, context)
+        self._prompts_of = lambda later, engines: read_prompts(
+            later, tokenizer, min(context, engines), args, self.ranks, ids_of, images
         )
-        longest = max(len(p.ids) for p in self._train_prompts + self._eval_prompts) + args.completion_limit
         check_scorable(causal_model(policy))
         check_router_loss(policy, args)
         if ref_model is not None:
             check_reference_model(policy, ref_model)
+        self._rules = IdRules.of_run(sampling_of(args, tokenizer, banned), policy, tokenizer)
         self._plain_rows = needs_plain_rows([policy, *([ref_model] if ref_model is not None else [])], longest)
-        self._order = order_of(self._train_prompts, args)
+        self._order = order_of(self._train_prompts, args, shuffle=args.shuffle_dataset and not data.ordered)
         self._loader = make_loader(self._train_prompts, self._order, args)
+        code = {
+            "reward": getattr(scorer, "functions", None) or getattr(scorer, "judge", None),
+            "tool": tools,
+            "environment": environment_factory,
+            "rollout_func": rollout_func,
+            "agent": agent,
+        }
+        rows = {"train": self._train_prompts, **(self._eval_prompts or {SINGLE: []})}
+        self.inputs = {}
+        self.ranks.on_owner("inputs", lambda: self.inputs.update(run_inputs(rows, code, args)))
+        self._seen = {name: self.count_seen(prompts) for name, prompts in self._eval_prompts.items()}
         self._method_state = MethodState(self.objective, self.reference if follows else None, self.critic, self._order)
 
         super().__init__(
@@ -165,10 +235,25 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
                 part.to(self.args.device)
         # One more token if the model allows it: an engine scores a sequence only if one more token fits behind it.
         max_model_len = context if args.context_limit else min(longest + 1, context)
+        bounds = Bounds(policy.get_input_embeddings().weight.shape[0], args.completion_limit, max_model_len, ends)
         self.source = RolloutSource(
-            policy, scorer, tokenizer, args, self.clock, self.ranks, engine, self.model_path, max_model_len, longest
+            policy,
+            scorer,
+            tokenizer,
+            args,
+            self.clock,
+            self.ranks,
+            engine,
+            self.model_path,
+            max_model_len,
+            longest,
+            self.settings,
+            tools=self.rollout_tools,
+            function=None if rollout_func is None else RolloutFunction(rollout_func, self, tokenizer, bounds),
+            images=images,
         )
-        self.last_eval_groups: list[RolloutGroup] = []
+        self.last_eval_groups = []
+        self._eval_notes = defaultdict(list)
         self.step_log = StepLog()
         self.loop = self.loop_class(
             self.objective,
@@ -182,11 +267,15 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
             self.ranks,
             self.clock,
             self.step_log,
+            self.settings,
         )
 
     def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
         """Call the reward functions once on made-up completions, so that their errors appear before a model is loaded."""
-        rehearse_functions(entries_of(reward_funcs), dataset, self.config)
+        given = [] if reward_funcs is None and self.rollout_tools is not None else entries_of(reward_funcs)
+        rehearse_functions(
+            given, dataset, self.config, self.rollout_tools.rehearsed if self.rollout_tools is not None else None
+        )
 
     def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
         """The scorer that gives rollouts their rewards."""
@@ -198,6 +287,7 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
             timeout=config.reward_timeout,
             chat_template_kwargs=config.chat_template_kwargs,
             device=config.device,
+            **(self.rollout_tools.rewards if self.rollout_tools is not None else {}),
         )
 
     def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module | None:
@@ -214,32 +304,37 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
         """The proofs of the run; only on the rank that holds the engine."""
         return self.source.proofs
 
+    @property
+    def environments(self) -> list[Any] | None:
+        """The environments of the rollouts that were scored last, in the order of the rollouts; None if there are none.
+
+        They are on the rank that holds the engine. The next generation resets them.
+        """
+        return getattr(self.rollout_tools, "scored_environments", None)
+
     # ---- data -------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> PromptLoader:
         """One item per micro-step. The order depends on seed and epoch only, and is the same on every rank."""
         return self._loader
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
-        """None: loss weights are normalised over the step when the generation is cut, so the base class counts no tokens."""
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """0: completions share their prompt's positions, so `6 × tokens × parameters` would be wrong."""
-        return 0
-
-    def store_flos(self) -> None:
-        """Nothing is stored. The base class would gather over all ranks here, but only one rank saves checkpoints."""
-
     # ---- weights and rollouts ---------------------------------------------------------------------------------------
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, as the base class does. At the end, also after an error, the engine's unfinished generations are cancelled."""
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, as the base class does. At the end, also after an error, the engine's unfinished generations are cancelled.
+
+        Raises:
+            InputError: there is no checkpoint to resume from.
+            LockstepError: the trainer is closed.
+        """
+        check_open(self._is_closed)
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
+        self.check_resume(resume_from_checkpoint)
         try:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.source.abandon_pending()
-
-    # ---- one micro-step ---------------------------------------------------------------------------------------------
 
     def training_step(self, model: torch.nn.Module, inputs: MicroBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Learn from one part of the current generation: see `TrainingLoop.micro_step`.
@@ -249,83 +344,23 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
         """
         model.train()
         loss = self.loop.micro_step(inputs)
+        every = self.config.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         # The base class logs the mean over ranks, but the ranks' parts of a step add up.
         return torch.tensor(loss * self.ranks.count, device=self.args.device)
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        """Clip the gradients of policy and value head together; the base class would clip the policy only."""
-        return self.accelerator.clip_grad_norm_(self.loop.trained_parameters(), self.args.max_grad_norm)
-
-    def begin_training(self) -> None:
-        """Reset the state of an earlier call of `train`, open the receipt and prove the engine. Called when training begins."""
-        self.loop.begin()
-        self._forget_gradients()
-        self.source.start(Path(self.args.output_dir or "."), self.state.global_step)
-        self.clock.take()
-
-    def end_step(self) -> bool:
-        """Clear the value head's gradients, move the reference model, and check whether prompts are left. Called after each step.
-
-        Returns:
-            Whether another generation can be made.
-        """
-        self._forget_gradients()
-        config, reference = self.config, self._method_state.moving_reference
-        if reference is not None and self.state.global_step % config.ref_model_sync_steps == 0:
-            reference.follow(config.ref_model_mixup_alpha)
-        used_up = self.loop.is_used_up()
-        if used_up and self.ranks.owner:
-            print(
-                f"lockstep: training ends at step {self.state.global_step}: too few prompts are left unsolved",
-                flush=True,
-            )
-        return not used_up
-
-    def _forget_gradients(self) -> None:
-        """Clear the value head's gradients; the base class clears the policy's only."""
-        if self.critic is not None:
-            self.critic.zero_grad()
-
-    def _policy(self) -> Policy:
-        return Policy(
-            self._causal(), self.accelerator.autocast, self.accelerator.backward, self.critic, self._plain_rows
-        )
-
-    def _policy_model(self) -> PreTrainedModel:
-        return self.accelerator.unwrap_model(self.model)
-
-    def _causal(self) -> PreTrainedModel:
-        return causal_model(self._policy_model())
-
-    def _trained_modules(self) -> list[torch.nn.Module]:
-        return [self._causal(), *([self.critic] if self.critic is not None else [])]
+    def rollouts(self) -> list[RolloutGroup]:
+        """Scored rollouts of all training prompts, by the policy as it is. Nothing is learned."""
+        return self.loop.rollout_in_parts(self._train_prompts, self.config.group_size)
 
     # ---- evaluation, logs, checkpoints ------------------------------------------------------------------------------
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Mean reward on the evaluation prompts, sampled as in training.
-
-        Returns:
-            `eval_reward`, `eval_reward_ci95` (half-width, over problems), `eval_samples`, `eval_problems` and the rollout metrics.
-        """
-        if eval_dataset is not None or not self._eval_prompts:
-            raise InputError("give the evaluation set as eval_dataset when the trainer is made")
-        # The time of an evaluation is not counted as time of a step.
-        with (
-            self.clock.aside(),
-            busy(f"evaluating on {len(self._eval_prompts)} held-out problems", self.clock.progress),
-        ):
-            groups = self.loop.rollout_in_parts(self._eval_prompts, self.config.group_size_eval)
-        named = evaluation_metrics(groups, self.source.metrics(groups, self.state.global_step), metric_key_prefix)
-        self.last_eval_groups = groups
-        self.log(dict(named))
-        self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
-        return named
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the figures of rollouts and proofs since the last log, and the seconds per phase, beside the base class's figures."""
+        """Log the figures of rollouts and proofs since the last log, and the seconds per phase, beside the base class's figures.
+
+        The entry at the end of training has the figures of the steps after the last multiple of `logging_steps`, as in TRL.
+        """
         if "loss" in logs:
             logs |= self.step_log.take(self.clock)
             if self.source.losses:
@@ -333,31 +368,16 @@ class OnlineTrainer(RefusesForeignHooks, Trainer):
             logs["num_tokens"] = self.state.num_input_tokens_seen
             if self.is_world_process_zero():
                 show_generation(self.loop.generation, self.config, self.state.global_step)
+        elif "train_runtime" in logs and self.state.global_step % max(int(self.state.logging_steps), 1):
+            logs |= self.step_log.taken
         super().log(logs, start_time)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
-
-        def guarded(save: Callable[[], None]) -> None:
-            with guarded_save(folder.parent, self.state.global_step):
-                save()
-
-        # The owner writes last, because it writes the trainer's state, and this file marks a checkpoint as complete.
-        with whole_or_absent(folder) if self.ranks.owner else nullcontext(), busy(f"saving {folder.name}"):
-            if self.ranks.count > 1:
-                self.ranks.share("checkpoint", lambda: guarded(lambda: self._save_rng_state(str(folder))))
-            self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
-
-    def _save_whole(self, model: Any, trial: Any, folder: Path) -> None:
-        # Lockstep's files are written first, because the base class completes a checkpoint and may upload it at once.
-        self._method_state.save(folder)
-        self.source.remember_receipt(folder)
-        super()._save_checkpoint(model, trial)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._method_state.load(Path(resume_from_checkpoint))
+    def end(self) -> None:
+        """Close the engine, finish the trackers and destroy the process group. TRL's scripts call it as their last line."""
+        self.close()
+        super().end()
 
     def close(self) -> None:
         """Close the engine, if the trainer started it."""
+        self._is_closed = True
         self.source.close()

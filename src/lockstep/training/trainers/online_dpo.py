@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from datasets import Dataset
 
 from lockstep.errors import InputError
-from lockstep.rollouts.judges import JudgeScorer
-from lockstep.rollouts.rewards import Scorer
+from lockstep.rollouts.scores.judges import JudgeScorer
+from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.training.data.rehearsal import rehearse_judge
 from lockstep.training.methods.online_dpo import OnlineDPOConfig, OnlineDPOObjective
 from lockstep.training.trainers.online import OnlineTrainer
@@ -19,7 +20,8 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     Args:
         ref_model: the reference model; by default a copy of the policy at the start of training.
-        judge: a pairwise judge instead of reward functions (`lockstep.rollouts.judges`).
+        judge: a pairwise judge instead of reward functions (`lockstep.rollouts.scores.judges`).
+        tools, rollout_func, environment_factory, agent: as in `OnlineTrainer`. TRL's Online DPO has none.
 
     The order of the arguments is TRL's. Other arguments and errors: `lockstep.training.trainers.online.OnlineTrainer`.
     """
@@ -48,6 +50,10 @@ class OnlineDPOTrainer(OnlineTrainer):
         judge: Any = None,
         engine: Any = None,
         quantization_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        agent: Any = None,
     ) -> None:
         self._judge = judge
         super().__init__(
@@ -61,6 +67,10 @@ class OnlineDPOTrainer(OnlineTrainer):
             callbacks,
             optimizers,
             peft_config=peft_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+            agent=agent,
             engine=engine,
             quantization_config=quantization_config,
             ref_model=ref_model,
@@ -76,12 +86,26 @@ class OnlineDPOTrainer(OnlineTrainer):
             rehearse_judge(self._judge, dataset, self.config)
 
     def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
-        given = {"judge": self._judge, "reward_funcs": reward_funcs, "reward_model_path": self.config.reward_model_path}
+        path = self.config.reward_model_path
+        if reward_funcs is not None and path is not None and self.ranks.owner:
+            print(
+                f"lockstep: reward_model_path={path!r} has no effect: reward_funcs are given",
+                file=sys.stderr,
+                flush=True,
+            )
+        given = {
+            "judge": self._judge,
+            "reward_funcs": reward_funcs,
+            "reward_model_path": path if reward_funcs is None else None,
+        }
         names = [name for name, value in given.items() if value is not None]
         if len(names) > 1:
             raise InputError(f"{' and '.join(names)} all say which completion is better; give one of them")
         if self._judge is None:
-            return super().scorer(reward_funcs or self.config.reward_model_path, processing_classes)
+            return super().scorer(path if reward_funcs is None else reward_funcs, processing_classes)
+        if self.rollout_tools is not None and self.rollout_tools.reward_names:
+            name = self.rollout_tools.reward_names[0]
+            raise InputError(f"judge and the reward of {name} both compare completions; leave one out")
         if processing_classes is not None or self.config.reward_weights is not None:
             raise InputError("reward_weights and reward_processing_classes are of reward functions; a judge has none")
         if self.config.missing_eos_penalty is not None:

@@ -41,7 +41,13 @@ class PPOTrainer(OnlineTrainer):
                     "PPO adds its value head to the optimizer, which a scheduler made before does not follow; give "
                     "optimizers=(optimizer, None)"
                 )
-            given = self.config.value_learning_rate
-            rate = 10 * self.config.learning_rate if given is None else given
-            optimizer.add_param_group({"params": missing, "lr": rate, "weight_decay": 0.0})
+            optimizer.add_param_group({"params": missing, "lr": self._value_rate, "weight_decay": 0.0})
         return optimizer
+
+    @property
+    def _value_rate(self) -> float:
+        given = self.config.value_learning_rate
+        return 10 * self.config.learning_rate if given is None else given
+
+    def first_rate(self, parameter: str) -> float:
+        return self._value_rate if parameter.startswith("value_head.") else super().first_rate(parameter)

@@ -6,19 +6,26 @@ The constructors of the trainers call these functions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
+from datasets import Dataset
 from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.policy import context_length
 from lockstep.models.whole import check_finite
+from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.training.config.filter_fields import FilterFields
 from lockstep.training.forward.scoring import check_scorable, why_plain_rows
+from lockstep.training.generate.rollout_tools import RolloutTools
+
+if TYPE_CHECKING:
+    from lockstep.training.generate.rollout_agents import RolloutAgents
 
 # Arguments of TRL's trainers that Lockstep does not support yet.
-_KNOWN = {"tools", "rollout_func", "environment_factory"}
-_KNOWN |= {"data_collator", "compute_metrics", "preprocess_logits_for_metrics"}
+_KNOWN = {"data_collator", "compute_metrics", "preprocess_logits_for_metrics"}
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
@@ -33,6 +40,61 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
             raise TypeError(f"unexpected argument {name!r}")
         if value is not None:
             raise InputError(f"{name} is not supported yet; leave it out")
+
+
+def rollout_tools(
+    tools: Any,
+    environment_factory: Any,
+    rollout_func: Any,
+    agent: Any,
+    config: Any,
+    ranks: Ranks,
+    dataset: Dataset,
+    model: Any,
+) -> RolloutTools | RolloutAgents | None:
+    """The tools and environments of a trainer, or its agents; None if it has none.
+
+    Raises:
+        InputError: as in `RolloutTools` and `RolloutAgents`; or a `rollout_func` is given beside them, with generations ahead, or
+            with filters that need kept ids; or an agent beside others; or a setting counts the tokens of one call to the engine.
+    """
+    acting = bool(tools) or environment_factory is not None
+    if agent is not None:
+        if acting or rollout_func is not None:
+            raise InputError(
+                "an agent brings its own tools: leave tools, environment_factory and rollout_func out, or agent"
+            )
+        config.check_several_calls("an agent")
+        return _rollout_agents(agent, config, ranks, model)
+    if rollout_func is not None:
+        if acting:
+            raise InputError(
+                "rollout_func makes rollouts itself; leave tools and environment_factory out, or rollout_func"
+            )
+        for name in ("max_staleness", "max_thinking_length"):
+            if getattr(config, name):
+                raise InputError(f"{name}={getattr(config, name)} is not supported with rollout_func; leave it out")
+        # The bound on kept ids filters nothing by itself.
+        plain = FilterFields(max_kept_ids=config.max_kept_ids).filter_values()
+        if config.bad_words or config.filter_values() != plain:
+            # The trainer would have to know which tokens each of the function's calls could sample.
+            raise InputError(
+                "rollout_func is supported with temperature and stop_strings only; leave top_p, top_k, min_p, penalties and "
+                "structured outputs out"
+            )
+    if not acting:
+        return None
+    config.check_several_calls("a tool or an environment")
+    row = dataset[0] if config.rehearse_rewards else None
+    return RolloutTools(tools or [], environment_factory, config, ranks, row)
+
+
+def _rollout_agents(agent: Any, config: Any, ranks: Ranks, model: Any) -> RolloutAgents:
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise InputError(f"an agent needs {' and '.join(missing)}; install lockstep-rl[gateway]")
+    from lockstep.training.generate.rollout_agents import RolloutAgents
+
+    return RolloutAgents(agent, config, ranks, model if isinstance(model, str) else model.config._name_or_path)
 
 
 def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> None:

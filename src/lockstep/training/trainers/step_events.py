@@ -1,6 +1,6 @@
 """Passes the events of `transformers.Trainer`'s loop to Lockstep's trainer.
 
-`transformers.Trainer` calls the callback. The callback calls `training/trainers/online.py`.
+`transformers.Trainer` calls the callback. The callback calls `training/trainers/steps.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from lockstep.report.phases import PhaseClock
 
 
 class StepTrainer(Protocol):
-    """The methods of a trainer that the callback calls: when training begins, and when a step ends."""
+    """The methods of a trainer that the callback calls: when training begins, around the optimizer, and when a step ends."""
 
     clock: PhaseClock
 
     def begin_training(self) -> None: ...
+
+    def before_update(self) -> None: ...
+
+    def after_update(self) -> None: ...
 
     def end_step(self) -> bool: ...
 
@@ -32,10 +36,12 @@ class StepEvents(TrainerCallback):
         self._trainer.begin_training()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.before_update()
         self._trainer.clock.start("optimizer")
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.clock.stop("optimizer")
+        self._trainer.after_update()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._trainer.end_step():

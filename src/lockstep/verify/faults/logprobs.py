@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 import lockstep.engines.transformers_engine as transformers_engine
-import lockstep.engines.vllm_inprocess as vllm_inprocess
+import lockstep.engines.vllm.in_process as vllm_inprocess
 from lockstep.engines.protocol import Completion, GenerationRequest
 from lockstep.parity.rescoring import sequence_logits
 from lockstep.tokens.arrays import Reals, reals
@@ -21,7 +21,7 @@ from lockstep.verify.faults.seams import (
     answers_become,
     at_temperature_one,
     is_vllm,
-    requests_become,
+    user_asks,
     vllm_worker,
 )
 from lockstep.verify.stage import Stage
@@ -31,7 +31,7 @@ from lockstep.verify.stage import Stage
 def _raw(stage: Stage) -> Iterator[None]:
     """The engine reports log-probs before the temperature, at a temperature that is not 1."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(stage.config, "temperature", 0.7))
+        stack.enter_context(user_asks(stage, temperature=0.7))
         if is_vllm(stage):
             sampler = vllm_worker(stage).model_runner.sampler
             stack.enter_context(patch.object(sampler, "logprobs_mode", "raw_logprobs"))
@@ -39,15 +39,29 @@ def _raw(stage: Stage) -> Iterator[None]:
         else:
             honest = transformers_engine.processed_logprobs
 
-            def raw(logits: torch.Tensor, sampling: Any, prompt_ids: Any, output_ids: Any) -> torch.Tensor:
-                return honest(logits, replace(sampling, temperature=1.0), prompt_ids, output_ids)
+            def raw(logits: torch.Tensor, sampling: Any, *ids: Any, **more: Any) -> torch.Tensor:
+                return honest(logits, replace(sampling, temperature=1.0), *ids, **more)
 
             stack.enter_context(patch.object(transformers_engine, "processed_logprobs", raw))
         yield
 
 
 def _top_k_unasked(stage: Stage) -> Patch:
-    return requests_become(stage, lambda rs: [replace(r, sampling=replace(r.sampling, top_k=3)) for r in rs])
+    if is_vllm(stage):
+        params = vllm_inprocess.sampling_params
+
+        def with_top_k(request: GenerationRequest, **more: Any) -> Any:
+            found = params(request, **more)
+            found.top_k = 3
+            return found
+
+        return patch.object(vllm_inprocess, "sampling_params", with_top_k)
+    honest = transformers_engine.processed_logprobs
+
+    def filtered(logits: torch.Tensor, sampling: Any, *ids: Any, **more: Any) -> torch.Tensor:
+        return honest(logits, replace(sampling, top_k=3), *ids, **more)
+
+    return patch.object(transformers_engine, "processed_logprobs", filtered)
 
 
 def _first_becomes(stage: Stage, value: float) -> Patch:
@@ -84,14 +98,14 @@ def _top_one(stage: Stage) -> Patch:
 def _first_of_vllms_list() -> Iterator[None]:
     params, made = vllm_inprocess.sampling_params, vllm_inprocess.completion
 
-    def with_top(request: GenerationRequest) -> Any:
-        found = params(request)
+    def with_top(request: GenerationRequest, **more: Any) -> Any:
+        found = params(request, **more)
         found.logprobs = 1
         return found
 
-    def first(key: Any, output: Any) -> Completion:
+    def first(key: Any, output: Any, **more: Any) -> Completion:
         best = [max(entry.values(), key=lambda e: e.logprob).logprob for entry in output.outputs[0].logprobs]
-        return replace(made(key, output), logprobs=reals(best))
+        return replace(made(key, output, **more), logprobs=reals(best))
 
     with patch.object(vllm_inprocess, "sampling_params", with_top), patch.object(vllm_inprocess, "completion", first):
         yield

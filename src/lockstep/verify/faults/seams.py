@@ -6,9 +6,8 @@ loads, or the trainer's use of the answers. No proof is patched.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -17,9 +16,11 @@ import torch
 
 import lockstep.training.step.generation as trainer_module
 import lockstep.verify.logprob_checks as checks
-from lockstep.engines.protocol import Completion, GenerationRequest, LoadedWeights
+from lockstep.definitions.settings import wanted
+from lockstep.engines.inbox import Inbox
+from lockstep.engines.protocol import Completion, GenerationRequest, LoadedWeights, RequestKey
 from lockstep.engines.tensor_specs import tensor_specs
-from lockstep.engines.vllm_inprocess import VLLMInProcess
+from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.training.step.generation import Generation
 from lockstep.verify.stage import Stage
 
@@ -37,6 +38,8 @@ class Fault:
         inject: returns a context in which the fault happens.
         needs: why the fault cannot happen on a stage, or an empty string if it can.
         check: the check of `lockstep verify` that detects the fault, if a training step does not stop on it.
+        learns: whether the fault needs real optimizer steps.
+        evaluates: whether the fault happens at an evaluation instead of training steps.
     """
 
     id: str
@@ -44,25 +47,73 @@ class Fault:
     inject: Callable[[Stage], Patch]
     needs: Callable[[Stage], str] = lambda stage: ""
     check: str | None = None
+    learns: bool = False
+    evaluates: bool = False
+
+
+def needs_single(otherwise: str) -> Callable[[Stage], str]:
+    """For `Fault.needs`: an engine in fp32.
+
+    Args:
+        otherwise: why the fault cannot be shown in half precision.
+    """
+    return lambda stage: "" if stage.trainer.proofs.engine_dtype == torch.float32 else otherwise
+
+
+class Between:
+    """An inbox that passes requests and answers on to another inbox, and may change them on the way.
+
+    Args:
+        inbox: the inbox of those who ask. It checks the answers.
+        requests: changes the requests that an engine takes.
+        answers: changes the answers to all requests that the engine has taken, when they are complete. It also gets these
+            requests. None: each answer is passed on at once.
+    """
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        requests: Callable[[list[GenerationRequest]], list[GenerationRequest]] = list,
+        answers: Callable[[Sequence[GenerationRequest], list[Completion]], list[Completion]] | None = None,
+    ) -> None:
+        self._inbox, self._requests, self._change = inbox, requests, answers
+        self._taken: dict[RequestKey, GenerationRequest] = {}
+        self._answers: list[tuple[Completion, Collection[int]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inbox, name)
+
+    @contextmanager
+    def taken(self, working: int | None, wait: float) -> Iterator[list[GenerationRequest] | None]:
+        # To the inbox, an answer that is kept here is still being worked on.
+        held = None if working is None else working + len(self._answers)
+        with self._inbox.taken(held, wait) as requests:
+            if requests is not None:
+                self._taken |= {request.key: request for request in requests}
+            yield None if requests is None else self._requests(requests)
+
+    def answer(self, completion: Completion, versions: Collection[int], vocab_size: int | None = None) -> None:
+        self._answers.append((completion, versions))
+        if self._change is None or len(self._answers) == len(self._taken):
+            requests, answers = list(self._taken.values()), [found for found, _ in self._answers]
+            self._answers.clear()
+            self._taken.clear()
+            for changed in self._change(requests, answers) if self._change is not None else answers:
+                self._inbox.answer(changed, versions, vocab_size)
 
 
 def requests_become(stage: Stage, change: Callable[[list[GenerationRequest]], list[GenerationRequest]]) -> Patch:
     """A program between trainer and engine rewrites requests."""
-    real = stage.engine.generate
-    return patch.object(stage.engine, "generate", lambda requests, *more: real(change(list(requests)), *more))
+    real = stage.engine.serve
+    return patch.object(stage.engine, "serve", lambda inbox: real(Between(inbox, requests=change)))  # type: ignore[arg-type]
 
 
 def answers_become(
     stage: Stage, change: Callable[[Sequence[GenerationRequest], list[Completion]], list[Completion]]
 ) -> Patch:
     """The engine's answers differ from what it computed."""
-    module = sys.modules[type(stage.engine).__module__]
-    real = module.check_answers
-
-    def changed(requests: Sequence[GenerationRequest], answers: Iterable[Completion], version: int) -> Any:
-        return real(requests, change(requests, list(answers)), version)
-
-    return patch.object(module, "check_answers", changed)
+    real = stage.engine.serve
+    return patch.object(stage.engine, "serve", lambda inbox: real(Between(inbox, answers=change)))  # type: ignore[arg-type]
 
 
 def loads_instead(stage: Stage, change: Callable[[Named], Named]) -> Patch:
@@ -94,7 +145,17 @@ def generations_become(change: Callable[[Generation], Generation]) -> Iterator[N
 @contextmanager
 def at_temperature_one(stage: Stage, inject: Callable[[Stage], Patch]) -> Iterator[None]:
     """Inject a fault at temperature 1. At a lower temperature, a very certain model would not show it."""
-    with patch.object(stage.config, "temperature", 1.0), inject(stage):
+    with user_asks(stage, temperature=1.0), inject(stage):
+        yield
+
+
+@contextmanager
+def user_asks(stage: Stage, **given: Any) -> Iterator[None]:
+    """The user has asked for these values of the config's fields."""
+    with ExitStack() as stack:
+        for name, value in given.items():
+            stack.enter_context(patch.object(stage.config, name, value))
+        stack.enter_context(patch.object(stage.trainer.settings, "wanted", wanted(vars(stage.config))))
         yield
 
 

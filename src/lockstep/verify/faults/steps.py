@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-import lockstep.rollouts.collect as collecting
+import lockstep.rollouts.driver as collecting
 import lockstep.training.step.update as updating
 from lockstep.engines.protocol import Completion, GenerationRequest
 from lockstep.training.batch.sequence import TrainingSequence

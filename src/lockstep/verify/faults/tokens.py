@@ -43,12 +43,9 @@ def _masked_by_value(stage: Stage) -> Patch:
         def without_pad(sequence: TrainingSequence) -> TrainingSequence:
             kept = np.flatnonzero(sequence.completion_ids != pad)
             kept = kept if len(kept) else np.array([0])
-            return replace(
-                sequence,
-                completion_ids=sequence.completion_ids[kept],
-                behaviour_logps=sequence.behaviour_logps[kept],
-                advantages=sequence.advantages[kept],
-            )
+            names = ("completion_ids", "behaviour_logps", "advantages", "old_logps", "entropies")
+            columns = {name: getattr(sequence, name) for name in names}
+            return replace(sequence, **{name: own[kept] for name, own in columns.items() if own is not None})
 
         batches = tuple(tuple(without_pad(s) for s in batch) for batch in generation.micro_batches)
         return replace(generation, micro_batches=batches)
@@ -76,7 +73,7 @@ def _half_dropped(stage: Stage) -> Patch:
     return answers_become(stage, lambda requests, answers: answers[::2])
 
 
-def _across_prompts(stage: Stage) -> Patch:
+def across_prompts(stage: Stage) -> Patch:
     """Completions of one prompt get the keys and the echoed prompt of another."""
 
     def across(requests: Requests, answers: Answers) -> Answers:
@@ -96,7 +93,7 @@ def _another_ranks(stage: Stage) -> Patch:
 
 def _the_call_before(stage: Stage) -> Patch:
     """The second call gets the first call's completions, with its own keys and versions."""
-    first: dict[tuple[str, int], Completion] = {}
+    first: dict[RequestKey, Completion] = {}
 
     def earlier(requests: Requests, answers: Answers) -> Answers:
         if not first:
@@ -123,7 +120,7 @@ FAULTS = (
     Fault("T4", "tokens masked because they equal the pad token", _masked_by_value),
     Fault("L1", "completion lists flattened twice: a token is a completion", _flattened_twice),
     Fault("L2", "every second completion dropped", _half_dropped),
-    Fault("L3", "completions paired across prompts", _across_prompts),
+    Fault("L3", "completions paired across prompts", across_prompts),
     Fault("L4", "another rank's completions", _another_ranks),
     Fault("L5", "a second call answered with the first call's completions", _the_call_before),
 )

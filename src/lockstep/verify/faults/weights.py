@@ -1,19 +1,32 @@
-"""Weight faults: W1 to W8, and small ones that log-probs hardly show."""
+"""Weight faults: W1 to W9, and small ones that log-probs hardly show."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator
 from unittest.mock import patch
 
 import torch
 from torch.nn.functional import linear
 
+import lockstep.parity.module_probe as probe_module
 import lockstep.parity.proven_push as proofs_module
+import lockstep.sync.push as push_module
 import lockstep.sync.vllm_backend as backend
 from lockstep.engines.protocol import LoadedWeights, WeightReceiver
 from lockstep.sync.push import SyncRecord
-from lockstep.verify.faults.seams import Fault, Named, Patch, is_vllm, loads_instead, vllm_worker, weights_now
+from lockstep.sync.source import PlainSource
+from lockstep.verify.faults.seams import (
+    Fault,
+    Named,
+    Patch,
+    is_vllm,
+    loads_instead,
+    needs_single,
+    vllm_worker,
+    weights_now,
+)
 from lockstep.verify.stage import Stage
 
 
@@ -142,6 +155,28 @@ def _sync_skipped(stage: Stage) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _stale_source(stage: Stage) -> Iterator[None]:
+    """Push and probe read weights that are two pushes old. Both agree with the engine, and only the trainer moves on."""
+    held = [weights_now(stage)] * 3
+
+    class Old(PlainSource):
+        def tensor(self, name: str) -> torch.Tensor:
+            return held[0][self.first_name(name)]
+
+    def pushed(model: torch.nn.Module) -> PlainSource:
+        held.append(weights_now(stage))
+        del held[0]
+        return Old(model)
+
+    with patch.object(push_module, "weights_of", pushed), patch.object(probe_module, "weights_of", Old):
+        yield
+
+
+def _trained_copy(stage: Stage) -> Patch:
+    return patch.object(stage.trainer, "model", copy.deepcopy(stage.model))
+
+
 def _tied(stage: Stage) -> bool:
     return stage.model.get_output_embeddings().weight is stage.model.get_input_embeddings().weight
 
@@ -163,9 +198,7 @@ def _needs_cache(stage: Stage) -> str:
     return "" if stage.engine.settings().prefix_caching else "this engine keeps no cache between calls"
 
 
-def _needs_single(stage: Stage) -> str:
-    dtype = stage.trainer.proofs.engine_dtype
-    return "" if dtype == torch.float32 else "smaller than the rounding of this engine's dtype"
+_SINGLE = needs_single("smaller than the rounding of this engine's dtype")
 
 
 FAULTS = (
@@ -175,11 +208,13 @@ FAULTS = (
     Fault("W3b", "one bit of one tensor flips on the way", _damaged_on_the_way),
     Fault("W4", "an empty load taken for a success", _nothing_loaded),
     Fault("W4b", "a refused cache reset taken for a success", _reset_refused),
-    Fault("W5", "each sync leaves the policy itself rounded", _drift, needs=_needs_single),
+    Fault("W5", "each sync leaves the policy itself rounded", _drift, needs=_SINGLE),
     Fault("W6", "the prefix cache survives the update", _cache_survives, needs=_needs_cache),
     Fault("W7", "half an update goes into service", _half_an_update),
     Fault("W8", "a restarted engine serves its first weights under the current version", _restarted),
-    Fault("small-1", "one layer off by 1e-3 of its size", _one_layer_off, needs=_needs_single, check="module probe"),
+    Fault("W9", "the source of a push gives weights that are two pushes old", _stale_source),
+    Fault("W9b", "the trainer learns a copy of the model that it pushes", _trained_copy),
+    Fault("small-1", "one layer off by 1e-3 of its size", _one_layer_off, needs=_SINGLE, check="module probe"),
     Fault("small-2", "two rows of one matrix swapped", _rows_swapped, check="module probe"),
     Fault("small-3", "one sync skipped at a learning rate of 1e-6", _sync_skipped),
 )

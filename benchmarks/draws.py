@@ -1,0 +1,235 @@
+"""Print how many tokens the draws proof needs to notice each fault of sampling, and how often it stops clean samples.
+
+    make draws                                     (the packaged 135M model; a quarter of an hour on two busy cores)
+    make draws ARGS="--model DIR --completions 8 --length 16"
+
+The model samples completions of open text in fp32, with the fault built into the sampler. The log-probs are the right ones. The
+evidence is then added up token by token, in random orders of the completions. The table gives the number of tokens after which
+the proof has stopped half and 90 % of the orders: by its own rule (evidence of 1e6, at any time), and by a test whose number of
+tokens is fixed beforehand (|Z| above 4.89, the same chance of a false alarm). "more" means that these samples are too few.
+Completions that were chosen from two are pairs of clean ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from lockstep.parity.step.bets import BETS, TokenDraws, Values
+from lockstep.parity.step.draws import FALSE_ALARM, SLACK
+from lockstep.training.forward.draw_sums import DrawSums
+
+_PROMPTS = (
+    "The old lighthouse keeper looked out over the sea and",
+    "Once there was a village at the edge of a forest where",
+    "In this letter I want to tell you about the journey that",
+    "The committee met on Tuesday evening to discuss how",
+    "My grandmother used to say that the best bread",
+    "Several explanations have been proposed for the decline of",
+    "She opened the box slowly, and inside there was",
+    "The first thing a visitor notices in the city is",
+)
+Choice = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _draw(p: torch.Tensor) -> torch.Tensor:
+    return torch.multinomial(p, 1)[:, 0]
+
+
+def _heated(temperature: float) -> Choice:
+    return lambda p: _draw(p.log().div(temperature).softmax(-1))
+
+
+def _top_k(k: int) -> Choice:
+    return lambda p: _draw(p * (p >= p.topk(min(k, p.shape[1])).values[:, -1:]))
+
+
+def _min_p(share: float) -> Choice:
+    return lambda p: _draw(p * (p >= share * p.amax(-1, keepdim=True)))
+
+
+def _top_p(mass: float) -> Choice:
+    def choose(p: torch.Tensor) -> torch.Tensor:
+        values, ids = p.sort(descending=True)
+        values = values * (values.cumsum(-1) - values < mass)
+        return ids.gather(1, _draw(values)[:, None])[:, 0]
+
+    return choose
+
+
+def _best_token(p: torch.Tensor) -> torch.Tensor:
+    two = torch.multinomial(p, 2, replacement=True)
+    return two.gather(1, p.gather(1, two).argmax(-1, keepdim=True))[:, 0]
+
+
+_CLEAN = "nothing"
+# Number of completions that are sampled together, number of tokens of a prompt, and the two-sided limit of Z of level 1e-6.
+_TOGETHER, _PROMPT, _Z = 128, 9, 4.89
+# Pairs of completions per clean completion.
+_PAIRS = 3
+# Each fault: how a token is drawn, and its share of the number of completions.
+FAULTS: dict[str, tuple[Choice, float]] = {
+    _CLEAN: (_draw, 1.0),
+    "greedy": (lambda p: p.argmax(-1), 0.2),
+    "best of two tokens": (_best_token, 0.2),
+    "min-p 0.01": (_min_p(0.01), 0.2),
+    "top-k 50": (_top_k(50), 0.2),
+    "T = 1.2": (_heated(1.2), 0.3),
+    "top-p 0.99": (_top_p(0.99), 1.0),
+    "T = 0.95": (_heated(0.95), 1.0),
+    "T = 1.05": (_heated(1.05), 1.0),
+}
+
+
+@torch.no_grad()
+def sampled(model: Any, prompts: list[list[int]], choose: Choice, length: int) -> TokenDraws:
+    """Completions of equally long prompts, with a fault. Every array is (completions, length)."""
+    ids, cache = torch.tensor(prompts), None
+    found = []
+    for _ in range(length):
+        out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache, logits = out.past_key_values, out.logits[:, -1].float()
+        logps = logits.log_softmax(-1)
+        p = logps.exp()
+        tokens = choose(p)
+        means, rows = (p * logits).sum(-1), torch.arange(len(p))
+        sums = DrawSums(len(p), p.device)
+        sums.of_rows(0, rows, rows, tokens, p, logits, means)
+        entropies = torch.special.entr(p).sum(-1)
+        found.append(torch.stack([logps[rows, tokens], entropies, sums.variances, sums.below, sums.upto]))
+        ids = tokens[:, None]
+    return TokenDraws(*torch.stack(found, -1).double().numpy())
+
+
+def of_fault(name: str, model: Any, prompts: list[list[int]], completions: int, length: int) -> TokenDraws:
+    """Samples of one fault, or clean ones. Every array is (completions, length)."""
+    choose, share = FAULTS[name]
+    count, parts = max(round(completions * share), 2), []
+    for start in range(0, count, _TOGETHER):
+        asked = [prompts[i % len(prompts)] for i in range(start, min(start + _TOGETHER, count))]
+        parts.append(sampled(model, asked, choose, length))
+    return TokenDraws(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(TokenDraws)))
+
+
+def better_of_two(clean: TokenDraws, chance: np.random.Generator) -> TokenDraws:
+    """Completions that are each the likelier one of two clean ones, drawn from all pairs."""
+    scores = clean.logps.sum(1)
+    one, other = chance.integers(0, len(scores), (2, _PAIRS * len(scores)))
+    chosen = np.where(scores[one] >= scores[other], one, other)
+    return TokenDraws(*(getattr(clean, f.name)[chosen] for f in fields(TokenDraws)))
+
+
+def paid(draws: TokenDraws) -> Values:
+    """(bets, completions, length) logarithm of what each token pays, in fp32 without a gap."""
+    return np.stack([bet.log_ratios(draws) for bet in BETS.values()]) - SLACK
+
+
+def evidence_along(pays: Values) -> Values:
+    """(tokens,) log evidence after each token. The tokens are one generation, the first of a run.
+
+    Args:
+        pays: (bets, tokens).
+    """
+    sums = pays.cumsum(1)
+    return np.logaddexp(np.logaddexp.reduce(sums, axis=0) - math.log(len(sums)), 0.0) - math.log(2)
+
+
+def stops(draws: TokenDraws, orders: int, chance: np.random.Generator, *, again: bool) -> tuple[list[float], Values]:
+    """The token at which each order of the completions is stopped (inf: never), and the (orders, tokens) values of Z.
+
+    Args:
+        again: whether a completion may come several times in an order.
+    """
+    pays, found, zs = paid(draws), [], []
+    surprises = draws.logps + draws.entropies
+    for _ in range(orders):
+        count = len(draws.logps)
+        order = chance.integers(0, count, count) if again else chance.permutation(count)
+        over = np.flatnonzero(evidence_along(pays[:, order].reshape(len(pays), -1)) >= -math.log(FALSE_ALARM))
+        found.append(float(over[0] + 1) if len(over) else math.inf)
+        zs.append(surprises[order].ravel().cumsum() / np.sqrt(draws.variances[order].ravel().cumsum()))
+    return found, np.array(zs)
+
+
+def row(name: str, draws: TokenDraws, orders: int) -> dict[str, Any]:
+    """One row of the table."""
+    found, zs = stops(draws, orders, np.random.default_rng(0), again=True)
+    seen = np.flatnonzero((np.abs(zs) > _Z).mean(0) >= 0.9)
+    half, most = (float(np.quantile(found, share, method="higher")) for share in (0.5, 0.9))
+    fixed = float(seen[0] + 1) if len(seen) else math.inf
+    print(f"{name:26}{_count(half):>9}{_count(most):>9}{_count(fixed):>12}{zs.shape[1]:>10}", flush=True)
+    return {"half": half, "most": most, "fixed": fixed, "tokens": zs.shape[1]}
+
+
+def _count(tokens: float) -> str:
+    return "more" if math.isinf(tokens) else f"{tokens:,.0f}"
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--model", default="smollm2-135m-instruct")
+    words.add_argument(
+        "--completions", type=int, default=160, help="clean completions; faults that are seen at once get fewer"
+    )
+    words.add_argument("--length", type=int, default=64, help="tokens of a completion")
+    words.add_argument("--orders", type=int, default=200)
+    words.add_argument("--keep", type=Path, help="folder for the samples; those that are there are not sampled again")
+    words.add_argument("--json", type=Path, default=Path("runs/bench/draws.json"))
+    asked = words.parse_args()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from lockstep.models.resolve import resolve_model
+
+    path = resolve_model(asked.model)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    prompts = [tokenizer(text)["input_ids"][:_PROMPT] for text in _PROMPTS]
+    torch.manual_seed(0)
+    rows, clean = {}, None
+    print(f"{'fault':26}{'half':>9}{'90 %':>9}{'fixed, 90 %':>12}{'sampled':>10}")
+    for name in FAULTS:
+        draws = _kept(asked.keep, name, lambda n=name: of_fault(n, model, prompts, asked.completions, asked.length))
+        if name == _CLEAN:
+            clean = draws
+            continue
+        rows[name] = row(name, draws, asked.orders)
+    assert clean is not None
+    better = better_of_two(clean, np.random.default_rng(0))
+    rows["best of two completions"] = row("best of two completions", better, asked.orders)
+    found, zs = stops(clean, asked.orders, np.random.default_rng(0), again=False)
+    alarms = sum(not math.isinf(value) for value in found)
+    print(
+        f"nothing: {alarms} alarms in {asked.orders} orders of {zs.shape[1]} clean tokens; Z at the end {zs[0, -1]:+.1f}"
+    )
+    rows[_CLEAN] = {"alarms": alarms, "orders": asked.orders, "tokens": zs.shape[1]}
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    asked.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _kept(folder: Path | None, name: str, make: Callable[[], TokenDraws]) -> TokenDraws:
+    if folder is None:
+        return make()
+    file = folder / f"{name.replace(' ', '_')}.npz"
+    if file.exists():
+        with np.load(file) as values:
+            return TokenDraws(*(values[f.name] for f in fields(TokenDraws)))
+    made = make()
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(file, **{f.name: getattr(made, f.name) for f in fields(TokenDraws)})
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The output head's forward and backward over kept ids, against the whole vocabulary: seconds, ratios, and sizes of the sets.
+
+    make filtered-head                       (two minutes)
+    make filtered-head ARGS="--rows 2048"
+
+The packaged 135M model samples 8 completions at temperature 1. Its hidden states before the sampled tokens are the input: 512 rows.
+Each filter keeps the ids that it would keep in an engine. Both ways take turns, and the smallest of `--repeats` times counts. The
+gradient of the head's weight, a whole matrix, is part of both. (docs/methods.md)
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lockstep.engines.filters.sampling import filtered
+from lockstep.engines.protocol import Sampling
+from lockstep.models.resolve import resolve_model
+from lockstep.tokens.kept_ids import KeptIds
+from lockstep.training.forward.filters.kept_logps import KeptSets, kept_logits, kept_logps
+from lockstep.training.forward.token_logps import token_logps
+
+FILTERS = {
+    "top_k 50": Sampling(1, top_k=50),
+    "top_p 0.9": Sampling(1, top_p=0.9),
+    "top_p 0.95": Sampling(1, top_p=0.95),
+    "min_p 0.05": Sampling(1, min_p=0.05),
+}
+PROMPT = "Write a short story about a ship that is lost in a storm."
+COMPLETIONS, CHUNK = 8, 512
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--rows", type=int, default=512, help="sampled tokens")
+    words.add_argument("--repeats", type=int, default=5)
+    words.add_argument("--entropy", action="store_true", help="the entropy has a gradient, too")
+    asked = words.parse_args()
+    head, hidden, logits = states(asked.rows)
+    print(f"{asked.rows} rows, head {tuple(head.weight.shape)}, {torch.get_num_threads()} threads")
+    for name, sampling in FILTERS.items():
+        torch.manual_seed(0)
+        kept, targets = sets(logits, sampling)
+        ways = among_kept(head, hidden, kept, asked.entropy), whole(head, hidden, targets, asked.entropy)
+        ours, theirs = fastest(ways, head, asked.repeats)
+        size = len(kept.ids) / asked.rows
+        print(
+            f"{name}: {size:.0f} ids per token, {1e3 * ours:.0f} ms, whole head {1e3 * theirs:.0f} ms, {theirs / ours:.1f} times"
+        )
+
+
+@torch.no_grad()
+def states(rows: int) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
+    """The head, (rows, width) hidden states before sampled tokens, and their (rows, V) logits."""
+    path = resolve_model("smollm2-135m-instruct")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(path),
+    )
+    messages = [{"role": "user", "content": PROMPT}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = ids["input_ids"]
+    torch.manual_seed(0)
+    count = rows // COMPLETIONS
+    sampled = model.generate(
+        prompt.repeat(COMPLETIONS, 1), do_sample=True, top_k=0, top_p=1.0, min_new_tokens=count, max_new_tokens=count
+    )
+    hidden = model.base_model(input_ids=sampled).last_hidden_state[:, prompt.shape[1] - 1 : -1].flatten(0, 1)
+    return model.get_output_embeddings(), hidden.clone(), model.get_output_embeddings()(hidden)
+
+
+def sets(logits: torch.Tensor, sampling: Sampling) -> tuple[KeptSets, torch.Tensor]:
+    """The kept ids of each row, and (rows,) ids that are sampled among them."""
+    scores = filtered(logits.clone(), sampling)
+    targets = torch.multinomial(scores.softmax(-1), 1)[:, 0]
+    kept = scores > -torch.inf
+    found = KeptIds(kept.nonzero()[:, 1].numpy(), np.cumsum(kept.sum(1).numpy()))
+    return KeptSets.of(found, targets.numpy(), torch.device("cpu")), targets
+
+
+Way = Callable[[], torch.Tensor]
+
+
+def among_kept(head: torch.nn.Linear, hidden: torch.Tensor, kept: KeptSets, entropy: bool) -> Way:
+    def loss() -> torch.Tensor:
+        logits = kept_logits(head, head, hidden.requires_grad_(), kept, chunk_size=CHUNK, fp32_head=False)
+        logps, entropies = kept_logps(logits, kept, 1.0, entropy_gradient=entropy)
+        return logps.sum() + (entropies.sum() if entropy else 0.0)
+
+    return loss
+
+
+def whole(head: torch.nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, entropy: bool) -> Way:
+    def loss() -> torch.Tensor:
+        logps, entropies = token_logps(
+            head,
+            hidden.requires_grad_(),
+            torch.arange(len(hidden)),
+            targets,
+            temperature=1.0,
+            chunk_size=CHUNK,
+            entropy_gradient=entropy,
+        )
+        return logps.sum() + (entropies.sum() if entropy else 0.0)
+
+    return loss
+
+
+def fastest(ways: tuple[Way, Way], head: torch.nn.Linear, repeats: int) -> list[float]:
+    """The smallest number of seconds of each way, forward and backward."""
+    best = [float("inf")] * len(ways)
+    for _ in range(repeats):
+        for place, loss in enumerate(ways):
+            head.weight.grad = None
+            begun = time.perf_counter()
+            loss().backward()
+            best[place] = min(best[place], time.perf_counter() - begun)
+    return best
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Measure what it costs to record the ids that a filter keeps: tokens per second with the record, divided by those without it.
+
+    make filters                              (two cores: about three minutes; quiet machine)
+    make filters ARGS="--rounds 2"            (a quick look)
+
+One vLLM engine in this process samples the same requests in turn, with and without the record, under the same filter. Both times
+vLLM's outputs become completions. The model is SmolLM2-135M with an end token that it never samples, in the dtype that training
+chooses on this machine. Figures are medians of the rounds after the first. Prints one line per filter, with the mean and the
+largest number of kept ids, and writes `runs/bench/filters.json`. (docs/speed.md)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from against_trl.workloads import make_model
+from sampling import machine
+from sampling_engine import requests, started
+
+from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.engines.vllm.requests import completion, sampling_params
+
+FILTERS = {"top-p 0.95": {"top_p": 0.95}, "top-k 50": {"top_k": 50}}
+WORKLOAD = "completions-64"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round: tokens per second, and the completions."""
+
+    rate: float
+    completions: list[Completion]
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--rounds", type=int, default=5, help="measured rounds; one more goes before them")
+    words.add_argument("--json", type=Path, default=Path("runs/bench/filters.json"))
+    asked = words.parse_args()
+    found: dict[str, Any] = {"machine": machine(), "workload": WORKLOAD, "filters": {}}
+    print(", ".join(f"{name} {value}" for name, value in found["machine"].items()), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model")
+        engine, _ = started(model, {"max_num_seqs": 64, "vllm": {}})
+        for name, settings in FILTERS.items():
+            found["filters"][name] = measure(engine, model, settings, asked.rounds)
+            print(f"  {name}: {line(found['filters'][name])}", flush=True)
+        engine.close()
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    asked.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def measure(engine: Any, model: str, settings: dict[str, float], rounds: int) -> dict[str, Any]:
+    """Tokens per second of one filter with and without the record, and the sizes of the recorded sets."""
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    sizes: list[int] = []
+    for number in range(rounds + 1):
+        plain = requests(model, WORKLOAD, number)
+        asked = [replace(r, sampling=replace(r.sampling, max_kept_ids=10**6, **settings)) for r in plain]
+        # In every round the other one goes first.
+        for recorded in (True, False) if number % 2 else (False, True):
+            taken = one_round(engine, asked, recorded=recorded)
+            rates[recorded].append(taken.rate)
+            if recorded:
+                sizes += [
+                    size for c in taken.completions if c.kept_ids is not None for size in c.kept_ids.sizes.tolist()
+                ]
+    with_record, without = (statistics.median(rates[recorded][1:]) for recorded in (True, False))
+    pairs = [one / other for one, other in zip(rates[True][1:], rates[False][1:], strict=True)]
+    return {
+        "with_record": with_record,
+        "without": without,
+        "ratio": statistics.median(pairs),
+        "ratios": pairs,
+        "mean_set": statistics.mean(sizes),
+        "largest_set": max(sizes),
+    }
+
+
+def one_round(engine: Any, asked: Sequence[GenerationRequest], *, recorded: bool) -> Round:
+    """Answer requests from an empty prefix cache."""
+    engine.reset_caches()
+    start = time.perf_counter()
+    given = {}
+    for request in asked:
+        params = sampling_params(request)
+        if not recorded:
+            params.extra_args = None
+        given[str(request.key)] = request.prompt_ids.tolist(), params
+    by_name = {str(request.key): request for request in asked}
+    outputs = engine._run(given)
+    found = [completion(by_name[output.request_id].key, output, filtered=recorded) for output in outputs]
+    seconds = time.perf_counter() - start
+    return Round(sum(len(c.token_ids) for c in found) / seconds, found)
+
+
+def line(figures: dict[str, Any]) -> str:
+    return (
+        f"{figures['with_record']:.0f} tokens/s with the record, {figures['without']:.0f} without: {figures['ratio']:.3f}; "
+        f"{figures['mean_set']:.0f} ids per token, at most {figures['largest_set']}"
+    )
+
+
+if __name__ == "__main__":
+    main()

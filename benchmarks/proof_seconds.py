@@ -1,0 +1,139 @@
+"""The seconds that each proof takes in a run, for `benchmarks/proof_overhead.py`.
+
+Functions of the proofs are wrapped while a run goes on. Seconds of one proof inside another count for the inner one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+# The forward over groups that have no gradient: a trainer without proofs would not make it.
+FORWARD = "forward without gradient"
+DIGEST, PROBE = "digest", "module_probe"
+
+
+class Seconds:
+    """Seconds per proof since the last `take`. Threads are added up."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = defaultdict(float)
+        self._lock, self._open = threading.Lock(), threading.local()
+
+    def take(self) -> dict[str, float]:
+        """The seconds so far; then they begin anew."""
+        with self._lock:
+            found, self._spent = dict(self._spent), defaultdict(float)
+        return found
+
+    @contextmanager
+    def of(self, proof: str) -> Iterator[None]:
+        """Count a block for a proof, without the blocks of other proofs inside it."""
+        inside: list[float] = getattr(self._open, "inside", [])
+        self._open.inside = inside
+        inside.append(0.0)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            whole = time.perf_counter() - start
+            own = whole - inside.pop()
+            if inside:
+                inside[-1] += whole
+            with self._lock:
+                self._spent[proof] += own
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """A context in which the proofs of runs that are made in it are counted."""
+        with ExitStack() as stack:
+            for proof, owner, names, when in _places():
+                for name in names:
+                    stack.enter_context(patch.object(owner, name, self._clocked(proof, getattr(owner, name), when)))
+            yield
+
+    def _clocked(self, proof: str, real: Callable[..., Any], when: Callable[[], bool]) -> Callable[..., Any]:
+        def clocked(*args: Any, **kwargs: Any) -> Any:
+            if not when():
+                return real(*args, **kwargs)
+            with self.of(proof):
+                return real(*args, **kwargs)
+
+        return clocked
+
+
+def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
+    """Proof, owner and names of the functions that are counted, and when they are."""
+    import torch
+
+    import lockstep.engines.inbox as inbox
+    import lockstep.engines.tensor_specs as reading
+    import lockstep.rollouts.driver as driver
+    import lockstep.training.generate.proofs as proofs
+    import lockstep.training.loop as loop
+    import lockstep.training.step.generation as generation
+    import lockstep.training.step.update as update
+    from lockstep.parity.kept_sets import KeptSetProof
+    from lockstep.parity.module_probe import ModuleProbe
+    from lockstep.parity.receipt import Receipt
+    from lockstep.parity.samples import Seeds
+    from lockstep.parity.step.accumulation import AccumulationProof
+    from lockstep.parity.step.advantages import AdvantageProof
+    from lockstep.parity.step.drawn import Drawn
+    from lockstep.parity.step.draws import DrawEvidence
+    from lockstep.parity.step.ends import Ends
+    from lockstep.parity.step.rates import Rates
+    from lockstep.parity.step.reference import FrozenWeights
+    from lockstep.parity.step.settings import SettingsProof
+    from lockstep.parity.step.update import UpdateProof
+    from lockstep.rollouts.record import Record
+    from lockstep.training.forward.draw_sums import DrawSums
+    from lockstep.training.generate.asked_again import AskedAgain
+    from lockstep.training.step.loss_gradient import LossGradient
+    from lockstep.training.step.model_gradient import ModelGradient
+    from lockstep.training.step.step_proofs import StepProofs
+
+    found: list[tuple[str, Any, tuple[str, ...]]] = [
+        (DIGEST, reading, ("tensor_digest",)),
+        (PROBE, ModuleProbe, ("measure",)),
+        ("echo, keys, logprobs, version", inbox, ("check_answer",)),
+        ("ends", Ends, ("check",)),
+        ("turns", Record, ("note", "check")),
+        ("samples", proofs, ("check_samples",)),
+        ("samples", Seeds, ("check",)),
+        ("kept_ids", KeptSetProof, ("check",)),
+        ("draws", DrawSums, ("of_rows", "of_sets")),
+        ("draws", update, ("_drawn",)),
+        ("draws", DrawEvidence, ("add", "check")),
+        ("gap", update, ("_measured",)),
+        ("gap", proofs.Proofs, ("check_gap",)),
+        ("rows", loop, ("check_rows",)),
+        ("scores", AskedAgain, ("check",)),
+        ("rewards, advantages", AdvantageProof, ("__init__", "check")),
+        ("rewards, advantages", generation, ("advantage_proof",)),
+        # What is learned is what was sampled: the seal of each rollout, and its comparison with each pack.
+        ("learned", driver, ("seal_of",)),
+        ("learned", loop, ("sampled_tokens",)),
+        ("learned", StepProofs, ("check_part", "check_tokens")),
+        ("forward", StepProofs, ("check_forward",)),
+        ("loss_gradient", LossGradient, ("__init__", "check")),
+        ("model_gradient", ModelGradient, ("check",)),
+        ("settings", update, ("check_temperature",)),
+        ("settings", SettingsProof, ("check_request", "check_completion", "check_reward")),
+        ("accumulation", AccumulationProof, ("__init__", "added", "check")),
+        # The work of the hooks during the backward.
+        ("accumulation", Drawn, ("views",)),
+        ("clipping", UpdateProof, ("clipped", "before")),
+        ("learning_rate", Rates, ("at",)),
+        ("update", UpdateProof, ("begin_step", "gradients", "after")),
+        ("reference", FrozenWeights, ("check", "check_elements")),
+        ("ranks", loop, ("check_same_weights",)),
+        ("receipt", Receipt, ("append",)),
+    ]
+    always = [(*place, lambda: True) for place in found]
+    return [*always, (FORWARD, update.Policy, ("score",), lambda: not torch.is_grad_enabled())]

@@ -1,0 +1,137 @@
+"""Verify one tiny random model of each family on vLLM, and print which proofs pass, or the sentence of the refusal.
+
+    make families                              (36 families, half a minute each on two cores)
+    make families ARGS="phi gpt_neox olmo2"    (some of them)
+
+Each family gets a process of its own, which makes the model (`tests/model_families.py`) and runs `lockstep verify` on it, in
+float32 with vLLM in the same process. A process that dies is a row too. The program prints the table of
+docs/models-and-tokens.md, and exits with 1 if a proof failed or a process died.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import redirect_stderr
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# The module that makes the models is in tests/.
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+PASSED, REFUSED, FAILED, DIED = "passes", "refused", "FAILS", "DIED"
+_SECONDS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one family.
+
+    Attributes:
+        implementation: which model vLLM runs for this architecture: its own, or that of transformers through its backend.
+        result: one of `PASSED`, `REFUSED`, `FAILED`, `DIED`.
+        gap: the largest |g| of all proofs in float32, in nats; NaN if there is none.
+        said: the sentence of the refusal, the proofs that failed, or how the process ended.
+    """
+
+    family: str
+    implementation: str
+    result: str
+    gap: float
+    said: str
+
+
+def main() -> int:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("families", nargs="*", help="default: all of tests/model_families.py")
+    words.add_argument("--alone", action="store_true", help="verify one family in this process, and print JSON")
+    words.add_argument("--json", type=Path, default=Path("runs/bench/families.json"))
+    asked = words.parse_args()
+    if asked.alone:
+        print(json.dumps(asdict(verified(*asked.families))))
+        return 0
+    from model_families import FAMILIES
+
+    outcomes = []
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    print("| family | vLLM runs | `lockstep verify` | largest gap, fp32 |\n|---|---|---|---|")
+    for name in asked.families or FAMILIES:
+        outcomes.append(in_a_process(name))
+        print(row(outcomes[-1]), flush=True)
+        asked.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    return int(any(outcome.result in (FAILED, DIED) for outcome in outcomes))
+
+
+def in_a_process(name: str) -> Outcome:
+    """Verify a family in a process of its own."""
+    command = [sys.executable, __file__, "--alone", name]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return Outcome(name, "", DIED, float("nan"), f"no result within {_SECONDS} s")
+    last = ended.stdout.strip().splitlines()[-1:] or [""]
+    if ended.returncode == 0 and last[0].startswith("{"):
+        return Outcome(**json.loads(last[0]))
+    why = (ended.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
+    return Outcome(name, "", DIED, float("nan"), f"exit code {ended.returncode}: {why}")
+
+
+def verified(name: str) -> Outcome:
+    """Make the tiny model of a family and run `lockstep verify` on it, in this process."""
+    from model_families import save_family
+    from tiny import CONTEXT
+
+    from lockstep.cli.main import main as lockstep
+
+    with tempfile.TemporaryDirectory() as folder:
+        model, report, written = save_family(name, Path(folder) / "model"), Path(folder) / "rows.json", StringIO()
+        with redirect_stderr(written):
+            # Bloom's config names no limit.
+            words = ["--engine", "vllm", "--dtype", "float32", "--vllm_max_model_length", str(CONTEXT)]
+            code = lockstep(["verify", "--model", model, *words, "--json", str(report)])
+        rows = json.loads(report.read_text())["rows"] if report.is_file() else []
+        implementation = _implementation(model)
+    if code == 2:
+        return Outcome(name, implementation, REFUSED, float("nan"), _sentence(written.getvalue()))
+    failed = [row for row in rows if not row["passed"]]
+    said = "; ".join(f"{row['proof']}: {row['figure']}" for row in failed)
+    return Outcome(name, implementation, FAILED if failed else PASSED, _largest_gap(rows), said)
+
+
+def _implementation(model: str) -> str:
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    (architecture,) = AutoConfig.from_pretrained(model).architectures
+    registered = getattr(ModelRegistry.models.get(architecture), "class_name", "Transformers")
+    return "Transformers backend" if registered.startswith("Transformers") else "vLLM's own"
+
+
+def _sentence(written: str) -> str:
+    """The error of the command, without its prefix."""
+    lines = [line for line in written.splitlines() if line.startswith("lockstep")]
+    return lines[-1].partition(": ")[2] if lines else written[-300:]
+
+
+def _largest_gap(rows: list[dict[str, Any]]) -> float:
+    """The largest |g| of the rows in which both sides compute in float32."""
+    gaps = [row["details"]["max"] for row in rows if "max" in row["details"] and "bfloat16" not in row["proof"]]
+    return max(map(float, gaps), default=float("nan"))
+
+
+def row(outcome: Outcome) -> str:
+    """An outcome as a row of the table."""
+    result = f"{outcome.result}: {outcome.said}" if outcome.said else outcome.result
+    gap = "" if outcome.gap != outcome.gap else f"{outcome.gap:.1e}"
+    return f"| {outcome.family} | {outcome.implementation} | {result} | {gap} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

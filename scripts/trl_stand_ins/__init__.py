@@ -1,0 +1,1 @@
+"""What `scripts/trl_tests.py` puts in the place of a hub and of TRL's trainers."""

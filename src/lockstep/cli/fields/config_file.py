@@ -1,0 +1,78 @@
+"""Reads a YAML file of fields: each field once, with a value, a list of values or a mapping.
+
+`cli/fields/arguments.py` turns the result into words of a command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.errors import InputError
+
+# Configs of all fields have a few KiB.
+_LARGEST = 1 << 20
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The fields of a config file.
+
+    Raises:
+        InputError: the file is missing, is not text, is not YAML, names a field twice, or has values of another form.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"config file {path or '(no name)'} does not exist")
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(_LARGEST + 1)
+    except OSError as error:
+        raise InputError(f"config file {path} cannot be read: {error}") from error
+    if len(text) > _LARGEST:
+        raise InputError(
+            f"config file {path} has more than {_LARGEST >> 20} MiB; it must hold fields with values, one a line"
+        )
+    try:
+        content = yaml.load(text.decode("utf-8-sig"), Loader=_Fields)
+    except UnicodeDecodeError as error:
+        raise InputError(f"config file {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except RecursionError as error:
+        raise InputError(f"config file {path} is nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:
+        # ValueError: a date or a number that YAML recognises and Python cannot represent.
+        raise InputError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"config file {path} must hold fields with values, one a line")
+    for name, value in content.items():
+        _check_value(path, name, value)
+    return content
+
+
+def _check_value(path: str, name: Any, value: Any) -> None:
+    if not isinstance(name, str):
+        raise InputError(f"config file {path}: {name!r} is no name of a field")
+    if isinstance(value, list) and any(isinstance(entry, list | dict) or entry is None for entry in value):
+        raise InputError(f"config file {path}: {name} must be a value, a list of values or a mapping")
+
+
+class _Fields(yaml.SafeLoader):
+    """YAML without repeated keys, of which the last would win in silence, and without aliases, which can grow without bound."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.constructor.ConstructorError(
+                None, None, "aliases (*name) are not supported", self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)

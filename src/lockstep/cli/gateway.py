@@ -1,0 +1,105 @@
+"""`lockstep gateway`: runs an agent on every prompt of a dataset, and writes the rollouts with their ids. Nothing is learned.
+
+It tries an agent before training, or makes rollouts for inspection. The engine, its weights and every id are proven as in training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.cli.fields.adapter import AdaptedRunArguments
+from lockstep.cli.fields.arguments import build, read, resolved, said_of
+from lockstep.cli.fields.inputs import check_inputs
+from lockstep.cli.process.quiet import quiet_libraries
+from lockstep.errors import InputError
+from lockstep.report.busy import busy, watched_by
+
+
+@dataclass
+class GatewayArguments(AdaptedRunArguments):
+    """The arguments of `lockstep gateway`."""
+
+    rollouts_file: str = field(
+        default="rollouts.jsonl", metadata={"help": "File to write the rollouts to, one JSON object per line."}
+    )
+
+
+def run(words: list[str]) -> int:
+    """Run the command.
+
+    Raises:
+        InputError: bad arguments, or no agent is named.
+        LockstepError: the rollouts could not be made or proven.
+    """
+    given = read(words, "gateway")
+    about = said_of(given, GatewayArguments)
+    if not given.dry_run:
+        check_inputs(about)
+        if about.agent is None and about.agent_command is None:
+            raise InputError("agent is not set; give --agent file.py:name or --agent_command 'COMMAND …'")
+        if Path(about.rollouts_file).exists():
+            raise InputError(f"{about.rollouts_file} exists; give another --rollouts_file")
+    from lockstep.report.status import StatusLine
+
+    with watched_by(StatusLine()), busy("loading PyTorch and transformers"):
+        quiet_libraries()
+        from lockstep import GRPOConfig
+
+        arguments, config = build(given, GRPOConfig, GatewayArguments)
+    if given.dry_run:
+        print(resolved(arguments, config), end="")
+        return 0
+    return _record(arguments, config)
+
+
+def _record(arguments: GatewayArguments, config: Any) -> int:
+    from lockstep import GRPOTrainer
+    from lockstep.cli.fields.data import data_of
+    from lockstep.cli.training import acting_arguments
+    from lockstep.tasks.rewards import load_reward
+
+    if config.world_size > 1:
+        raise InputError("lockstep gateway runs in one process; start it without torchrun")
+    data, modules = data_of(arguments), {}  # type: ignore[var-annotated]
+    rewards = [load_reward(name, modules) for name in arguments.reward_funcs or ()] or list(data.rewards)
+    acting = acting_arguments(arguments, modules)
+    assert arguments.model_name_or_path is not None
+    trainer = GRPOTrainer(
+        arguments.model_name_or_path, rewards or None, args=config, train_dataset=data.train, **acting
+    )
+    try:
+        groups = trainer.rollouts()
+    finally:
+        trainer.close()
+    with Path(arguments.rollouts_file).open("w") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for group in groups for line in lines_of(group))
+    count = sum(len(group.rollouts) for group in groups)
+    print(f"lockstep gateway: {count} rollouts of {len(groups)} prompts are in {arguments.rollouts_file}", flush=True)
+    return 0
+
+
+def lines_of(group: Any) -> Iterator[dict[str, Any]]:
+    """Each rollout of a group in JSON types. Every branch has its ids, which of them were sampled, and their log-probs."""
+    for rollout in group.rollouts:
+        yield {
+            "prompt_id": rollout.key.prompt_id,
+            "sample": rollout.key.sample,
+            "row": {"prompt": group.prompt.source, **group.prompt.columns},
+            "reward": rollout.reward if rollout.scored else None,
+            "scores": dict(rollout.scores),
+            "notes": dict(rollout.notes),
+            "branches": [
+                {
+                    "prompt_ids": branch.prompt_ids.tolist(),
+                    "token_ids": branch.token_ids.tolist(),
+                    "sampled": [True] * len(branch.token_ids) if branch.sampled is None else branch.sampled.tolist(),
+                    "logprobs": branch.logprobs.tolist(),
+                    "finish_reason": branch.finish_reason,
+                }
+                for branch in rollout.branches
+            ],
+        }

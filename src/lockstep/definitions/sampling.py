@@ -1,0 +1,51 @@
+"""The log-prob of a token under a sampling distribution, from raw logits, written a second time in float64.
+
+The order of the steps is vLLM's: allowed ids, bias, repetition penalty, frequency and presence penalty, temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+
+def logprob(
+    logits: np.ndarray,
+    token: int,
+    temperature: float,
+    *,
+    kept: Sequence[int] | None = None,
+    allowed: Sequence[int] | None = None,
+    bias: Mapping[int, float] | None = None,
+    repetition: float = 1.0,
+    presence: float = 0.0,
+    frequency: float = 0.0,
+    prompt: Sequence[int] = (),
+    before: Sequence[int] = (),
+) -> float:
+    """The log-prob of one token.
+
+    Args:
+        logits: (V,) as the model gives them.
+        kept: ids that the filters of the logits kept; None: there are no such filters.
+        allowed: the only ids that may be sampled; None: all.
+        bias: what is added to the logits of ids.
+        repetition: divides the logits of ids in `prompt` and `before`; negative logits are multiplied by it.
+        presence, frequency: subtracted from the logits of ids in `before`, once or as often as the id is there.
+        before: ids of the completion before the token.
+    """
+    z = np.array(logits, np.float64)
+    for place, value in (bias or {}).items():
+        z[place] += value
+    if repetition != 1.0:
+        seen = np.unique(np.array([*prompt, *before], np.int64))
+        z[seen] = np.where(z[seen] < 0, z[seen] * repetition, z[seen] / repetition)
+    if presence or frequency:
+        ids, counts = np.unique(np.array(before, np.int64), return_counts=True)
+        z[ids] -= frequency * counts + presence
+    z /= temperature
+    support = kept if kept is not None else allowed
+    rest = z if support is None else z[np.array(support, np.int64)]
+    top = rest.max()
+    return float(z[token] - top - np.log(np.exp(rest - top).sum()))

@@ -1,0 +1,313 @@
+"""HTTP calls to one vLLM server. Each call proves the key and has a time limit. No call is ever repeated.
+
+Used by `engines/http/vllm_server.py`. After a failed call the state of the server is unknown, so the caller starts again from the
+beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+import functools
+import hmac
+import ipaddress
+import resource
+import ssl
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from lockstep.engines.http.call_loop import CallLoop, Pending
+from lockstep.engines.http.greeting import GREETING, NONCE_HEADER, PROOF_HEADER, Session, make_nonce, server_proof
+from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
+from lockstep.errors import EngineLost, InputError, LockstepError
+
+# Number of characters of an answer that an error message shows.
+_SHOWN = 300
+# The only path that a guarded server answers without its key.
+HEALTH = "/health"
+
+
+class ServerCalls:
+    """The calls to one server.
+
+    Args:
+        url: base URL of the server.
+        key: proved in every call except `/health` (`engines/http/greeting.py`); None for a server without a guard.
+        timeout: seconds that one call may take, from first to last byte.
+        loop: the thread that runs the calls.
+        recover: the `recover` of every `EngineLost` that is raised here.
+    """
+
+    def __init__(self, url: str, key: str | None, timeout: float, loop: CallLoop, recover: Callable[[], None]) -> None:
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        # Set after the first answer of the server: workers that share its model, and whether requests may have priorities.
+        self.world_size = 1
+        self.takes_priorities = False
+        # The start of an update, if one is in progress. Weights are sent only after it.
+        self.beginning: concurrent.futures.Future[Any] | None = None
+        self._loop = loop
+        self._recover = recover
+        self._key = key
+        # Made by a greeting. It ends when the server is restarted.
+        self._session: Session | None = None
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            # The server may close a kept connection just when it is used, and such a call must not be repeated.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            timeout=timeout,
+            # No proxy is used between trainer and engine.
+            trust_env=False,
+            verify=_certificates(),
+        )
+
+    async def ask(self, method: str, path: str, body: Any = None, *, limit: float | None = None, **query: Any) -> Any:
+        """Make one call. Returns the JSON of its answer, or None if the answer is empty.
+
+        Raises:
+            EngineLost: there was no answer within the limit, the answer was cut short, or its status is 5xx.
+            InputError: the program at the URL did not prove that it has the key, or does not know the path.
+            LockstepError: the server refuses the call.
+        """
+        limit = self.timeout if limit is None else limit
+        # `/health` needs no key. Another program may answer there while the server is away.
+        session = None if path == HEALTH or self._key is None else await self._greeted(self._key, limit)
+        call = make_nonce()
+        headers = {} if session is None else {"Authorization": session.shown(call)}
+        answer, answer_text = await self._send(method, path, limit, headers, json=body, params=query)
+        if answer.status_code >= 500:
+            raise self._lost(path, f"answered {answer.status_code}: {answer_text[:_SHOWN]}", refused=True)
+        if session is not None:
+            self._check_session(session, call, answer, path)
+        self._check(answer, path)
+        if not answer_text:
+            return None
+        try:
+            return msgspec.json.decode(answer_text)
+        except ValueError as error:
+            raise self._lost(path, f"sent a broken answer: {answer_text[:_SHOWN]!r}") from error
+
+    async def _send(
+        self, method: str, path: str, limit: float, headers: dict[str, str], **rest: Any
+    ) -> tuple[httpx.Response, str]:
+        """The answer to one request, and its text."""
+        try:
+            call = self._client.request(method, path, headers=headers, timeout=limit, **rest)
+            answer = await asyncio.wait_for(call, limit)
+            return answer, answer.text
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise self._lost(path, f"did not answer within {limit:.0f} s") from error
+        except httpx.HTTPError as error:
+            if (cause := _own_shortage(error)) is not None:
+                raise LockstepError(cause) from error
+            raise self._lost(path, f"cannot be reached ({type(error).__name__}: {error})") from error
+
+    async def _greeted(self, key: str, limit: float) -> Session:
+        """The session with the server. The first call, and the first call after a restart, begin it with a greeting.
+
+        Raises:
+            EngineLost: the server did not answer.
+            InputError: the program at the URL could not prove that it has the key. It has received nothing but a nonce.
+        """
+        if self._session is not None:
+            return self._session
+        nonce = make_nonce()
+        answer, answer_text = await self._send("GET", GREETING, limit, {NONCE_HEADER: nonce})
+        if answer.status_code >= 500:
+            raise self._lost(GREETING, f"answered {answer.status_code}: {answer_text[:_SHOWN]}")
+        try:
+            found = msgspec.json.decode(answer_text)
+            theirs, proof = str(found["nonce"]), str(found["proof"])
+        except (ValueError, TypeError, KeyError):
+            theirs, proof = "", ""
+        if not hmac.compare_digest(server_proof(key, nonce, theirs).encode(), proof.encode()):
+            raise InputError(_no_proof(self.url, is_greeted=bool(proof)))
+        self._session = Session(key, nonce, theirs)
+        return self._session
+
+    def _check_session(self, session: Session, call: str, answer: httpx.Response, path: str) -> None:
+        """Check that an answer comes from the server of the greeting.
+
+        Raises:
+            EngineLost: the server was restarted since, or another program has its port.
+        """
+        if session.is_server(call, answer.headers.get(PROOF_HEADER)):
+            return
+        self._session = None
+        what = (
+            "was started again" if answer.status_code == 401 else "sent an answer without the proof that it has the key"
+        )
+        raise self._lost(path, what)
+
+    def call(self, method: str, path: str, body: Any = None, *, limit: float | None = None, **query: Any) -> Any:
+        """Make the call of `ask`, and wait for it."""
+        return self._loop.run(self.ask(method, path, body, limit=limit, **query))
+
+    def begin(self, method: str, path: str, **query: Any) -> Pending[Any, Any]:
+        """Start the call of `ask`, to be waited for later."""
+        return self._loop.start(self.ask(method, path, **query), lambda found: found)
+
+    def together(self, *calls: Callable[[], Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Make independent calls at the same time. All of them have ended before the first error is raised."""
+
+        async def all_ended() -> list[Any]:
+            return await asyncio.gather(*(call() for call in calls), return_exceptions=True)
+
+        answers = self._loop.run(all_ended())
+        for error in answers:
+            if isinstance(error, BaseException):
+                raise error
+        return answers
+
+    def init_transfer(self, info: dict[str, Any]) -> None:
+        self.call("POST", "/init_weight_transfer_engine", {"init_info": info})
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        if self.beginning is not None:
+            self.beginning.result()
+        self.call("POST", "/update_weights", {"update_info": info})
+
+    def workers(self, method: str, *args: str) -> list[Any]:
+        """Make the call of `ask_workers`, and wait for it."""
+        return self._loop.run(self.ask_workers(method, *args))
+
+    async def ask_workers(self, method: str, *args: str) -> list[Any]:
+        """Call a method of every worker of the server at once (`sync/vllm_worker.py`). Returns their JSON answers, by rank.
+
+        Raises:
+            EngineLost: there is no answer, for example because the workers do not have the method.
+        """
+        answer = await self.ask("POST", "/collective_rpc", {"method": method, "args": list(args)})
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not results:
+            raise self._lost("/collective_rpc", f"gave no result of {method}")
+        return list(results)
+
+    def weight_version(self) -> str:
+        """The stamp of the weights that the server holds.
+
+        Raises:
+            EngineLost: the server does not report it.
+        """
+        answer = self.call("GET", "/weight_info")
+        if not isinstance(answer, dict) or "weight_version" not in answer:
+            raise self._lost("/weight_info", "did not say which weights it holds")
+        return str(answer["weight_version"])
+
+    def ailment(self, limit: float) -> str | None:
+        """Why the server does not report within the limit that it is healthy; None if it does."""
+        try:
+            self.call("GET", HEALTH, limit=limit)
+        except EngineLost as lost:
+            return str(lost)
+        return None
+
+    def _check(self, answer: httpx.Response, path: str) -> None:
+        if answer.status_code == 401:
+            raise InputError(
+                f"the server at {self.url} needs a key: set LOCKSTEP_SERVER_KEY, or vllm_server_key_file to the file that "
+                "'lockstep serve' named"
+            )
+        if answer.status_code in (403, 404):
+            # vLLM knows paths that it was not told to open, and refuses them.
+            raise InputError(f"the server at {self.url} has no {path}, or does not open it. {HOW_TO_START}")
+        if answer.status_code >= 300:
+            raise LockstepError(
+                f"the server at {self.url} refused {path} with status {answer.status_code}: {answer.text[:_SHOWN]}"
+            )
+
+    def _lost(self, path: str, what: str, *, refused: bool = False) -> EngineLost:
+        return EngineLost(f"the server at {self.url} {what} (at {path})", self._recover, refused=refused)
+
+
+def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
+    """Base URL of each server: from a comma-separated list, or from host and port if there is no list."""
+    if not base_url:
+        # TRL's default host 0.0.0.0 is an address to listen on. A server that listens on it is reached at 127.0.0.1.
+        return [f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"]
+    return [url.strip().rstrip("/") for url in base_url.split(",")]
+
+
+def check_urls(name: str, urls: Sequence[str]) -> None:
+    """Refuse base URLs that cannot be those of servers.
+
+    Args:
+        name: the field or argument, for the message. The message never shows a password.
+
+    Raises:
+        InputError: a URL is not `http(s)://HOST[:PORT][/PATH]`, carries a user name or password, or is given twice.
+    """
+    if not urls:
+        raise InputError(f"{name} names no server")
+    example = "it must be different URLs such as http://127.0.0.1:8000, separated by commas"
+    for url in urls:
+        if "@" in url:
+            raise InputError(
+                f"{name} has a user name or password in it; leave it out: the key is in LOCKSTEP_SERVER_KEY or in the key file"
+            )
+        try:
+            parts = urlsplit(url)
+            is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and not any(map(str.isspace, url))
+            is_good = is_good and parts.port != 0
+        except ValueError:
+            is_good = False
+        if not is_good:
+            raise InputError(f"{name}={url!r}; {example}")
+    if len(set(urls)) != len(urls):
+        raise InputError(f"{name} names {max(urls, key=urls.count)} twice; {example}")
+
+
+def _no_proof(url: str, *, is_greeted: bool) -> str:
+    """Why a program that did not prove that it has the key gets neither the key nor a call."""
+    if is_greeted:
+        return (
+            f"the server at {url} does not accept the key: it has another one, or it is another program. Set "
+            "LOCKSTEP_SERVER_KEY, or vllm_server_key_file to the file that 'lockstep serve' named. The key was not sent"
+        )
+    return (
+        f"the program at {url} could not prove that it has the key, so that the key was not sent. Is it 'lockstep serve'? A server "
+        "without a guard needs no key: unset LOCKSTEP_SERVER_KEY; a server of your own gets the guard with --middleware "
+        "lockstep.server.guard.KeyGuard and the key in LOCKSTEP_SERVER_KEY"
+    )
+
+
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """The certificates that OpenSSL finds (SSL_CERT_FILE). Reading them takes 20 ms, so this process reads them once."""
+    return ssl.create_default_context()
+
+
+def _own_shortage(error: BaseException) -> str | None:
+    """What this process lacks for a call, if that is why the call failed; None otherwise."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return (
+                f"this process may open only {limit} files and connections ({cause.strerror}): raise the limit (ulimit -n 4096) "
+                "and start the same command again"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def is_local(host: str) -> bool:
+    """Whether a host name reaches only this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+HOW_TO_START = (
+    "Start it with 'lockstep serve MODEL'; a server started otherwise needs the environment variable VLLM_SERVER_DEV_MODE=1, "
+    f"lockstep installed beside vLLM, and the arguments --enable-scale-out --worker-extension-cls {WORKER_EXTENSION} "
+    f'--weight-transfer-config \'{{"backend": "{SERVER_BACKEND}"}}\' --logprobs-mode '
+    "processed_logprobs --no-async-scheduling --no-enable-chunked-prefill --generation-config vllm "
+    f'--structured-outputs-config \'{{"backend": "{GRAMMAR_BACKEND}"}}\''
+)

@@ -1,0 +1,186 @@
+"""Messages to and from a server, converted from and to our types: requests, answers, and what its workers say of weights.
+
+These are pure functions, and vLLM need not be installed. `engines/http/vllm_server.py` uses them. They check to which request and
+tokens an answer belongs; `engines/answers.py` checks its content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, LoadedWeights, TensorSpec
+from lockstep.engines.vllm.requests import SCORING_FIELDS, reported_sets, sampling_fields, versions_of
+from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.tokens.arrays import BadValues, Ids, Reals, reals, whole_numbers
+
+# vLLM's server writes this in place of a log-prob that is missing, NaN or −inf (fault P3).
+_NO_LOGPROB = -9999.0
+# vLLM's stamp of the weights that it loaded when it started.
+INITIAL_WEIGHTS = "default"
+
+
+def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
+    """The body of a generation request. Its name must be unique.
+
+    Raises:
+        InputError: the request has pictures.
+    """
+    if request.pictures is not None:
+        raise InputError(
+            f"request {request.key} has pictures, which a server cannot be sent yet: use vLLM in the trainer's process (vllm_mode: "
+            "colocate), or the transformers engine (use_vllm: false)"
+        )
+    return _body(request.prompt_ids.tolist(), name, sampling_fields(request))
+
+
+def scoring_body(ids: tuple[int, ...], name: str, *, first: bool) -> dict[str, Any]:
+    """The body of a request for the log-probs of the prompt itself. vLLM then computes them without its prefix cache.
+
+    Args:
+        first: whether to answer before requests that wait to be generated; only for servers that accept priorities.
+    """
+    return _body(np.asarray(ids).tolist(), name, SCORING_FIELDS) | ({"priority": -1} if first else {})
+
+
+def _body(ids: list[int], name: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    return {"request_id": name, "token_ids": ids, "return_token_ids": True, "sampling_params": params}
+
+
+def completion_from(answer: Any, request: GenerationRequest, name: str, versions: Mapping[str, int]) -> Completion:
+    """Convert one answer to a completion.
+
+    Args:
+        versions: the weight version of each stamp that this trainer gave to the server.
+
+    Raises:
+        ProofError: the answer belongs to another request, lacks a log-prob, or was sampled by weights that this trainer did
+            not push.
+        LockstepError: the request ended for a reason other than a stop or the length limit.
+    """
+    choice = _choice(answer, name)
+    token_ids = choice.get("token_ids") or []
+    finish = choice.get("finish_reason")
+    if finish not in ("stop", "length"):
+        raise LockstepError(f"request {request.key} ended with finish reason {finish!r}")
+    return Completion(
+        key=request.key,
+        prompt_ids=_ids(name, answer.get("prompt_token_ids") or []),
+        token_ids=_ids(name, token_ids),
+        logprobs=_logprobs(request, token_ids, choice),
+        weight_versions=_versions(request, choice.get("weight_versions") or [], versions, len(token_ids)),
+        finish_reason=cast(FinishReason, finish),
+        kept_ids=reported_sets(request.key, choice.get("sampling_mask"), filtered=request.sampling.is_filtered),
+    )
+
+
+def scores_from(answer: Any, ids: tuple[int, ...], name: str, versions: Mapping[str, int]) -> tuple[float, ...]:
+    """Log-prob of every id except the first. If a log-prob is missing, the result is shorter.
+
+    Raises:
+        ProofError: the answer belongs to another request or to other ids, or was computed by weights that this trainer did
+            not push.
+    """
+    choice = _choice(answer, name)
+    _check_stamps(name, choice.get("weight_versions") or [], versions)
+    if list(answer.get("prompt_token_ids") or ()) != np.asarray(ids).tolist():
+        raise _mixed_up(f"the answer to request {name} is about other ids than were sent")
+    entries = answer.get("prompt_logprobs") or []
+    found = [(entry or {}).get(str(token)) for entry, token in zip(entries[1:], ids[1:], strict=False)]
+    return tuple(value["logprob"] for value in found if value is not None and value["logprob"] > _NO_LOGPROB)
+
+
+def stamps_of(answer: Any) -> set[str]:
+    """The stamps of all tokens of an answer."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    spans = [span for choice in choices or () for span in choice.get("weight_versions") or ()]
+    return {span["version"] for span in spans}
+
+
+def _choice(answer: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(answer, dict) or not str(answer.get("request_id", "")).endswith(name):
+        found = answer.get("request_id") if isinstance(answer, dict) else answer
+        raise _mixed_up(f"the answer to request {name} is that to {str(found)[:80]!r}")
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise _mixed_up(f"the answer to request {name} has {len(choices or ())} completions instead of one")
+    return choices[0]
+
+
+def _ids(name: str, values: Any) -> Ids:
+    try:
+        return whole_numbers(values)
+    except BadValues as error:
+        raise _mixed_up(f"the answer to request {name} has something else than token ids: {error}") from error
+
+
+def _logprobs(request: GenerationRequest, token_ids: list[int], choice: Mapping[str, Any]) -> Reals:
+    entries = (choice.get("logprobs") or {}).get("content") or []
+    values = [
+        entry["logprob"]
+        for entry, token in zip(entries, token_ids, strict=False)
+        if entry["token_id"] == token and entry["logprob"] > _NO_LOGPROB
+    ]
+    if not len(values) == len(entries) == len(token_ids):
+        raise ProofError(
+            "logprobs",
+            f"request {request.key} has {len(token_ids)} tokens, {len(entries)} log-probs and {len(values)} of them for its own "
+            "tokens and finite",
+            "the server was started without log-probs, or its model gives values that are no numbers",
+            "start the server with 'lockstep serve'; if it was, look for NaN in the weights",
+        )
+    return reals(values)
+
+
+def _versions(
+    request: GenerationRequest, spans: list[Mapping[str, Any]], versions: Mapping[str, int], tokens: int
+) -> Ids:
+    _check_stamps(str(request.key), spans, versions)
+    return versions_of([(versions[span["version"]], span["start"], span["end"]) for span in spans], tokens)
+
+
+def _check_stamps(name: str, spans: list[Mapping[str, Any]], versions: Mapping[str, int]) -> None:
+    strange = [span["version"] for span in spans if span["version"] not in versions]
+    if strange or not spans:
+        raise ProofError(
+            "version",
+            f"request {name} was answered by weights stamped {strange[0] if strange else None!r}, which this trainer did not push",
+            "another trainer pushes weights to this server",
+            "let one trainer own the server; this trainer pushes its weights again when it continues",
+        )
+
+
+def _mixed_up(found: str) -> ProofError:
+    return ProofError(
+        "keys",
+        found,
+        "something between trainer and server doubled, lost or exchanged answers",
+        "remove proxies and caches between trainer and server; do not train on this",
+    )
+
+
+def agreed_answers(workers: Sequence[Mapping[str, str]], url: str) -> dict[str, str]:
+    """The answers of a server's workers, by module.
+
+    Raises:
+        ProofError: workers that hold or gathered the same module gave different answers.
+    """
+    agreed: dict[str, str] = {}
+    for worker in workers:
+        for name, text in worker.items():
+            if agreed.setdefault(name, text) != text:
+                raise ProofError(
+                    "module_probe",
+                    f"the workers of the server at {url} compute {name} differently",
+                    "one of them did not get, or did not load, the last push",
+                    "restart the server and resume; if it happens again, report it with this message",
+                )
+    return agreed
+
+
+def loaded_from(found: Mapping[str, Any], server: str) -> LoadedWeights:
+    """The acknowledgement of one worker. `server`: the name of its server in errors."""
+    tensors = tuple(TensorSpec(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in found["tensors"])
+    return LoadedWeights(tensors, tuple(found["untouched"]), server)

@@ -1,0 +1,202 @@
+"""Distributes requests over one or more vLLM servers, limits how many are open at a time, and converts the answers.
+
+`engines/http/vllm_server.py` uses it. Requests and answers go through an inbox (`engines/inbox.py`), which checks them. The
+coroutines run in the thread of `CallLoop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from lockstep.engines.http.call_loop import CLOSED, CallLoop, Pending
+from lockstep.engines.http.server_calls import ServerCalls
+from lockstep.engines.http.server_messages import (
+    INITIAL_WEIGHTS,
+    completion_from,
+    generation_body,
+    scores_from,
+    scoring_body,
+    stamps_of,
+)
+from lockstep.engines.inbox import Inbox
+from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.engines.vllm.sent import check_sent
+from lockstep.errors import EngineLost, LockstepError
+
+T = TypeVar("T")
+
+_GENERATE = "/inference/v1/generate"
+# Largest number of requests that one server gets at a time. More requests would only wait inside the server.
+_OPEN_REQUESTS = 256
+# Number of rollouts whose server is remembered.
+_REMEMBERED = 65_536
+# The servers of one generation's rollouts, and of its prompts.
+Routes = dict[tuple[str, int] | bytes, int]
+Versions = Callable[[], Collection[int]]
+
+
+class ServerRequests:
+    """Requests to servers that hold the same weights.
+
+    Args:
+        stamps: weight version of each stamp that the servers use; grows with every push.
+        recover: the `recover` of every `EngineLost` that is raised here.
+    """
+
+    def __init__(self, servers: Sequence[ServerCalls], stamps: Mapping[str, int], recover: Callable[[], None]) -> None:
+        self._servers, self._stamps, self._recover = servers, stamps, recover
+        # Tokens that each server may still have to sample. Only the thread of the calls changes it.
+        self._open = [0] * len(servers)
+        self._gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
+        # The server of each of the last rollouts, by the first two fields of its requests' keys, for errors that name it.
+        self.answered: dict[tuple[str, int], int] = {}
+        # Scoring requests do not wait for generation requests.
+        self._scoring_gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
+
+    def serve(
+        self,
+        inbox: Inbox,
+        loop: CallLoop,
+        begun: Callable[[GenerationRequest], Versions],
+        timeout: float,
+        vocab_size: int,
+    ) -> None:
+        """Send each request of an inbox as a call of its own, until the inbox is closed.
+
+        Args:
+            begun: checks a request that is about to be sent. Returns a function that gives the weight versions that may have
+                sampled the completion when it is there.
+            timeout: seconds for one request, if the inbox has no limit of its own.
+            vocab_size: number of logits of the model.
+
+        Raises:
+            EngineLost: a server did not answer, or not in time.
+            ProofError: an answer does not match its request.
+        """
+        routes: Routes = {}
+        calls: dict[RequestKey, Pending[None, None]] = {}
+        try:
+            while True:
+                with inbox.taken(None, timeout) as requests:
+                    if requests is None:
+                        return
+                    for request in requests:
+                        call = self._answer(request, routes, inbox, begun(request), inbox.limit or timeout, vocab_size)
+                        calls[request.key] = loop.start(call, lambda found: found)
+                for key in inbox.given_up():
+                    calls[key].cancel()
+        finally:
+            # The requests end in the servers, too.
+            for pending in calls.values():
+                pending.cancel()
+            for pending in calls.values():
+                pending.wait()
+
+    async def _answer(
+        self,
+        request: GenerationRequest,
+        routes: Routes,
+        inbox: Inbox,
+        versions: Versions,
+        limit: float,
+        vocab_size: int,
+    ) -> None:
+        server = self.routed(request, routes)
+        self._open[server] += request.sampling.max_tokens
+        try:
+            completion = await asyncio.wait_for(self._sample(request, server, limit), limit)
+            inbox.answer(completion, versions(), vocab_size)
+        except TimeoutError:
+            what = (
+                f"the server at {self._servers[server].url} did not finish request {request.key} within {limit:.0f} s"
+            )
+            inbox.failed(
+                request.key,
+                EngineLost(f"{what}; raise vllm_server_timeout or lower max_completion_length", self._recover),
+            )
+        except asyncio.CancelledError:
+            inbox.failed(request.key, LockstepError(CLOSED))
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised by `serve`
+            inbox.failed(request.key, error)
+        finally:
+            self._open[server] -= request.sampling.max_tokens
+
+    def routed(self, request: GenerationRequest, routes: Routes) -> int:
+        """The index of a request's server. All calls of a rollout, and all samples of a prompt, go to one server, which has their
+        prefix in its cache. A new prompt goes to the server that has the smallest load."""
+        rollout, prompt = request.key[:2], request.prompt_ids.tobytes()
+        known = routes.get(rollout, routes.get(prompt))
+        server = known if known is not None else min(range(len(self._open)), key=self._open.__getitem__)
+        routes[rollout] = routes[prompt] = server
+        self.answered.pop(rollout, None)
+        self.answered[rollout] = server
+        if len(self.answered) > _REMEMBERED:
+            del self.answered[next(iter(self.answered))]
+        return server
+
+    def score(
+        self, sequences: Sequence[tuple[int, ...]], stamp: str, limit: float
+    ) -> Coroutine[Any, Any, list[tuple[float, ...]]]:
+        """Log-probs of every id of each sequence, except the first id. The sequences are distributed over all servers.
+
+        Args:
+            stamp: stamp of the weights that must have computed the log-probs.
+
+        Raises:
+            EngineLost: a server did not answer, or not in time.
+        """
+        calls = [self._score(ids, i % len(self._servers), stamp, limit) for i, ids in enumerate(sequences)]
+        return self._all(calls, limit)
+
+    async def _all(self, calls: Sequence[Coroutine[Any, Any, T]], limit: float) -> list[T]:
+        """Run calls together. The first failure cancels all of them, which also ends their requests in the server."""
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        if not tasks:
+            return []
+        try:
+            done, waiting = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            if waiting:
+                raise EngineLost(
+                    f"the server did not finish {len(waiting)} of {len(tasks)} requests within {limit:.0f} s; raise "
+                    "vllm_server_timeout or lower max_completion_length",
+                    self._recover,
+                )
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sample(self, request: GenerationRequest, server: int, limit: float) -> Completion:
+        name = _name(str(request.key))
+        body = generation_body(request, name)
+        check_sent(request, body["sampling_params"])
+        answer = await self._post(server, body, self._gates[server], limit)
+        return completion_from(answer, request, name, self._stamps)
+
+    async def _score(self, ids: tuple[int, ...], server: int, stamp: str, limit: float) -> tuple[float, ...]:
+        name = _name("score")
+        body = scoring_body(ids, name, first=self._servers[server].takes_priorities)
+        answer = await self._post(server, body, self._scoring_gates[server], limit)
+        return scores_from(answer, ids, name, {stamp: self._stamps[stamp]})
+
+    async def _post(self, server: int, body: dict[str, Any], gate: asyncio.Semaphore, limit: float) -> Any:
+        async with gate:
+            answer = await self._servers[server].ask("POST", _GENERATE, body, limit=limit)
+        url = self._servers[server].url
+        if answer is None:
+            raise EngineLost(f"the server at {url} sent an empty answer", self._recover)
+        if INITIAL_WEIGHTS in stamps_of(answer):
+            raise EngineLost(f"the server at {url} was restarted with its first weights", self._recover)
+        return answer
+
+
+def _name(purpose: str) -> str:
+    """A new request id, so that a late answer to an earlier call cannot be mistaken for the answer to this one."""
+    return f"{purpose}/{secrets.token_hex(8)}"

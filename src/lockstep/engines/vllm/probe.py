@@ -1,0 +1,137 @@
+"""The engine's half of the module probe for vLLM. It runs inside a worker, through `collective_rpc`.
+
+A linear module is called in the same way as vLLM calls it: packed, fused, tied, padded or quantised. The probe does not read
+`weight`, which is empty on CPU after packing. If several workers share the model, each answers for the modules that it has,
+and the parts of split modules are gathered (`engines/vllm/shards.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from lockstep.engines.probe import EngineModules, ModuleKind, ProbedModule, probe_inputs, probe_rows, probe_vector
+from lockstep.engines.vllm.shards import gathered, gathered_vocabulary, own_inputs, whole_outputs
+
+_AS_HEAD = ":as_head"
+_SHARD_ORDER = ("q", "k", "v")
+
+
+def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModules:
+    """Every module with parameters, with the checkpoint names of its weights."""
+    model = worker.model_runner.model
+    names = _by_engine_name(model, checkpoint_names)
+    probed: dict[str, ProbedModule] = {}
+    unreached: list[str] = []
+    for name, module in _with_parameters(model):
+        kind, parameters = _kind(name, module)
+        tensors = tuple(tensor for p in parameters for tensor in names.get(p, ()))
+        if kind is None or not all(p in names for p in parameters):
+            unreached += [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
+        else:
+            biased = kind == "linear" and getattr(module, "bias", None) is not None
+            probed[name] = ProbedModule(name, kind, tensors, _outputs(module), biased)
+    _reach_shared_head(probed)
+    return EngineModules(probed, tuple(unreached))
+
+
+def probe_modules(worker: Any, names: tuple[str, ...], seed: int, every: bool) -> dict[str, torch.Tensor]:
+    """For each named module that this worker has, its output for its probe input: 1-D float32 tensors on CPU."""
+    model = worker.model_runner.model
+    own = {name for name, _ in _with_parameters(model)}
+    with torch.inference_mode():
+        return {
+            name: _output(name, model.get_submodule(_own_name(name)), seed, every).float().cpu()
+            for name in names
+            if _own_name(name) in own
+        }
+
+
+def _own_name(name: str) -> str:
+    """The module's name in this model, without the server's prefix and the head's suffix."""
+    return name.rpartition("/")[2].removesuffix(_AS_HEAD)
+
+
+def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
+    if isinstance(module, ParallelLMHead) or name.endswith(_AS_HEAD):
+        bias = getattr(module, "bias", None)
+        inputs = probe_inputs(seed, name, module.embedding_dim, biased=bias is not None).to(module.weight)
+        logits = gathered_vocabulary(module, module.quant_method.apply(module, inputs, bias=bias))
+        return logits[:, : module.org_vocab_size].flatten()
+    if isinstance(module, VocabParallelEmbedding):
+        rows = probe_rows(seed, name, module.org_vocab_size, every=every).to(module.weight.device)
+        found = module(rows).float()
+        return found @ probe_vector(seed, name, found.shape[-1]).to(found.device)
+    if isinstance(module, LinearBase):
+        inputs = probe_inputs(seed, name, module.input_size, biased=module.bias is not None)
+        inputs = own_inputs(module, inputs.to(next(module.parameters()).device, module.params_dtype))
+        answer = module(inputs.contiguous())
+        output, bias = answer if isinstance(answer, tuple) else (answer, None)
+        return gathered(module, output if bias is None else output + bias).flatten()
+    return torch.cat([p.detach().flatten() for _, p in module.named_parameters(recurse=False)])
+
+
+def _outputs(module: Any) -> int:
+    if isinstance(module, ParallelLMHead | VocabParallelEmbedding):
+        return module.org_vocab_size
+    if isinstance(module, LinearBase):
+        return whole_outputs(module)
+    return sum(p.numel() for p in module.parameters(recurse=False))
+
+
+def _with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, module in model.named_modules():
+        # A tied head shares its parameter, which the whole model's `named_parameters` would list only once.
+        if next(module.parameters(recurse=False), None) is not None:
+            yield name, module
+
+
+def _kind(name: str, module: torch.nn.Module) -> tuple[ModuleKind | None, list[str]]:
+    """How a module can be probed, and the parameters from which its checkpoint names follow."""
+    if isinstance(module, ParallelLMHead | LinearBase):
+        return "linear", [f"{name}.weight"]
+    if isinstance(module, VocabParallelEmbedding):
+        return "embedding", [f"{name}.weight"]
+    own = dict(module.named_parameters(recurse=False))
+    vectors = all(p.dim() == 1 and p.numel() > 0 for p in own.values())
+    return ("values" if vectors else None), [f"{name}.{parameter}" for parameter in own]
+
+
+def _reach_shared_head(probed: dict[str, ProbedModule]) -> None:
+    """If the embedding itself makes the logits (Gemma), also probe it as an output head."""
+    embeddings = [m for m in probed.values() if m.kind == "embedding"]
+    if len(embeddings) == 1 and not any("lm_head" in name for name in probed):
+        (shared,) = embeddings
+        probed[shared.name + _AS_HEAD] = replace(shared, name=shared.name + _AS_HEAD, kind="linear")
+
+
+def _by_engine_name(model: Any, checkpoint_names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """vLLM's parameter name → checkpoint names, by the model's own mapping. Shards of a fused parameter are in output order."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    packed = getattr(model, "packed_modules_mapping", None) or {}
+    shards: dict[str, dict[int, str]] = {}
+    for name in checkpoint_names:
+        found = mapper._map_name_with_shard(name) if mapper is not None else (name, None)
+        if found is None:
+            continue
+        mapped, shard = found
+        position = _SHARD_ORDER.index(shard) if shard in _SHARD_ORDER else shard if isinstance(shard, int) else 0
+        if shard is None:
+            mapped, position = _packed_into(mapped, packed)
+        shards.setdefault(mapped, {})[position] = name
+    return {engine_name: tuple(found[i] for i in sorted(found)) for engine_name, found in shards.items()}
+
+
+def _packed_into(name: str, packed: dict[str, list[str]]) -> tuple[str, int]:
+    """The fused parameter that holds a part, and the part's index in it; the name itself and 0 if no parameter does."""
+    owner, _, parameter = name.rpartition(".")
+    outer, _, part = owner.rpartition(".")
+    for fused, parts in packed.items():
+        if part in parts:
+            return f"{outer}.{fused}.{parameter}", parts.index(part)
+    return name, 0

@@ -1,0 +1,173 @@
+"""Converts requests to vLLM's form, and vLLM's outputs to completions.
+
+The engines that run vLLM use it. `engines/answers.py` then checks every answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from lockstep.engines.filters.grammars import as_ebnf
+from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, Grammar, RequestKey, Sampling
+from lockstep.engines.vllm.arguments import BAD_WORDS, MAX_KEPT_IDS
+from lockstep.engines.vllm.kept_ids import kept_ids_from
+from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.tokens.arrays import BadValues, Ids, reals, whole_numbers
+from lockstep.tokens.kept_ids import KeptIds
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+
+def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
+    """The fields of `vllm.SamplingParams` as JSON types, for this process or for a server."""
+    sampling: Sampling = request.sampling
+    return {
+        "n": 1,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "min_tokens": sampling.min_tokens,
+        "stop": list(sampling.stop),
+        "seed": request.seed,
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop),
+        **_optional_fields(sampling),
+    }
+
+
+def _optional_fields(sampling: Sampling) -> dict[str, Any]:
+    """The fields that only some requests have."""
+    extra: dict[str, Any] = {}
+    if sampling.is_filtered:
+        extra[MAX_KEPT_IDS] = sampling.max_kept_ids
+    if sampling.bad_words:
+        extra[BAD_WORDS] = [list(word) for word in sampling.bad_words]
+    fields: dict[str, Any] = {"extra_args": extra} if extra else {}
+    if sampling.logit_bias:
+        fields["logit_bias"] = dict(sampling.logit_bias)
+    if sampling.allowed_token_ids is not None:
+        fields["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if sampling.grammar is not None:
+        fields["structured_outputs"] = _structured_outputs(sampling.grammar)
+    return fields
+
+
+def _structured_outputs(grammar: Grammar) -> dict[str, str]:
+    # Choices are sent as a grammar: vLLM's own way of writing them must not decide what the trainer scores.
+    return {"grammar": as_ebnf(grammar.spec)} if grammar.kind == "choice" else {grammar.kind: grammar.spec}
+
+
+# Requests the log-probs of the prompt itself. vLLM then neither reads its prefix cache nor applies a temperature.
+SCORING_FIELDS = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+
+
+def sampling_params(request: GenerationRequest, *, partial: bool = False) -> Any:
+    """The `vllm.SamplingParams` of a request.
+
+    Args:
+        partial: whether vLLM also gives an output with all ids so far after each step, before the final one.
+    """
+    return _params(sampling_fields(request), partial)
+
+
+def scoring_params() -> Any:
+    """The `vllm.SamplingParams` that score a prompt."""
+    return _params(SCORING_FIELDS)
+
+
+def _params(fields: Mapping[str, Any], partial: bool = False) -> Any:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    structured = fields.get("structured_outputs")
+    if structured is not None:
+        fields = {**fields, "structured_outputs": StructuredOutputsParams(**structured)}
+    try:
+        kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**fields, output_kind=kind)
+    except (VLLMValidationError, ValueError) as error:
+        raise InputError(f"vLLM refuses these sampling settings: {str(error)[:300]}") from error
+
+
+def completion(key: RequestKey, output: RequestOutput, *, filtered: bool) -> Completion:
+    """The completion of one answer of vLLM.
+
+    Args:
+        filtered: whether the request has filters that depend on the logits.
+    """
+    (sample,) = output.outputs
+    logprobs = sample.logprobs or []
+    token_ids = list(sample.token_ids)
+    if len(logprobs) != len(token_ids):
+        raise ProofError(
+            "logprobs",
+            f"request {key} has {len(token_ids)} tokens and {len(logprobs)} log-probs",
+            "vLLM was started without log-probs",
+            "keep the engine arguments that Lockstep sets",
+        )
+    if sample.finish_reason not in ("stop", "length"):
+        raise LockstepError(f"request {key} ended with finish reason {sample.finish_reason!r}")
+    return Completion(
+        key=key,
+        prompt_ids=whole_numbers(output.prompt_token_ids or ()),
+        token_ids=whole_numbers(token_ids),
+        # Look up by token id: the first entry is not always the sampled token.
+        logprobs=reals([entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]),
+        weight_versions=_versions(sample.weight_versions, len(token_ids)),
+        finish_reason=cast(FinishReason, sample.finish_reason),
+        kept_ids=reported_sets(
+            key, sample.sampling_mask.token_ids if sample.sampling_mask else None, filtered=filtered
+        ),
+    )
+
+
+def reported_sets(key: RequestKey, sets: Sequence[Sequence[int]] | None, *, filtered: bool) -> KeptIds | None:
+    """The kept ids of an answer of vLLM; None if it has none.
+
+    If a request without filters shares steps with one that has some, vLLM puts empty sets into its answer.
+
+    Raises:
+        ProofError: a value is no token id.
+    """
+    if sets is None or not (filtered or any(sets)):
+        return None
+    try:
+        return kept_ids_from(sets)
+    except BadValues as error:
+        raise ProofError(
+            "kept_ids",
+            f"request {key} has kept ids that are no token ids: {error}",
+            "the engine's answer is damaged",
+            "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
+        ) from error
+
+
+def _versions(spans: Any, tokens: int) -> Ids:
+    return versions_of([(int(span.version), span.start, span.end) for span in spans or ()], tokens)
+
+
+def versions_of(spans: Sequence[tuple[int, int, int]], tokens: int) -> Ids:
+    """The version of each token. Tokens from index `tokens` on are left out.
+
+    Args:
+        spans: for each span its version, its first token, and the token after its last token. Spans are in order.
+    """
+    versions = np.array([version for version, _, _ in spans], dtype=np.int64)
+    return whole_numbers(np.repeat(versions, [end - start for _, start, end in spans])[:tokens])
+
+
+def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:
+    """Log-prob of every prompt id except the first, which has none."""
+    ids = output.prompt_token_ids or []
+    entries = output.prompt_logprobs or []
+    return tuple(entry[token].logprob for entry, token in zip(entries[1:], ids[1:], strict=False) if entry)

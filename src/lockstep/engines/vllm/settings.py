@@ -1,0 +1,87 @@
+"""The settings that vLLM really runs with, read in the process that runs the model and sent as plain JSON.
+
+They are read from `vllm_config` and go to `parity/handshake.py` as `EngineSettings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.engines.model_fields import fields_of_parts
+from lockstep.engines.protocol import EngineSettings
+from lockstep.engines.tensor_specs import dtype_name
+from lockstep.engines.vllm.arguments import NEUTRAL_SAMPLING
+
+
+def effective_settings(vllm_config: Any) -> dict[str, Any]:
+    """All fields of `EngineSettings`, as JSON types."""
+    config = vllm_config.model_config
+    defaults = config.get_diff_sampling_param()
+    return {
+        "engine": "vllm",
+        "model": str(config.model),
+        "architecture": _architecture(config),
+        "dtype": dtype_name(config.dtype),
+        "head_dtype": dtype_name(config.head_dtype),
+        "vocab_size": config.get_vocab_size(),
+        "max_model_len": config.max_model_len,
+        "logprobs_mode": str(config.logprobs_mode),
+        "prefix_caching": bool(vllm_config.cache_config.enable_prefix_caching),
+        "async_scheduling": bool(vllm_config.scheduler_config.async_scheduling),
+        "quantization": config.quantization,
+        "sampling_defaults": {k: v for k, v in defaults.items() if k in NEUTRAL_SAMPLING and v != NEUTRAL_SAMPLING[k]},
+        "model_config": fields_of_parts(config.hf_text_config, config.hf_config),
+        "kept_ids": not vllm_config.use_v2_model_runner,
+        "structured_outputs": _structured_outputs(vllm_config.structured_outputs_config),
+        "normalises_pixels": bool(getattr(config.multimodal_config, "mm_device_do_normalize", False)),
+    }
+
+
+def _architecture(config: Any) -> str:
+    """The name of the model's class. For a class that vLLM does not know, it names its Transformers backend instead."""
+    return config.hf_config.architectures[0] if config.using_transformers_backend() else config.architecture
+
+
+def _structured_outputs(config: Any) -> str:
+    """The library that makes the masks of grammars, and its settings that are not vLLM's defaults."""
+    neutral = {"disable_any_whitespace": False, "reasoning_parser": "", "enable_in_reasoning": False}
+    changed = [f"{name}={getattr(config, name)}" for name in neutral if getattr(config, name) != neutral[name]]
+    return ", ".join([str(config.backend), *changed])
+
+
+def splits_prompts(vllm_config: Any) -> bool:
+    """Whether a CPU engine may compute a prompt in parts. A request with its own seed then fails (vLLM 0.32.0)."""
+    return vllm_config.device_config.device_type == "cpu" and bool(vllm_config.scheduler_config.enable_chunked_prefill)
+
+
+def settings_from(found: Mapping[str, Any]) -> EngineSettings:
+    """`EngineSettings` from the result of `effective_settings`, which may come from another process."""
+    dtypes = {name: getattr(torch, found[name]) for name in ("dtype", "head_dtype")}
+    return EngineSettings(**{**found, **dtypes})
+
+
+def only_dtype(names: Sequence[str]) -> torch.dtype | None:
+    """The floating-point dtype that all these names share; None if they differ."""
+    dtypes = {getattr(torch, name) for name in names}
+    return next(iter(dtypes)) if len(dtypes) == 1 and all(d.is_floating_point for d in dtypes) else None
+
+
+def differing_settings(one: EngineSettings, other: EngineSettings) -> list[str]:
+    """Names of the settings in which two engines differ."""
+    return [name for name in EngineSettings.__slots__ if getattr(one, name) != getattr(other, name)]
+
+
+def changed_settings(before: EngineSettings, now: EngineSettings) -> str:
+    """A sentence with the old and new value of every setting that has changed."""
+    said = []
+    for name in differing_settings(before, now):
+        old, new = getattr(before, name), getattr(now, name)
+        if isinstance(old, Mapping):
+            keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+            said += [f"{key} of {name} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys]
+        else:
+            said.append(f"{name} was {old!r} and is {new!r}")
+    return "; ".join(said)

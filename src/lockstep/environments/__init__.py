@@ -1,0 +1,1 @@
+"""Environments of other libraries for rollouts: textarena, OpenEnv and verifiers (docs/conversations.md)."""

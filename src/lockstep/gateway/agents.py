@@ -1,0 +1,170 @@
+"""Runs a user's agent for one rollout: a Python function in a thread, or a command in a process.
+
+`gateway/program.py` starts an agent with the base URL and the key of its rollout, and waits for its end. The user names the agent
+in the run's config.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any, TypeAlias
+
+import numpy as np
+
+from lockstep.errors import InputError
+from lockstep.server.keys import KEY_VARIABLE
+
+Reward: TypeAlias = float | None
+# agent(base_url, api_key, row) -> reward or None
+AgentFunction = Callable[[str, str, dict[str, Any]], Reward | Awaitable[Reward]]
+
+BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
+# Bytes of a command's output that an error shows and in which the reward is looked for.
+_SHOWN, _READ = 400, 1 << 16
+# Seconds after its time limit in which a killed command must be gone.
+_GRACE = 10.0
+
+
+class AgentFailed(Exception):
+    """The agent of one rollout raised an exception, exited with an error, or exceeded its time limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A user's agent.
+
+    Attributes:
+        function: called as `function(base_url, api_key, row)` in a thread of its own. A coroutine function gets a loop there.
+        command: words of a command line. The row is JSON on its standard input; `OPENAI_BASE_URL` and `OPENAI_API_KEY` are in its
+            environment. If the last line of its output is a JSON object with `reward`, this is the reward.
+        timeout: seconds that one rollout may take.
+    """
+
+    function: AgentFunction | None
+    command: tuple[str, ...] | None
+    timeout: float
+
+    @property
+    def name(self) -> str:
+        """Names the agent in messages."""
+        return self.command[0] if self.command else getattr(self.function, "__name__", repr(self.function))
+
+    async def run(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Reward:
+        """Run the agent to its end. Returns its reward; None: it gives none.
+
+        Raises:
+            AgentFailed: it failed, or did not end in time. A command is killed then. A function's thread cannot be killed: it
+                goes on alone, and its calls are refused.
+            InputError: the reward is no finite number, or the row cannot be written as JSON for a command.
+        """
+        work = self._call(base_url, api_key, row) if self.command is None else self._execute(base_url, api_key, row)
+        try:
+            found = await asyncio.wait_for(work, self.timeout)
+        except TimeoutError:
+            raise AgentFailed(f"agent {self.name} did not end within {self.timeout:g} s (agent_timeout)") from None
+        return checked_reward(found, f"agent {self.name}")
+
+    async def _call(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
+        found: Future[Any] = Future()
+
+        def work() -> None:
+            assert self.function is not None
+            try:
+                result: Any = self.function(base_url, api_key, dict(row))
+                if inspect.isawaitable(result):
+                    result = asyncio.run(_awaited(result))
+                found.set_result(result)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                found.set_exception(error)
+
+        # A thread per rollout: an agent that blocks holds up no other agent and not the gateway.
+        threading.Thread(target=work, name="lockstep-agent", daemon=True).start()
+        # Shielded: at the time limit the thread goes on, and still sets its result.
+        try:
+            return await asyncio.shield(asyncio.wrap_future(found))
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            raise AgentFailed(f"agent {self.name} raised {type(error).__name__}: {error}") from error
+
+    async def _execute(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
+        assert self.command is not None
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
+            given.write(_row_as_json(row))
+            given.seek(0)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self.command, stdin=given, stdout=said, stderr=errors, start_new_session=True,
+                    env=_environment(base_url, api_key),
+                )  # fmt: skip
+            except OSError as error:
+                raise InputError(f"agent command {self.command[0]} cannot be started: {error.strerror}") from error
+            try:
+                code = await process.wait()
+            finally:
+                await _kill(process)
+            if code != 0:
+                tail = _end_of(errors, _SHOWN).strip() or _end_of(said, _SHOWN).strip()
+                raise AgentFailed(f"agent {self.name} ended with exit code {code}: {tail}")
+            return _reward_in(_end_of(said, _READ))
+
+
+def checked_reward(found: Any, name: str) -> Reward:
+    """A reward as a float.
+
+    Raises:
+        InputError: it is neither None nor a finite number.
+    """
+    if found is None:
+        return None
+    if not isinstance(found, int | float | np.number) or not math.isfinite(found):
+        raise InputError(f"the reward of {name} is {found!r:.80}; it must be a finite number, or None for no reward")
+    return float(found)
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a command and everything that it started."""
+    # The group may be gone already.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await asyncio.wait_for(process.wait(), _GRACE)
+
+
+def _environment(base_url: str, api_key: str) -> dict[str, str]:
+    # The key of `lockstep serve` opens weights and caches. An agent must not have it.
+    ours = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    return {**ours, BASE_URL: base_url, API_KEY: api_key}
+
+
+def _row_as_json(row: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(dict(row)).encode()
+    except (TypeError, ValueError) as error:
+        raise InputError(f"an agent command reads its row as JSON, and this row is none: {error}") from error
+
+
+def _end_of(file: IO[bytes], size: int) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+    return file.read().decode(errors="replace")
+
+
+def _reward_in(output: str) -> Any:
+    lines = output.strip().splitlines()
+    try:
+        last = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
+    return last.get("reward") if isinstance(last, dict) else None

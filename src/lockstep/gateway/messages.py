@@ -1,0 +1,113 @@
+"""Messages of an agent's calls, in the form that chat templates read, and in one normal form for comparisons.
+
+`gateway/chat.py` and `gateway/responses.py` make them from requests. `gateway/joining.py` compares them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.gateway.refusals import bad_value
+from lockstep.tokens.chat import Message
+
+# OpenAI calls a system message `developer` for its newer models. Chat templates know `system` only.
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+# Fields that templates read. Other fields are refused, unless they are empty.
+THINKING = "reasoning_content"
+_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", THINKING}
+_TEXT_PARTS = {"text", "input_text", "output_text", "reasoning_text"}
+
+
+def template_message(given: Any, param: str) -> Message:
+    """A message of the chat completions API, as a chat template reads it.
+
+    Raises:
+        Refused: it is no such message, or contains more than text and tool calls.
+    """
+    if not isinstance(given, Mapping) or given.get("role") not in _ROLES:
+        raise bad_value(param, f"{param} needs a role out of {', '.join(_ROLES)}")
+    if unknown := [name for name, value in given.items() if name not in _FIELDS and value]:
+        raise bad_value(f"{param}.{unknown[0]}", f"{param}.{unknown[0]} is not supported; leave it out")
+    message: Message = {"role": _ROLES[given["role"]], "content": text_of(given.get("content"), f"{param}.content")}
+    for name in ("name", "tool_call_id", THINKING):
+        if given.get(name) is not None:
+            message[name] = given[name]
+    if given.get("tool_calls"):
+        message["tool_calls"] = [template_call(call, f"{param}.tool_calls") for call in given["tool_calls"]]
+    return message
+
+
+def template_call(call: Any, param: str) -> dict[str, Any]:
+    """A tool call of an assistant message, with its arguments as an object where they are one.
+
+    Raises:
+        Refused: it is no call of a function.
+    """
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise bad_value(param, f"{param} must be calls of functions, each with a name and arguments")
+    return {
+        "id": call.get("id"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": _read_arguments(function.get("arguments"))},
+    }
+
+
+def text_of(content: Any, param: str) -> str:
+    """The text of a message's content: a string, or parts of text. None is the empty text.
+
+    Raises:
+        Refused: the content has other parts, for example an image.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    if not all(
+        isinstance(p, Mapping) and p.get("type") in _TEXT_PARTS and isinstance(p.get("text"), str) for p in parts
+    ):
+        raise bad_value(param, f"{param} must be text; images and other parts are not supported yet")
+    return "".join(part["text"] for part in parts)
+
+
+def function_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Tools as chat templates read them. Both APIs' forms are accepted: `{"function": {…}}`, and the same fields without it.
+
+    Raises:
+        Refused: a tool is no function.
+    """
+    if not isinstance(tools, list | None):
+        raise bad_value("tools", "tools must be a list of functions")
+    found = []
+    for tool in tools or ():
+        function = tool.get("function", tool) if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise bad_value("tools", "every tool must be a function of the agent's own: type 'function', with a name")
+        kept = {
+            name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None
+        }
+        found.append({"type": "function", "function": kept})
+    return tuple(found)
+
+
+def normal_form(message: Message) -> str:
+    """A text that is the same for two messages that say the same.
+
+    White space around an assistant's text does not count, because many frameworks remove it from the answers that they got. Its
+    thinking does not count, because most of them do not send it back. The order of a tool call's arguments does not count either.
+    """
+    if message["role"] == "assistant":
+        message = {name: value for name, value in message.items() if name != THINKING}
+        message["content"] = message["content"].strip()
+    return json.dumps(message, sort_keys=True, ensure_ascii=False)
+
+
+def _read_arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments

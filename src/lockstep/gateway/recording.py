@@ -1,0 +1,290 @@
+"""Answers the calls of one rollout, and records the ids of each.
+
+`gateway/web.py` passes calls from its thread. They run in the event loop of the rollout, one after the other, on the rollout's
+`Conversation`. A call whose messages extend an earlier turn continues the ids of that turn. For other messages the chat template
+makes the ids, and the rollout branches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.engines.protocol import FinishReason
+from lockstep.errors import InputError
+from lockstep.gateway.calls import Answer, AnsweredCall, Call, Listener
+from lockstep.gateway.joining import KnownTurn, Turns
+from lockstep.gateway.messages import THINKING
+from lockstep.gateway.partial import Teller
+from lockstep.gateway.refusals import Refused, bad_value, ended, no_room
+from lockstep.rollouts.conversation import Branch, Conversation, OutOfRoom, Turn
+from lockstep.rollouts.programs.tool_program import is_drawn
+from lockstep.tokens.arrays import Ids, joined
+from lockstep.tokens.chat import Message
+from lockstep.tokens.conversation.extension import Extension, Insert
+from lockstep.tokens.conversation.turns import Conventions, ParsedTurn
+
+# Gives the extension for a set of tools.
+Extensions = Callable[[tuple[dict, ...]], Extension]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened in the calls of one rollout.
+
+    Attributes:
+        answered: sampled turns.
+        extended: turns whose ids extend those of an earlier turn.
+        rewritten: calls that extend an earlier turn in messages, which the template shows differently now.
+        repeated: calls that got the answer of an earlier call again.
+        refused: calls that got an error.
+        aborted: calls whose client went away before the answer.
+        malformed: tool calls in sampled turns that could not be read.
+    """
+
+    answered: int = 0
+    extended: int = 0
+    rewritten: int = 0
+    repeated: int = 0
+    refused: int = 0
+    aborted: int = 0
+    malformed: int = 0
+
+
+class Recording:
+    """One rollout that answers calls. It must be made in the event loop of the rollout.
+
+    Args:
+        extensions: gives the extension for the tools of a call.
+
+    Attributes:
+        counts: what happened so far.
+        failure: gets the first error that is not the agent's fault. The program raises it.
+    """
+
+    def __init__(self, conversation: Conversation, extensions: Extensions) -> None:
+        self._conversation, self._extensions = conversation, extensions
+        self._loop = asyncio.get_running_loop()
+        # Calls of one rollout wait for each other: each may use all room that is left, and their order decides their seeds.
+        self._turn = asyncio.Lock()
+        self._turns = Turns()
+        self._answers: dict[str, Answer] = {}
+        self._messages: dict[str, tuple[Message, ...]] = {}
+        self._gate = threading.Lock()
+        self._open: set[asyncio.Task[Any]] = set()
+        self._ended = False
+        # The conversation of the last answer as the client knows it, and its last turn.
+        self._last: tuple[tuple[Message, ...], KnownTurn] | None = None
+        self.counts = Counts()
+        self.failure: asyncio.Future[None] = self._loop.create_future()
+
+    def submit(self, call: Call, listener: Listener | None = None) -> Future[Answer]:
+        """Begin to answer a call. Any thread may call it. Cancelling the future cancels the call, and its request in the engine.
+
+        Args:
+            listener: follows the answer while its turn is sampled. It hears nothing of an answer that is repeated.
+
+        Raises:
+            Refused: the rollout has ended.
+        """
+        with self._gate:
+            if self._ended:
+                raise ended()
+            return asyncio.run_coroutine_threadsafe(self._answer(call, listener), self._loop)
+
+    async def end(self) -> None:
+        """End the rollout: open calls are cancelled, and later calls are refused."""
+        with self._gate:
+            self._ended = True
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    async def _answer(self, call: Call, listener: Listener | None) -> Answer:
+        if self._ended:
+            # It was submitted before the end.
+            raise ended()
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+        try:
+            async with self._turn:
+                known = self._answers.get(call.name) if call.may_repeat else None
+                if known is not None:
+                    self.counts.repeated += 1
+                    return known
+                answer = self._answers[call.name] = await self._sampled(call, listener)
+                return answer
+        except Refused:
+            self.counts.refused += 1
+            raise
+        except asyncio.CancelledError:
+            self.counts.aborted += 1
+            raise
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            raise
+
+    async def _sampled(self, call: Call, listener: Listener | None) -> Answer:
+        extension = self._extensions(call.tools)
+        messages = self._whole(call)
+        if messages[-1]["role"] == "assistant":
+            raise bad_value("messages", "the last message is the assistant's; there is nothing to answer")
+        known = self._turns.longest(messages, call.tools)
+        new = tuple(
+            _in_form(m, extension.conventions) for m in messages[len(known.messages) if known is not None else 0 :]
+        )
+        try:
+            context = self._context(extension, known, new)
+        except InputError as error:
+            raise bad_value("messages", str(error)) from error
+        try:
+            branch = self._continued(context)
+            if known is not None and is_drawn(self._conversation.seed):
+                extension.check(known.messages[:-1], known.context_ids, known.turn_ids, new, branch.ids)
+            name, created = self._made_up("answer", 24), int(time.time())
+            progress = None
+            if listener is not None:
+                listener.begun(name, created)
+                teller = Teller(extension, listener, self._loop, offers_tools=bool(call.tools))
+                progress = teller.progress
+            turn = await branch.sample(call.max_tokens, progress)
+        except OutOfRoom as error:
+            # Frameworks look for the words "context length" and then take the conversation as cut.
+            raise no_room(
+                f"{error}: the rollout's budget (max_completion_length) or the model's context length (vllm_max_model_length) is "
+                "used up"
+            ) from error
+        parsed = extension.read(turn.token_ids)
+        answer = self._written(call, extension, turn, parsed, name, created, len(context))
+        self._messages[answer.name] = (*messages, answer.as_message())
+        # The template gets a turn as it was sampled, with its thinking, which most clients do not send back.
+        before, asked, reasons = _earlier(known, messages, new)
+        said = _with_ids(parsed.message, answer)
+        added = KnownTurn((*before, *new, said), context, turn.token_ids, asked, (*reasons, turn.finish_reason))
+        self._turns.add(added, self._messages[answer.name], call.tools)
+        self._last = self._messages[answer.name], added
+        return answer
+
+    def _whole(self, call: Call) -> tuple[Message, ...]:
+        """All messages of a call, with those of the answer that it follows."""
+        earlier: tuple[Message, ...] = ()
+        if call.previous is not None:
+            if call.previous not in self._messages:
+                raise bad_value("previous_response_id", "previous_response_id names no response of this rollout")
+            # Instructions are not carried over, as in OpenAI's API.
+            earlier = tuple(m for i, m in enumerate(self._messages[call.previous]) if i or m["role"] != "system")
+        return (*([call.instructions] if call.instructions is not None else []), *earlier, *call.messages)
+
+    def _context(self, extension: Extension, known: KnownTurn | None, new: tuple[Message, ...]) -> Ids:
+        """The ids before the turn: those of the turn that is extended and what follows it, or all from the template."""
+        if known is None:
+            return extension.prompt(new)
+        found = extension.next(known.messages[:-1], known.context_ids, known.turn_ids, new)
+        if isinstance(found, Insert):
+            self.counts.extended += 1
+            return joined([known.context_ids, known.turn_ids, found.ids])
+        self.counts.rewritten += 1
+        return found.ids
+
+    def _continued(self, context: Ids) -> Branch:
+        """The branch that ends with these ids: an old one that they continue exactly, or a new one."""
+        conversation = self._conversation
+        found = [(len(ids), i) for i, ids in enumerate(b.ids for b in conversation.branches) if _starts(context, ids)]
+        if not found:
+            branch = conversation.branch(context)
+            branch.insert(context[:0], room_after=1)
+            return branch
+        length, place = max(found)
+        branch = conversation.branches[place]
+        branch.insert(context[length:], room_after=1)
+        return branch
+
+    def _written(
+        self, call: Call, extension: Extension, turn: Turn, parsed: ParsedTurn, name: str, created: int, before: int
+    ) -> Answer:
+        self.counts.malformed += len(parsed.errors) if call.tools else 0
+        # A client that offers no tools reads a call as text.
+        shown = parsed if call.tools else extension.read(turn.token_ids, calls_are_text=True)
+        answer = Answer(
+            name=name,
+            created=created,
+            content=shown.content,
+            reasoning=shown.reasoning,
+            calls=tuple(
+                # Some models write ids of their own, which their templates expect to see again.
+                AnsweredCall(c.id or self._made_up(f"call {i}", 9), c.name, json.dumps(c.arguments, ensure_ascii=False))
+                for i, c in enumerate(parsed.calls if call.tools else ())
+            ),
+            finish_reason=turn.finish_reason,
+            prompt_tokens=before,
+            completion_tokens=len(turn.token_ids),
+        )
+        self.counts.answered += 1
+        return answer
+
+    def _made_up(self, use: str, length: int) -> str:
+        """An id of letters and digits. It depends on the rollout's seed and the number of the turn only, because templates show the
+        ids of tool calls to the model. (Mistral's wants nine characters.)"""
+        text = f"{self._conversation.seed} {self.counts.answered} {use}"
+        return hashlib.blake2b(text.encode()).hexdigest()[:length]
+
+    def notes(self) -> dict[str, Any]:
+        """The conversation of the last answer as reward functions get it (`prompt` and `messages`), the `finish_reasons` of its
+        assistant's turns (None: the agent wrote the turn itself), and the counts as `agent`."""
+        counts = {"agent": asdict(self.counts)}
+        if self._last is None:
+            return {"prompt": [], "messages": [], "finish_reasons": [], **counts}
+        messages, turn = self._last
+        said = {"prompt": list(messages[: turn.asked]), "messages": list(messages[turn.asked :])}
+        return {**said, "finish_reasons": list(turn.finish_reasons), **counts}
+
+
+def _earlier(
+    known: KnownTurn | None, messages: tuple[Message, ...], new: tuple[Message, ...]
+) -> tuple[tuple[Message, ...], int, tuple[FinishReason | None, ...]]:
+    """What is known of a conversation before its new messages: messages, number of messages that were asked, finish reasons."""
+    if known is None:
+        return (), len(messages), ()
+    written = sum(message["role"] == "assistant" for message in new)
+    return known.messages, known.asked, (*known.finish_reasons, *[None] * written)
+
+
+def _starts(context: Ids, ids: Ids) -> bool:
+    return len(ids) <= len(context) and np.array_equal(context[: len(ids)], ids)
+
+
+def _in_form(message: Message, how: Conventions) -> Message:
+    """An assistant's message that was not sampled in this rollout, as the template takes it."""
+    found = dict(message)
+    if THINKING in found and how.thinking_field is not None:
+        found[how.thinking_field] = found.pop(THINKING)
+    if how.arguments_as_text and found.get("tool_calls"):
+        found["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+            for call in found["tool_calls"]
+        ]
+    return found
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _with_ids(message: Message, answer: Answer) -> Message:
+    """A sampled turn with the ids of its calls that the client knows."""
+    if not (message.get("tool_calls") and answer.calls):
+        return message
+    calls = [{**call, "id": own.id} for call, own in zip(message["tool_calls"], answer.calls, strict=True)]
+    return {**message, "tool_calls": calls}

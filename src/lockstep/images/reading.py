@@ -1,0 +1,149 @@
+"""Finds the pictures of a dataset's row and opens them: the columns `image` and `images`, and image parts of messages.
+
+The conventions are TRL's: a column holds one picture or a list of them, and fills the image parts that have no picture of their
+own. If no message has image parts, the pictures stand before the text of the first message of the user.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+
+from lockstep.errors import InputError
+
+COLUMNS = ("image", "images")
+Message = dict[str, Any]
+
+
+def has_images(row: Mapping[str, Any]) -> bool:
+    """Whether a row has a column of pictures, or messages with image parts."""
+    if any(name in row for name in COLUMNS):
+        return True
+    prompt = row.get("prompt")
+    contents = (
+        [message.get("content") for message in prompt if isinstance(message, Mapping)]
+        if isinstance(prompt, list)
+        else []
+    )
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, Mapping) and _is_image(part) for part in parts)
+
+
+def images_of_row(row: Mapping[str, Any]) -> tuple[Any, list[Image.Image]]:
+    """The prompt of a row without its pictures, and the pictures in the order in which the prompt shows them.
+
+    Returns:
+        The prompt: text as it stands, or messages in which each picture is a part `{"type": "image"}`.
+
+    Raises:
+        InputError: a picture cannot be opened, or the image parts without a picture are not as many as the column's pictures.
+    """
+    given = _of_columns(row)
+    prompt = row["prompt"]
+    if not isinstance(prompt, list):
+        return prompt, [opened(image) for image in given]
+    if given and not any(_is_image(part) for message in prompt for part in _parts(message)):
+        prompt = _before_first_user(prompt, len(given))
+    found: list[Any] = []
+    left = iter(given)
+    messages = [_bare(message, left, found) for message in prompt]
+    if (more := sum(1 for _ in left)) or None in found:
+        parts = len(given) - more + found.count(None)
+        raise InputError(
+            f"the messages have {parts} image parts without a picture, and the columns hold {len(given)} pictures: give one "
+            "picture per image part"
+        )
+    return messages, [opened(image) for image in found]
+
+
+def opened(image: Any) -> Image.Image:
+    """A picture in RGB.
+
+    Args:
+        image: a PIL image, a path, the bytes of an image file, or a mapping with `bytes` or `path` (as in `datasets`).
+
+    Raises:
+        InputError: it is something else, a URL, or cannot be read.
+    """
+    if isinstance(image, Mapping):
+        image = image.get("bytes") if image.get("bytes") is not None else image.get("path")
+    if isinstance(image, str) and "://" in image:
+        raise InputError(f"{image[:100]} is a URL: pictures are not fetched over the network; give a file or its bytes")
+    try:
+        if isinstance(image, str | Path):
+            with Image.open(image) as file:
+                return file.convert("RGB")
+        if isinstance(image, bytes):
+            with Image.open(io.BytesIO(image)) as file:
+                return file.convert("RGB")
+        if isinstance(image, Image.Image):
+            return image.convert("RGB")
+    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        # Pillow raises each of these for some damaged file.
+        raise InputError(f"a picture cannot be read: {error}") from error
+    raise InputError(f"a picture is a {type(image).__name__}; it must be a PIL image, a path, or the bytes of a file")
+
+
+def _of_columns(row: Mapping[str, Any]) -> list[Any]:
+    one, several = row.get("image"), row.get("images")
+    if one is not None and several:
+        raise InputError("a row has pictures in both columns, image and images; use one of them")
+    if one is not None:
+        return [one]
+    if several is None or isinstance(several, list | tuple):
+        return list(several or [])
+    raise InputError(f"the column images holds a {type(several).__name__}; it must be a list of pictures")
+
+
+def _before_first_user(messages: list[Message], count: int) -> list[Message]:
+    for place, message in enumerate(messages):
+        if message.get("role") == "user":
+            parts = [{"type": "image"} for _ in range(count)]
+            shown = {**message, "content": [*parts, *_parts(message)]}
+            return [*messages[:place], shown, *messages[place + 1 :]]
+    raise InputError("a row has pictures and no message of the user that could show them")
+
+
+def _bare(message: Message, left: Any, found: list[Any]) -> Message:
+    """A message whose image parts have no pictures. The pictures are appended to `found`; None: there was none left."""
+    if not isinstance(message.get("content"), list):
+        return message
+    parts: list[dict[str, Any]] = []
+    for part in _parts(message):
+        if _is_image(part):
+            own = part.get("image")
+            found.append(own if own is not None else next(left, None))
+            parts.append({"type": "image"})
+        else:
+            parts.append(part)
+    return {**message, "content": parts}
+
+
+def _parts(message: Any) -> list[dict[str, Any]]:
+    """The parts of a message's content. Text alone is one part.
+
+    Raises:
+        InputError: a part is neither text nor a picture.
+    """
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    parts = []
+    for part in content if isinstance(content, list) else []:
+        # `datasets` gives every part all keys of any part.
+        own = {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
+        if own.get("type") not in ("text", "image") or (own["type"] == "text" and not isinstance(own.get("text"), str)):
+            raise InputError(
+                f"a message has a part {part!r:.100}; only parts of type 'text' and 'image' are supported (an image is given as "
+                "{'type': 'image', 'image': …})"
+            )
+        parts.append(own)
+    return parts
+
+
+def _is_image(part: Mapping[str, Any]) -> bool:
+    return part.get("type") == "image"

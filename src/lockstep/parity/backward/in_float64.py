@@ -1,0 +1,119 @@
+"""Runs a model's forward in float64, with weights that are moved a little, and without changing the model.
+
+`parity/backward/finite_differences.py` uses it. A weight is widened when an operation reads it, so that only a few wide weights
+exist at a time, and the live weights stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change of one tensor: `size` × rows ⊗ columns. A vector changes by `size` × rows.
+
+    Attributes:
+        rows: (R,) float64, along the first dimension.
+        columns: (C,) float64, along all others; None for a vector.
+    """
+
+    size: float
+    rows: torch.Tensor
+    columns: torch.Tensor | None
+
+    def add_to(self, wide: torch.Tensor) -> torch.Tensor:
+        """Change a contiguous tensor in place."""
+        if self.columns is None:
+            return wide.add_(self.rows.view_as(wide), alpha=self.size)
+        wide.view(len(self.rows), -1).addr_(self.rows, self.columns, alpha=self.size)
+        return wide
+
+    def of_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """The change of some rows."""
+        assert self.columns is not None
+        return self.size * self.rows[ids].unsqueeze(-1) * self.columns
+
+
+class Float64(TorchDispatchMode):
+    """A context in which every operation of PyTorch computes in float64. Gradients must be off.
+
+    Operations of other libraries, such as those that unpack 4-bit weights, run as they are.
+
+    Args:
+        moves: how weights are changed, by the id of the tensor.
+    """
+
+    def __init__(self, moves: Mapping[int, Move]) -> None:
+        super().__init__()
+        self._moves = moves
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.namespace != "aten":
+            return func(*args, **kwargs)
+        if func is _ATEN.embedding.default:
+            return self._rows(func, *args, **kwargs)
+        if func._schema.is_mutable:
+            return func(*self._as_written(func, args), **kwargs)
+        if kwargs.get("dtype") in _NARROW:
+            kwargs["dtype"] = torch.float64
+        args, kwargs = tree_map(self._wide, args), tree_map(self._wide, kwargs)
+        if func is _ATEN._grouped_mm.default:
+            return _products(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _wide(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        move = self._moves.get(id(value))
+        if move is None and value.dtype not in _NARROW:
+            return value
+        wide = value.to(torch.float64, memory_format=torch.contiguous_format, copy=True)
+        return wide if move is None else move.add_to(wide)
+
+    def _rows(self, func: Any, weight: torch.Tensor, ids: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        """An embedding reads a few rows. The whole matrix need not be wide."""
+        found = func(weight, ids, *rest, **more).to(torch.float64)
+        move = self._moves.get(id(weight))
+        return found if move is None else found + move.of_rows(ids)
+
+    def _as_written(self, func: Any, args: Any) -> list[Any]:
+        """The arguments of an operation that writes: what it reads gets the dtype of what it writes."""
+        written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments][: len(args)]
+        dtypes = [
+            value.dtype
+            for value, is_written in zip(args, written, strict=True)
+            if is_written and isinstance(value, torch.Tensor)
+        ]
+        target = dtypes[0] if dtypes else torch.float64
+
+        def read(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and target.is_floating_point:
+                return self._wide(value).to(target)
+            return value
+
+        return [value if is_written else tree_map(read, value) for value, is_written in zip(args, written, strict=True)]
+
+
+def _products(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+    """(T, N) products of groups of rows, each with its own (K, N) matrix. PyTorch's operation takes no float64.
+
+    Args:
+        ends: (E,) where each group of rows ends.
+    """
+    bounds = [0, *ends.tolist()]
+    pairs = zip(bounds[:-1], bounds[1:], matrices, strict=True)
+    found = rows.new_zeros(len(rows), matrices.shape[-1])
+    for start, end, matrix in pairs:
+        found[start:end] = rows[start:end] @ matrix
+    return found

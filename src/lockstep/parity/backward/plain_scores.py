@@ -1,0 +1,64 @@
+"""Scores of completions by a plain forward: one padded row per completion, no packing, no tree, no chunks, no recomputation.
+
+`parity/backward/finite_differences.py` takes their differences, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.engines.protocol import Completion
+from lockstep.models.adapters import causal_model
+from lockstep.models.logits import transformed_logits
+from lockstep.parity.distributions import Distribution
+from lockstep.parity.rescoring import sets_of_all
+
+
+@torch.no_grad()
+def plain_scores(
+    model: PreTrainedModel,
+    critic: torch.nn.Module | None,
+    completions: Sequence[Completion],
+    distribution: Distribution,
+) -> torch.Tensor:
+    """(3, N) log-prob, entropy and critic's value of every sampled token, on the host. Without a critic the values are 0.
+
+    Padding comes after the scored tokens, so that causal attention hides it.
+    """
+    inner = causal_model(model)
+    paths = [[*c.prompt_ids.tolist(), *c.token_ids.tolist()[:-1]] for c in completions]
+    longest = max(len(path) for path in paths)
+    rows = torch.tensor([path + [0] * (longest - len(path)) for path in paths], device=inner.device)
+    hidden = inner.base_model(input_ids=rows, use_cache=False).last_hidden_state
+    places = [
+        torch.from_numpy(c.sampled_places + len(c.prompt_ids) - 1).to(rows.device) + i * longest
+        for i, c in enumerate(completions)
+    ]
+    chosen = hidden.flatten(0, 1)[torch.cat(places)]
+    logits = transformed_logits(inner.config.get_text_config(), inner.get_output_embeddings()(chosen))
+    values = critic(chosen)[:, 0].cpu() if critic is not None else torch.zeros(len(chosen))
+    found, start = [], 0
+    for c in completions:
+        end = start + len(c.sampled_places)
+        found.append(_of_one(c, logits[start:end].cpu(), distribution))
+        start = end
+    return torch.cat([torch.cat(found, 1), values[None]])
+
+
+def _of_one(completion: Completion, logits: torch.Tensor, distribution: Distribution) -> torch.Tensor:
+    """(2, N) log-probs and entropies of one completion's sampled tokens, from their (N, V) logits."""
+    prompt, tokens = completion.prompt_ids.tolist(), completion.token_ids.tolist()
+    masks, sets = distribution.masks(tokens), sets_of_all(completion)
+    scores = []
+    for row, place in zip(logits, completion.sampled_places.tolist(), strict=True):
+        if masks is not None:
+            # The library's own operation takes no float64.
+            bits = masks[place][:, None].bitwise_right_shift(torch.arange(32, dtype=torch.int32)) & 1
+            row = row.masked_fill(bits.flatten()[: len(row)] == 0, -torch.inf)
+        logps = distribution.logprobs(row, prompt, tokens[:place], None, sets)
+        inside = logps[logps > -torch.inf]
+        scores.append(torch.stack([logps[tokens[place]], -(inside.exp() * inside).sum()]))
+    return torch.stack(scores, 1)

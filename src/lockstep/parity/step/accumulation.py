@@ -1,0 +1,104 @@
+"""Proof that a step's gradient is the sum of what its backward passes add: nothing is left over, and nothing is cleared.
+
+A hook on some drawn parameters keeps what each backward adds at drawn elements. `training/loop.py` begins the proof before the
+first micro-batch of a step and ends it when the gradients are summed over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.errors import ProofError
+from lockstep.parity.step.drawn import Drawn
+
+# Number of tensors with a hook. Others are drawn at each step.
+_HOOKED = 32
+
+
+class AccumulationProof:
+    """The proof of one optimizer step.
+
+    Args:
+        trained: the trained parameters by name.
+        seed: draws the tensors and elements.
+        always: names of tensors that are not left to the draw.
+
+    Raises:
+        ProofError: a gradient of an earlier step is left.
+    """
+
+    def __init__(
+        self, trained: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...], always: Sequence[str] = ()
+    ) -> None:
+        for name, parameter in trained.items():
+            if parameter.grad is not None and bool(parameter.grad.any()):
+                raise ProofError(
+                    "accumulation",
+                    f"before the first backward of the step, {name} holds a gradient",
+                    "the gradients of the last step were not cleared; the next gradient would be the sum of both",
+                    "let nothing call backward between two steps, and clear gradients after each optimizer step",
+                )
+        names = list(trained)
+        chosen = [names[i] for i in np.random.default_rng(seed).permutation(len(names))[:_HOOKED].tolist()]
+        self._names = [name for name in names if name in {*chosen, *always}]
+        self._parameters = [trained[name] for name in self._names]
+        self._drawn = Drawn.of(self._parameters, seed)
+        self._added: list[list[torch.Tensor]] = [[] for _ in self._names]
+        self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def note(gradient: torch.Tensor) -> None:
+            pieces = self._drawn.views(gradient, index)
+            if pieces:
+                self._added[index].append(torch.cat(pieces))
+
+        return note
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def added(self) -> list[Any]:
+        """(N,) sum of what the backward passes of this rank have added, and (N,) the sum of its sizes. Ends the proof's hooks."""
+        self.end()
+        zero = torch.zeros(1, dtype=torch.float64)
+        sums, sizes = [], []
+        for index, pieces in enumerate(self._added):
+            count = int((self._drawn.owners == index).sum())
+            stacked = torch.stack(pieces).to("cpu", torch.float64) if pieces else zero.expand(1, count)
+            sums.append(stacked.sum(0))
+            sizes.append(stacked.abs().sum(0))
+        return [torch.cat(parts).tolist() if parts else [] for parts in (sums, sizes)]
+
+    def check(self, added: Sequence[list[Any]]) -> None:
+        """Compare the gradients with what all backward passes have added.
+
+        Args:
+            added: `added` of every rank.
+
+        Raises:
+            ProofError: they differ.
+        """
+        sums, sizes = (torch.tensor([rank[k] for rank in added], dtype=torch.float64).sum(0) for k in (0, 1))
+        found = self._drawn.read([p.grad for p in self._parameters])
+        digits = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)
+        off = (found - sums).abs() - 8 * digits[self._drawn.owners] * sizes
+        # A NaN is wrong too.
+        wrong = ~(off <= 0)
+        if not bool(wrong.any()):
+            return
+        worst = int(torch.where(wrong, (found - sums).abs().nan_to_num(torch.inf), -1.0).argmax())
+        names = sorted({self._names[i] for i in self._drawn.owners[wrong].tolist()})
+        raise ProofError(
+            "accumulation",
+            f"the gradient of {self._names[int(self._drawn.owners[worst])]} is {float(found[worst]):.6g} where the backward passes "
+            f"of the step have added {float(sums[worst]):.6g} ({len(names)} of {len(self._names)} compared tensors differ)",
+            "gradients were cleared or scaled between two micro-batches, or were not summed over all ranks",
+            "let nothing change .grad between the first backward of a step and its optimizer step",
+        )

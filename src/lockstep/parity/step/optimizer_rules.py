@@ -1,0 +1,127 @@
+"""What an optimizer must make of drawn elements: read its settings and state, and compute the step a second time.
+
+`parity/step/update.py` uses it. For torch's AdamW the rule is written in `definitions/adamw.py`. Others have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.definitions.adamw import Moments, Settings, adamw
+from lockstep.errors import ProofError
+from lockstep.parity.step.drawn import Drawn
+
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Drawn elements of the trained tensors: values, and the moments where the rule of the optimizer is known."""
+
+    values: torch.Tensor
+    moments: Moments | None
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a step must have made of drawn elements: new state, and (N,) the differences that rounding explains."""
+
+    state: State
+    slack: torch.Tensor
+
+
+class OptimizerRule:
+    """The rule of an optimizer over a list of parameters.
+
+    Args:
+        optimizer: the optimizer itself, not a wrapper.
+        parameters: the trained parameters.
+        names: their names.
+
+    Attributes:
+        known: whether the rule is written here.
+
+    Raises:
+        ProofError: a trained parameter is in no group of the optimizer, or in two.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]
+    ) -> None:
+        self._optimizer, self._parameters = optimizer, parameters
+        places = [(id(p), i) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
+        group_of = dict(places)
+        lost = [name for name, p in zip(names, parameters, strict=True) if id(p) not in group_of]
+        if lost or len(group_of) != len(places):
+            raise ProofError(
+                "update",
+                f"{lost[0]} requires a gradient and is in no group of the optimizer ({len(lost)} of {len(names)} tensors)"
+                if lost
+                else "a parameter is in the optimizer twice",
+                "the optimizer was made from other parameters than those that are trained",
+                "give every trained parameter to the optimizer once, and call requires_grad_(False) on those that stay as they are",
+            )
+        self.group_of = [group_of[id(p)] for p in parameters]
+        plain = type(optimizer) is torch.optim.AdamW
+        self.known = plain and not any(group["amsgrad"] for group in optimizer.param_groups)
+        # Settings as they are when training begins. A later change is a difference.
+        self._kept: Groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+    @property
+    def groups(self) -> Groups:
+        """The settings of each group when training began."""
+        return self._kept
+
+    def read(self, drawn: Drawn) -> State:
+        """The drawn elements as they are now."""
+        values = drawn.read(self._parameters)
+        if not self.known:
+            return State(values, None)
+        states = [self._optimizer.state.get(p, {}) for p in self._parameters]
+        steps = [s.get("step", 0.0) for s in states]
+        tensors = [s for s in steps if isinstance(s, torch.Tensor)]
+        counts = iter(torch.stack(tensors).tolist() if tensors else ())
+        of_tensor = torch.tensor(
+            [next(counts) if isinstance(s, torch.Tensor) else float(s) for s in steps], dtype=torch.float64
+        )
+        first, second = (drawn.read([s.get(name) for s in states]) for name in ("exp_avg", "exp_avg_sq"))
+        return State(values, Moments(first, second, of_tensor[drawn.owners]))
+
+    def expected(self, before: State, gradients: torch.Tensor, drawn: Drawn, rates: Sequence[float]) -> Expected | None:
+        """What the step must make of drawn elements; None where the rule is not known.
+
+        Args:
+            gradients: (N,) as the optimizer sees them.
+            rates: learning rate of each group.
+        """
+        if before.moments is None:
+            return None
+        owners = drawn.owners
+
+        def spread(values: Sequence[float]) -> torch.Tensor:
+            return torch.tensor([values[g] for g in self.group_of], dtype=torch.float64)[owners]
+
+        settings = Settings(
+            rate=spread(rates),
+            beta1=spread([g["betas"][0] for g in self._kept]),
+            beta2=spread([g["betas"][1] for g in self._kept]),
+            epsilon=spread([g["eps"] for g in self._kept]),
+            decay=spread([g["weight_decay"] for g in self._kept]),
+        )
+        new, moments, size = adamw(before.values, gradients, before.moments, settings)
+        eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)[owners]
+        loose = (8 * eps).clamp(min=1e-4)
+        return Expected(State(new, moments), loose * size + 2 * eps * torch.maximum(new.abs(), before.values.abs()))
+
+    def moments_differ(self, expected: Moments, found: Moments, gradients: torch.Tensor, drawn: Drawn) -> torch.Tensor:
+        """(N,) bool, whether the moments after the step are not those that the rule makes."""
+        eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)[drawn.owners]
+        loose = (8 * eps).clamp(min=1e-5)
+        # Squares below float32's smallest numbers become zero.
+        first = (found.first - expected.first).abs() > loose * (expected.first.abs() + gradients.abs()) + 1e-30
+        second = (found.second - expected.second).abs() > loose * (expected.second + gradients.square()) + 1e-30
+        return first | second | (found.steps != expected.steps) | found.first.isnan() | found.second.isnan()

@@ -1,0 +1,1 @@
+"""Rollouts and scores on their way between ranks."""

@@ -1,0 +1,295 @@
+"""Environments: objects that a rollout acts on through their methods, with TRL's convention `environment_factory`.
+
+A trainer's `environment_factory` comes here. The public methods of an environment are tools of its rollout. `reset(**row)` begins
+the rollout and may give text that is appended to the last message of the prompt. `get_reward()` may give the rollout's reward.
+`next_user_message(answer)` is ours: it may answer a turn that calls no tool with a message of the user, as text games do.
+`rollouts/programs/tool_program.py` takes one environment per rollout. When the rollout is scored, it gives the environment back.
+
+Each environment has a thread of its own, in which its constructor and its plain methods run. An environment that raises an error in
+its constructor, `reset` or `get_reward`, that hangs, or whose process dies costs its own rollout only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep.errors import InputError, LockstepError
+from lockstep.rollouts.programs.environment_process import EnvironmentDied, ProcessEnvironment
+from lockstep.rollouts.programs.tools import Schema, ToolCalls, ToolResult, printable, text_of_blocks, tool_of
+from lockstep.rollouts.programs.workers import Raised, TookTooLong, Worker
+
+Factory = Callable[[], Any]
+
+_OWN = ("reset", "get_reward", "next_user_message")
+_numbers = itertools.count()
+
+
+class EnvironmentFailed(LockstepError):
+    """An environment cannot go on. Its rollout is not learned from."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentKind:
+    """What one factory makes, as its first instance shows.
+
+    Attributes:
+        title: name of its class, under which its rewards are logged.
+        schemas: JSON schema of each of its tools.
+        has_reward: whether it has a `get_reward`.
+        speaks: whether it has a `next_user_message`.
+    """
+
+    title: str
+    schemas: tuple[Schema, ...]
+    has_reward: bool
+    speaks: bool
+
+
+class Environment:
+    """One instance, while it belongs to one rollout.
+
+    Attributes:
+        instance: the user's object, for reward functions.
+        tools: its public methods, by name.
+        failed: why it cannot go on; None while it can.
+    """
+
+    def __init__(self, name: str | None, instance: Any, worker: Worker, calls: ToolCalls) -> None:
+        self.name, self.instance = name, instance
+        self.failed: str | None = None
+        self.title = type(instance).__name__
+        self.tools = {
+            method: replace(tool_of(getattr(instance, method)), worker=worker) for method in public_methods(instance)
+        }
+        self._worker, self._calls = worker, calls
+
+    async def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
+        """Begin a rollout. Returns text for the last message of the prompt, or None.
+
+        Args:
+            row: the columns of the dataset's row, with its prompt.
+            seed: given as `seed` if `reset` has a parameter of this name and the row no such column.
+
+        Raises:
+            EnvironmentFailed: `reset` raised, hung, or returned something else than None, text or text blocks.
+        """
+        given = dict(row)
+        if "seed" in inspect.signature(self.instance.reset).parameters:
+            given.setdefault("seed", seed)
+        return self._text("reset", await self._own("reset", given))
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it may answer a turn with a message of the user."""
+        return callable(getattr(self.instance, "next_user_message", None))
+
+    async def next_user_message(self, answer: str) -> str | None:
+        """The user's message after a turn that calls no tool; None: the rollout ends.
+
+        Args:
+            answer: text of the turn, without thinking.
+
+        Raises:
+            EnvironmentFailed: `next_user_message` raised, hung, or returned something else than None, text or text blocks.
+        """
+        if not self.speaks:
+            return None
+        found = self._text("next_user_message", await self._own("next_user_message", {"answer": answer}))
+        return printable(found) if found is not None else None
+
+    async def reward(self) -> float | None:
+        """What `get_reward()` gives; None: it gives no score, or there is no such method.
+
+        Raises:
+            EnvironmentFailed: `get_reward` raised, hung, or returned something else than a finite number or None.
+        """
+        if not callable(getattr(self.instance, "get_reward", None)):
+            return None
+        found = await self._own("get_reward", {})
+        if found is None:
+            return None
+        try:
+            number = float(found)
+        except (TypeError, ValueError) as error:
+            raise self.fail("get_reward", f"it returned {found!r:.80}, not a number or None") from error
+        if math.isnan(number):
+            return None
+        if math.isinf(number):
+            raise self.fail("get_reward", "it returned an infinite number")
+        return number
+
+    def check(self, results: list[ToolResult]) -> None:
+        """Check that the environment survived the calls of a turn.
+
+        Raises:
+            EnvironmentFailed: one of its methods hung, or its process died. An error of a method is a text for the model instead.
+        """
+        for result in results:
+            died = result.error is not None and isinstance(result.error.__cause__, EnvironmentDied)
+            if result.name in self.tools and (died or isinstance(result.error, TookTooLong)):
+                raise self.fail(result.name, str(result.error))
+
+    def end(self) -> None:
+        """End its thread, and its process if it has one."""
+        if isinstance(self.instance, ProcessEnvironment):
+            self.instance._end()
+        self._worker.end()
+
+    async def _own(self, method: str, given: Mapping[str, Any]) -> Any:
+        try:
+            return await self._calls.call(getattr(self.instance, method), given, self._worker)
+        except (TookTooLong, Raised) as error:
+            raise self.fail(method, str(error)) from error
+
+    def _text(self, method: str, found: Any) -> str | None:
+        if found is None or isinstance(found, str):
+            return found
+        if isinstance(found, list) and all(isinstance(block, dict) for block in found):
+            try:
+                return text_of_blocks(found)
+            except InputError as error:
+                raise self.fail(method, str(error)) from error
+        raise self.fail(method, f"it returned {type(found).__name__}, not None, text or a list of content blocks")
+
+    def fail(self, method: str, why: str) -> EnvironmentFailed:
+        """Mark the environment as failed. Returns the error to raise."""
+        self.failed = f"environment {self.title}: {method}: {why}"
+        return EnvironmentFailed(self.failed)
+
+
+class Environments:
+    """The environments of a run, on the rank that makes the rollouts.
+
+    Args:
+        factory: makes an environment; or factories by the name that a row's column `environment` gives.
+        calls: runs their methods.
+    """
+
+    def __init__(self, factory: Factory | Mapping[str, Factory], calls: ToolCalls) -> None:
+        self.routed = isinstance(factory, Mapping)
+        self._factories: dict[str | None, Factory] = {}
+        if isinstance(factory, Mapping):
+            self._factories.update(factory.items())
+        else:
+            self._factories[None] = factory
+        self._calls = calls
+        self._free: dict[str | None, list[Environment]] = {name: [] for name in self._factories}
+        self._taken: set[Environment] = set()
+
+    async def probe(self, row: Mapping[str, Any] | None = None) -> dict[str | None, EnvironmentKind]:
+        """Make one environment of each factory, which stays for later use.
+
+        Args:
+            row: a row of the dataset, with which the environment that it belongs to is reset once; None: no reset.
+
+        Returns:
+            The kinds, by the name in the column `environment`; a single factory has the name None.
+
+        Raises:
+            InputError: a factory or `reset` fails, an environment has no `reset`, or a method cannot be a tool.
+        """
+        kinds: dict[str | None, EnvironmentKind] = {}
+        classes: dict[str, type] = {}
+        for name in self._factories:
+            try:
+                found = await self.take(name)
+                if not callable(getattr(found.instance, "reset", None)):
+                    raise InputError(f"environment {found.title} has no method 'reset'")
+                if row is not None and (not self.routed or row.get("environment") == name):
+                    await found.reset(self.row_of(row), seed=0)
+            except EnvironmentFailed as error:
+                raise InputError(f"{error} (tried once before training)") from error
+            kind = type(found.instance)
+            if classes.setdefault(found.title, kind) is not kind:
+                raise InputError(
+                    f"two environment classes are named {found.title}; their rewards could not be told apart"
+                )
+            schemas = tuple(tool.schema for tool in found.tools.values())
+            has_reward = callable(getattr(found.instance, "get_reward", None))
+            kinds[name] = EnvironmentKind(found.title, schemas, has_reward, found.speaks)
+            self.give_back(found)
+        return kinds
+
+    @property
+    def names(self) -> list[str | None]:
+        """Names of the factories."""
+        return list(self._factories)
+
+    def name_of(self, columns: Mapping[str, Any]) -> str | None:
+        """Name of the factory of a row.
+
+        Raises:
+            InputError: there are several factories, and the row's column `environment` names none of them.
+        """
+        if not self.routed:
+            return None
+        name = columns.get("environment")
+        if name not in self._factories:
+            raise InputError(
+                f"a row has environment={name!r}; environment_factory has {', '.join(map(repr, self._factories))}"
+            )
+        return name
+
+    def row_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `reset` for a row. The column that chooses the environment is not among them, as in TRL."""
+        return {key: value for key, value in row.items() if not (self.routed and key == "environment")}
+
+    async def take(self, name: str | None) -> Environment:
+        """An environment for one rollout.
+
+        Raises:
+            EnvironmentFailed: a new one was needed, and its constructor raised or hung.
+            InputError: a method of a new one cannot be a tool.
+        """
+        try:
+            found = self._free[name].pop()
+        except IndexError:
+            found = None
+        found = found or await self._made(name)
+        self._taken.add(found)
+        return found
+
+    async def _made(self, name: str | None) -> Environment:
+        worker = Worker(f"lockstep-environment-{next(_numbers)}")
+        factory = self._factories[name]
+        try:
+            # A class is called in the environment's thread like any other function.
+            instance = await self._calls.call(lambda: factory(), {}, worker)
+        except (TookTooLong, Raised) as error:
+            worker.end()
+            raise EnvironmentFailed(f"environment {name or _title(factory)}: its constructor: {error}") from error
+        return Environment(name, instance, worker, self._calls)
+
+    def give_back(self, environment: Environment) -> None:
+        """Take an environment back after its rollout was scored. One that failed is ended instead of being used again."""
+        self._taken.discard(environment)
+        if environment.failed is None:
+            self._free[environment.name].append(environment)
+        else:
+            environment.end()
+
+    def spare(self) -> Any:
+        """The user's object of an environment that no rollout has; None if there is none."""
+        return next((free[0].instance for free in self._free.values() if free), None)
+
+    def close(self) -> None:
+        """End every environment."""
+        for environment in [*self._taken, *(e for free in self._free.values() for e in free)]:
+            environment.end()
+        self._taken.clear()
+        self._free = {name: [] for name in self._factories}
+
+
+def public_methods(instance: Any) -> list[str]:
+    """Names of the methods that are tools: the public functions of its class, but those that the rollout itself calls."""
+    members = inspect.getmembers(type(instance), inspect.isfunction)
+    return [name for name, _ in members if not name.startswith("_") and name not in _OWN]
+
+
+def _title(factory: Factory) -> str:
+    return getattr(factory, "__name__", type(factory).__name__)

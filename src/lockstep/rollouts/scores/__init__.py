@@ -1,0 +1,1 @@
+"""Rewards of rollouts: reward functions, judges, environments, and their log."""

@@ -1,0 +1,135 @@
+"""Calls a user's plain function within a time limit, and undoes what it changed for the whole process.
+
+`rollouts/scores/rewards.py` calls reward functions with it. A function runs in the caller's thread, because functions may use
+signals of their own (math-verify does), which only the main thread can.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TypeVar
+
+import torch
+
+from lockstep.errors import InputError
+
+T = TypeVar("T")
+
+# Seconds between two attempts to end a function that ignores the first one.
+_AGAIN = 1.0
+# Ends a call that blocks, in the main thread. Hardly any program uses it.
+_SIGNAL: signal.Signals | None = getattr(signal, "SIGVTALRM", None)
+# What a function has changed is said once per function.
+_SAID: set[tuple[str, str]] = set()
+
+
+class TooSlow(InputError):
+    """A function took longer than its time limit."""
+
+
+class _TooLate(BaseException):
+    """Raised inside a function that takes too long. No `except Exception` of the function catches it."""
+
+
+def call_within(seconds: float, name: str, call: Callable[[], T]) -> T:
+    """The result of a call.
+
+    Args:
+        seconds: the time limit. In the main thread it ends everything but C code that never returns to Python; in another thread it
+            ends Python code, but no call that blocks.
+        name: the function, for messages.
+
+    Raises:
+        TooSlow: the call took longer.
+    """
+    with _torch_as_before(name), _limit(seconds) as is_late:
+        try:
+            return call()
+        except _TooLate:
+            is_late.set()
+    raise TooSlow(f"reward function {name} took longer than {seconds:g} s (reward_timeout)")
+
+
+@contextmanager
+def _limit(seconds: float) -> Iterator[threading.Event]:
+    """Raise `_TooLate` in this thread after the time, and again every second, until the block ends."""
+    thread, ended, lock = threading.get_ident(), threading.Event(), threading.Lock()
+    raised = threading.Event()
+    number = _SIGNAL if threading.current_thread() is threading.main_thread() else None
+
+    def handler(signum: int, frame: FrameType | None) -> None:
+        if not ended.is_set():
+            raise _TooLate
+
+    def watch() -> None:
+        wait = seconds
+        while not ended.wait(wait):
+            wait = _AGAIN
+            with lock:
+                if ended.is_set():
+                    return
+                if number is not None:
+                    signal.pthread_kill(thread, number)
+                else:
+                    raised.set()
+                    _raise_in(thread, _TooLate)
+
+    before = None if number is None else signal.signal(number, handler)
+    watcher = threading.Thread(target=watch, name="lockstep-reward-limit", daemon=True)
+    watcher.start()
+    try:
+        yield ended
+    finally:
+        with lock:
+            ended.set()
+        if raised.is_set():
+            _take_what_was_raised(thread)
+        watcher.join()
+        if number is not None:
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+
+
+def _raise_in(thread: int, error: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+
+
+def _take_what_was_raised(thread: int) -> None:
+    """Take an exception that was set in this thread and not yet raised: it must not appear in the code that follows.
+
+    It is raised here once more and caught. Without that, Python 3.11 would believe for ever that an exception waits: it would look
+    for it at every call, and a function that is traced (by a debugger, or for coverage) would never begin.
+    """
+    try:
+        _raise_in(thread, _TooLate)
+        while True:
+            pass
+    except _TooLate:
+        return
+
+
+@contextmanager
+def _torch_as_before(name: str) -> Iterator[None]:
+    """Restore PyTorch's gradient switch and default dtype after the block, and say what the function had changed."""
+    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        if torch.is_grad_enabled() != gradients:
+            torch.set_grad_enabled(gradients)
+            _say(name, "torch's gradients (set_grad_enabled)")
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
+            _say(name, "torch's default dtype (set_default_dtype)")
+
+
+def _say(name: str, what: str) -> None:
+    if (name, what) not in _SAID:
+        _SAID.add((name, what))
+        print(
+            f"lockstep: reward function {name} changed {what} for the whole process; it is as before again", flush=True
+        )

@@ -1,0 +1,283 @@
+"""Calls reward functions with TRL's convention, and makes one reward per rollout from their results.
+
+A reward function takes `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and the
+dataset's other columns, all by keyword. It returns one number per completion, or None for "no score". It may be a coroutine
+function, or an object whose `__call__` is one. With environments it also gets `environments`, the object of each rollout.
+The reward of an environment itself (`get_reward`) is one more score. A rollout that failed has no score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from lockstep.errors import InputError
+from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.rollouts.scores.coroutines import is_coroutine_function, run_coroutine, unwrapped
+from lockstep.rollouts.scores.guarded_call import TooSlow, call_within
+from lockstep.rollouts.scores.reward_log import Extras, RewardLog
+
+RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
+Scores = list[float | None]
+EnvironmentOf = Callable[[Rollout], Any]
+
+
+# Standard deviations are computed in float32, whose squares of larger scores are infinite.
+_LARGEST = 1e15
+
+
+class RewardRaised(InputError):
+    """A reward function or a judge raised an error. That error is the cause of this one."""
+
+
+def reward_name(function: RewardFunction) -> str:
+    """Name of a reward function in metrics."""
+    function = unwrapped(function)
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+class Scorer(Protocol):
+    """Gives groups their rewards, in two halves. Each rank does the first half for its share of the groups."""
+
+    def score(self, groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
+        """Some groups with their scores.
+
+        Args:
+            state: the trainer's state, for the reward functions.
+            log: receives the metrics that reward functions log.
+        """
+
+    def finish(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """All groups with their rewards, from all groups with their scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardScorer:
+    """A `Scorer` whose reward is the weighted sum of the scores of reward functions; NaN for a rollout without a score.
+
+    Attributes:
+        functions: reward functions, and reward models behind the same convention.
+        weights: one weight per function.
+        timeout: seconds that coroutine functions may take together, and that each plain function may take.
+        own: the rewards that rollouts bring from their environments, by the names of the environments' classes; weight 1 each.
+        environment_of: gives the environment of a rollout; None if there are no environments.
+    """
+
+    functions: Sequence[RewardFunction]
+    weights: Sequence[float]
+    timeout: float
+    own: Sequence[str] = ()
+    environment_of: EnvironmentOf | None = None
+
+    def score(self, groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
+        return call_functions(groups, self.functions, state, self.timeout, log, self.own, self.environment_of)
+
+    def finish(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        return weigh_scores(groups, [*self.weights, *(1.0 for _ in self.own)])
+
+
+def check_weights(weights: Sequence[float], functions: int) -> None:
+    """Check that there is one weight per reward function.
+
+    Raises:
+        InputError: there is not.
+    """
+    if len(weights) != functions:
+        raise InputError(f"reward_weights has {len(weights)} entries for {functions} reward functions")
+
+
+def call_functions(
+    groups: Sequence[RolloutGroup],
+    functions: Sequence[RewardFunction],
+    trainer_state: Any = None,
+    timeout: float = 600.0,
+    log: RewardLog | None = None,
+    own: Sequence[str] = (),
+    environment_of: EnvironmentOf | None = None,
+) -> list[RolloutGroup]:
+    """Scores of any part of the groups, without rewards. A returned NaN stays NaN. Functions do not get rollouts that failed.
+
+    Args:
+        own, environment_of: as in `RewardScorer`.
+
+    Raises:
+        InputError: a function raised, or returned a wrong number of scores or values that are not numbers.
+    """
+    finished = [(group.prompt, rollout) for group in groups for rollout in group.rollouts if rollout.failed is None]
+    extras = Extras(len(finished))
+    log_metric = (log if log is not None else RewardLog()).log_metric
+    arguments = _arguments(finished) | {
+        "trainer_state": trainer_state,
+        "log_metric": log_metric,
+        "log_extra": extras.log_extra,
+    }
+    if environment_of is not None:
+        arguments["environments"] = [environment_of(rollout) for _, rollout in finished]
+    # Without a finished rollout no function is called.
+    asked = list(enumerate(functions)) if finished else []
+    plain = {i: _call(f, arguments, timeout) for i, f in asked if not is_coroutine_function(f)}
+    pending = {i: f for i, f in asked if i not in plain}
+    called = ", ".join(reward_name(function) for function in pending.values())
+    answers = plain | (run_coroutine(_call_all(pending, arguments, timeout), timeout, called) if pending else {})
+    names = _unique([*(reward_name(function) for function in functions), *own])
+    columns = {
+        name: _checked(name, answers.get(i, []), len(finished)) for i, name in enumerate(names[: len(functions)])
+    }
+    for name, title in zip(names[len(functions) :], own, strict=True):
+        columns[name] = [rollout.notes.get("rewards", {}).get(title) for _, rollout in finished]
+    return _attach(groups, columns, extras)
+
+
+def weigh_scores(groups: Sequence[RolloutGroup], weights: Sequence[float]) -> list[RolloutGroup]:
+    """Rewards of all groups together, from their scores.
+
+    Raises:
+        InputError: a function returned NaN for every rollout, or all rollouts failed.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    names = list(rollouts[0].scores) if rollouts else []
+    for name in names:
+        if all(_is_nan(rollout.scores[name]) for rollout in rollouts):
+            raise InputError(f"reward function {name} returned NaN for all {len(rollouts)} completions")
+    weighed = [
+        replace(
+            group,
+            rollouts=tuple(_weighed(rollout, dict(zip(names, weights, strict=True))) for rollout in group.rollouts),
+        )
+        for group in groups
+    ]
+    check_finished(weighed)
+    return weighed
+
+
+def check_finished(groups: Sequence[RolloutGroup]) -> None:
+    """Check that at least one rollout of a generation did not fail.
+
+    Raises:
+        InputError: all of them failed.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    failed = [rollout.failed for rollout in rollouts if rollout.failed is not None]
+    if failed and len(failed) == len(rollouts):
+        raise InputError(f"all {len(rollouts)} rollouts failed: {failed[0]}")
+
+
+def _weighed(rollout: Rollout, weights: dict[str, float]) -> Rollout:
+    # NaN means "no score", as in TRL.
+    scores = {name: None if _is_nan(score) else score for name, score in rollout.scores.items()}
+    given = [weights[name] * score for name, score in scores.items() if score is not None]
+    return replace(rollout, scores=scores, reward=sum(given) if given else math.nan)
+
+
+def _is_nan(score: float | None) -> bool:
+    return score is not None and math.isnan(score)
+
+
+def _arguments(finished: Sequence[tuple[Prompt, Rollout]]) -> dict[str, Any]:
+    rows = [{**prompt.columns, **rollout.notes.get("columns", {})} for prompt, rollout in finished]
+    columns: dict[str, Any] = {name: [row.get(name) for row in rows] for row in rows for name in row}
+    return {
+        **columns,
+        "prompts": [rollout.notes.get("prompt", prompt.source) for prompt, rollout in finished],
+        "completions": [_said(prompt, rollout) for prompt, rollout in finished],
+        "completion_ids": [rollout.token_ids.tolist() for _, rollout in finished],
+    }
+
+
+def _said(prompt: Prompt, rollout: Rollout) -> Any:
+    """The completion as a reward function gets it: text, or the messages after a prompt that is messages."""
+    if not isinstance(prompt.source, list):
+        return rollout.text
+    return rollout.notes.get("messages") or [{"role": "assistant", "content": rollout.text}]
+
+
+def _call(function: RewardFunction, arguments: dict[str, Any], timeout: float) -> Any:
+    try:
+        return call_within(timeout, reward_name(function), lambda: function(**_own_lists(arguments)))
+    except (KeyboardInterrupt, TooSlow):
+        raise
+    except BaseException as error:
+        # SystemExit too: a reward function does not end the run without a word.
+        raise _raised(function, error) from error
+
+
+def _own_lists(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with lists of their own: what one function does to its lists does not reach the next function."""
+    return {name: list(value) if isinstance(value, list) else value for name, value in arguments.items()}
+
+
+async def _call_all(functions: dict[int, RewardFunction], arguments: dict[str, Any], timeout: float) -> dict[int, Any]:
+    async def one(function: RewardFunction) -> Any:
+        try:
+            return await asyncio.wait_for(_awaited(function, arguments), timeout)
+        except TimeoutError as error:
+            raise InputError(f"reward function {reward_name(function)} took longer than {timeout:g} s") from error
+
+    answers = await asyncio.gather(*(one(function) for function in functions.values()))
+    return dict(zip(functions, answers, strict=True))
+
+
+async def _awaited(function: RewardFunction, arguments: dict[str, Any]) -> Any:
+    try:
+        answer = function(**_own_lists(arguments))
+        assert inspect.isawaitable(answer)
+        return await answer
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        raise _raised(function, error) from error
+
+
+def _raised(function: RewardFunction, error: BaseException) -> RewardRaised:
+    return RewardRaised(f"reward function {reward_name(function)} raised {type(error).__name__}: {error}")
+
+
+def _checked(name: str, answer: Any, count: int) -> Scores:
+    if not isinstance(answer, Sequence) and not hasattr(answer, "tolist"):
+        raise InputError(f"reward function {name} returned {type(answer).__name__}, not a list of numbers")
+    values = answer.tolist() if hasattr(answer, "tolist") else list(answer)
+    if not isinstance(values, list) or len(values) != count:
+        found = len(values) if isinstance(values, list) else 1
+        raise InputError(f"reward function {name} returned {found} scores for {count} completions")
+    return [_number(name, value) for value in values]
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"reward function {name} returned {value!r:.80}, not a number or None") from error
+    except OverflowError as error:
+        raise InputError(f"reward function {name} returned a score beyond {_LARGEST:g}") from error
+    if math.isinf(number):
+        raise InputError(f"reward function {name} returned an infinite score")
+    if abs(number) > _LARGEST:
+        raise InputError(f"reward function {name} returned {number:g}, a score beyond {_LARGEST:g}")
+    return number
+
+
+def _attach(groups: Sequence[RolloutGroup], columns: dict[str, Scores], extras: Extras) -> list[RolloutGroup]:
+    scored, position = [], 0
+    for group in groups:
+        rollouts = []
+        for rollout in group.rollouts:
+            if rollout.failed is not None:
+                rollouts.append(replace(rollout, scores=dict.fromkeys(columns), extra={}))
+                continue
+            scores = {name: column[position] for name, column in columns.items()}
+            rollouts.append(replace(rollout, scores=scores, extra=extras.of(position)))
+            position += 1
+        scored.append(replace(group, rollouts=tuple(rollouts)))
+    return scored
+
+
+def _unique(names: list[str]) -> list[str]:
+    return [f"{name}_{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]

@@ -1,0 +1,116 @@
+"""What a server needs from its machine: a port of its own, private sockets, enough descriptors, and an end with its supervisor.
+
+`cli/serve.py` and `server/supervisor.py` use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lockstep.errors import InputError
+from lockstep.server.keys import default_key_file
+
+# A trainer opens up to 512 calls at a time, and vLLM's own processes have 100 to 200 files and sockets open.
+_FEWEST_FILES = 1024
+_USUAL_FILES = 65536
+# A socket's path may have 107 characters. vLLM adds a slash and 36 characters.
+_LONGEST_FOLDER = 70
+# Reads nothing until the supervisor is gone; then it ends every process of the server. Its only argument is their process group.
+_LEASH = "import os, signal, sys; os.read(0, 1); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
+
+
+@contextmanager
+def port_to_itself(port: int) -> Iterator[None]:
+    """Within the block, no other `lockstep serve` of this user can use the port. A server needs a minute before it listens.
+
+    Raises:
+        InputError: another `lockstep serve` of this user has the port.
+    """
+    path = default_key_file(port).with_suffix(".lock")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(
+                f"another 'lockstep serve' of yours has port {port}, and may still be loading its model; choose another --port"
+            ) from error
+        yield
+
+
+@contextmanager
+def socket_folder() -> Iterator[Path]:
+    """A new folder for the sockets between vLLM's processes, which only this user can open. It is removed at the end."""
+    usual = tempfile.gettempdir()
+    parent = usual if len(usual) <= _LONGEST_FOLDER - len("/lockstep-12345678") else "/tmp"
+    # The server may be killed at any moment and leave sockets behind.
+    with tempfile.TemporaryDirectory(prefix="lockstep-", dir=parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def raise_file_limit() -> int:
+    """Raise this process's limit of open files and connections as far as it may; returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _USUAL_FILES if hard == resource.RLIM_INFINITY else min(hard, _USUAL_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    return _USUAL_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def check_file_limit() -> None:
+    """Raise the limit of open files, and refuse to serve with too few.
+
+    Raises:
+        InputError: fewer than a server and its connections need.
+    """
+    if (limit := raise_file_limit()) < _FEWEST_FILES:
+        raise InputError(
+            f"a process may open only {limit} files and connections here, and a server needs {_FEWEST_FILES}: raise the limit "
+            f"(ulimit -n {4 * _FEWEST_FILES}) and start it again"
+        )
+
+
+class Leash:
+    """A small process that kills a process group as soon as this process ends, however it ends.
+
+    The kernel closes this process's end of the leash's pipe. vLLM's own processes would notice late or never: a server that is
+    asked to end first waits for its open calls.
+
+    Args:
+        group: id of the process group.
+    """
+
+    def __init__(self, group: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _LEASH, str(group)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            # Signals of the terminal are meant for the supervisor.
+            start_new_session=True,
+        )
+
+    def release(self) -> None:
+        """End the leash, and kill nothing. The group has ended, and its id may soon belong to another one."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+
+def private_environment(given: dict[str, str], sockets: Path) -> dict[str, str]:
+    """The environment with a private folder for the sockets between vLLM's processes."""
+    return {**given, "VLLM_RPC_BASE_PATH": os.fspath(sockets)}

@@ -1,0 +1,88 @@
+"""Proves to both ends of a push over gloo that the other end knows the secret of this push.
+
+torch's store and gloo's own connections ask nobody who they are: any program that reaches the port can write into the store, or
+connect before a server does. The trainer therefore makes a secret per push, which the servers get in the call that announces the
+push. Every address in the store is signed with it. Before the first weight is sent, both ends of each connection prove that they
+know it. `sync/gloo.py` uses both. Nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_SIZE = 32
+_STRANGER = (
+    "another program took part in this push over gloo, so no weights were sent. Only the trainer and its servers should reach "
+    "vllm_group_host and its ports: between machines use a tunnel or a private network"
+)
+
+
+def new_secret() -> str:
+    """A secret for one push."""
+    return secrets.token_hex(_SIZE)
+
+
+class SignedStore(dist.Store):
+    """A view of a store in which every value is signed. A value that another program wrote is refused.
+
+    Raises:
+        RuntimeError: from `get`, for a value without this push's signature.
+    """
+
+    def __init__(self, store: dist.Store, secret: str) -> None:
+        super().__init__()
+        self._store, self._secret = store, secret
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value with its signature."""
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._store.set(key, (_proof(self._secret, key, data) + data).hex())
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value, and return it without its signature."""
+        try:
+            found = bytes.fromhex(self._store.get(key).decode())
+        except ValueError:
+            found = b""
+        signature, data = found[:_SIZE], found[_SIZE:]
+        if not hmac.compare_digest(signature, _proof(self._secret, key, data)):
+            raise RuntimeError(_STRANGER)
+        return data
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys have a value."""
+        if timeout is None:
+            self._store.wait(keys)
+        else:
+            self._store.wait(keys, timeout)
+
+
+def prove_to_each_other(group: dist.ProcessGroup, secret: str, rank: int, size: int) -> None:
+    """Exchange proofs over the connection between each two ranks. Every rank calls.
+
+    Raises:
+        RuntimeError: the other end of a connection does not know the secret, or is gone.
+    """
+    others = [other for other in range(size) if other != rank]
+    found = {other: torch.zeros(_SIZE, dtype=torch.uint8) for other in others}
+    own = {other: torch.tensor(list(_proof(secret, _ends(rank, other))), dtype=torch.uint8) for other in others}
+    work = [group.send([own[other]], other, 0) for other in others]
+    work += [group.recv([found[other]], other, 0) for other in others]
+    for each in work:
+        each.wait()
+    for other in others:
+        if not hmac.compare_digest(bytes(found[other].tolist()), _proof(secret, _ends(other, rank))):
+            raise RuntimeError(_STRANGER)
+
+
+def _ends(sender: int, receiver: int) -> str:
+    return f"rank {sender} to rank {receiver}"
+
+
+def _proof(secret: str, subject: str, data: bytes = b"") -> bytes:
+    return hmac.digest(secret.encode(), subject.encode() + b"\0" + data, "sha256")

@@ -1,0 +1,135 @@
+"""Extends a conversation in ids: what is inserted between a sampled turn and the next one.
+
+A rollout calls `Extension.next` with the ids that the engine sampled and the messages that follow. The answer is either the ids
+to insert behind them, or a branch: the ids of another prompt, because the template shows the earlier turns differently from now
+on. The ids of a sampled turn are never made from text. The inserted ids are the end of the template's rendering of the whole
+conversation, from the token on that closes the sampled turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+
+from lockstep.errors import InputError
+from lockstep.tokens.arrays import Ids, joined
+from lockstep.tokens.conversation.continuation import Branch, Continuation, Insert, closings
+from lockstep.tokens.conversation.extension_proof import CALLS, REFUSED, proven_cases
+from lockstep.tokens.conversation.template import Message, Template
+from lockstep.tokens.conversation.tool_calls import schemas_of
+from lockstep.tokens.conversation.tool_formats import ToolCall
+from lockstep.tokens.conversation.turns import ParsedTurn, TurnReader
+
+__all__ = ["Branch", "Extension", "Insert", "Message", "ParsedTurn", "Tool", "ToolCall"]
+
+Tool = dict[str, Any] | Callable[..., Any]
+
+
+class Extension:
+    """Extends conversations of one tokenizer, chat template and set of tools.
+
+    Args:
+        tokenizer: the tokenizer with the chat template that will be deployed.
+        end_ids: ids that end a turn (`tokens/end.py`).
+        chat_template_kwargs: further arguments of the template.
+        tools: functions with type hints and docstring, or JSON schemas in OpenAI's form.
+        tool_format: the format of the tool calls (`tokens/conversation/tool_formats.py`). None: the format in which the template
+            renders them.
+
+    Attributes:
+        conventions: what the template makes of an assistant turn.
+        cases: what happens in each proven case (`tokens/conversation/extension_proof.py`): "extends", "branches: reason" or
+            "refused: reason".
+
+    Raises:
+        InputError: the template cannot be extended; the message says why and what to do.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Sequence[int],
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: Sequence[Tool] | None = None,
+        tool_format: str | None = None,
+    ) -> None:
+        schemas = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools or ()]
+        self._template = Template(tokenizer, end_ids, chat_template_kwargs, schemas)
+        ends = sorted({*end_ids, *closings(self._template)})
+        self._reader = TurnReader(self._template, ends, schemas_of(schemas), tool_format)
+        self._continuation = Continuation(self._template, self._reader, ends)
+        self.conventions = self._reader.conventions
+        if tools and self.conventions.tool_format is None:
+            raise InputError(
+                "the chat template renders tool calls in no format that can be read here: name the format with tool_format"
+            )
+        self.cases = proven_cases(self._continuation)
+        refused = {case: why for case, why in self.cases.items() if why.startswith(REFUSED)}
+        needed = next((case for case in self.cases if (case in CALLS) == bool(tools)), "")
+        if needed in refused:
+            raise InputError(f"this chat template cannot be extended in ids ({needed}): {refused[needed]}")
+
+    def prompt(self, messages: Sequence[Message]) -> Ids:
+        """Ids (N,) of a conversation, with the opening of the next assistant turn.
+
+        Raises:
+            InputError: the template refuses these messages.
+        """
+        return self._template.ids(self._template.text(messages))
+
+    def read(self, turn_ids: Ids, *, calls_are_text: bool = False) -> ParsedTurn:
+        """A sampled turn (N,) as a message, with its tool calls. Nothing that was sampled raises an error.
+
+        Args:
+            calls_are_text: whether tool calls are not read, and stay in the content.
+        """
+        return self._reader.read(turn_ids, calls_are_text=calls_are_text)
+
+    def result(self, call: ToolCall, text: str) -> Message:
+        """The message that gives the model the result of a call."""
+        return self._reader.result(call, text)
+
+    def error(self, text: str) -> Message:
+        """The message that answers a turn of which no call could be read."""
+        return {"role": self.conventions.error_role, "content": text}
+
+    def next(
+        self, messages: Sequence[Message], context_ids: Ids, turn_ids: Ids, new_messages: Sequence[Message]
+    ) -> Insert | Branch:
+        """What follows a sampled turn, so that the model reads the new messages and the next assistant turn is open.
+
+        Args:
+            messages: the conversation before the turn. If its last message is the assistant's, the turn continues that message.
+            context_ids: (C,) the ids after which the turn was sampled.
+            turn_ids: (N,) ids of the turn, with the token that ended it if it was sampled.
+            new_messages: results of tools, or what the user says next.
+
+        Raises:
+            InputError: the template refuses these messages, or does not close a turn before them.
+        """
+        return self._continuation.next(messages, context_ids, turn_ids, new_messages)
+
+    def check(
+        self,
+        messages: Sequence[Message],
+        context_ids: Ids,
+        turn_ids: Ids,
+        new_messages: Sequence[Message],
+        ids: Ids,
+    ) -> None:
+        """Check the ids before the next turn: the template renders the conversation anew, and must end it with the same ids.
+
+        Args:
+            messages, context_ids, turn_ids, new_messages: as in `next`.
+            ids: (I,) all ids before the next turn, as they are in the rollout.
+
+        Raises:
+            ProofError: what closes the turn is missing or doubled, or something else was inserted than the new messages.
+        """
+        turn = self._reader.read(turn_ids).message
+        own = joined([context_ids, turn_ids])
+        self._continuation.check(messages, turn, new_messages, own, ids, len(context_ids))

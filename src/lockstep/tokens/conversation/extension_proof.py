@@ -1,0 +1,125 @@
+"""Proves at start that a chat template and a tokenizer can be extended in ids, on drawn conversations.
+
+`Extension` calls this module once. Each case is a shape of conversation: what the assistant did, and what follows. The proof
+renders the whole conversation, takes from its ids what a model would have sampled, and lets `Continuation.next` continue it. What
+was sampled and what is inserted must together be the template's own ids of the whole conversation, or the case is a branch whose
+ids are these.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from lockstep.errors import InputError
+from lockstep.tokens.arrays import Ids, joined
+from lockstep.tokens.conversation.continuation import EARLIER, Branch, Continuation
+from lockstep.tokens.conversation.template import Message
+from lockstep.tokens.conversation.tool_formats import ToolCall
+from lockstep.tokens.conversation.turns import Conventions, tool_call_field
+
+EXTENDS, BRANCHES, REFUSED = "extends", "branches", "refused"
+CALLS = ("call, result", "text and call, result", "two calls, results", "thinking and call, result", "answer, result")
+USER_TURN = "answer, user"
+CASES = (USER_TURN, "thinking, user", *CALLS)
+_PIECES = ("tell me", " ", "\n", "é", "日本", "🙂", "a  b", ".\n\n", "12 + 34", "\t", "<b>", "{}", "I'm", "\u00a0x")
+_DRAWS = 6
+
+
+def proven_cases(conversations: Continuation) -> dict[str, str]:
+    """What happens in each case that the template has: "extends", "branches: reason" or "refused: reason"."""
+    return {case: _outcome(conversations, case) for case in CASES if _applies(conversations.reader.conventions, case)}
+
+
+def _applies(how: Conventions, case: str) -> bool:
+    if "thinking" in case and how.thinking_field is None:
+        return False
+    return how.shows_calls if "call" in case else case != "answer, result" or not how.shows_calls
+
+
+def _outcome(conversations: Continuation, case: str) -> str:
+    if "two calls" in case and conversations.reader.conventions.most_calls == 1:
+        return f"{REFUSED}: the template shows one tool call per turn"
+    try:
+        outcomes = [_proven(conversations, "thinking" in case, *drawn) for drawn in _drawn(conversations, case)]
+    except InputError as error:
+        return f"{REFUSED}: {error}"
+    return next((outcome for outcome in outcomes if outcome != EXTENDS), EXTENDS)
+
+
+def _drawn(conversations: Continuation, case: str) -> Iterator[tuple[list[Message], Message, list[Message]]]:
+    """A conversation before a turn, the turn, and the messages that follow it."""
+    how, draw = conversations.reader.conventions, random.Random(case)
+    for _ in range(_DRAWS):
+        asked, said, thought, result = ("".join(draw.choices(_PIECES, k=draw.randint(0, 6))) for _ in range(4))
+        calls = [
+            ToolCall("look_up", {"city": f"P{n} é日本", "count": n}, f"{n}23456789") for n in range(1 + ("two" in case))
+        ]
+        last: Message = {"role": "assistant", "content": f"w{said}n"}
+        if how.thinking_field is not None and ("thinking" in case or how.thinks_first):
+            last[how.thinking_field] = f"n{thought}t"
+        if "call" in case:
+            last["content"] = last["content"] if "text" in case else ""
+            last["tool_calls"] = [tool_call_field(how, call) for call in calls]
+        results = [conversations.reader.result(call, result) for call in calls]
+        yield (
+            [{"role": "user", "content": f"q{asked}"}],
+            last,
+            results if "result" in case else [{"role": "user", "content": result}],
+        )
+
+
+def _proven(
+    conversations: Continuation, thinks: bool, asked: list[Message], last: Message, follow: Sequence[Message]
+) -> str:
+    """The outcome of one conversation.
+
+    Raises:
+        InputError: the template refuses it, or the ids are not the template's own.
+    """
+    template = conversations.template
+    before = template.text(asked)
+    text, at = conversations.rendered(asked, last, follow)
+    # A model with thinking samples what the template shows while the turn is the last one.
+    own, end = conversations.rendered(asked, last, ()) if thinks else (text, at)
+    if not own.startswith(before):
+        return f"{BRANCHES}: {EARLIER}"
+    context, whole, suffix = template.ids(before), template.ids(text), template.ids(text[at:])
+    cut = len(whole) - len(suffix)
+    if not np.array_equal(whole[cut:], suffix):
+        raise InputError(
+            "the tokenizer gives the end of a conversation other ids when it is encoded alone than within the conversation"
+        )
+    # The tokenizer may join the end of the prompt with the start of the turn. Then only the texts can be compared.
+    joins = not np.array_equal(whole[: len(context)], context) or own[:end] != text[:at]
+    turn = template.ids(own[len(before) : end]) if joins else whole[len(context) : cut]
+    steps = []
+    for sampled in (turn, joined([turn, suffix[:1]])):
+        step = conversations.next(asked, context, sampled, follow)
+        ids = step.ids if isinstance(step, Branch) else joined([context, sampled, step.ids])
+        same = (
+            template.tokenizer.decode(ids) == template.tokenizer.decode(whole) if joins else np.array_equal(ids, whole)
+        )
+        if not same:
+            raise InputError(
+                "what is sampled and what is inserted are not the template's rendering of the whole conversation"
+            )
+        steps.append(step)
+    _check_calls(conversations, turn, last)
+    return next((f"{BRANCHES}: {step.reason}" for step in steps if isinstance(step, Branch)), EXTENDS)
+
+
+def _check_calls(conversations: Continuation, turn: Ids, last: Message) -> None:
+    if not last.get("tool_calls") or conversations.reader.conventions.tool_format is None:
+        return
+    read = conversations.reader.read(turn).message
+    calls, found = (
+        [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        for message in (last, read)
+    )
+    if calls != found:
+        raise InputError(f"the calls {calls} are read as {found}: name another format with tool_format")
+    if read["content"].split() != last["content"].split():
+        raise InputError("the template does not show the text of a turn before its tool calls")

@@ -1,0 +1,208 @@
+"""Renders messages through the deployed chat template, such that text inside a message stays text.
+
+`tokens/conversation/extension.py` renders whole conversations here, and cuts out what stands between two turns. A template writes
+control tokens as text (`<|im_end|>`), and the tokenizer turns this text into ids. Text of a user or a tool that looks the same
+would become the same ids. Therefore such text is *guarded* before it is rendered: a guard character is put behind its first
+character. The tokenizer does not find a control token there. After it has found the others, the guards are removed, and the stretch
+of text between two added tokens that had a guard is encoded by the same tokenizer without its added tokens. All other stretches
+keep the ids that the tokenizer gives the whole text, so that messages without such text get exactly the template's own ids.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.errors import InputError
+from lockstep.tokens.arrays import Ids, whole_numbers
+
+Message = dict[str, Any]
+# No text that is encoded contains a lone surrogate. The tokenizer reads the character below in its place, which no text uses.
+_GUARD, _READ_AS = "\udfff", "\ufdd0"
+# Words and white space are ordinary text, also where a tokenizer has a token of its own for them.
+_PLAIN = re.compile(r"\w+|\s+")
+# Roles whose text may hold marks of thinking and of tool calls.
+_TRUSTED = ("assistant", "system", "developer")
+_LOOKS_LIKE_CONTROL = re.compile(r"<[|｜]\S*[|｜]>|</?(?:think|tool)\w*>|\[/?[A-Z_]+\]")
+
+
+class Template:
+    """The chat template of a tokenizer with the arguments of a run.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        end_ids: ids that end a turn.
+        kwargs: further arguments of the template (`chat_template_kwargs`).
+        tools: the tools as the template takes them (functions or JSON schemas).
+
+    Attributes:
+        control: the tokenizer's control tokens: id to text. These are its special tokens, the end tokens, and the other added
+            tokens that the template's text contains or that are written like `<|name|>`, `<think>`, `<tool_call>` or `[NAME]`.
+            Words and white space are none.
+        looks: finds the text of a control token.
+
+    Raises:
+        InputError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Iterable[int],
+        kwargs: dict[str, Any] | None = None,
+        tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
+    ) -> None:
+        if tokenizer.chat_template is None:
+            raise InputError("the tokenizer has no chat template: conversations cannot be extended")
+        self.tokenizer = tokenizer
+        self._tools = list(tools) if tools else None
+        self._kwargs = dict(kwargs or {})
+        source = tokenizer.get_chat_template(None, self._tools)
+        added, ends = tokenizer.added_tokens_decoder, set(end_ids)
+        self.control: dict[int, str] = {
+            i: t.content
+            for i, t in added.items()
+            if not _PLAIN.fullmatch(t.content)
+            and (t.special or i in ends or t.content in source or _LOOKS_LIKE_CONTROL.fullmatch(t.content))
+        }
+        self.control_ids = np.array(sorted(self.control), np.int64)
+        self._added_ids = np.array(sorted(added), np.int64)
+        special = {i for i, t in added.items() if t.special} | ends
+        self.looks = _any_of(self.control.values())
+        # A template finds thinking in the text of the assistant's content, so only special tokens are guarded there. A system
+        # message may mean `<think>` or `<tool_call>` as the model knows them.
+        self._special = _any_of(text for i, text in self.control.items() if i in special)
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation, up to the opening of the next assistant turn, with guards.
+
+        If the last message is the assistant's, the text ends inside this message instead, so that the model continues it.
+
+        Raises:
+            InputError: the template refuses these messages.
+        """
+        continues = bool(messages) and messages[-1]["role"] == "assistant"
+        return self._rendered(messages, add_generation_prompt=not continues, continue_final_message=continues)
+
+    def finished(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation that ends with its last message, with guards.
+
+        Raises:
+            InputError: the template refuses these messages.
+        """
+        return self._rendered(messages, add_generation_prompt=False)
+
+    def ids(self, text: str) -> Ids:
+        """Ids of rendered text, in which guarded text gives no control token.
+
+        Raises:
+            InputError: the tokenizer cannot encode guarded text as text.
+        """
+        if _GUARD not in text:
+            return whole_numbers(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return whole_numbers(self._unguarded(text))
+
+    def _rendered(self, messages: Sequence[Message], **how: bool) -> str:
+        guarded = [self._guarded_message(message) for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(guarded, tools=self._tools, tokenize=False, **how, **self._kwargs)
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            # Templates run Python methods on what they are given; which of these they raise depends on the template.
+            raise InputError(f"the chat template refuses these messages: {error}") from error
+        return str(text)
+
+    def is_guarded(self, messages: Sequence[Message]) -> bool:
+        """Whether the text of a message looks like a control token, and stays text."""
+        return any(_GUARD in text for message in messages for text in _texts(self._guarded_message(message)))
+
+    def _guarded_message(self, message: Message) -> Message:
+        trusted = message["role"] in _TRUSTED
+        return {
+            key: value
+            if key in ("role", "type")
+            else _strings(value, self._special if trusted and key != "tool_calls" else self.looks)
+            for key, value in message.items()
+        }
+
+    def _unguarded(self, text: str) -> list[int]:
+        if not self.tokenizer.is_fast:
+            raise InputError(
+                "a message contains the text of a control token, and this tokenizer has no fast version that could encode it as "
+                "text: remove it from the message, or load a fast tokenizer"
+            )
+        read = self.tokenizer(text.replace(_GUARD, _READ_AS), add_special_tokens=False, return_offsets_mapping=True)
+        ids, spans = read["input_ids"], read["offset_mapping"]
+        out: list[int] = []
+        first = start = 0  # the stretch since the last added token: its first id, and its first character
+        for place in [*np.flatnonzero(np.isin(ids, self._added_ids)).tolist(), len(ids)]:
+            end = spans[place][0] if place < len(ids) else len(text)
+            stretch = text[start:end]
+            out += self._as_text(stretch, ids[first:place]) if _GUARD in stretch else ids[first:place]
+            if place < len(ids):
+                out.append(ids[place])
+                first, start = place + 1, spans[place][1]
+        return out
+
+    def _as_text(self, stretch: str, guarded_ids: list[int]) -> list[int]:
+        """Ids of a stretch without its guards. `guarded_ids` are those of the stretch with its guards, within the whole text."""
+        bare, text = self._bare(), stretch.replace(_GUARD, "")
+        ids: list[int] = bare.encode(text, add_special_tokens=False).ids
+        same = bare.encode(stretch.replace(_GUARD, _READ_AS), add_special_tokens=False).ids == guarded_ids
+        if not same or np.isin(ids, self.control_ids).any() or self.tokenizer.decode(ids) != text:
+            raise InputError(
+                f"a message contains the text of a control token ({text!r:.80}), and this tokenizer cannot encode it as text: "
+                "remove it from the message"
+            )
+        return ids
+
+    def _bare(self) -> Tokenizer:
+        """The tokenizer without its added tokens. It shares the vocabulary."""
+        whole = self.tokenizer.backend_tokenizer
+        bare = Tokenizer(whole.model)
+        if whole.normalizer is not None:
+            bare.normalizer = whole.normalizer
+        if whole.pre_tokenizer is not None:
+            bare.pre_tokenizer = whole.pre_tokenizer
+        return bare
+
+
+def shared_start(one: str, other: str) -> int:
+    """How many characters two texts share at their start."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    # The longest first, as the tokenizer prefers it. A pattern that matches nothing if there is no text.
+    return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True)) or r"(?!)")
+
+
+def _strings(value: Any, looking: re.Pattern[str]) -> Any:
+    """A value in which every text is guarded. Lone surrogates, which no tokenizer reads, become U+FFFD."""
+    if isinstance(value, str):
+        clean = value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return looking.sub(lambda found: found[0][0] + _GUARD + found[0][1:], clean)
+    if isinstance(value, dict):
+        return {_strings(k, looking): _strings(v, looking) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strings(v, looking) for v in value]
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text within a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from (text for pair in value.items() for part in pair for text in _texts(part))
+    elif isinstance(value, list):
+        yield from (text for part in value for text in _texts(part))

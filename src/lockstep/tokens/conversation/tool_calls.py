@@ -1,0 +1,90 @@
+"""Reads the tool calls of a sampled turn from its ids.
+
+`tokens/conversation/turns.py` chooses the format by the chat template, or a user names it (`tokens/conversation/tool_formats.py`).
+`marked` turns ids into a text in which each control token is one character that no text contains. Therefore a marker that is a
+single token is found by its id, and text that looks like the marker stays text. A marker that a tokenizer writes with several
+tokens is found as text.
+
+A malformed call raises nothing: it becomes an error text for the model, and its own text stays in the content of the turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.tokens.arrays import Ids
+from lockstep.tokens.conversation.template import Template
+from lockstep.tokens.conversation.tool_formats import FORMATS, SURROGATE, Found, Schemas
+
+# Decoded text contains no surrogates: each control token of a turn becomes one of them.
+_FIRST, _COUNT, _ABSENT = 0xD800, 0x7F0, "\udfff"
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """The text of a turn in which each control token is one character that no text contains.
+
+    Attributes:
+        text: the marked text.
+        tokens: the text of each control token that is there, by its character.
+        control: finds the text of a control token.
+    """
+
+    text: str
+    tokens: dict[str, str]
+    control: re.Pattern[str]
+
+    def mark(self, text: str) -> str:
+        """How a text would stand in the marked text: the control tokens in it become their characters."""
+        characters = {token: character for character, token in self.tokens.items()}
+        return self.control.sub(lambda found: characters.get(found[0], _ABSENT), text)
+
+    def plain(self, text: str) -> str:
+        """A part of the marked text as plain text."""
+        return SURROGATE.sub(lambda found: self.tokens[found[0]], text)
+
+
+def marked(template: Template, ids: Ids) -> Marked:
+    """The marked text of ids (N,)."""
+    places = np.flatnonzero(np.isin(ids, template.control_ids))
+    present = dict.fromkeys(template.control[int(ids[place])] for place in places)
+    characters = {token: chr(_FIRST + n) for n, token in zip(range(_COUNT), present, strict=False)}
+    parts, start = [], 0
+    for place in [*places.tolist(), len(ids)]:
+        parts.append(_decoded(template.tokenizer, ids[start:place]))
+        if place < len(ids):
+            token = template.control[int(ids[place])]
+            parts.append(characters.get(token, token))
+        start = place + 1
+    return Marked("".join(parts), {c: t for t, c in characters.items()}, template.looks)
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> str:
+    if not len(ids):
+        return ""
+    # Some decoders drop the space of the first token, so a token stands before the ids.
+    first = [tokenizer.eos_token_id]
+    how = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode([*first, *ids.tolist()], **how)).removeprefix(tokenizer.decode(first, **how))
+
+
+def read_calls(turn: Marked, text: str, form: str, schemas: Schemas) -> Found:
+    """The calls in a part of a turn's marked text.
+
+    Args:
+        form: a key of `FORMATS`.
+        schemas: JSON schema of the arguments by tool name. Formats that write values without their type need it.
+    """
+    return FORMATS[form](text, turn.mark, schemas)
+
+
+def schemas_of(tools: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """JSON schema of the arguments by tool name, from tools in the format of OpenAI."""
+    functions = [tool.get("function", tool) for tool in tools]
+    return {f["name"]: f.get("parameters", {}) for f in functions}

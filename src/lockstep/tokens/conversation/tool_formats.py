@@ -1,0 +1,387 @@
+"""The formats in which model families write tool calls: each function reads the calls in a text, and gives what it does not read.
+
+`tokens/conversation/tool_calls.py` makes the text of the sampled ids, and chooses the function by its name in `FORMATS`. A control
+token is one character of that text (a surrogate, which no decoded text contains). `Mark` gives the character of a control token.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool: its name and its arguments by name. `id` is the call's own id if the model wrote one."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str | None = None
+
+
+@dataclass(slots=True)
+class Found:
+    """What a format finds in a text.
+
+    Attributes:
+        outside: the text that belongs to no well-formed call, in order.
+        calls: the well-formed calls, in order.
+        errors: one text per malformed call, written for the model.
+    """
+
+    outside: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+class BadCall(Exception):
+    """A call is malformed. The message is for the model."""
+
+
+Mark = Callable[[str], str]
+Schemas = Mapping[str, Mapping[str, Any]]
+Format = Callable[[str, Mark, Schemas], Found]
+
+
+def _json_at(text: str, at: int) -> tuple[Any, int]:
+    """A JSON value at a place of a text, and the place behind it and the white space after it."""
+
+    def refused(name: str) -> Any:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        value, end = json.JSONDecoder(parse_constant=refused).raw_decode(text, _space(text, at))
+    except (ValueError, RecursionError) as error:
+        raise BadCall(f"is not valid JSON: {error}") from error
+    return value, _space(text, end)
+
+
+def _space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def _call(value: Any, arguments_key: str = "arguments") -> ToolCall:
+    """A call of a JSON object with a name and arguments."""
+    if not isinstance(value, dict):
+        raise BadCall("is not a JSON object")
+    name, arguments, own = value.get("name"), value.get(arguments_key, value.get("arguments", {})), value.get("id")
+    if not isinstance(name, str) or not name:
+        raise BadCall('has no "name"')
+    return _checked(name, arguments, own if isinstance(own, str) else None)
+
+
+def _checked(name: str, arguments: Any, own: str | None = None) -> ToolCall:
+    if not isinstance(arguments, dict):
+        raise BadCall("has arguments that are not a JSON object")
+    if SURROGATE.search(name) or SURROGATE.search(json.dumps(arguments, ensure_ascii=False)):
+        raise BadCall("contains a control token, or half of a character")
+    return ToolCall(name, arguments, own)
+
+
+def _between(text: str, opening: str, closing: str, read: Callable[[str, int], tuple[list[ToolCall], int]]) -> Found:
+    """Calls that stand between two markers. `read` reads calls at a place, and gives the place behind them."""
+    found, at = Found(), 0
+    while (start := text.find(opening, at)) >= 0:
+        found.outside.append(text[at:start])
+        inside = start + len(opening)
+        try:
+            calls, end = read(text, inside)
+            if not text.startswith(closing, end):
+                raise BadCall(f"does not end after its arguments, but continues with {text[end : end + 20]!r}")
+            at = end + len(closing)
+            found.calls += calls
+        except BadCall as error:
+            found.errors.append(str(error))
+            ends = [p for p in (text.find(closing, inside), text.find(opening, inside)) if p >= 0]
+            at = min(ends, default=len(text))
+            at += len(closing) if closing and text.startswith(closing, at) else 0
+            found.outside.append(text[start:at])
+    found.outside.append(text[at:])
+    return found
+
+
+def _hermes(text: str, mark: Mark, schemas: Schemas) -> Found:
+    def read(text: str, at: int) -> tuple[list[ToolCall], int]:
+        value, end = _json_at(text, at)
+        return [_call(value)], end
+
+    return _between(text, mark("<tool_call>"), mark("</tool_call>"), read)
+
+
+def _llama3_json(text: str, mark: Mark, schemas: Schemas) -> Found:
+    """The whole turn is one JSON object, or several with `;` between them."""
+    at = _space(text, 0)
+    if text.startswith(mark("<|python_tag|>"), at):
+        at = _space(text, at + len(mark("<|python_tag|>")))
+    if not re.compile(r'\{\s*"(name|parameters|arguments|type|function)"').match(text, at):
+        return Found([text])
+    found = Found()
+    try:
+        while at < len(text):
+            value, at = _json_at(text, at)
+            found.calls.append(_call(value, "parameters"))
+            if at < len(text):
+                if text[at] not in ";{":
+                    raise BadCall(f"does not end after its arguments, but continues with {text[at : at + 20]!r}")
+                at += text[at] == ";"
+    except BadCall as error:
+        return Found([text], [], [str(error)])
+    return found
+
+
+def _harmony(text: str, mark: Mark, schemas: Schemas) -> Found:
+    """`to=functions.name<|channel|>commentary json<|message|>{...}<|call|>`, with the channel before or after the name."""
+    channel, message, call = re.escape(mark("<|channel|>")), re.escape(mark("<|message|>")), mark("<|call|>")
+    kind = rf"(?:{re.escape(mark('<|constrain|>'))})?\s*(?:json)?\s*"
+    commentary = rf"\s*(?:{channel}commentary)?\s*"
+    head = re.compile(rf"{commentary}to=functions\.([\w.-]+){commentary}{kind}{message}").match(text)
+    if head is None:
+        return Found([text])
+    try:
+        value, end = _json_at(text, head.end())
+        if text[end:] not in ("", call):
+            raise BadCall(f"does not end after its arguments, but continues with {text[end : end + 20]!r}")
+        return Found([], [_checked(head[1], value)])
+    except BadCall as error:
+        return Found([text], [], [str(error)])
+
+
+def _mistral(text: str, mark: Mark, schemas: Schemas) -> Found:
+    """`[TOOL_CALLS][{...}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` once or more often."""
+    arguments, call_id = mark("[ARGS]"), mark("[CALL_ID]")
+    named = re.compile(rf"\s*([\w.-]+)(?:{re.escape(call_id)}([\w-]+))?(?:{re.escape(arguments)})?(?=\s*\{{)")
+
+    def read(text: str, at: int) -> tuple[list[ToolCall], int]:
+        if name := named.match(text, at):
+            value, end = _json_at(text, name.end())
+            return [_checked(name[1], value, name[2])], end
+        value, end = _json_at(text, at)
+        return [_call(one) for one in (value if isinstance(value, list) else [value])], end
+
+    return _between(text, mark("[TOOL_CALLS]"), "", read)
+
+
+def _pythonic(text: str, mark: Mark, schemas: Schemas) -> Found:
+    """`[name(key=value), ...]`: the whole turn, or the text between two markers."""
+    opening, closing = mark("<|tool_call_start|>"), mark("<|tool_call_end|>")
+    if opening in text:
+
+        def read(text: str, at: int) -> tuple[list[ToolCall], int]:
+            end = text.find(closing, at)
+            if end < 0:
+                raise BadCall("has no end")
+            return _python_calls(text[at:end]), end
+
+        return _between(text, opening, closing, read)
+    if not re.match(r"\s*\[\s*[A-Za-z_][\w.]*\(", text):
+        return Found([text])
+    try:
+        return Found([], _python_calls(text))
+    except BadCall as error:
+        return Found([text], [], [str(error)])
+
+
+_NAMES = {"true": True, "false": False, "null": None}
+
+
+def _python_calls(text: str) -> list[ToolCall]:
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        calls = tree.elts if isinstance(tree, ast.List) else [tree]
+        return [_python_call(call) for call in calls]
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        raise BadCall(f"is no list of calls such as [name(key=value)]: {error}") from error
+
+
+def _python_call(call: ast.expr) -> ToolCall:
+    if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
+        raise BadCall("is no call with named arguments such as [name(key=value)]")
+    values = {
+        str(k.arg): _NAMES[k.value.id]
+        if isinstance(k.value, ast.Name) and k.value.id in _NAMES
+        else ast.literal_eval(k.value)
+        for k in call.keywords
+    }
+    try:
+        values = json.loads(json.dumps(values, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise BadCall(f"has an argument that JSON cannot hold: {error}") from error
+    return _checked(ast.unparse(call.func), values)
+
+
+def _typed(value: str, schema: Mapping[str, Any]) -> Any:
+    """A value that a format writes without its type. The tool's schema says whether it is text."""
+    if schema.get("type") == "string":
+        return value
+    try:
+        return _json_at(value, 0)[0] if _json_at(value, 0)[1] == len(value) else value
+    except BadCall:
+        return value
+
+
+def _tagged(name: re.Pattern[str], argument: re.Pattern[str], end: re.Pattern[str], schemas: Schemas) -> Any:
+    """Reads a name, then arguments as long as there are any, then an end."""
+
+    def read(text: str, at: int) -> tuple[list[ToolCall], int]:
+        head = name.match(text, at)
+        if head is None:
+            raise BadCall("has no name")
+        at, values = head.end(), {}
+        properties = schemas.get(head[1], {}).get("properties", {})
+        while found := argument.match(text, at):
+            values[found[1]] = _typed(found[2], properties.get(found[1], {}))
+            at = found.end()
+        tail = end.match(text, at)
+        if tail is None:
+            raise BadCall(f"has something that is no argument: {text[at : at + 40]!r}")
+        return [_checked(head[1], values)], tail.end()
+
+    return read
+
+
+def _qwen3_xml(text: str, mark: Mark, schemas: Schemas) -> Found:
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`."""
+    read = _tagged(
+        re.compile(r"\s*<function=([^>\n]+)>\s*"),
+        re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL),
+        re.compile(r"</function>\s*"),
+        schemas,
+    )
+    return _between(text, mark("<tool_call>"), mark("</tool_call>"), read)
+
+
+def _glm(text: str, mark: Mark, schemas: Schemas) -> Found:
+    """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`."""
+    key, key_end = re.escape(mark("<arg_key>")), re.escape(mark("</arg_key>"))
+    value, value_end = re.escape(mark("<arg_value>")), re.escape(mark("</arg_value>"))
+    read = _tagged(
+        re.compile(r"\s*([\w.-]+)\s*"),
+        re.compile(rf"{key}(.*?){key_end}\s*{value}(.*?){value_end}\s*", re.DOTALL),
+        re.compile(r"(?=.)", re.DOTALL),
+        schemas,
+    )
+    return _between(text, mark("<tool_call>"), mark("</tool_call>"), read)
+
+
+_BARE = re.compile(r"(true|false|null|-?\d[\d.eE+-]*)|([\w.-]+)")
+
+
+def _gemma(text: str, mark: Mark, schemas: Schemas) -> Found:
+    """`<|tool_call>call:name{key:value}<tool_call|>`: JSON whose keys may be bare, with `<|"|>` around each string."""
+    quote = mark('<|"|>')
+
+    def value_at(text: str, at: int) -> tuple[Any, int]:
+        if text.startswith(quote, at):
+            end = text.find(quote, at + len(quote))
+            if end < 0:
+                raise BadCall("has a string without an end")
+            return text[at + len(quote) : end], end + len(quote)
+        if text[at : at + 1] in "{[" and at < len(text):
+            return many_at(text, at)
+        if bare := _BARE.match(text, at):
+            return (_json_at(bare[1], 0)[0] if bare[1] else bare[2]), bare.end()
+        raise BadCall(f"has no value at {text[at : at + 20]!r}")
+
+    def many_at(text: str, at: int) -> tuple[Any, int]:
+        keyed, end = text[at] == "{", {"{": "}", "[": "]"}[text[at]]
+        values: list[Any] = []
+        at = _space(text, at + 1)
+        while not text.startswith(end, at):
+            one, at = value_at(text, at)
+            at = _space(text, at)
+            if keyed:
+                if not text.startswith(":", at):
+                    raise BadCall(f"has no ':' behind a name, but {text[at : at + 20]!r}")
+                other, at = value_at(text, _space(text, at + 1))
+                one, at = (str(one), other), _space(text, at)
+            values.append(one)
+            if text.startswith(",", at):
+                at = _space(text, at + 1)
+            elif not text.startswith(end, at):
+                raise BadCall(f"has no ',' or '{end}' at {text[at : at + 20]!r}")
+        return (dict(values) if keyed else values), at + 1
+
+    def read(text: str, at: int) -> tuple[list[ToolCall], int]:
+        name = re.compile(r"\s*call:([\w.-]+)\s*(?=\{)").match(text, at)
+        if name is None:
+            raise BadCall("has no name and no arguments")
+        try:
+            values, end = many_at(text, name.end())
+        except RecursionError as error:
+            raise BadCall("is nested too deeply") from error
+        return [_checked(name[1], values)], _space(text, end)
+
+    return _between(text, mark("<|tool_call>"), mark("<tool_call|>"), read)
+
+
+def _deepseek(text: str, mark: Mark, schemas: Schemas) -> Found:
+    """`<｜tool▁calls▁begin｜>`, then each call with its name and a JSON block, then `<｜tool▁calls▁end｜>`."""
+    begin, end = mark("<｜tool▁call▁begin｜>"), mark("<｜tool▁call▁end｜>")
+    head = re.compile(rf"\s*{re.escape(begin)}\w*{re.escape(mark('<｜tool▁sep｜>'))}([\w.-]+)\s*```json\s*")
+
+    def read(text: str, at: int) -> tuple[list[ToolCall], int]:
+        calls = []
+        while name := head.match(text, at):
+            value, at = _json_at(text, name.end())
+            if not text.startswith("```" + end, at):
+                raise BadCall(f"does not end after its arguments, but continues with {text[at : at + 20]!r}")
+            calls.append(_checked(name[1], value))
+            at = _space(text, at + 3 + len(end))
+        if not calls:
+            raise BadCall("has no name and no JSON block")
+        return calls, at
+
+    return _between(text, mark("<｜tool▁calls▁begin｜>"), mark("<｜tool▁calls▁end｜>"), read)
+
+
+FORMATS: dict[str, Format] = {
+    "hermes": _hermes,
+    "qwen3_xml": _qwen3_xml,
+    "glm": _glm,
+    "mistral": _mistral,
+    "deepseek": _deepseek,
+    "harmony": _harmony,
+    "gemma": _gemma,
+    "pythonic": _pythonic,
+    "llama3_json": _llama3_json,
+}
+
+# What a call may begin with. In harmony the name of a call stands before its first marker.
+_OPENINGS = {
+    "hermes": ("<tool_call>",),
+    "qwen3_xml": ("<tool_call>",),
+    "glm": ("<tool_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek": ("<｜tool▁calls▁begin｜>",),
+    "gemma": ("<|tool_call>",),
+    "pythonic": ("<|tool_call_start|>", "["),
+    "llama3_json": ("<|python_tag|>", "{"),
+}
+
+
+def text_before_calls(text: str, form: str) -> str:
+    """The beginning of an unfinished turn's text that no call can change any more.
+
+    Args:
+        form: a key of `FORMATS`.
+    """
+    if form not in _OPENINGS or text[:1].isspace():
+        # A turn with a call loses the white space around its text.
+        return ""
+    for opening in _OPENINGS[form]:
+        text = without_beginning(text.partition(opening)[0], opening)
+    return text
+
+
+def without_beginning(text: str, marker: str) -> str:
+    """A text without the beginning of a marker at its end."""
+    size = next((n for n in range(min(len(marker), len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+    return text[: len(text) - size]

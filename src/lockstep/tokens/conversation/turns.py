@@ -1,0 +1,297 @@
+"""What a chat template makes of an assistant turn, and a sampled turn as a message of the form that the template takes.
+
+`tokens/conversation/extension.py` makes a `TurnReader` at start. All that it must know about the template it learns from renderings
+of made-up conversations: which field holds the thinking, what stands around it, which format the tool calls have, what ends a turn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
+
+from lockstep.errors import InputError
+from lockstep.tokens.arrays import Ids
+from lockstep.tokens.conversation.template import Message, Template, shared_start
+from lockstep.tokens.conversation.tool_calls import marked, read_calls
+from lockstep.tokens.conversation.tool_formats import FORMATS, Found, Schemas, ToolCall
+
+_THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_THINK, _THINK_END = "<think>", "</think>"
+# Words of made-up messages. No template contains them.
+_ASKED, _SAID, _THOUGHT, _RESULT = "asked quokka", "said wombat", "thought numbat", "result bilby"
+_NAME, _ARGUMENTS = "look_up", {"city": "Paris", "count": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """A sampled turn.
+
+    Attributes:
+        content: what the turn says outside its thinking and its well-formed calls. A malformed call stays here as text.
+        reasoning: its thinking, if the template has a field for it; otherwise the thinking stays in the content.
+        calls: the well-formed calls, in order, at most as many as the template can show.
+        errors: one text per malformed call, written for the model.
+        message: the turn as the message to keep in the conversation and to give to `Extension.next`.
+        shown: what is compared with the template's rendering: the text outside the calls without white space, and the calls.
+    """
+
+    content: str
+    reasoning: str | None
+    calls: tuple[ToolCall, ...]
+    errors: tuple[str, ...]
+    message: Message
+    shown: tuple[str, tuple[tuple[str, str], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Conventions:
+    """What a template makes of an assistant turn.
+
+    Attributes:
+        thinking_field: the field of a message that holds the thinking. None: the thinking is part of the content.
+        thinking: what stands before and after the thinking.
+        thinks_first: the opening of a turn already contains what stands before the thinking.
+        content_mark: what stands before the content (gpt-oss names a channel there). Usually empty.
+        tool_format: the format of the tool calls (`FORMATS`). None: the template shows none, and no format was named.
+        shows_calls: whether the template renders `tool_calls`. Otherwise they stay in the content.
+        arguments_as_text: the template takes the arguments as JSON text instead of a dict.
+        most_calls: how many calls of a turn the template shows: 1, or None for any number.
+        result_role: the role of a tool's result: "tool" if the template shows it, otherwise "user".
+        error_role: the role of the answer to a turn that has only malformed calls.
+    """
+
+    thinking_field: str | None
+    thinking: tuple[str, str]
+    thinks_first: bool
+    content_mark: str
+    tool_format: str | None
+    shows_calls: bool
+    arguments_as_text: bool
+    most_calls: int | None
+    result_role: str
+    error_role: str
+
+
+class TurnReader:
+    """Makes messages of sampled turns.
+
+    Args:
+        template: the deployed template.
+        end_ids: ids that end a turn.
+        schemas: JSON schema of the arguments by tool name.
+        tool_format: a name of `FORMATS`. None: the format in which the template renders calls.
+
+    Raises:
+        InputError: the template does not show what a user or the assistant says, or there is no such format.
+    """
+
+    def __init__(
+        self, template: Template, end_ids: Sequence[int], schemas: Schemas, tool_format: str | None = None
+    ) -> None:
+        if tool_format is not None and tool_format not in FORMATS:
+            raise InputError(f"there is no tool format {tool_format!r}: choose one of {', '.join(FORMATS)}")
+        self._template, self._ends, self._schemas = template, frozenset(end_ids), schemas
+        self.conventions = _conventions(template, self._ends, tool_format)
+
+    def read(self, ids: Ids, *, calls_are_text: bool = False) -> ParsedTurn:
+        """A sampled turn (N,), with or without the token that ended it. Nothing that was sampled raises an error."""
+        own = _without_end(ids, self._ends)
+        how = replace(self.conventions, tool_format=None) if calls_are_text else self.conventions
+        said, found = _read(self._template, how, own, self._schemas)
+        errors = [f"The tool call {error}." for error in found.errors]
+        most = self.conventions.most_calls
+        if most is not None and len(found.calls) > most:
+            errors.append(f"Only the first tool call of a turn is used; {len(found.calls) - most} more was ignored.")
+        calls = tuple(found.calls[:most])
+        content = found.content.strip() if calls else found.content
+        calls = tuple(replace(c, id=c.id or _own_id(own, n)) for n, c in enumerate(calls))
+        return ParsedTurn(
+            content,
+            found.reasoning,
+            calls,
+            tuple(errors),
+            self._message(content, found.reasoning, calls, said),
+            ("".join(found.outside.split()), tuple((c.name, _json(c.arguments)) for c in found.calls)),
+        )
+
+    def result(self, call: ToolCall, text: str) -> Message:
+        """The message that gives the model the result of a call."""
+        if self.conventions.result_role == "user":
+            return {"role": "user", "content": text}
+        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+
+    def _message(self, content: str, reasoning: str | None, calls: tuple[ToolCall, ...], said: str) -> Message:
+        how = self.conventions
+        if calls and not how.shows_calls:
+            return {"role": "assistant", "content": said}
+        message: Message = {"role": "assistant", "content": content}
+        if reasoning is not None and how.thinking_field is not None:
+            message[how.thinking_field] = reasoning
+        if calls:
+            message["tool_calls"] = [tool_call_field(how, call) for call in calls]
+        return message
+
+
+@dataclass(slots=True)
+class _Parts:
+    content: str
+    reasoning: str | None
+    outside: str
+    calls: list[ToolCall]
+    errors: list[str]
+
+
+def _read(template: Template, how: Conventions, ids: Ids, schemas: Schemas) -> tuple[str, _Parts]:
+    """The whole text of a turn, and its parts."""
+    turn = marked(template, ids)
+    text = turn.text
+    (before, after), content_mark = map(turn.mark, how.thinking), turn.mark(how.content_mark)
+    start = len(text) - len(text.lstrip())
+    begins = start + len(before) if text.startswith(before, start) else 0 if how.thinks_first else None
+    reasoning, rest = None, 0
+    if begins is not None:
+        end = text.find(after, begins)
+        # Thinking that was cut has no end: all of it is thinking.
+        reasoning, rest = (text[begins:end], end + len(after)) if end >= 0 else (text[begins:], len(text))
+    answer = text[rest:].lstrip("\n") if rest else text
+    if content_mark and answer.lstrip().startswith(content_mark):
+        answer = answer.lstrip()[len(content_mark) :]
+    head = text[: len(text) - len(answer)]
+    found = read_calls(turn, answer, how.tool_format, schemas) if how.tool_format else Found([answer])
+    outside = turn.plain("".join(found.outside))
+    content = outside
+    if how.thinking_field is None:
+        content, reasoning = turn.plain(head) + outside, None
+    elif reasoning is not None:
+        reasoning = turn.plain(reasoning).strip("\n")
+    errors = [turn.plain(error) for error in found.errors]
+    return turn.plain(text), _Parts(content, reasoning, turn.plain(head) + outside, found.calls, errors)
+
+
+def _without_end(ids: Ids, ends: frozenset[int]) -> Ids:
+    last = len(ids)
+    while last and int(ids[last - 1]) in ends:
+        last -= 1
+    return ids[:last]
+
+
+def tool_call_field(how: Conventions, call: ToolCall) -> dict[str, Any]:
+    """A call in the form in which a template takes it."""
+    arguments: Any = _json(call.arguments) if how.arguments_as_text else call.arguments
+    return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments}}
+
+
+def _own_id(ids: Ids, number: int) -> str:
+    """Nine letters and digits, which is what the strictest templates take."""
+    return sha256(ids.tobytes() + bytes([number % 256])).hexdigest()[:9]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _conventions(template: Template, ends: frozenset[int], named: str | None) -> Conventions:
+    asked: list[Message] = [{"role": "user", "content": _ASKED}]
+    before = template.text(asked)
+    plain = template.finished([*asked, _says()])
+    if _ASKED not in before or _SAID not in plain:
+        raise InputError(
+            "the chat template does not show the text of a message: it may need messages of another form (lists of parts). "
+            "Use a template that takes text as content"
+        )
+    mark = plain[len(before) : plain.index(_SAID)].strip() if plain.startswith(before) else ""
+    # What stands before the content is a mark of its own only if it is a control token, and no (empty) thinking.
+    content_mark = mark if template.looks.search(mark) and _THINK_END not in mark else ""
+    thinking_field, thinking = _thinking(template, asked, before, content_mark)
+    how = Conventions(
+        thinking_field,
+        thinking,
+        before.rstrip().endswith(thinking[0]),
+        content_mark,
+        named,
+        shows_calls=False,
+        arguments_as_text=False,
+        most_calls=None,
+        result_role="user",
+        error_role="user",
+    )
+    how = _with_calls(template, ends, how, asked)
+    if _shown(template, [*asked, _says(), {"role": "tool", "content": _RESULT}], _SAID, _RESULT):
+        how = replace(how, error_role="tool")
+    return how
+
+
+def _says(**more: Any) -> Message:
+    return {"role": "assistant", "content": _SAID, **more}
+
+
+def _shown(template: Template, messages: list[Message], *words: str) -> str | None:
+    """The rendering, if the template shows all these words in this order."""
+    try:
+        text = template.finished(messages)
+    except InputError:
+        return None
+    return text if re.search(".*".join(map(re.escape, words)), text, re.DOTALL) else None
+
+
+def _thinking(
+    template: Template, asked: list[Message], before: str, content_mark: str
+) -> tuple[str | None, tuple[str, str]]:
+    for name in _THINKING_FIELDS:
+        text = _shown(template, [*asked, _says(**{name: _THOUGHT})], _THOUGHT, _SAID)
+        if text is None:
+            continue
+        common = shared_start(before, text)
+        start = before[:common].rstrip()
+        opening = text[common : text.index(_THOUGHT)].strip()
+        closing = text[text.index(_THOUGHT) + len(_THOUGHT) : text.index(_SAID)].strip().removesuffix(content_mark)
+        if not opening:
+            opening = _THINK if start.endswith(_THINK) else opening
+        return name, (opening or _THINK, closing or _THINK_END)
+    return None, (_THINK, _THINK_END)
+
+
+def _with_calls(template: Template, ends: frozenset[int], how: Conventions, asked: list[Message]) -> Conventions:
+    words = [_NAME, *_ARGUMENTS.values()]
+    for as_text in (False, True):
+        trial = replace(how, arguments_as_text=as_text)
+        calls = [tool_call_field(trial, ToolCall(_NAME, _ARGUMENTS, f"{n}23456789")) for n in range(2)]
+        results = [{"role": "tool", "name": _NAME, "content": _RESULT, "tool_call_id": call["id"]} for call in calls]
+        called = {"role": "assistant", "content": "", "tool_calls": calls[:1]}
+        shown = _shown(template, [*asked, called, results[0]], *map(str, words), _RESULT)
+        if shown is None:
+            continue
+        several = _shown(template, [*asked, {**called, "tool_calls": calls}, *results], _RESULT) or ""
+        most = None if several.count(_NAME) >= 2 * shown.count(_NAME) else 1
+        trial = replace(trial, shows_calls=True, most_calls=most, result_role="tool")
+        if trial.tool_format is None:
+            trial = replace(trial, tool_format=_format(template, ends, trial, asked, called))
+        return trial
+    if _shown(template, [*asked, _says(), {"role": "tool", "name": _NAME, "content": _RESULT}], _SAID, _RESULT):
+        return replace(how, result_role="tool")
+    return how
+
+
+def _format(
+    template: Template, ends: frozenset[int], how: Conventions, asked: list[Message], called: Message
+) -> str | None:
+    """The format whose parser reads the made-up call out of the template's rendering."""
+    text = template.finished([*asked, called])
+    before = template.text(asked)
+    shared = shared_start(before, text)
+    # What differs may begin in the middle of a control token.
+    start = max(
+        (found.start() for found in template.looks.finditer(text) if found.start() < shared < found.end()),
+        default=shared,
+    )
+    ids, how = _without_end(template.ids(text[start:]), ends), replace(how, thinks_first=False)
+    schemas = {_NAME: {"properties": {"city": {"type": "string"}, "count": {"type": "integer"}}}}
+    for name in FORMATS:
+        _, parts = _read(template, replace(how, tool_format=name), ids, schemas)
+        if [(c.name, c.arguments) for c in parts.calls] == [(_NAME, _ARGUMENTS)] and not parts.errors:
+            return name
+    return None

@@ -1,0 +1,22 @@
+"""A digest of names and arrays, for proofs that two programs hold the same values.
+
+`rollouts/seal.py` digests what was sampled, and `parity/step/learned.py` what a loss uses. The digest is xxh3-128: it finds faults,
+not forgeries, and costs about as much as reading the memory once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+import xxhash
+
+
+def digest_of(*parts: str | npt.NDArray[Any]) -> str:
+    """Hex digest of texts and arrays in their order. Arrays of other dtypes or lengths have other digests."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part.tobytes()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()

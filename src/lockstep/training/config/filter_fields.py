@@ -1,0 +1,200 @@
+"""The fields that shape the sampling distribution beside the temperature: filters, penalties, allowed tokens, structured outputs.
+
+`training/config/online_config.py` inherits the fields. `training/config/sampling.py` makes a `Sampling` of them. The engine samples
+from this distribution, and the trainer scores the same one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lockstep.engines.filters.distribution import Grammar, Sampling
+from lockstep.engines.filters.grammars import check_grammar
+from lockstep.errors import InputError
+from lockstep.training.config.trl_fields import doc
+
+# The field of each kind of grammar.
+_GRAMMARS = {
+    "vllm_structured_outputs_regex": "regex",
+    "structured_outputs_json": "json",
+    "structured_outputs_choice": "choice",
+    "structured_outputs_grammar": "grammar",
+}
+# Keys that `generation_kwargs` may have: fields of this class. Other settings have fields elsewhere.
+_KWARGS = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "min_tokens",
+)
+_ELSEWHERE = {
+    "temperature": "temperature",
+    "max_tokens": "max_completion_length (Online DPO: max_new_tokens)",
+    "max_new_tokens": "max_completion_length (Online DPO: max_new_tokens)",
+    "min_new_tokens": "min_tokens",
+    "stop": "stop_strings",
+    "stop_strings": "stop_strings",
+    "seed": "seed",
+}
+
+
+@dataclass
+class FilterFields:
+    """What may be sampled, and how likely it is."""
+
+    top_p: float = field(
+        default=1.0, metadata=doc("Sample among the likeliest tokens that together have this probability; 1: all.")
+    )
+    top_k: int = field(default=0, metadata=doc("Sample among this many likeliest tokens; 0: all."))
+    min_p: float | None = field(
+        default=None, metadata=doc("Sample among tokens at least this share as likely as the likeliest; unset: all.")
+    )
+    repetition_penalty: float = field(
+        default=1.0,
+        metadata=doc("Divides the logits of tokens of prompt and completion (negative: multiplies); 1: none."),
+    )
+    presence_penalty: float = field(
+        default=0.0, metadata=doc("Subtracted from the logits of tokens that the completion already has.")
+    )
+    frequency_penalty: float = field(
+        default=0.0, metadata=doc("Subtracted as often as the completion already has the token.")
+    )
+    logit_bias: dict | str | None = field(
+        default=None, metadata=doc("Token ids, and what is added to the logit of each.")
+    )
+    bad_words: list[str] | None = field(default=None, metadata=doc("Texts that a completion must not contain."))
+    allowed_token_ids: list[int] | None = field(
+        default=None, metadata=doc("The only token ids that may be sampled; unset: all.")
+    )
+    min_tokens: int = field(
+        default=0, metadata=doc("Tokens before which neither an end token nor a stop string ends a completion.")
+    )
+    generation_kwargs: dict | str | None = field(
+        default=None, metadata=doc(f"TRL's other way to set {', '.join(_KWARGS)}.")
+    )
+    vllm_structured_outputs_regex: str | None = field(
+        default=None, metadata=doc("Regular expression that every completion follows.")
+    )
+    structured_outputs_json: dict | str | None = field(
+        default=None, metadata=doc("JSON schema that every completion follows.")
+    )
+    structured_outputs_choice: list[str] | None = field(
+        default=None, metadata=doc("Texts of which every completion is one.")
+    )
+    structured_outputs_grammar: str | None = field(
+        default=None, metadata=doc("Grammar in EBNF (root ::= ...) that every completion follows.")
+    )
+    max_kept_ids: int = field(
+        default=32768,
+        metadata=doc("Largest number of tokens that top_p, top_k and min_p may keep at one place; bounds the memory."),
+    )
+
+    def take_generation_kwargs(self) -> None:
+        """Set the fields that `generation_kwargs` name.
+
+        Raises:
+            InputError: a key is unknown, or contradicts its field.
+        """
+        given: Any = self.generation_kwargs or {}
+        if not isinstance(given, Mapping):
+            raise InputError(f'generation_kwargs={given!r}; it must be a mapping, such as {{"top_k": 50}}')
+        defaults = {f.name: f.default for f in fields(FilterFields)}
+        for name, value in given.items():
+            if name in _ELSEWHERE:
+                raise InputError(f"generation_kwargs has {name!r}; use the field {_ELSEWHERE[name]}")
+            if name not in _KWARGS:
+                raise InputError(f"generation_kwargs has the unknown key {name!r}; known are {', '.join(_KWARGS)}")
+            if getattr(self, name) not in (defaults[name], value):
+                raise InputError(
+                    f"{name} is {getattr(self, name)!r}, and {value!r} in generation_kwargs; give it in one place"
+                )
+            setattr(self, name, value)
+
+    def check_filters(self, limit: int, *, interrupted: bool) -> None:
+        """Check the fields.
+
+        Args:
+            limit: largest number of tokens of a completion.
+            interrupted: whether completions are interrupted and continued (`max_thinking_length`).
+
+        Raises:
+            InputError: a value is outside its range, a grammar cannot be read, or two fields cannot be combined.
+        """
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise InputError(f'logit_bias={self.logit_bias!r}; it must be a mapping, such as {{"42": -1.5}}')
+        sampling = Sampling(limit, **self.filter_values())
+        if sampling.grammar is not None:
+            check_grammar(sampling.grammar)
+        counting = self._counting_fields
+        if interrupted and counting:
+            raise InputError(
+                f"{' and '.join(counting)} would start again after an interruption: leave max_thinking_length or that out"
+            )
+
+    def check_several_calls(self, who: str) -> None:
+        """Refuse settings that count the tokens of one call to the engine, for rollouts that may have several calls.
+
+        Args:
+            who: what makes several calls.
+
+        Raises:
+            InputError: such a setting is in force.
+        """
+        if names := self._counting_fields:
+            raise InputError(
+                f"{' and '.join(names)} would start again with each turn of a rollout that {who} continues; leave "
+                f"{'it' if len(names) == 1 else 'them'} out (repetition_penalty counts all tokens before, in every turn)"
+            )
+
+    @property
+    def _counting_fields(self) -> list[str]:
+        """The fields in force that count the tokens of one call to the engine."""
+        values = self.filter_values()
+        names = Sampling(max(values["min_tokens"], 1), **values).counting_fields
+        return [*names, *(["bad_words"] if self.bad_words else [])]
+
+    def filter_values(self) -> dict[str, Any]:
+        """The fields of `Sampling`, except `bad_words`, whose ids only a tokenizer knows.
+
+        Raises:
+            InputError: a field has a value of another kind, or several grammars are given.
+        """
+        bias: Mapping[Any, Any] = self.logit_bias or {}  # type: ignore[assignment]
+        try:
+            return {
+                "top_p": float(self.top_p),
+                "top_k": int(self.top_k),
+                "min_p": float(self.min_p or 0.0),
+                "repetition_penalty": float(self.repetition_penalty),
+                "presence_penalty": float(self.presence_penalty),
+                "frequency_penalty": float(self.frequency_penalty),
+                # The keys of a JSON mapping are texts.
+                "logit_bias": tuple(sorted((int(token), float(value)) for token, value in bias.items())),
+                "allowed_token_ids": None
+                if self.allowed_token_ids is None
+                else tuple(map(int, self.allowed_token_ids)),
+                "min_tokens": int(self.min_tokens),
+                "grammar": self._grammar(),
+                "max_kept_ids": int(self.max_kept_ids),
+            }
+        except (TypeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"a sampling field has a value of the wrong kind: {error}") from error
+
+    def _grammar(self) -> Grammar | None:
+        given = {name: getattr(self, name) for name in _GRAMMARS if getattr(self, name) is not None}
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)}: a completion can follow one of them only")
+        for name, value in given.items():
+            return Grammar(_GRAMMARS[name], value if isinstance(value, str) else json.dumps(value))  # type: ignore[arg-type]
+        return None

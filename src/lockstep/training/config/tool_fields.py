@@ -1,0 +1,35 @@
+"""The fields of rollouts with tools, environments, or a program of the user's own.
+
+`training/config/online_config.py` inherits the fields. `training/generate/rollout_tools.py` reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lockstep.training.config.trl_fields import doc
+
+
+@dataclass
+class ToolFields:
+    """The fields of tool calls."""
+
+    max_tool_calling_iterations: int | None = field(
+        default=None,
+        metadata=doc(
+            "How often a rollout may call tools and go on. Default: until it calls none, or is out of tokens."
+        ),
+    )
+    tool_timeout: float = field(
+        default=60.0,
+        metadata=doc(
+            "Seconds that one tool call, or one call of an environment, may take; later the model reads an error."
+        ),
+    )
+    tool_format: str | None = field(
+        default=None,
+        metadata=doc(
+            "How the model writes tool calls: hermes, qwen3_xml, glm, mistral, deepseek, harmony, pythonic or llama3_json. "
+            "Default: as the chat template writes them."
+        ),
+    )

@@ -1,0 +1,269 @@
+"""Computes attention over a tree of tokens, piece by piece. Its memory grows linearly with the number of tokens.
+
+`training/forward/attention/attention_plan.py` plans the pieces. `training/forward/attention/tree_attention.py` calls this module.
+Queries, keys, values and the result are kept for the backward. No keys are kept twice, and no attention scores are kept.
+
+On a CPU the attention of a row has two parts: the columns that its block shares, and the block itself. PyTorch's flash kernel
+computes each part separately. Let oₚ be the result of a part and lₚ the logarithm of its softmax's denominator. The whole is
+l = log(Σ exp lₚ), o = Σ exp(lₚ − l) · oₚ. If the kernel's backward of a part gets the o and l of the whole, it returns that
+part of the gradient. On other devices PyTorch's public function computes each block with all of its columns. The backward
+computes the block again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+
+from lockstep.training.batch.tree import Ints
+from lockstep.training.forward.attention.attention_plan import (
+    ROWS,
+    AttentionPlan,
+    Block,
+    Run,
+    plan_attention,
+    plan_window,
+    positions,
+    visible,
+    window_ends,
+)
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# On other devices than a CPU, blocks are larger: about so many blocks (each costs a kernel start), of at most so many rows.
+_MOST_BLOCKS, _MOST_ROWS = 16, 1024
+# A custom operation of PyTorch cannot take a `TreeAttention` as an argument. It takes its number.
+_TREES: WeakValueDictionary[int, TreeAttention] = WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class TreeAttention:
+    """The attention pattern of a pack, or of a window over plain rows. All layers use the same object.
+
+    Attributes:
+        plan: the pieces.
+        masks: one mask per block; None for a chain. Its shape is (1, 1, rows, columns): first the columns that only some rows
+            see, then those of the block itself. It is bool, or on a CPU a float mask that is added to the scores.
+    """
+
+    plan: AttentionPlan
+    masks: tuple[torch.Tensor | None, ...]
+
+    def __post_init__(self) -> None:
+        _TREES[id(self)] = self
+
+    @classmethod
+    def of(cls, ends: torch.Tensor, device: torch.device, dtype: torch.dtype) -> TreeAttention:
+        """Plan attention over a pack.
+
+        Args:
+            ends: (T,) `ends` of the pack.
+            device: the device that computes attention.
+            dtype: dtype of the model. A CPU computes attention at least in float32.
+        """
+        known = ends.numpy()
+        return cls._planned(plan_attention(known, _rows(len(known), device)), known, device, dtype)
+
+    @classmethod
+    def within(cls, window: int, size: int, device: torch.device, dtype: torch.dtype) -> TreeAttention:
+        """Plan attention over plain rows of `size` tokens, each of which sees itself and the `window` − 1 before it."""
+        plan = plan_window(size, window, _rows(size, device))
+        return cls._planned(plan, window_ends(size, window), device, dtype)
+
+    @classmethod
+    def _planned(cls, plan: AttentionPlan, ends: Ints, device: torch.device, dtype: torch.dtype) -> TreeAttention:
+        masks: list[torch.Tensor | None] = []
+        for block in plan.blocks:
+            mask = None if block.chain else _mask(ends, block)
+            if mask is not None and device.type == "cpu":
+                # PyTorch would convert a boolean mask to a float mask in every layer.
+                added = torch.zeros(mask.shape, dtype=torch.promote_types(dtype, torch.float32))
+                mask = added.masked_fill_(~mask, -torch.inf)
+            masks.append(mask if mask is None else mask.to(device))
+        return cls(plan, tuple(masks))
+
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Compute attention.
+
+        Args:
+            query, key, value: (B, heads, T, width). Keys and values may have fewer heads. Values may have another width.
+
+        Returns:
+            (B, heads, T, width of the values).
+        """
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if query.device.type != "cpu":
+            return _Recomputed.apply(query, key, value, self, scale)
+        # The kernel needs equal widths. Zeros at the end do not change the products.
+        width = value.shape[-1]
+        widest = max(width, query.shape[-1])
+        query, key, value = (_padded(part, widest) for part in (query, key, value))
+        return _Merged.apply(query, key, value, self, scale)[..., :width]
+
+
+def _padded(part: torch.Tensor, width: int) -> torch.Tensor:
+    missing = width - part.shape[-1]
+    return torch.nn.functional.pad(part, (0, missing)) if missing else part
+
+
+def _rows(size: int, device: torch.device) -> int:
+    return ROWS if device.type == "cpu" else min(max(ROWS, size // _MOST_BLOCKS), _MOST_ROWS)
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeAttention, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention on a CPU, without gradient.
+
+    Returns:
+        (B, heads, T, width) result, and (B, heads, T) logarithm of each softmax's denominator.
+    """
+    blocks = tree.plan.blocks
+    if len(blocks) == 1:
+        return _FORWARD(query, key, value, 0.0, blocks[0].chain, attn_mask=tree.masks[0], scale=scale)
+    # The memory layout that the layer needs: the heads of a row are adjacent.
+    out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3]).transpose(1, 2)
+    total = query.new_empty(out.shape[0], out.shape[2], out.shape[1]).transpose(1, 2)
+    for block, mask in zip(blocks, tree.masks, strict=True):
+        rows, columns = slice(block.start, block.stop), (*block.partly, (block.start, block.stop))
+        k, v = _columns(key, columns), _columns(value, columns)
+        out[:, :, rows], total[:, :, rows] = _FORWARD(
+            query[:, :, rows], k, v, 0.0, block.chain, attn_mask=mask, scale=scale
+        )
+    for part in tree.plan.shared:
+        rows = slice(part.start, part.stop)
+        k, v = _columns(key, part.columns), _columns(value, part.columns)
+        found, denominator = _FORWARD(query[:, :, rows], k, v, scale=scale)
+        torch.logaddexp(total[:, :, rows].clone(), denominator, out=total[:, :, rows])
+        # The weight of the other part is its share of the whole denominator.
+        out[:, :, rows].lerp_(found, (denominator - total[:, :, rows]).exp_()[..., None])
+    return out, total
+
+
+@torch.library.custom_op("lockstep::attend", mutates_args=(), device_types="cpu")
+def attend_as_one(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` as one operation of PyTorch. `recomputation.py` then keeps its result only, without the parts."""
+    return attend(query, key, value, _TREES[tree], scale)
+
+
+class _Merged(torch.autograd.Function):
+    """Attention on a CPU: the two parts of each row are joined with the denominators of their softmax."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeAttention, scale: float
+    ) -> torch.Tensor:
+        out, total = attend_as_one(query, key, value, id(tree), scale)
+        ctx.save_for_backward(query, key, value, out, total)
+        ctx.tree, ctx.scale = tree, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, total = ctx.saved_tensors
+        tree: TreeAttention = ctx.tree
+        of_query, of_key, of_value = (torch.zeros_like(part) for part in (query, key, value))
+
+        def add(start: int, stop: int, columns: tuple[Run, ...], chain: bool, mask: torch.Tensor | None) -> None:
+            rows = slice(start, stop)
+            k, v = _columns(key, columns), _columns(value, columns)
+            of_q, of_k, of_v = _BACKWARD(
+                *(part[:, :, rows] for part in (of_out, query)),
+                k,
+                v,
+                *(part[:, :, rows] for part in (out, total)),
+                0.0,
+                chain,
+                attn_mask=mask,
+                scale=ctx.scale,
+            )
+            of_query[:, :, rows] += of_q
+            _add(of_key, columns, of_k)
+            _add(of_value, columns, of_v)
+
+        for block, mask in zip(tree.plan.blocks, tree.masks, strict=True):
+            add(block.start, block.stop, (*block.partly, (block.start, block.stop)), block.chain, mask)
+        for part in tree.plan.shared:
+            add(part.start, part.stop, part.columns, False, None)
+        return of_query, of_key, of_value, None, None
+
+
+class _Recomputed(torch.autograd.Function):
+    """Attention on other devices: PyTorch's public function computes each block, and the backward computes it again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeAttention, scale: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.tree, ctx.scale = tree, scale
+        blocks = zip(tree.plan.blocks, tree.masks, strict=True)
+        return torch.cat([_block(_parts(query, key, value, block), block, mask, scale) for block, mask in blocks], 2)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors
+        found = [torch.zeros_like(part) for part in (query, key, value)]
+        for block, mask in zip(ctx.tree.plan.blocks, ctx.tree.masks, strict=True):
+            parts = tuple(part.detach().requires_grad_() for part in _parts(query, key, value, block))
+            with torch.enable_grad():
+                out = _block(parts, block, mask, ctx.scale)
+            of_q, of_k, of_v = torch.autograd.grad(out, parts, of_out[:, :, block.start : block.stop])
+            found[0][:, :, block.start : block.stop] = of_q
+            _add(found[1], _all_columns(block), of_k)
+            _add(found[2], _all_columns(block), of_v)
+        return (*found, None, None)
+
+
+def _all_columns(block: Block) -> tuple[Run, ...]:
+    return (*block.above, *block.partly, (block.start, block.stop))
+
+
+def _parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> tuple[torch.Tensor, ...]:
+    columns = _all_columns(block)
+    return query[:, :, block.start : block.stop], _columns(key, columns), _columns(value, columns)
+
+
+def _block(parts: tuple[torch.Tensor, ...], block: Block, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    """Attention of a block's rows to its columns."""
+    query, key, value = parts
+    groups = query.shape[1] // key.shape[1]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    if mask is None and not block.above:
+        return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
+    # No fast kernel supports both fewer key heads and a mask.
+    key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
+    rows, columns = query.shape[2], key.shape[2]
+    if mask is None:
+        # Causal attention in which the last row sees all columns. GPU kernels have this option.
+        return attend(query, key, value, attn_mask=causal_lower_right(rows, columns), scale=scale)
+    hiding = torch.cat([mask.new_ones(1, 1, rows, columns - mask.shape[-1]), mask], -1)
+    return attend(query, key, value, attn_mask=hiding, scale=scale)
+
+
+def _mask(ends: Ints, block: Block) -> torch.Tensor:
+    columns = positions((*block.partly, (block.start, block.stop)))
+    return torch.from_numpy(visible(ends, (block.start, block.stop), columns))[None, None]
+
+
+def _columns(part: torch.Tensor, runs: tuple[Run, ...]) -> torch.Tensor:
+    if len(runs) == 1:
+        return part[:, :, runs[0][0] : runs[0][1]]
+    return torch.cat([part[:, :, a:b] for a, b in runs], 2)
+
+
+def _add(total: torch.Tensor, runs: tuple[Run, ...], part: torch.Tensor) -> None:
+    start = 0
+    for a, b in runs:
+        total[:, :, a:b] += part[:, :, start : start + b - a]
+        start += b - a

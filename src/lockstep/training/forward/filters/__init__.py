@@ -1,0 +1,1 @@
+"""The rules and kept ids of sampling filters, applied to the policy's logits."""

@@ -1,0 +1,179 @@
+"""Proof of the scores: reward functions are asked again, with prompts, texts and columns that are made again from the data set.
+
+`training/loop.py` calls it once per generation, after the rewards. Each rank asks for one drawn group of its own share. The
+arguments of the functions are put together here a second time, beside `rollouts/scores/rewards.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.errors import ProofError
+from lockstep.models.reward_model import RewardModel
+from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.rollouts.scores.coroutines import is_coroutine_function
+from lockstep.rollouts.scores.guarded_call import call_within
+from lockstep.rollouts.scores.rewards import RewardFunction, RewardScorer, Scorer, reward_name
+
+# Share of a run's time that may be spent on asking again, after the first time.
+SHARE = 0.01
+
+Scores = list[float | None]
+
+
+class AskedAgain:
+    """The reward functions of a run that are asked again.
+
+    Coroutine functions are not, because they most often ask a service, and neither are reward models, environments and judges.
+
+    Args:
+        decode: gives the text of ids, without special tokens.
+        timeout: seconds that one function may take.
+        wanted: whether functions may be asked again at all.
+        by_group: whether the functions were called once per group, and not once for all groups.
+    """
+
+    def __init__(
+        self, scorer: Scorer, decode: Callable[[Any], str], timeout: float, *, wanted: bool, by_group: bool
+    ) -> None:
+        self._all: list[RewardFunction] = []
+        if wanted and isinstance(scorer, RewardScorer) and scorer.environment_of is None:
+            names = [reward_name(f) for f in scorer.functions]
+            self._all = [
+                f
+                for f, name in zip(scorer.functions, names, strict=True)
+                if not is_coroutine_function(f) and not isinstance(f, RewardModel) and names.count(name) == 1
+            ]
+        self._decode, self._timeout, self._by_group = decode, timeout, by_group
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: all functions are asked at the next generation."""
+        self._functions = list(self._all)
+        self._spent, self._began = 0.0, time.perf_counter()
+
+    def check(
+        self, groups: Sequence[RolloutGroup], rows: Mapping[str, Prompt], state: Any, seed: tuple[int, ...]
+    ) -> dict[str, float]:
+        """Ask for one drawn group. Groups whose texts a program has made are left out.
+
+        Args:
+            groups: the scored groups of this rank.
+            rows: the prompts of the data set, by id.
+            state: the trainer's state that the functions got.
+            seed: draws the group.
+
+        Returns:
+            Figures to log.
+
+        Raises:
+            ProofError: a function gives another score to the same completion, and gives it again.
+        """
+        if not self._functions:
+            return {}
+        now = time.perf_counter()
+        plain = [g for g in groups if not any(r.notes or r.further for r in g.rollouts)]
+        if not plain or self._spent > SHARE * (now - self._began):
+            return {"checked/asked_again": 0.0}
+        group = plain[int(np.random.default_rng(seed).integers(len(plain)))]
+        with _same_random_numbers():
+            for function in list(self._functions):
+                before = _scores(function, [group])
+                if (found := self._ask(function, [group], rows, state)) is not None and not _equal(before, found):
+                    self._judge(function, [group] if self._by_group else groups, rows, state)
+        self._spent += time.perf_counter() - now
+        return {"checked/asked_again": len(group.rollouts) / sum(len(g.rollouts) for g in groups)}
+
+    def _judge(
+        self, function: RewardFunction, groups: Sequence[RolloutGroup], rows: Mapping[str, Prompt], state: Any
+    ) -> None:
+        """Say why a function's scores differ. It may need the other completions of its call, or answer differently each time."""
+        if any(r.notes or r.further for g in groups for r in g.rollouts):
+            self._leave_out(function, "gives other scores for a part of the completions")
+            return
+        before, once, again = _scores(function, groups), *(self._ask(function, groups, rows, state) for _ in range(2))
+        if once is None or again is None:
+            return
+        if not _equal(once, again):
+            self._leave_out(function, "gives other scores when it is asked again")
+        elif _equal(before, once):
+            self._leave_out(function, "scores a completion by the other completions of its call")
+        else:
+            at = next(i for i, (a, b) in enumerate(zip(before, once, strict=True)) if not _equal([a], [b]))
+            rollout = [r for g in groups for r in g.rollouts][at]
+            raise ProofError(
+                "scores",
+                f"{reward_name(function)} gave {rollout.key} a score of {before[at]}; asked again with its row and its text, "
+                f"it gives {once[at]}, twice",
+                "the scores belong to other completions, the function got other rows or texts, or it depends on time or on its "
+                "earlier calls",
+                "set recheck_rewards: false if the function depends on time or on earlier calls; otherwise this is a defect of "
+                "Lockstep: report it",
+            )
+
+    def _leave_out(self, function: RewardFunction, why: str) -> None:
+        self._functions.remove(function)
+        print(
+            f"lockstep: reward function {reward_name(function)} {why}; its scores are not compared any more", flush=True
+        )
+
+    def _ask(
+        self, function: RewardFunction, groups: Sequence[RolloutGroup], rows: Mapping[str, Prompt], state: Any
+    ) -> Scores | None:
+        """The scores of all rollouts; None if the function fails, which then is left out."""
+        asked = [(rows[g.prompt.prompt_id], r.token_ids.tolist()) for g in groups for r in g.rollouts]
+        texts = [(row, self._decode(ids)) for row, ids in asked]
+        arguments: dict[str, Any] = {
+            **{
+                name: [row.columns.get(name) for row, _ in asked]
+                for name in {n for row, _ in asked for n in row.columns}
+            },
+            "prompts": [row.source for row, _ in asked],
+            "completions": [
+                [{"role": "assistant", "content": text}] if isinstance(row.source, list) else text
+                for row, text in texts
+            ],
+            "completion_ids": [ids for _, ids in asked],
+            "trainer_state": state,
+            "log_metric": lambda *args, **kwargs: None,
+            "log_extra": lambda *args, **kwargs: None,
+        }
+        try:
+            answer: Any = call_within(self._timeout, reward_name(function), lambda: function(**arguments))
+            found = [None if a is None or math.isnan(a) else float(a) for a in answer]
+        except Exception as error:  # noqa: BLE001 - the user's code, which has answered before
+            self._leave_out(function, f"fails when it is asked again ({type(error).__name__}: {error})")
+            return None
+        return found
+
+
+def _scores(function: RewardFunction, groups: Sequence[RolloutGroup]) -> Scores:
+    return [r.scores[reward_name(function)] for g in groups for r in g.rollouts]
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Restore the global random numbers, so that a run with this proof is the run without it."""
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        torch.set_rng_state(kept[2])
+
+
+def _equal(one: Scores, other: Scores) -> bool:
+    """Whether scores are equal, up to the rounding of another order of summation."""
+    return len(one) == len(other) and all(
+        a is b if a is None or b is None else abs(a - b) <= 1e-6 * max(abs(a), abs(b))
+        for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,76 @@
+"""The proof that an evaluation is one of the evaluation set, and the completions of it that the policy scores again.
+
+`training/loop.py` calls it. The gap and the draws of the drawn completions are judged by `training/generate/proofs.py`, as in
+training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lockstep.errors import ProofError
+from lockstep.parity.resume.inputs import data_digest
+from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.step.generation import sequences_of
+
+# Completions that are scored again: one in so many, and at least so many.
+_ONE_IN, _AT_LEAST = 4, 64
+
+
+def check_evaluated(groups: Sequence[RolloutGroup], digest: str, num_generations: int) -> None:
+    """Check that groups are those of the evaluation set: every row once, in its order, with all of its completions.
+
+    Args:
+        digest: of the evaluation set's prompts (`data_digest`), from when the trainer was made.
+
+    Raises:
+        ProofError: rows are missing, were changed, or are of other data; or a row has another number of completions.
+    """
+    odd = [g.prompt.prompt_id for g in groups if len(g.rollouts) != num_generations]
+    if odd:
+        raise _wrong(f"row {odd[0]} was evaluated with another number of completions than {num_generations}")
+    if data_digest(group.prompt for group in groups) != digest:
+        names = ", ".join(group.prompt.prompt_id for group in groups[:3])
+        raise _wrong(f"the {len(groups)} rows that were evaluated ({names}, …) are not those of the evaluation set")
+
+
+def drawn_sequences(groups: Sequence[RolloutGroup], version: int, seed: int) -> list[TrainingSequence]:
+    """The completions that the policy scores again, in their order.
+
+    Args:
+        version: weight version that sampled them; it and the seed draw the completions.
+    """
+    found = sequences_of(groups, version)
+    count = min(len(found), max(_AT_LEAST, len(found) // _ONE_IN))
+    drawn = np.random.default_rng((seed, version)).choice(len(found), count, replace=False)
+    return [found[i] for i in np.sort(drawn)]
+
+
+def count_seen(train: Sequence[Prompt], evaluation: Sequence[Prompt], *, tell: bool) -> int:
+    """The number of evaluation prompts whose token ids are those of a training prompt.
+
+    Args:
+        tell: whether to print a warning if there are some.
+    """
+    known = {prompt.ids.tobytes() for prompt in train}
+    seen = [prompt.prompt_id for prompt in evaluation if prompt.ids.tobytes() in known]
+    if seen and tell:
+        print(
+            f"lockstep: WARNING: {len(seen)} of {len(evaluation)} evaluation prompts are training prompts too ({seen[0]} first), "
+            "so the evaluation is not held out: remove them from one of the two datasets",
+            flush=True,
+        )
+    return len(seen)
+
+
+def _wrong(found: str) -> ProofError:
+    return ProofError(
+        "evaluation",
+        found,
+        "the evaluation set was changed after the trainer was made, or something replaced its rows or its completions",
+        "give the evaluation set as eval_dataset when the trainer is made, and let nothing replace it; otherwise this is a defect "
+        "of Lockstep: report it",
+    )

@@ -1,0 +1,203 @@
+"""Proofs of tokens that are older than the weights that learn from them (`max_staleness`).
+
+Most of these tokens are never compared by the gap of their own step, because the weights that sampled them are gone by then. So a
+minimum of tokens of every generation is compared at two other times:
+
+- When a generation is used, the engine scores drawn completions of it anew, with the current weights and without its caches. The
+  trainer scores them with a plain forward of the same weights. Both must agree.
+- Before the policy changes, the trainer scores drawn completions of *later* generations, which the current weights have sampled.
+  Their log-probs must be those that the engine reported.
+
+The first shows that both sides give these tokens the same log-probs now, the second that they did when the tokens were sampled. The
+canary is scored with the first. `training/generate/proofs.py` owns this object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.engines.http.call_loop import Pending
+from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.protocol import Completion, Engine, Sampling
+from lockstep.parity.canary import canary_gap, canary_sequences, check_canary
+from lockstep.parity.decomposition import split_gap
+from lockstep.parity.distributions import Distribution
+from lockstep.parity.gap import GapStats, PooledGap, gap_error, measure_gap, over_limits
+from lockstep.parity.rescoring import Precision, completion_logps, sampled_logps
+from lockstep.parity.tolerances import Tolerance
+from lockstep.tokens.arrays import Ids, joined
+from lockstep.tokens.tokenizer import embedding_rows
+
+Sequences = dict[str, tuple[int, ...]]
+# Sampled tokens of a generation that are compared at least, if it has as many. With so many, a mean over roundings is steady.
+LEAST = PooledGap.enough
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the engine was asked to score, and its pending answer.
+
+    Attributes:
+        drawn: completions of the generation at hand, by the names of their sequences.
+    """
+
+    canary: Sequences
+    drawn: dict[str, Completion]
+    answer: Pending[Any, dict[str, tuple[float, ...]]]
+
+
+@dataclass(slots=True)
+class ProofsAhead:
+    """The proofs of one run.
+
+    Attributes:
+        model: the policy; it is only read.
+        distribution: the distribution that every request asks for.
+        seed: draws the completions.
+    """
+
+    model: PreTrainedModel
+    engine: Engine
+    distribution: Distribution
+    precision: Precision
+    seed: int
+    _asked: _Asked | None = field(default=None, init=False)
+    _found: dict[str, GapStats] = field(default_factory=dict, init=False)
+    # With few tokens per generation, only the largest gap is checked at once.
+    _pools: dict[str, PooledGap] = field(
+        default_factory=lambda: {name: PooledGap() for name in ("asked_again", "sampled_ahead")}, init=False
+    )
+    # Tokens of each later generation that were compared so far.
+    _compared: dict[int, int] = field(default_factory=dict, init=False)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the engine was asked and its answer was not checked yet."""
+        return self._asked is not None
+
+    def forget(self) -> None:
+        """Forget what the engine was asked, because it was lost."""
+        self._asked = None
+
+    def ask(self, completions: Sequence[Completion], version: int, limit: float) -> None:
+        """Ask the engine to score the canary and drawn completions.
+
+        Args:
+            limit: seconds that the answer may take.
+        """
+        context = self.engine.settings().max_model_len
+        canary = canary_sequences(embedding_rows(self.model), context)
+        drawn = {f"again/{c.key}": c for c in _drawn(completions, LEAST, (self.seed, version)) if _fits(c, context)}
+        sequences = canary | {name: tuple(_path(c, context).tolist()) for name, c in drawn.items()}
+        if isinstance(self.engine, VLLMServer):
+            answer = self.engine.submit_scores(sequences, limit=limit)
+        else:
+            done: Future[dict[str, tuple[float, ...]]] = Future()
+            done.set_result(self.engine.score(sequences))
+            answer = Pending(done, lambda scores: scores)
+        self._asked = _Asked(canary, drawn, answer)
+
+    def check_answer(self, version: int, limit: Tolerance) -> None:
+        """Wait for the engine's answer and compare it with plain forwards.
+
+        Raises:
+            ProofError: trainer and engine give the canary or a drawn completion different log-probs.
+            EngineLost: the engine was lost meanwhile.
+        """
+        assert self._asked is not None
+        scores = self._asked.answer.result()
+        asked, self._asked = self._asked, None
+        self._found["canary"] = canary_gap(self.model, asked.canary, scores, self.precision)
+        check_canary(self._found["canary"], limit, version)
+        gap = GapStats()
+        for name, completion in asked.drawn.items():
+            gap = gap + self._again(completion, scores[name])
+        self._found["asked_again"] = gap
+        if over_limits(gap := self._pools["asked_again"].add(gap, limit), limit):
+            raise gap_error(
+                gap,
+                limit,
+                version,
+                str(split_gap(gap.mean_abs, 0.0, limit)),
+                "the engine, asked again without its caches, scores completions of this generation otherwise than the trainer does "
+                "with the same weights",
+                "look at which request is worst; 'lockstep verify' compares both sides on other tokens",
+            )
+
+    def _again(self, completion: Completion, scores: tuple[float, ...]) -> GapStats:
+        """The gap of a completion at temperature 1, over its sampled tokens, between the engine's scores and a plain forward."""
+        before = len(completion.prompt_ids)
+        ids = _path(completion, len(scores) + 2)
+        places = torch.from_numpy(completion.sampled_places[completion.sampled_places < len(ids) - before])
+        own = completion_logps(self.model, ids[:before], ids[before:], Sampling(1), self.precision)[places]
+        theirs = torch.tensor(scores)[before - 1 + places]
+        return measure_gap(theirs, own.cpu(), [str(completion.key)], [len(own)])
+
+    def check_begun(
+        self, begun: Mapping[int, Sequence[Completion]], version: int, limit: Tolerance
+    ) -> Iterator[tuple[GapStats, Sequence[Completion]]]:
+        """Compare completions of later generations. The caller checks the gaps.
+
+        Args:
+            begun: the finished completions of each generation, by its number.
+            version: version of the weights that both sides hold. Only tokens that they have sampled are compared.
+
+        Yields:
+            For each generation with new tokens, the gap to check, and the completions with these tokens.
+        """
+        self._found["sampled_ahead"] = GapStats()
+        self._compared = {number: self._compared.get(number, 0) for number in begun}
+        for number, completions in begun.items():
+            now = [c for c in completions if bool((c.sampled_versions == version).any())]
+            drawn = _drawn(now, LEAST - self._compared[number], (self.seed, number, version))
+            if not drawn:
+                continue
+            gap = GapStats()
+            for completion in drawn:
+                fresh = torch.from_numpy(completion.sampled_versions == version)
+                own = sampled_logps(self.model, completion, self.distribution, self.precision).cpu()[fresh]
+                theirs = torch.tensor(completion.sampled_logprobs)[fresh]
+                gap = gap + measure_gap(theirs, own, [str(completion.key)], [len(own)])
+            self._compared[number] += gap.tokens
+            self._found["sampled_ahead"] += gap
+            yield self._pools["sampled_ahead"].add(gap, limit), drawn
+
+    def figures(self) -> dict[str, GapStats]:
+        """What the last generation's proofs have found, by their names; empty if there were none."""
+        return dict(self._found)
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of tokens that were compared, as metrics."""
+        names = {"asked_again": "staleness/asked_again", "sampled_ahead": "staleness/compared_ahead"}
+        return {name: float(self._found[kind].tokens) for kind, name in names.items() if kind in self._found}
+
+
+def _drawn(completions: Sequence[Completion], least: int, seed: tuple[int, ...]) -> list[Completion]:
+    """As few drawn completions as have at least so many sampled tokens together."""
+    found: list[Completion] = []
+    tokens = 0
+    for place in np.random.default_rng(seed).permutation(len(completions)).tolist():
+        if tokens >= least:
+            break
+        if len(completions[place].sampled_places):
+            found.append(completions[place])
+            tokens += len(completions[place].sampled_places)
+    return found
+
+
+def _path(completion: Completion, context: int) -> Ids:
+    """The ids of a completion up to its last sampled one, as far as an engine can score them."""
+    last = int(completion.sampled_places[-1])
+    return joined([completion.prompt_ids, completion.token_ids[: last + 1]])[: context - 1]
+
+
+def _fits(completion: Completion, context: int) -> bool:
+    """Whether the engine can score the first sampled token of a completion."""
+    return len(completion.prompt_ids) + int(completion.sampled_places[0]) < context - 1

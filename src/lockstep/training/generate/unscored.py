@@ -1,0 +1,53 @@
+"""Generations in which no rollout has a score: the run goes on, says so, and ends if too many of them follow each other.
+
+`training/loop.py` calls it with every scored generation. Nothing is learned from rewards in such a generation, as in TRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.errors import InputError
+from lockstep.rollouts.group import RolloutGroup
+
+
+class UnscoredGenerations:
+    """Counts the generations without a single score.
+
+    Args:
+        limit: number of such generations in a row that ends the run.
+        owner: whether this process prints the warnings.
+    """
+
+    def __init__(self, limit: int, *, owner: bool) -> None:
+        self._limit, self._owner = limit, owner
+        self._in_a_row = 0
+
+    def note(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """Count one generation.
+
+        Returns:
+            The metric `rewards/unscored_generations`, which is 1, if the generation has no score; otherwise nothing.
+
+        Raises:
+            InputError: it is the last of `limit` such generations in a row.
+        """
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        if any(rollout.scored for rollout in rollouts):
+            self._in_a_row = 0
+            return {}
+        self._in_a_row += 1
+        names = ", ".join(rollouts[0].scores)
+        if self._in_a_row >= self._limit:
+            raise InputError(
+                f"none of {names} scored any of the {len(rollouts)} completions, in {self._in_a_row} generations in a row: there "
+                "is nothing to learn from. Let one return numbers, leave these rows out of the data, or raise "
+                "max_unscored_generations"
+            )
+        if self._owner:
+            print(
+                f"lockstep: none of {names} scored any of the {len(rollouts)} completions of this generation: no reward is "
+                f"learned from it (this is generation {self._in_a_row} in a row; the run ends at {self._limit})",
+                flush=True,
+            )
+        return {"rewards/unscored_generations": 1.0}

@@ -1,0 +1,178 @@
+"""Writes and reads checkpoints whole: what is missing, cut, edited, or of another run is one error that names the file.
+
+`transformers.Trainer` starts anew, without a word, with an optimizer, a schedule or random numbers whose file is missing, and keeps
+the values of weights that a file lacks. `training/trainers/online.py` extends this class. The proof is in `parity/resume/`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+
+from lockstep.errors import InputError, LockstepError
+from lockstep.models.policy import BAD_FILES, first_line
+from lockstep.parity.receipt import RECEIPT
+from lockstep.parity.resume.checkpoint import TRAINER_STATE, check_loaded, memory_digests, seal
+from lockstep.parity.resume.inputs import changed_digests, check_inputs
+from lockstep.report.busy import busy
+from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.training.generate.source import RolloutSource
+from lockstep.training.run_files.checkpoints import checkpoint_step, guarded_save, last_checkpoint, whole_or_absent
+from lockstep.training.run_files.method_state import MethodState
+from lockstep.training.run_files.run_identity import changed_fields
+from lockstep.training.run_files.whole_run import check_checkpoint
+
+_WHAT_NOW = "Nothing was changed. Put a good copy back, or rename this checkpoint to go on from the one before"
+
+
+class WholeCheckpoints(Trainer):
+    """Checks each file of a checkpoint when the base class reads it, and writes digests when the base class writes it.
+
+    Attributes:
+        inputs: the run's data, code and settings (`run_files/run_identity.py`), for the receipt; empty on ranks without the engine.
+        checked: a checkpoint that was compared with its digests just now, and the `start` line of its receipt. The next `train`
+            uses it; without it, `train` compares the checkpoint itself.
+    """
+
+    ranks: Ranks
+    source: RolloutSource
+    inputs: dict[str, Any]
+    checked: tuple[Path, dict[str, Any]] | None = None
+    _method_state: MethodState
+
+    def trained_by_name(self) -> dict[str, Any]:
+        """The modules that a checkpoint must bring back, each under a name."""
+        raise NotImplementedError
+
+    def check_resume(self, asked: Any) -> None:
+        """Check the checkpoint that `train(resume_from_checkpoint=…)` names, and that the run's inputs are those of then.
+
+        Raises:
+            InputError: there is no whole checkpoint, it is not as the run wrote it, or an input has changed.
+        """
+        if not asked:
+            return
+        folder = _named(asked, self.args.output_dir)
+
+        def check() -> None:
+            receipt = folder.parent / RECEIPT
+            if not receipt.exists():
+                # The checkpoint was copied, for example from the hub.
+                receipt = folder / RECEIPT
+            known, self.checked = self.checked, None
+            start = (
+                known[1] if known and known[0] == folder else check_checkpoint(folder, checkpoint_step(folder), receipt)
+            )
+            earlier = start["inputs"]
+            changed = [
+                *changed_digests(earlier["data"], self.inputs["data"]),
+                *changed_digests(earlier["code"], self.inputs["code"]),
+                *changed_fields(earlier["settings"], self.inputs["settings"]),
+            ]
+            check_inputs(changed, accept=self.args.resume_with_changes)
+            if changed:
+                self.inputs["changed"] = changed
+            here = Path(self.args.output_dir or ".") / RECEIPT
+            if not here.exists():
+                # The run goes on in another directory. Its chain goes on there too.
+                here.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(receipt, here)
+
+        self.ranks.on_owner("checkpoint", check)
+
+    # ---- write ------------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
+
+        def guarded(save: Callable[[], None]) -> None:
+            with guarded_save(folder.parent, self.state.global_step):
+                save()
+
+        def save_state() -> None:
+            if not self.ranks.owner:
+                self._save_rng_state(str(folder))
+
+        # The owner writes last, because it writes the trainer's state, and this file marks a checkpoint as complete.
+        with whole_or_absent(folder) if self.ranks.owner else nullcontext(), busy(f"saving {folder.name}"):
+            if self.ranks.count > 1:
+                self.ranks.share("checkpoint", lambda: guarded(save_state))
+            self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
+
+    def _save_whole(self, model: Any, trial: Any, folder: Path) -> None:
+        # Lockstep's files are written first, because the base class completes a checkpoint and may upload it at once.
+        self._method_state.save(folder)
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.ranks.owner:
+            # After this file the base class writes only the trainer's state. Then it removes earlier checkpoints.
+            digests = seal(Path(output_dir), self._memory(), asdict(self.state))
+            self.source.proofs.note_checkpoint(self.state.global_step, digests)
+            shutil.copyfile(Path(output_dir).parent / RECEIPT, Path(output_dir) / RECEIPT)
+
+    # ---- read -------------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        with whole(folder, "the weights"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with whole(folder, "the method's state"):
+            self._method_state.load(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with whole(checkpoint, "optimizer.pt or scheduler.pt"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            check_loaded(Path(checkpoint), self._memory())
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with whole(checkpoint, "the state of random numbers"):
+            super()._load_rng_state(checkpoint)
+
+    def _memory(self) -> Mapping[str, str]:
+        return memory_digests(self.trained_by_name(), self.optimizer, self.lr_scheduler)
+
+
+def _named(asked: Any, output_dir: str | None) -> Path:
+    """The checkpoint that `train(resume_from_checkpoint=…)` names.
+
+    Raises:
+        InputError: there is no whole checkpoint.
+    """
+    if asked is True:
+        found = None if output_dir is None else last_checkpoint(output_dir)
+        if found is None:
+            raise InputError(
+                f"resume_from_checkpoint: there is no checkpoint in {output_dir}; leave it out to start anew"
+            )
+        return found
+    if not isinstance(asked, str | Path):
+        raise InputError(f"resume_from_checkpoint is {asked!r:.80}; it must be True or the directory of a checkpoint")
+    if not (Path(asked) / TRAINER_STATE).is_file():
+        raise InputError(f"resume_from_checkpoint: {asked} is no checkpoint (it has no {TRAINER_STATE})")
+    return Path(asked)
+
+
+@contextmanager
+def whole(checkpoint: str | Path | None, what: str) -> Iterator[None]:
+    """Turn the errors of libraries that read a checkpoint into one that names it.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    try:
+        yield
+    except LockstepError:
+        raise
+    except BAD_FILES as error:
+        raise InputError(
+            f"{what} of checkpoint {checkpoint} cannot be read: {first_line(error)}. {_WHAT_NOW}"
+        ) from error

@@ -1,0 +1,115 @@
+"""What TRL's users read from a trainer, under TRL's names, and TRL's arguments of the model card.
+
+`training/trainers/online.py` extends the class. Everything here is read from the trainer's own parts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel, Trainer
+
+from lockstep.models.reward_model import RewardModel
+from lockstep.rollouts.scores.rewards import Scorer, reward_name
+from lockstep.training.forward.reference import Reference
+from lockstep.training.run_files.step_log import StepLog
+
+
+class TRLNames(Trainer):
+    """The public attributes of TRL's trainers."""
+
+    config: Any
+    method: ClassVar[str]
+    reference: Reference | None
+    step_log: StepLog
+    _scorer: Scorer
+    # Figures that a callback or a reward function adds to the next evaluation.
+    _eval_notes: dict[str, list[float]]
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        """The reward functions; a reward model stands for itself. Empty with a judge."""
+        return [f.model if isinstance(f, RewardModel) else f for f in self._functions]
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """The names of the reward functions in metrics."""
+        return [reward_name(f) for f in self._functions]
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        """The tokenizer of each reward model; None for a function."""
+        return [f.tokenizer if isinstance(f, RewardModel) else None for f in self._functions]
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """(K,) weights of the K reward functions."""
+        return torch.tensor(list(getattr(self._scorer, "weights", ())), dtype=torch.float32)
+
+    @property
+    def _functions(self) -> list[Any]:
+        return list(getattr(self._scorer, "functions", ()))
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The reference model; None if there is none, or if it is the policy without its adapter."""
+        return None if self.reference is None else self.reference.own
+
+    @property
+    def num_generations(self) -> int:
+        """Completions per prompt in training."""
+        return self.config.group_size
+
+    @property
+    def num_generations_eval(self) -> int:
+        """Completions per prompt in an evaluation."""
+        return self.config.group_size_eval
+
+    @property
+    def max_completion_length(self) -> int:
+        """Largest number of tokens of a completion."""
+        return self.config.completion_limit
+
+    @property
+    def temperature(self) -> float:
+        """The sampling temperature."""
+        return self.config.temperature
+
+    @property
+    def beta(self) -> float:
+        """Weight of the reference model; Online DPO: the value of the epoch at hand."""
+        by_epoch = getattr(self.config, "beta_of", None)
+        return self.config.beta if by_epoch is None else by_epoch(int(self.state.epoch or 0))
+
+    @property
+    def _metrics(self) -> dict[str, dict[str, list[float]]]:
+        """The figures since the last log, and those for the next evaluation. What is appended is logged as a mean."""
+        return {"train": self.step_log.noted, "eval": self._eval_notes}
+
+    def take_eval_notes(self, prefix: str) -> dict[str, float]:
+        """The means of what was appended for an evaluation, each under `prefix`. Then forget them."""
+        means = {f"{prefix}_{name}": sum(own) / len(own) for name, own in self._eval_notes.items() if own}
+        self._eval_notes = defaultdict(list)
+        return means
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+        **more: Any,
+    ) -> None:
+        """Write the model card of `transformers.Trainer`, with TRL's arguments.
+
+        Args:
+            dataset_name: the dataset's name on the hub.
+            tags: more tags; the card also has `lockstep` and the method's name.
+            more: the other arguments of `transformers.Trainer.create_model_card`, by name.
+        """
+        if dataset_name is not None:
+            more = {"dataset_tags": dataset_name, "dataset": dataset_name, **more}
+        given = [tags] if isinstance(tags, str) else list(tags or ())
+        own = ["lockstep", self.method.lower().replace(" ", "-")]
+        super().create_model_card(model_name=model_name, tags=[*given, *own], **more)

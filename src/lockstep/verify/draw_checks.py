@@ -1,0 +1,61 @@
+"""The draws proof on a stage: more tokens than a few steps sample (`lockstep verify`, and its self-test)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from lockstep.errors import ProofError
+from lockstep.parity.step.draws import FALSE_ALARM, DrawEvidence
+from lockstep.rollouts.driver import collect
+from lockstep.training.config.sampling import sampling_of
+from lockstep.training.step.generation import sequences_of
+from lockstep.training.step.update import score_all
+from lockstep.verify.rows import Row
+from lockstep.verify.stage import Stage
+
+# Tokens of `lockstep verify`: enough for coarse faults. Tokens of the self-test: enough for a temperature of 1.05, also where the
+# model prefers few tokens.
+_TOKENS, _SELF_TEST_TOKENS = 512, 65_536
+_SAMPLES = 32
+
+
+def draws(stage: Stage) -> list[Row]:
+    """Some hundred sampled tokens are draws from the distributions that the trainer computes for them."""
+    return [_row(stage, _TOKENS)]
+
+
+def many_draws(stage: Stage) -> list[Row]:
+    """The same with the tokens of a small run, or fewer if the proof stops before."""
+    return [_row(stage, _SELF_TEST_TOKENS)]
+
+
+def _row(stage: Stage, most: int) -> Row:
+    evidence, tokens, alarm = DrawEvidence(), 0, ""
+    sampling = sampling_of(stage.config, stage.tokenizer)
+    for turn in itertools.count():
+        if tokens >= most or alarm:
+            break
+        groups = collect(
+            stage.prompts,
+            stage.engine,
+            stage.tokenizer,
+            sampling,
+            num_generations=_SAMPLES,
+            run_seed=turn,
+            version=stage.version,
+        )
+        stats = score_all(stage.trainer.loop.policy(), sequences_of(groups, stage.version), stage.config).draws
+        tokens += stats.tokens
+        evidence.add(stats)
+        try:
+            evidence.check(stage.version, stats)
+        except ProofError as error:
+            alarm = error.cause
+    return Row(
+        "draws",
+        f"evidence against fair draws {math.exp(evidence.log_evidence):.1e}, {tokens} tokens",
+        f"{1 / FALSE_ALARM:.0e}",
+        not alarm,
+        alarm,
+    )

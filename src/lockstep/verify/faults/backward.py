@@ -1,0 +1,88 @@
+"""Faults of the model's own backward: B1 to B4. Every score of the forward stays right.
+
+A run is checked at its first step. A stage has passed that step, so each fault makes its next step a first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import lockstep.training.forward.token_logps as scoring
+from lockstep.verify.faults.seams import Fault, Patch
+from lockstep.verify.stage import Stage
+
+Handle = torch.utils.hooks.RemovableHandle
+
+
+def _modules(stage: Stage, *names: str) -> list[torch.nn.Module]:
+    return [m for name, m in stage.model.named_modules() if name.rpartition(".")[2] in names]
+
+
+def _needs(*names: str) -> Callable[[Stage], str]:
+    return lambda stage: "" if _modules(stage, *names) else f"no module of the model is called {' or '.join(names)}"
+
+
+@contextmanager
+def _hooked(handles: list[Handle]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keys_detached(stage: Stage) -> Patch:
+    return _hooked(
+        [m.register_forward_hook(lambda m, given, made: made.detach()) for m in _modules(stage, "k_proj", "v_proj")]
+    )
+
+
+def _without_normaliser(stage: Stage) -> Patch:
+    """The gradient of the chosen logit is right; that of the softmax's sum is left out."""
+
+    def backward(ctx: Any, of_chosen: torch.Tensor | None, of_entropy: torch.Tensor | None) -> tuple[Any, ...]:
+        probabilities, _, rows, targets = ctx.saved_tensors
+        gradient = torch.zeros_like(probabilities)
+        if of_chosen is not None:
+            gradient.index_put_((rows, targets), of_chosen / ctx.temperature, accumulate=True)
+        return gradient.to(ctx.dtype), None, None, None, None, None
+
+    return patch.object(scoring._ChosenLogps, "backward", staticmethod(backward))
+
+
+def _attention_halved(stage: Stage) -> Patch:
+    def halved(module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return ((given[0] + given[0].detach()) / 2, *given[1:])
+
+    return _hooked([m.register_forward_pre_hook(halved) for m in _modules(stage, "o_proj")])
+
+
+def _layer_zeroed(stage: Stage) -> Patch:
+    layer = stage.model.get_decoder().layers[0]
+    return _hooked([p.register_hook(torch.zeros_like) for p in layer.parameters() if p.requires_grad])
+
+
+def _needs_logits(stage: Stage) -> str:
+    filtered = stage.trainer.proofs.distribution.sampling.is_filtered
+    return "the run's filters leave no row of logits whose sum has a gradient" if filtered else ""
+
+
+def _fault(id: str, what: str, inject: Callable[[Stage], Patch], needs: Callable[[Stage], str]) -> Fault:
+    def at_a_first_step(stage: Stage) -> Patch:
+        stage.trainer.loop.model_gradient.forget()
+        return inject(stage)
+
+    return Fault(id, what, at_a_first_step, needs)
+
+
+FAULTS = (
+    _fault("B1", "keys and values have no gradient", _keys_detached, _needs("k_proj", "v_proj")),
+    _fault("B2", "log-softmax without its sum in the backward", _without_normaliser, _needs_logits),
+    _fault("B3", "half of the gradient of attention", _attention_halved, _needs("o_proj")),
+    _fault("B4", "no gradient in the weights of one layer", _layer_zeroed, lambda stage: ""),
+)

@@ -1,0 +1,42 @@
+"""The seconds that `make proof-overhead` prints belong to the right proofs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+import proof_seconds
+from proof_seconds import FORWARD, Seconds
+
+from lockstep.parity.step.draws import DrawEvidence, DrawStats
+from lockstep.training.step.update import Policy
+
+
+def test_a_proof_inside_another_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 3.0, 7.0, 10.0, 12.0])
+    monkeypatch.setattr(proof_seconds.time, "perf_counter", lambda: next(clock))
+    seconds = Seconds()
+    with seconds.of("outer"), seconds.of("inner"):
+        pass
+    with seconds.of("outer"):
+        pass
+    assert seconds.take() == {"outer": 5.0 + 2.0, "inner": 2.0}
+    assert seconds.take() == {}
+
+
+def test_proofs_of_a_run_are_counted_and_the_forward_only_without_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Policy, "score", lambda self: None)
+    seconds, real = Seconds(), DrawEvidence.add
+    with seconds.counted():
+        DrawEvidence().add(DrawStats())
+        Policy.score(object())  # type: ignore[arg-type,call-arg]
+        assert seconds.take().keys() == {"draws"}
+        with torch.no_grad():
+            Policy.score(object())  # type: ignore[arg-type,call-arg]
+        assert seconds.take().keys() == {FORWARD}
+    assert DrawEvidence.add is real

@@ -1,0 +1,281 @@
+"""The HTTP server of the gateway: keys, limits, repeated calls, clients that go away. The rollouts behind it are stand-ins."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from lockstep.engines.protocol import Sampling
+from lockstep.errors import InputError, LockstepError
+from lockstep.gateway.calls import Answer, Call, Listener, Partial
+from lockstep.gateway.parameters import RunLimits
+from lockstep.gateway.refusals import Refused, no_room
+from lockstep.gateway.web import LARGEST_BODY, Gateway
+
+HELLO = [{"role": "user", "content": "hello"}]
+ANSWER = Answer("a1", 7, "hi", None, (), "stop", 3, 2)
+LIMIT = 60
+
+
+class StandIn:
+    """A rollout that gives prepared results, and keeps the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.result: Answer | Exception | None = ANSWER
+        self.partial: list[Partial] = []
+        self.asked = threading.Event()
+        self.futures: list[Future[Answer]] = []
+
+    def submit(self, call: Call, listener: Listener | None = None) -> Future[Answer]:
+        self.calls.append(call)
+        future: Future[Answer] = Future()
+        self.futures.append(future)
+        if listener is not None:
+            listener.begun(ANSWER.name, ANSWER.created)
+            for partial in self.partial:
+                listener.said(partial)
+        if isinstance(self.result, Exception):
+            future.set_exception(self.result)
+        elif self.result is not None:
+            future.set_result(self.result)
+        self.asked.set()
+        return future
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[Gateway]:
+    made = Gateway(RunLimits("tiny", Sampling(max_tokens=8)))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def rollout() -> StandIn:
+    return StandIn()
+
+
+@pytest.fixture
+def key(gateway: Gateway, rollout: StandIn) -> str:
+    return gateway.open(rollout)
+
+
+def client(gateway: Gateway, key: str, **more: Any) -> OpenAI:
+    return OpenAI(base_url=gateway.base_url(key), api_key=key, timeout=LIMIT, max_retries=0, **more)
+
+
+def post(url: str, **more: Any) -> httpx.Response:
+    return httpx.post(url, timeout=LIMIT, **{"json": {"messages": HELLO}, **more})
+
+
+class TestKeys:
+    def test_the_key_in_the_url_or_in_the_header_names_the_rollout(self, gateway: Gateway, key: str) -> None:
+        for base, shown in ((gateway.base_url(key), "not-read"), (f"{gateway.url}/v1", key)):
+            sdk = OpenAI(base_url=base, api_key=shown, timeout=LIMIT)
+            assert sdk.chat.completions.create(model="x", messages=HELLO).choices[0].message.content == "hi"
+            assert sdk.responses.create(model="x", input="hello").output_text == "hi"
+            assert [model.id for model in sdk.models.list()] == ["tiny"]
+
+    @pytest.mark.parametrize("path", ["/v1", "/rollouts/wrong/v1", "/rollouts/%00/v1"])
+    @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic wrong"}])
+    def test_a_wrong_key_or_none_gets_401(
+        self, gateway: Gateway, key: str, rollout: StandIn, path: str, header: dict[str, str]
+    ) -> None:
+        for end in ("chat/completions", "responses"):
+            answer = post(f"{gateway.url}{path}/{end}", headers=header)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert httpx.get(f"{gateway.url}{path}/models", headers=header).status_code == 401
+        assert not rollout.calls
+
+    def test_each_rollout_has_its_own_key(self, gateway: Gateway, key: str, rollout: StandIn) -> None:
+        other = StandIn()
+        second = gateway.open(other)
+        post(f"{gateway.base_url(second)}/chat/completions")
+        assert (len(rollout.calls), len(other.calls)) == (0, 1)
+
+    def test_a_call_after_the_end_gets_410_and_is_not_repeated(
+        self, gateway: Gateway, key: str, rollout: StandIn
+    ) -> None:
+        gateway.end(key)
+        sdk = OpenAI(base_url=gateway.base_url(key), api_key=key, timeout=LIMIT)
+        with pytest.raises(openai.APIStatusError) as caught:
+            sdk.chat.completions.create(model="x", messages=HELLO)
+        assert (caught.value.status_code, caught.value.code) == (410, "rollout_ended")
+        assert not rollout.calls
+
+    def test_only_this_machine_reaches_it_unless_told(self, gateway: Gateway) -> None:
+        assert gateway._socket.getsockname()[0] == "127.0.0.1"
+
+    def test_a_port_in_use_is_refused(self, gateway: Gateway) -> None:
+        with pytest.raises(InputError, match=f"127.0.0.1, port {gateway.port}"):
+            Gateway(RunLimits("tiny", Sampling(max_tokens=8)), port=gateway.port)
+
+
+class TestRefusals:
+    def test_errors_come_in_openais_format(self, gateway: Gateway, key: str, rollout: StandIn) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client(gateway, key).chat.completions.create(model="x", messages=HELLO, temperature=0.1)
+        assert (caught.value.param, caught.value.code) == ("temperature", "unsupported_value")
+        assert "temperature" in caught.value.message
+        assert not rollout.calls
+
+    def test_a_body_that_is_too_large_gets_413(self, gateway: Gateway, key: str, rollout: StandIn) -> None:
+        answer = post(f"{gateway.base_url(key)}/chat/completions", content=b" " * (LARGEST_BODY + 1), json=None)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+        assert not rollout.calls
+
+    @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b""])
+    def test_a_body_that_is_no_json_object_gets_400(self, gateway: Gateway, key: str, content: bytes) -> None:
+        assert post(f"{gateway.base_url(key)}/chat/completions", content=content, json=None).status_code == 400
+
+    def test_other_paths_and_methods_get_404_and_405_with_the_paths_that_are_there(
+        self, gateway: Gateway, key: str
+    ) -> None:
+        answer = post(f"{gateway.base_url(key)}/embeddings")
+        assert answer.status_code == 404
+        assert "chat/completions" in answer.json()["error"]["message"]
+        assert key not in answer.text
+        assert httpx.get(f"{gateway.base_url(key)}/responses").status_code == 405
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_refusal_before_sampling_is_a_status_in_streams_too(
+        self, gateway: Gateway, key: str, rollout: StandIn, stream: bool
+    ) -> None:
+        rollout.result = no_room("the rollout is full")
+        with pytest.raises(openai.BadRequestError) as caught:
+            client(gateway, key).chat.completions.create(model="x", messages=HELLO, stream=stream)
+        assert caught.value.code == "context_length_exceeded"
+
+    def test_a_failed_engine_gets_500_once(self, gateway: Gateway, key: str, rollout: StandIn) -> None:
+        rollout.result = LockstepError("the engine is gone")
+        sdk = OpenAI(base_url=gateway.base_url(key), api_key=key, timeout=LIMIT, max_retries=2)
+        with pytest.raises(openai.InternalServerError, match="the engine is gone"):
+            sdk.chat.completions.create(model="x", messages=HELLO)
+        assert len(rollout.calls) == 1
+
+
+class TestRepetitions:
+    def test_a_client_that_repeats_a_call_says_so(self, gateway: Gateway, key: str, rollout: StandIn) -> None:
+        sdk = client(gateway, key)
+        sdk.chat.completions.create(model="x", messages=HELLO)
+        sdk.chat.completions.create(model="x", messages=HELLO)
+        sdk.chat.completions.create(model="x", messages=HELLO, extra_headers={"x-stainless-retry-count": "1"})
+        sdk.chat.completions.create(model="x", messages=[*HELLO, *HELLO])
+        first, again, repeated, other = rollout.calls
+        assert first.name == again.name == repeated.name != other.name
+        assert [call.may_repeat for call in rollout.calls] == [False, False, True, False]
+
+    def test_an_idempotency_key_names_a_call(self, gateway: Gateway, key: str, rollout: StandIn) -> None:
+        sdk = client(gateway, key)
+        for name in ("one", "one", "two"):
+            sdk.chat.completions.create(model="x", messages=HELLO, extra_headers={"Idempotency-Key": name})
+        first, again, other = rollout.calls
+        assert first.name == again.name != other.name
+        assert all(call.may_repeat for call in rollout.calls)
+
+
+class TestStreams:
+    def test_openais_sdk_reads_both_streams(self, gateway: Gateway, key: str) -> None:
+        sdk = client(gateway, key)
+        with sdk.chat.completions.stream(model="x", messages=HELLO) as stream:
+            assert stream.get_final_completion().choices[0].message.content == "hi"
+        with sdk.responses.stream(model="x", input="hello") as stream:
+            assert stream.get_final_response().output_text == "hi"
+
+    @pytest.mark.parametrize("api", ["chat", "responses"])
+    def test_text_arrives_before_the_turn_is_finished_and_adds_up_to_the_answer(
+        self, gateway: Gateway, key: str, rollout: StandIn, api: str
+    ) -> None:
+        rollout.result, rollout.partial = None, [Partial("so", ""), Partial("so it", "a b")]
+        texts: dict[str, list[str]] = {"thought": [], "said": []}
+        for kind, text in self._texts(client(gateway, key), api):
+            texts[kind].append(text)
+            if not rollout.futures[0].done() and texts["said"]:
+                rollout.futures[0].set_result(replace(ANSWER, reasoning="so it", content="a b c"))
+        assert "".join(texts["thought"]) == "so it"
+        assert (texts["said"][0], "".join(texts["said"])) == ("a b", "a b c")
+
+    @staticmethod
+    def _texts(sdk: OpenAI, api: str) -> Iterator[tuple[str, str]]:
+        if api == "chat":
+            for chunk in sdk.chat.completions.create(model="x", messages=HELLO, stream=True):
+                delta = chunk.choices[0].delta
+                if getattr(delta, "reasoning_content", None):
+                    yield "thought", delta.reasoning_content
+                if delta.content:
+                    yield "said", delta.content
+            return
+        with sdk.responses.stream(model="x", input="hello") as stream:
+            for event in stream:
+                if event.type == "response.reasoning_text.delta":
+                    yield "thought", event.delta
+                elif event.type == "response.output_text.delta":
+                    yield "said", event.delta
+            assert stream.get_final_response().output_text == "a b c"
+
+    def test_a_turn_that_differs_from_what_was_streamed_is_an_error(
+        self, gateway: Gateway, key: str, rollout: StandIn
+    ) -> None:
+        rollout.result, rollout.partial = None, [Partial("", "other")]
+        with (
+            client(gateway, key).chat.completions.create(model="x", messages=HELLO, stream=True) as stream,
+            pytest.raises(openai.APIError, match="differs from what was streamed"),
+        ):
+            self._finish_after_text(stream, rollout)
+
+    @staticmethod
+    def _finish_after_text(stream: Any, rollout: StandIn) -> None:
+        for chunk in stream:
+            if chunk.choices[0].delta.content:
+                rollout.futures[0].set_result(ANSWER)
+
+    def test_a_refusal_after_the_first_event_is_an_error_event(
+        self, gateway: Gateway, key: str, rollout: StandIn
+    ) -> None:
+        rollout.result = None
+        with client(gateway, key).chat.completions.create(model="x", messages=HELLO, stream=True) as stream:
+            rollout.futures[0].set_exception(Refused(400, "it does not fit", "context_length_exceeded"))
+            with pytest.raises(openai.APIError, match="it does not fit"):
+                list(stream)
+
+
+class TestClientsThatGoAway:
+    @pytest.mark.parametrize("path", ["chat/completions", "responses"])
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_the_call_is_cancelled(self, gateway: Gateway, key: str, rollout: StandIn, path: str, stream: bool) -> None:
+        rollout.result = None
+        body = httpx.Request("POST", "http://x", json={"messages": HELLO, "stream": stream}).content
+        if path == "responses":
+            body = httpx.Request("POST", "http://x", json={"input": "hello", "stream": stream}).content
+        with socket.create_connection(("127.0.0.1", gateway.port), timeout=LIMIT) as connection:
+            head = f"POST /rollouts/{key}/v1/{path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            assert rollout.asked.wait(LIMIT)
+            if stream:
+                assert b"200 OK" in connection.recv(4096)
+        cancelled = threading.Event()
+        rollout.futures[0].add_done_callback(lambda _: cancelled.set())
+        assert cancelled.wait(LIMIT)
+        assert rollout.futures[0].cancelled()
+
+    def test_a_call_that_is_open_at_the_end_of_its_rollout_gets_410(
+        self, gateway: Gateway, key: str, rollout: StandIn
+    ) -> None:
+        rollout.result = None
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(post(f"{gateway.base_url(key)}/chat/completions")))
+        asking.start()
+        assert rollout.asked.wait(LIMIT)
+        rollout.futures[0].cancel()
+        asking.join(LIMIT)
+        assert [answer.status_code for answer in answers] == [410]

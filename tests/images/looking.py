@@ -1,0 +1,83 @@
+"""Trainers of the tiny vision-language model, and the faults that both engines' tests put into runs with pictures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from seeing import mixed_rows, picture
+
+import lockstep
+from lockstep.images.pictures import PromptPictures
+from lockstep.training.forward import scoring
+from lockstep.training.trainers.grpo import GRPOTrainer
+from lockstep.training.trainers.online import OnlineTrainer
+
+
+def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(len(ids) % 3 + ids[0] % 5) for ids in completion_ids]
+
+
+def same_grid_rows(*, pictures: int = 1) -> list[dict[str, Any]]:
+    """Four rows with the same text and pictures of the same size: their ids are equal, only pixels differ."""
+    prompt = [{"role": "user", "content": "what is it"}]
+    return [{"prompt": prompt, "images": [picture(10 * i + j) for j in range(pictures)]} for i in range(4)]
+
+
+def look(model: Any, folder: Path, rows: list[dict[str, Any]] | None = None, **given: Any) -> GRPOTrainer:
+    """A GRPO trainer on rows with pictures, in fp32."""
+    arguments = {name: given.pop(name) for name in ("engine", "peft_config", "tools", "callbacks") if name in given}
+    base = {"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 2, "max_completion_length": 8}
+    base |= {"bf16": False, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "report_to": []}
+    config = lockstep.GRPOConfig(output_dir=str(folder / "run"), **{**base, "learning_rate": 1e-3, "seed": 3, **given})
+    data = Dataset.from_list(rows if rows is not None else mixed_rows())
+    return lockstep.GRPOTrainer(model, reward_funcs=by_length, args=config, train_dataset=data, **arguments)
+
+
+def gaps(trainer: OnlineTrainer) -> list[float]:
+    return [entry["parity/max_abs_gap"] for entry in trainer.state.log_history if "parity/max_abs_gap" in entry]
+
+
+def other_pixels(pictures: PromptPictures | None) -> PromptPictures | None:
+    """Pictures of the same grid with other pixels, under the same digest as the true ones."""
+    if pictures is None:
+        return None
+    changed = []
+    for own in pictures.pictures:
+        other = replace(own, pixel_values=own.pixel_values.flip(0))
+        other.__dict__["digest"] = own.digest
+        changed.append(other)
+    return replace(pictures, pictures=tuple(changed))
+
+
+def wrong_order(pictures: PromptPictures | None) -> PromptPictures | None:
+    """The pictures of a prompt from the last to the first."""
+    return None if pictures is None else replace(pictures, pictures=pictures.pictures[::-1])
+
+
+def leave_pixels_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer scores text and placeholders only (Online DPO in public trainers)."""
+    monkeypatch.setattr(scoring, "picture_arguments", lambda model, pack, pictures: {})
+
+
+def count_positions_in_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer counts tokens, as a model of transformers does without `mm_token_type_ids`."""
+    from lockstep.training.batch import pack
+
+    def flat(sequences: Any, nodes: Any, size: int) -> torch.Tensor:
+        found = torch.zeros(3, size, dtype=torch.long)
+        for own in nodes:
+            found[:, own] = torch.arange(len(own))
+        return found
+
+    monkeypatch.setattr(pack, "position_ids", flat)
+
+
+IN_THE_TRAINER = {
+    "pixels left out in the trainer": leave_pixels_out,
+    "positions in one dimension": count_positions_in_one_dimension,
+}

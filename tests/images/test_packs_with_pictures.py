@@ -1,0 +1,122 @@
+"""Packs with pictures: scores and gradients equal those of one plain row per sequence, computed by the model's own forward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from seeing import make_seeing, make_seeing_tokenizer, mixed_rows, save_seeing
+from transformers import PreTrainedModel
+
+from lockstep.images.pictures import PromptPictures, model_inputs
+from lockstep.images.prompts import ImagePrompts
+from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
+from lockstep.training.forward.scoring import score_pack
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_seeing(tmp_path_factory.mktemp("models") / "seeing")
+
+
+@pytest.fixture(scope="module")
+def reader(folder: str) -> ImagePrompts:
+    return ImagePrompts(make_seeing(), make_seeing_tokenizer(), folder)
+
+
+@pytest.fixture(scope="module")
+def sequences(reader: ImagePrompts) -> list[TrainingSequence]:
+    """Two completions of each row; rows have 0, 1, 2 and 1 pictures."""
+    rng, made = np.random.default_rng(0), []
+    for row, columns in enumerate(mixed_rows()):
+        ids, pictures = reader.read(columns)
+        for sample in range(2):
+            completion = rng.integers(4, 300, 4 + row + sample)
+            logps = np.zeros(len(completion))
+            made.append(TrainingSequence(f"{row}#{sample}", ids, completion, logps, pictures=pictures))
+    return made
+
+
+def plain_logps(model: PreTrainedModel, sequence: TrainingSequence) -> torch.Tensor:
+    """The reference: the whole row through the model alone, with pixels, and without any code of packs."""
+    row = torch.tensor(np.concatenate([sequence.prompt_ids, sequence.completion_ids]))[None]
+    shown = {} if sequence.pictures is None else model_inputs([sequence.pictures], row)
+    logits = model(input_ids=row, **shown, use_cache=False).logits[0]
+    first = len(sequence.prompt_ids)
+    targets = torch.tensor(sequence.completion_ids)
+    return logits[first - 1 : -1].log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def scored(model: PreTrainedModel, pack: Pack) -> dict[str, torch.Tensor]:
+    logps = score_pack(model, pack, 1.0, 64).logps
+    return dict(zip([s.name for s in pack.sequences], logps.split([s.length for s in pack.sequences]), strict=True))
+
+
+@pytest.mark.parametrize("shape", ["tree", "rows", "small packs"])
+def test_packs_score_and_learn_like_plain_rows(shape: str, sequences: list[TrainingSequence]) -> None:
+    packed, plain = make_seeing(), make_seeing()
+    adopt_tree_attention(packed)
+    packed.train()
+    cut = pack_rows if shape == "rows" else pack_sequences
+    packs = list(cut(sequences, 60 if shape == "small packs" else 4096))
+    assert len(packs) > 1 if shape == "small packs" else len(packs) == 1
+    weights = {s.name: torch.linspace(-1.0, 1.0, s.length) for s in sequences}
+    found: dict[str, torch.Tensor] = {}
+    for pack in packs:
+        own = scored(packed, pack)
+        sum((weights[name] * logps).sum() for name, logps in own.items()).backward()
+        found |= own
+    for sequence in sequences:
+        due = plain_logps(plain, sequence)
+        (weights[sequence.name] * due).sum().backward()
+        torch.testing.assert_close(found[sequence.name], due, atol=3e-5, rtol=1e-4)
+    theirs = dict(plain.named_parameters())
+    for name, parameter in packed.named_parameters():
+        assert parameter.grad is not None, name
+        size = theirs[name].grad.abs().max()
+        assert size > 0, name
+        assert (parameter.grad - theirs[name].grad).abs().max() < 1e-4 * size, name
+
+
+def test_a_tree_shares_a_prompt_and_computes_its_pictures_once(sequences: list[TrainingSequence]) -> None:
+    (pack,) = pack_sequences(sequences, 4096)
+    assert pack.pictures is not None
+    assert len(pack.pictures.pictures) == 4
+    prompts = {s.name[0]: len(s.prompt_ids) for s in sequences}
+    assert pack.input_ids.numel() < sum(prompts.values()) + sum(len(s.completion_ids) for s in sequences)
+    assert pack.position_ids.shape == (3, 1, pack.input_ids.numel())
+
+
+def swapped(sequence: TrainingSequence, other: TrainingSequence) -> TrainingSequence:
+    """The sequence with the picture of another one. Both pictures have the same grid, so that the ids stay the same."""
+    assert sequence.pictures is not None
+    assert other.pictures is not None
+    pictures: PromptPictures = replace(sequence.pictures, pictures=other.pictures.pictures)
+    return replace(sequence, name="swapped", pictures=pictures)
+
+
+def test_equal_ids_with_other_pictures_are_other_nodes(sequences: list[TrainingSequence]) -> None:
+    """By ids alone both prompts would be one path of the tree, and one of them would be scored with the other one's picture."""
+    one, other = sequences[2], swapped(sequences[2], sequences[6])
+    assert one.pictures is not None
+    model = make_seeing()
+    adopt_tree_attention(model)
+    with torch.no_grad():
+        (pack,) = pack_sequences([one, other], 4096)
+        found = scored(model, pack)
+        for sequence in (one, other):
+            torch.testing.assert_close(found[sequence.name], plain_logps(model, sequence), atol=3e-5, rtol=1e-4)
+    assert (found["swapped"] - found[one.name]).abs().max() > 0.1
+
+
+def test_a_pack_of_text_alone_is_what_it_was_before_pictures(sequences: list[TrainingSequence]) -> None:
+    (text,) = pack_sequences(sequences[:2], 4096)
+    assert text.pictures is None
+    assert text.position_ids.shape == text.input_ids.shape
+    small = list(pack_sequences(sequences, 60))
+    assert small[0].pictures is None
+    assert small[0].position_ids.dim() == 2

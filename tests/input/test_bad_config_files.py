@@ -1,0 +1,84 @@
+"""Bad config files: each is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from bad_input import Row, check, rows
+
+from lockstep.cli.main import main
+
+DEEP = b"a: " + b"[" * 5000 + b"]" * 5000
+LAUGHS = b"\n".join(
+    [b"a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    + [b"a%d: &a%d [%s]" % (i, i, b", ".join([b"*a%d" % (i - 1)] * 9)) for i in range(1, 9)]
+)
+FILES = [
+    Row("binary", b"\x80\x04\x95\x00\xff\xfe\x00\x01", "not UTF-8 text"),
+    Row("random bytes", bytes(range(256)), "not UTF-8 text"),
+    Row("latin-1", "output_dir: läufe\n".encode("latin-1"), "not UTF-8 text"),
+    Row("utf-16", "seed: 1\n".encode("utf-16"), "not UTF-8 text"),
+    Row("a NUL", b"seed: 1\0\n", "is not YAML"),
+    Row("control characters", b"seed: \x07\n", "is not YAML"),
+    Row("a pickle", b"\x80\x04K\x01.", "not UTF-8 text"),
+    Row("a gzip", b"\x1f\x8b\x08\x00\x00\x00\x00\x00", "not UTF-8 text"),
+    Row("nested 5,000 levels deep", DEEP, "nested too deeply"),
+    Row("mappings nested deep", b"a: " + b"{a: " * 5000 + b"1" + b"}" * 5000, "nested too deeply"),
+    Row("a billion laughs", LAUGHS, "aliases"),
+    Row("an alias of itself", b"a: &x [*x]\n", "aliases"),
+    Row("empty", b"", "must hold fields"),
+    Row("a comment", b"# nothing\n", "must hold fields"),
+    Row("a list", b"- seed\n- 1\n", "must hold fields"),
+    Row("a word", b"seed\n", "must hold fields"),
+    Row("a number", b"3\n", "must hold fields"),
+    Row("several documents", b"seed: 1\n---\nseed: 2\n", "is not YAML"),
+    Row("an open bracket", b"seed: [1\n", "is not YAML"),
+    Row("an open quote", b"output_dir: 'runs\n", "is not YAML"),
+    Row("a tab", b"seed:\t1\n\tbeta: 2\n", "is not YAML"),
+    Row("bad indentation", b"seed: 1\n  beta: 2\n", "is not YAML"),
+    Row("a key twice", b"seed: 1\nbeta: 0.1\nseed: 2\n", "'seed' is there twice"),
+    Row("an inner key twice", b"model_init_kwargs: {a: 1, a: 2}\n", "'a' is there twice"),
+    Row("a key that is a number", b"1: 2\n", "1 is no name of a field"),
+    Row("a key that is nothing", b"null: 2\n", "None is no name of a field"),
+    Row("a key that is a list", b"? [a]\n: 2\n", "is not YAML|no name"),
+    Row("an unknown key", b"learning_rat: 1\n", "did you mean 'learning_rate'"),
+    Row("a dashed key with a value that is none", b"seed: x\n", "seed"),
+    Row("a python object", b"seed: !!python/object/apply:os.system ['true']\n", "is not YAML"),
+    Row("an unknown tag", b"seed: !env SEED\n", "is not YAML"),
+    Row("a list of lists", b"stop_strings: [[a]]\n", "stop_strings must be"),
+    Row("a list of mappings", b"reward_funcs: [{a: 1}]\n", "reward_funcs must be"),
+    Row("a list with nothing in it", b"reward_funcs: [a, ~]\n", "reward_funcs must be"),
+    Row("a mapping for a number", b"seed: {a: 1}\n", "seed"),
+    Row("a list for a number", b"seed: [1, 2]\n", "2"),
+    Row("text for a number", b"learning_rate: fast\n", "learning_rate"),
+    Row("a number without a dot and sign", b"learning_rate: -1\n", "learning_rate"),
+    Row("NaN", b"learning_rate: .nan\n", "learning_rate"),
+    Row("infinity", b"temperature: .inf\n", "temperature"),
+    Row("a date", b"seed: 2026-11-23\n", "seed"),
+    Row("an impossible date", b"seed: 2026-13-45\n", "is not YAML|seed"),
+    Row("a switch that is neither", b"bf16: 7\n", "bf16"),
+    Row("too large", b"# " + b"x" * (2 << 20), "more than 1 MiB"),
+    Row("JSON that is cut", b'{"seed": 1', "is not YAML"),
+    Row("a value that looks like a field", b"output_dir: --seed\n", "output_dir|seed"),
+    Row("a surrogate", b'output_dir: "\\ud800"\n', "no text"),
+]
+
+
+@rows(*FILES)
+def test_a_bad_config_file_is_one_line(row: Row, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(row.given)
+    check(["grpo", "--config", str(path), "--dry_run"], row, capfd)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xef\xbb\xbfseed: 1\n", b"seed: 1\r\n", b'{"seed": 1}', b"seed: 1\n...\n", b"seed: '1'\n", b"seed: 0x1\n"],
+)
+def test_other_ways_to_write_a_good_file_are_taken(
+    content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_bytes(content)
+    assert main(["grpo", "--config", str(tmp_path / "c.yaml"), "--dry_run"]) == 0
+    assert "seed: 1\n" in capfd.readouterr().out

@@ -1,0 +1,196 @@
+"""Bad arguments from Python: each raises one clear error of ours, where possible before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from bad_input import Row, refused, rows
+from tiny import make_model, make_tokenizer
+from transformers import BertConfig, BertModel
+
+from lockstep import GRPOConfig, GRPOTrainer, OnlineDPOTrainer
+from lockstep.connection import connect
+from lockstep.errors import LockstepError
+
+DATA = datasets.Dataset.from_dict({"prompt": [f"p{i}" for i in range(8)]})
+
+
+def reward(completions: list, **_: Any) -> list[float]:
+    return [float(i) for i in range(len(completions))]
+
+
+@pytest.fixture(scope="module")
+def make(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., GRPOTrainer]:
+    folder = tmp_path_factory.mktemp("python")
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_vllm": False,
+        "bf16": False,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "max_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+    def made(config: dict[str, Any] | None = None, **changes: Any) -> GRPOTrainer:
+        given = {"model": untied_dir, "reward_funcs": reward, "train_dataset": DATA, **changes}
+        given.setdefault("args", GRPOConfig(**{**settings, **(config or {})}))
+        return GRPOTrainer(**given)
+
+    return made
+
+
+class Slow(torch.nn.Module):
+    pass
+
+
+def other(kind: str = "qwen2", **changes: Any) -> Any:
+    model = make_model(kind, **changes)
+    model.config._name_or_path = "/nowhere/model"
+    return model
+
+
+ARGUMENTS = [
+    Row("a model that is a number", {"model": 42}, "model.*int"),
+    Row("a model that is nothing", {"model": None}, "model.*NoneType"),
+    Row("a model that is a path object", {"model": Path("/nowhere/model")}, "does not exist|PosixPath"),
+    Row("a model that is a plain module", {"model": torch.nn.Linear(2, 2)}, "model.*Linear"),
+    Row(
+        "a model without a head",
+        {
+            "model": BertModel(
+                BertConfig(
+                    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=64
+                )
+            )
+        },
+        "BertModel|language model",
+    ),
+    Row("a model from nowhere", {"model": other}, "does not exist"),
+    Row("a class of models", {"model": torch.nn.Module}, "model"),
+    Row("a tokenizer that is text", {"processing_class": "gpt2"}, "processing_class.*str"),
+    Row("a tokenizer that is a number", {"processing_class": 3}, "processing_class.*int"),
+    Row("a tokenizer that is a function", {"processing_class": len}, "processing_class"),
+    Row("a tokenizer that is a model", {"processing_class": torch.nn.Linear(2, 2)}, "processing_class"),
+    Row("args that are a dictionary", {"args": {"seed": 1}}, "args is a dict"),
+    Row("args of another method", {"args": "rloo"}, "args is a str"),
+    Row("data that is a list", {"train_dataset": [{"prompt": "a"}]}, "must be a datasets.Dataset, got list"),
+    Row("data that is nothing", {"train_dataset": None}, "must be a datasets.Dataset"),
+    Row("data that is text", {"train_dataset": "data.jsonl"}, "must be a datasets.Dataset, got str"),
+    Row(
+        "data with splits",
+        {"train_dataset": datasets.DatasetDict({"train": DATA})},
+        "must be a datasets.Dataset, got DatasetDict",
+    ),
+    Row("empty data", {"train_dataset": DATA.select([])}, "is empty"),
+    Row("data for evaluation that is a list", {"eval_dataset": [1]}, "eval dataset must be"),
+    Row("a reward that is a number", {"reward_funcs": 3}, "neither a function nor a reward model"),
+    Row("no reward", {"reward_funcs": []}, "no reward function"),
+    Row("a reward that is nothing", {"reward_funcs": None}, "no reward function"),
+    Row("nothing among rewards", {"reward_funcs": [reward, None]}, "no reward function"),
+    Row("a reward that is a plain module", {"reward_funcs": Slow()}, "neither a function nor a reward model"),
+    Row("a reward that is a language model", {"reward_funcs": other}, "outputs|sequence classifier|tokenizer|reward"),
+    Row("tokenizers of another number", {"reward_processing_classes": [None, None]}, "2 entries for 1"),
+    Row("callbacks that are no list", {"callbacks": 3}, "callbacks"),
+    Row("callbacks that are functions", {"callbacks": [reward]}, "callbacks"),
+    Row("optimizers that are text", {"optimizers": "adamw"}, "optimizers"),
+    Row("one optimizer", {"optimizers": (None,)}, "optimizers"),
+    Row("an adapter that is a dictionary", {"peft_config": {"r": 8}}, "peft_config.*dict"),
+    Row("an adapter that is text", {"peft_config": "lora"}, "peft_config.*str"),
+    Row("tools", {"data_collator": reward}, "data_collator is not supported"),
+    Row("a reference without beta", {"ref_model": other}, "beta"),
+    Row("an engine that is text", {"engine": "vllm"}, "engine.*str"),
+    Row("an engine without methods", {"engine": object()}, "engine"),
+]
+CONFIGS = [
+    Row("a learning rate that is text", {"learning_rate": "fast"}, "learning_rate"),
+    Row("a learning rate that is a list", {"learning_rate": [1e-6]}, "learning_rate"),
+    Row("a temperature that is nothing", {"temperature": None}, "temperature"),
+    Row("steps that are text", {"max_steps": "many"}, "max_steps"),
+    Row("weights that are text", {"reward_weights": ["a"]}, "reward_weights"),
+    Row("weights that are one number", {"reward_weights": 1.0}, "reward_weights"),
+    Row("stop strings that are text", {"stop_strings": "end"}, "stop_strings"),
+    Row("stop strings that are numbers", {"stop_strings": [3]}, "stop_strings"),
+    Row("a group that is a fraction", {"num_generations": 2.5}, "num_generations"),
+    Row("NaN", {"learning_rate": float("nan")}, "learning_rate"),
+    Row("kwargs that are a list", {"model_init_kwargs": [1]}, "model_init_kwargs"),
+    Row("a seed that is text", {"seed": "x"}, "seed"),
+]
+CONNECTIONS = [
+    Row("no URL", {"url": []}, "url"),
+    Row("not a URL", {"url": "gpu-node"}, "url='gpu-node'"),
+    Row("a password", {"url": "http://a:hunter2@b"}, "user name or password"),
+    Row("a port out of range", {"url": "http://a:99999"}, "99999"),
+    Row("the same URL twice", {"url": ["http://a", "http://a"]}, "twice"),
+    Row("a key file that is not there", {"url": "http://127.0.0.1:1", "key_file": "/nowhere/key"}, "cannot be read"),
+    Row("a key file that is a directory", {"url": "http://127.0.0.1:1", "key_file": "/"}, "key"),
+    Row("nobody there", {"url": "http://127.0.0.1:1", "timeout": 0.3}, "did not answer within"),
+    Row("a time limit of nothing", {"url": "http://127.0.0.1:1", "timeout": 0.0}, "timeout"),
+    Row("a time limit below 0", {"url": "http://127.0.0.1:1", "timeout": -1.0}, "timeout"),
+    Row("a time limit that is NaN", {"url": "http://127.0.0.1:1", "timeout": float("nan")}, "timeout"),
+    Row(
+        "a port of gloo out of range",
+        {"url": "http://127.0.0.1:1", "group_port": 70000, "timeout": 0.3},
+        "group_port|did not answer",
+    ),
+    Row(
+        "a transport that nobody knows",
+        {"url": "http://127.0.0.1:1", "transport": "pigeon", "timeout": 0.3},
+        "pigeon|did not answer",
+    ),
+]
+
+
+@rows(*ARGUMENTS)
+def test_a_bad_argument_is_one_error(row: Row, make: Callable[..., GRPOTrainer]) -> None:
+    given = {name: value() if value is other else value for name, value in row.given.items()}
+    refused(lambda: make(**given), row.says)
+
+
+@rows(*CONFIGS)
+def test_a_bad_field_is_one_error(row: Row, make: Callable[..., GRPOTrainer]) -> None:
+    refused(lambda: make(row.given), row.says)
+
+
+@rows(*CONNECTIONS)
+def test_a_bad_connection_is_one_error(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCKSTEP_SERVER_KEY", raising=False)
+    refused(lambda: connect(**row.given), row.says)
+
+
+def test_a_judge_that_is_none_is_one_error(untied_dir: str, tmp_path: Path) -> None:
+    refused(lambda: OnlineDPOTrainer(untied_dir, judge="gpt", train_dataset=DATA), "judge")
+
+
+@pytest.fixture(scope="module")
+def trainer(make: Callable[..., GRPOTrainer]) -> GRPOTrainer:
+    return make(processing_class=make_tokenizer())
+
+
+RESUMES = [
+    Row("no checkpoint at all", True, "no checkpoint"),
+    Row("a checkpoint that is not there", "/nowhere/checkpoint-1", "no checkpoint|does not exist"),
+    Row("a directory without a checkpoint", "/", "no checkpoint|trainer_state.json"),
+    Row("a number", 3, "resume_from_checkpoint"),
+]
+
+
+@rows(*RESUMES)
+def test_a_resume_without_a_checkpoint_is_one_error(row: Row, trainer: GRPOTrainer) -> None:
+    refused(lambda: trainer.train(resume_from_checkpoint=row.given), row.says)
+
+
+def test_a_trainer_that_is_closed_trains_no_more(make: Callable[..., GRPOTrainer]) -> None:
+    closed = make()
+    closed.close()
+    refused(lambda: closed.train(), "closed", LockstepError)
+    refused(lambda: closed.evaluate(), "closed|eval_dataset", LockstepError)
+    closed.close()

@@ -1,0 +1,198 @@
+"""The proof of kept sets accepts every set that rounding explains, and names the filter that an engine did not apply."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from draws import draws
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tiny import make_model
+from transformers import PreTrainedModel
+
+from lockstep.engines.filters.sampling import filtered, shaped_logits
+from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.errors import ProofError
+from lockstep.parity.distributions import Distribution
+from lockstep.parity.filter_bounds import FilterBounds
+from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats
+from lockstep.parity.rescoring import Precision
+from lockstep.parity.tolerances import tolerance
+from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
+
+FILTERS = {
+    "top_k": Sampling(8, top_k=6),
+    "top_p": Sampling(8, top_p=0.7),
+    "min_p": Sampling(8, min_p=0.08),
+    "all": Sampling(8, top_k=30, top_p=0.8, min_p=0.01, temperature=1.3, repetition_penalty=1.3, min_tokens=3),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model(scale=0.3)
+
+
+@torch.no_grad()
+def sampled(model: PreTrainedModel, sampling: Sampling, seed: int = 0) -> Completion:
+    """A completion of 8 tokens that the model samples with filters. Its log-probs are not used here."""
+    torch.manual_seed(seed)
+    prompt, ids = [5, 9, 40, 41], []
+    sets: list[KeptIds] = []
+    for _ in range(8):
+        logits = model(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, -1]
+        shaped = shaped_logits(logits, sampling, prompt, ids, end_ids=(0,)) / sampling.temperature
+        scores = filtered(shaped, sampling)[0]
+        kept = scores.isfinite().nonzero()[:, 0].numpy()
+        sets.append(KeptIds(kept, [len(kept)]))
+        ids.append(int(torch.multinomial(scores.softmax(-1), 1)))
+    return Completion(
+        RequestKey("p", seed), prompt, ids, np.zeros(8), np.full(8, 3), "length", kept_ids=joined_kept_ids(sets)
+    )
+
+
+def proof(model: PreTrainedModel, sampling: Sampling, dtype: torch.dtype = torch.float32) -> KeptSetProof:
+    return KeptSetProof(model, Distribution(sampling, (0,)), Precision(), tolerance(dtype, dtype))
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_sets_of_the_same_filters_pass_and_are_counted(model: PreTrainedModel, name: str) -> None:
+    found = proof(model, FILTERS[name]).check([sampled(model, FILTERS[name], seed) for seed in range(3)], 3)
+    assert (found.tokens, found.differences) == (24, 0)
+    assert found.metrics() == {"sampling/edge_differences": 0.0, "sampling/edge_rounding": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "ignored"),
+    [("top_k", {"top_k": 0, "top_p": 0.999}), ("top_p", {"top_p": 0.999}), ("min_p", {"min_p": 1e-4})],
+)
+def test_a_filter_that_the_engine_ignores_is_named(
+    model: PreTrainedModel, name: str, ignored: dict[str, float]
+) -> None:
+    made = sampled(model, replace(FILTERS[name], **ignored))
+    with pytest.raises(ProofError, match=f"against {name}"):
+        proof(model, FILTERS[name]).check([made], 3)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_set_that_was_cut_short_is_found(model: PreTrainedModel, name: str) -> None:
+    whole = sampled(model, FILTERS[name])
+    assert whole.kept_ids is not None
+    largest = int(whole.kept_ids.sizes.argmax())
+    stays = np.ones(len(whole.kept_ids.ids), dtype=bool)
+    own = np.flatnonzero(whole.kept_ids.tokens == largest)
+    stays[own[whole.kept_ids.ids[own] != whole.token_ids[largest]]] = False
+    sizes = np.bincount(whole.kept_ids.tokens[stays], minlength=8)
+    cut = replace(whole, kept_ids=KeptIds(whole.kept_ids.ids[stays], np.cumsum(sizes)))
+    with pytest.raises(ProofError, match="left out id"):
+        proof(model, FILTERS[name]).check([cut], 3)
+
+
+def test_a_banned_id_in_a_set_is_found(model: PreTrainedModel) -> None:
+    made = sampled(model, Sampling(8, top_k=6))
+    assert made.kept_ids is not None
+    banned = int(made.kept_ids.ids[0])
+    rule = Sampling(8, top_k=6, allowed_token_ids=tuple(i for i in range(384) if i != banned))
+    with pytest.raises(ProofError, match="against grammar, allowed_token_ids, bad_words or min_tokens"):
+        proof(model, rule).check([made], 3)
+
+
+def test_a_penalty_that_one_side_counts_otherwise_is_found(model: PreTrainedModel) -> None:
+    made = sampled(model, Sampling(8, top_k=6))
+    with pytest.raises(ProofError, match="top_k"):
+        proof(model, Sampling(8, top_k=6, repetition_penalty=2.0)).check([made], 3)
+
+
+def test_tokens_of_other_weights_are_left_out(model: PreTrainedModel) -> None:
+    wrong = sampled(model, Sampling(8, top_p=0.999))
+    assert proof(model, FILTERS["top_p"]).check([wrong], 4).tokens == 0
+
+
+def test_at_most_sixty_four_tokens_are_drawn_and_the_draw_depends_on_the_version_alone(model: PreTrainedModel) -> None:
+    made = [sampled(model, FILTERS["top_k"], seed) for seed in range(10)]
+    assert proof(model, FILTERS["top_k"]).check(made, 3).tokens == 64
+
+
+# What one side samples with, and what the other side's filters are.
+ONE_SIDED = {
+    "the engine ignores top_k": ({"top_k": 3, "top_p": 0.999}, {"top_k": 0}),
+    "the engine ignores top_p": ({"top_k": 50, "top_p": 0.5}, {"top_p": 1.0}),
+    "the engine ignores min_p": ({"top_k": 50, "min_p": 0.3}, {"min_p": 0.0}),
+    "the trainer ignores top_k": ({"top_p": 0.999}, {"top_k": 3}),
+    "the trainer ignores top_p": ({"top_k": 50}, {"top_p": 0.5}),
+    "the trainer ignores min_p": ({"top_k": 50}, {"min_p": 0.3}),
+}
+
+
+def in_half_precision(model: PreTrainedModel, asked: Sampling, done: Sampling) -> KeptSetStats:
+    """What the proof finds about 64 tokens of an engine in bf16, with the trainer in fp32."""
+    engine = deepcopy(model).bfloat16()
+    return proof(model, asked, torch.bfloat16).check([sampled(engine, done, seed) for seed in range(8)], 3)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_in_half_precision_the_rounding_of_honest_sets_is_far_below_its_limits(
+    model: PreTrainedModel, name: str
+) -> None:
+    found = in_half_precision(model, FILTERS[name], FILTERS[name])
+    assert found.tokens == 64
+    assert 0.0 < found.mean_rounding < found.mean_limit / 4
+    assert 0.0 < found.nearest < 0.25
+
+
+@pytest.mark.parametrize("name", ONE_SIDED)
+def test_in_half_precision_a_filter_of_one_side_alone_is_found(model: PreTrainedModel, name: str) -> None:
+    asked, done = ONE_SIDED[name]
+    with pytest.raises(ProofError, match=r"applies .*(top_k|top_p|min_p).* otherwise than the run asks for"):
+        in_half_precision(model, Sampling(8, **asked), Sampling(8, **{**asked, **done}))
+
+
+def test_the_limit_on_a_mean_is_that_on_one_value_for_one_token_and_falls_to_the_scale() -> None:
+    limit = tolerance(torch.bfloat16, torch.bfloat16)
+    of = [limit.mean_of(tokens) for tokens in (1, 8, 64, 10**6)]
+    assert of == sorted(of, reverse=True)
+    # Chernoff's bound is not exact for a single value.
+    assert limit.largest(1) < of[0] < 1.3 * limit.largest(1)
+    assert of[-1] == pytest.approx(1.5 * limit.tail, rel=0.01)
+
+
+@draws(60)
+@given(
+    seed=st.integers(0, 10**6),
+    scale=st.sampled_from([0.1, 1.0, 5.0]),
+    rounding=st.sampled_from([1e-4, 0.02, 0.3]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+    top_k=st.sampled_from([0, 1, 7, 50]),
+    top_p=st.sampled_from([1.0, 0.95, 0.3]),
+)
+@example(seed=0, scale=0.1, rounding=0.3, min_p=0.5, top_k=1, top_p=0.3)
+def test_bounds_enclose_the_set_of_any_logits_within_rounding(
+    seed: int, scale: float, rounding: float, min_p: float, top_k: int, top_p: float
+) -> None:
+    torch.manual_seed(seed)
+    sampling = Sampling(1, min_p=min_p, top_k=top_k, top_p=top_p)
+    logits = (torch.randn(60) * scale).double()
+    logits[torch.rand(60) < 0.2] = -torch.inf
+    logits[0] = 0.0
+    bounds = FilterBounds(logits.numpy(), sampling)
+    last = bounds.after(rounding)[-1]
+    assert last.possible <= last.sure
+    for _ in range(5):
+        moved = logits + (torch.rand(60) * 2 - 1) * rounding
+        kept = filtered(moved[None].float(), sampling)[0] > -torch.inf
+        lowest, missing = float(logits[kept].min()), float(logits[~kept].max())
+        assert lowest >= last.possible
+        assert missing < last.sure
+        # The smallest rounding that explains the set is one that does, and it is not larger than the one that was drawn.
+        enough = bounds.rounding_for(lowest, missing, 2 * rounding)
+        assert enough <= rounding * 1.01
+        explained = bounds.after(enough)[-1]
+        assert lowest >= explained.possible
+        assert missing < explained.sure
+    exact = filtered(logits[None].float(), sampling)[0] > -torch.inf
+    tight = bounds.after(1e-6)[-1]
+    assert torch.equal(logits >= tight.sure, exact) or torch.equal(logits >= tight.possible, exact)

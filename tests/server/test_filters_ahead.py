@@ -1,0 +1,89 @@
+"""Runs with sampling filters on a real server, also ahead: kept ids cross the wire, and pushes land amid completions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from caller import save_caller
+from conftest import VLLM
+from servers import KEY, Server, serve
+
+from lockstep import GRPOConfig, GRPOTrainer
+from lockstep.server.keys import KEY_VARIABLE
+
+pytestmark = [*VLLM, pytest.mark.long]
+KEPT = {"top_p": 0.95, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1}
+RULES = {"presence_penalty": 0.5, "min_tokens": 2, "bad_words": ["th"], "vllm_structured_outputs_regex": "[a-z ]{4,60}"}
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+
+
+@pytest.mark.parametrize(
+    ("filters", "max_staleness", "num_iterations"),
+    [(KEPT | RULES, 0, 1), (KEPT, 2, 1), (RULES, 2, 1), (KEPT, 2, 2)],
+    ids=["all, in turn", "kept ids, ahead", "rules, ahead", "kept ids, ahead, two steps"],
+)
+def test_the_gap_of_a_run_with_filters_on_a_server_is_that_of_a_run_without(
+    filters: dict[str, Any], max_staleness: int, num_iterations: int, server: Server, untied_dir: str, tmp_path: Path
+) -> None:
+    args = GRPOConfig(
+        output_dir=str(tmp_path), vllm_server_base_url=server.url, vllm_server_timeout=240.0, max_staleness=max_staleness,
+        num_generations=4, num_iterations=num_iterations, per_device_train_batch_size=8, max_completion_length=40,
+        max_steps=4, logging_steps=1, learning_rate=1e-3, save_strategy="no", report_to=[], bf16=False, disable_tqdm=True,
+        **filters,
+    )  # fmt: skip
+    data = datasets.Dataset.from_dict({"prompt": [f"number {i}" for i in range(40)]})
+    trainer = GRPOTrainer(
+        untied_dir, lambda completion_ids, **_: [float(len(i) % 5) for i in completion_ids], args, data
+    )
+    trainer.train()
+    trainer.close()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert len(lines) == 4
+    assert lines[0]["parity/checked_tokens"] > 0
+    assert max(line["parity/max_abs_gap"] for line in lines if line["parity/checked_tokens"]) < 1e-3
+    if max_staleness:
+        assert max(line.get("staleness/max", 0) for line in lines) > 0
+
+
+def multiply(a: int, b: int) -> int:
+    """The product of two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a * b
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 0.15)])
+def test_rollouts_with_tools_and_filters_ahead_have_the_gap_of_rollouts_without(
+    dtype: str, limit: float, tmp_path: Path
+) -> None:
+    model = save_caller(tmp_path / "caller")
+    rows = [{"prompt": [{"role": "user", "content": f"what is {i} + {i}"}]} for i in range(40)]
+    with serve(model, tmp_path, dtype=dtype) as server:
+        args = GRPOConfig(
+            output_dir=str(tmp_path / "run"), vllm_server_base_url=server.url, vllm_server_timeout=240.0, max_staleness=2,
+            num_generations=4, num_iterations=2, per_device_train_batch_size=16, max_completion_length=120, max_steps=6,
+            logging_steps=1, learning_rate=1e-3, save_strategy="no", report_to=[], bf16=dtype == "bfloat16", disable_tqdm=True,
+            **KEPT,
+        )  # fmt: skip
+        trainer = GRPOTrainer(
+            model, lambda completion_ids, **_: [float(len(i) % 5) for i in completion_ids], args,
+            datasets.Dataset.from_list(rows), tools=[multiply],
+        )  # fmt: skip
+        trainer.train()
+        trainer.close()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    assert len(lines) == 6
+    assert max(line.get("tools/turns", 0) for line in lines) > 1
+    assert lines[0]["parity/checked_tokens"] > 0
+    assert max(line["parity/mean_abs_gap"] for line in lines if line["parity/checked_tokens"]) < limit
+    assert max(line.get("staleness/max", 0) for line in lines) > 0

@@ -1,0 +1,46 @@
+"""Every argument of vLLM's server has been judged: it is free, or refused with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import VLLM
+
+from lockstep.errors import InputError
+from lockstep.server.arguments import check_names
+
+pytestmark = VLLM
+
+FREE = set((Path(__file__).parent / "free_arguments.txt").read_text().split())
+
+
+@pytest.fixture(scope="module")
+def arguments() -> set[str]:
+    """The names of all arguments of this vLLM's server."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions} - {"help"}
+
+
+def test_each_argument_is_either_free_or_refused(arguments: set[str]) -> None:
+    """After an upgrade of vLLM: read what a new argument does, then add it to `free_arguments.txt` or to server/arguments.py."""
+    refused = set()
+    for name in arguments:
+        try:
+            check_names([name])
+        except InputError:
+            refused.add(name)
+    assert arguments - refused - FREE == set(), "nobody has judged these"
+    assert FREE - arguments == set(), "vLLM has none of these"
+    assert FREE & refused == set()
+
+
+def test_nothing_that_is_free_has_the_name_of_a_port_an_address_or_another_program() -> None:
+    # Of several nodes, which the user asks for; limits of what is loaded; and the names of files and of log lines.
+    known = {"master_addr", "master_port", "allowed_media_domains", "disable_access_log_for_endpoints"}
+    known |= {"enable_tower_connector_lora", "h11_max_incomplete_event_size"}
+    known |= {"enable_tokenizer_info_endpoint", "enable_server_load_tracking", "device_ids"}
+    words = ("port", "addr", "endpoint", "host", "url", "rpc", "server", "connector", "transfer", "event", "remote")
+    assert {name for name in FREE if any(word in name for word in words)} <= known

@@ -1,0 +1,217 @@
+"""The model's backward is compared with finite differences of a plain forward: right ones pass, wrong ones are named."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from filters import draw, rules_of
+from stages import config
+from test_filtered_scores import ALONE, PROMPTS
+from tiny import make_model
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
+
+import lockstep.parity.backward.finite_differences as differences
+import lockstep.training.step.model_gradient as module
+from lockstep.engines.filters.distribution import Sampling
+from lockstep.errors import ProofError
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
+from lockstep.training.step.model_gradient import ModelGradient
+from lockstep.training.step.update import Policy
+
+Handle = torch.utils.hooks.RemovableHandle
+PLAIN = Sampling(6, temperature=0.8)
+
+
+def policy_of(model: PreTrainedModel, sampling: Sampling = PLAIN, **more: Any) -> Policy:
+    if not more.get("plain_rows"):
+        adopt_tree_attention(model)
+    return Policy(model.train(), contextlib.nullcontext, lambda loss: loss.backward(), rules=rules_of(sampling), **more)
+
+
+def checked(
+    policy: Policy, folder: Path, sequences: list[TrainingSequence] | None = None, *, bf16: bool = False, **more: Any
+) -> float | None:
+    """The error of one check, as a run would make it at its first step."""
+    assert policy.rules is not None
+    settings = config(folder, bf16=bf16, temperature=policy.rules.sampling.temperature)
+    modules = [policy.model, *([policy.critic] if policy.critic is not None else [])]
+    proof = ModelGradient(lambda: modules, settings, 0, entropies=more.pop("entropies", False))
+    found = sequences or draw(policy.model, PROMPTS, (6, 3, 6), policy.rules.sampling, 1)
+    return proof.check(policy, found, 0).get("checked/model_gradient_error")
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return make_model(tied=True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_right_backward_passes_far_below_the_limit(kind: str, tmp_path: Path) -> None:
+    error = checked(policy_of(make_model(kind)), tmp_path, entropies=True)
+    assert error is not None
+    assert 0 < error < 1e-4
+
+
+@pytest.mark.parametrize("name", ["top_p", "repetition_penalty", "grammar", "bad_words"])
+def test_it_differentiates_the_distribution_of_the_run(model: PreTrainedModel, name: str, tmp_path: Path) -> None:
+    sampling = Sampling(6, temperature=0.8, **ALONE[name])
+    error = checked(policy_of(model, sampling), tmp_path, entropies=True)
+    assert error is not None
+    assert error < 1e-4
+
+
+def test_the_value_head_belongs_to_it(model: PreTrainedModel, tmp_path: Path) -> None:
+    critic = torch.nn.Linear(64, 1)
+    policy = policy_of(model, critic=critic)
+    assert (checked(policy, tmp_path) or 1.0) < 1e-4
+    handle = critic.weight.register_hook(torch.neg)
+    with pytest.raises(ProofError, match=r"value_head\.weight"):
+        checked(policy, tmp_path)
+    handle.remove()
+
+
+def test_an_adapter_is_differentiated_alone(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    wrapped = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0))
+    inner = wrapped.base_model.model
+    assert (checked(policy_of(inner), tmp_path) or 1.0) < 1e-4
+    one = next(p for n, p in inner.named_parameters() if "lora_B" in n)
+    handle = one.register_hook(torch.zeros_like)
+    with pytest.raises(ProofError, match="the first wrong part is"):
+        checked(policy_of(inner), tmp_path)
+    handle.remove()
+
+
+def test_experts_and_plain_rows_are_differentiated_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    experts = AutoModelForCausalLM.from_config(
+        MixtralConfig(
+            vocab_size=384,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=4,
+            initializer_range=0.3,
+        ),
+        dtype=torch.float32,
+    )
+    assert (checked(policy_of(experts, plain_rows=True), tmp_path) or 1.0) < 1e-4
+
+
+def test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    policy = policy_of(model)
+    policy = Policy(policy.model, lambda: torch.autocast("cpu", torch.bfloat16), policy.backward, rules=policy.rules)
+    assert (checked(policy, tmp_path, bf16=True) or 1.0) < 1e-4
+
+    def lost(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(gradient) if rounded else gradient
+
+    calls: list[bool] = []
+    real = Policy.score
+
+    def score(self: Policy, *args: Any, **kwargs: Any) -> Any:
+        nonlocal rounded
+        rounded = self.autocast is policy.autocast
+        calls.append(rounded)
+        return real(self, *args, **kwargs)
+
+    rounded = False
+    handles = [p.register_hook(lost) for p in model.parameters()]
+    with patch.object(Policy, "score", score), pytest.raises(ProofError, match="with autocast the gradient"):
+        checked(policy, tmp_path, bf16=True)
+    assert calls == [False, True]
+    for handle in handles:
+        handle.remove()
+
+
+def _layer_zeroed(model: PreTrainedModel) -> list[Handle]:
+    return [p.register_hook(torch.zeros_like) for p in model.model.layers[0].parameters()]
+
+
+def _keys_detached(model: PreTrainedModel) -> list[Handle]:
+    return [model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda m, given, made: made.detach())]
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"), [(_layer_zeroed, r"model\.layers\.0"), (_keys_detached, r"model\.layers\.1")]
+)
+def test_the_part_of_the_model_is_named(
+    model: PreTrainedModel, fault: Callable[[PreTrainedModel], list[Handle]], where: str, tmp_path: Path
+) -> None:
+    handles = fault(model)
+    try:
+        with pytest.raises(ProofError, match=f"the first wrong part is {where}"):
+            checked(policy_of(model), tmp_path)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_check_leaves_nothing_behind(model: PreTrainedModel, tmp_path: Path) -> None:
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    numbers = torch.get_rng_state()
+    assert checked(policy_of(model), tmp_path) is not None
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert model.training
+
+
+def test_a_gradient_that_is_left_from_before_stays_for_its_own_proof(model: PreTrainedModel, tmp_path: Path) -> None:
+    weight = model.lm_head.weight
+    weight.grad = torch.ones_like(weight)
+    assert checked(policy_of(model), tmp_path) is None
+    assert bool((weight.grad == 1).all())
+    weight.grad = None
+
+
+def test_the_first_step_is_checked_and_later_ones_within_a_share_of_the_time(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    policy = policy_of(model)
+    sequences = draw(model, PROMPTS, (6, 3, 6), PLAIN, 1)
+    clock = {"now": 0.0}
+
+    def slow(*args: Any) -> float:
+        clock["now"] += 2.0
+        return 0.0
+
+    with (
+        patch.object(module.time, "perf_counter", lambda: clock["now"]),
+        patch.object(module.ModelGradient, "_error", slow),
+    ):
+        proof = ModelGradient(lambda: [model], config(tmp_path, bf16=False), 0, entropies=False)
+        checks = []
+        for step in range(500):
+            checks.append(bool(proof.check(policy, sequences, step)))
+            clock["now"] += 1.0
+    assert [step for step, was in enumerate(checks) if was] == [0, 198, 396]
+
+
+def test_a_forward_that_is_too_coarse_is_said_and_no_error(
+    model: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draws = np.random.default_rng(0)
+    real = differences.Drawn.total
+    with patch.object(differences.Drawn, "total", lambda self, moves: real(self, moves) + 1e-3 * draws.normal()):
+        assert checked(policy_of(model), tmp_path) is None
+    assert "not proven at this step: finite differences" in capsys.readouterr().out
+
+    def fails(self: Any, moves: Any) -> float:
+        raise NotImplementedError("no kernel for float64")
+
+    with patch.object(differences.Drawn, "total", fails):
+        assert checked(policy_of(model), tmp_path) is None
+    assert "no kernel for float64" in capsys.readouterr().out

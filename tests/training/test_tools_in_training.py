@@ -1,0 +1,442 @@
+"""Trainers with TRL's `tools`, `environment_factory` and `rollout_func`: rewards, metrics, masks, and early errors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from caller import Product, multiply
+from conftest import VLLM
+from datasets import Dataset
+
+import lockstep
+from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.errors import InputError, ProofError
+from lockstep.report.html import render_report
+from lockstep.training.run_files.shown_rollouts import live_sample, shown_rollout
+from lockstep.training.trainers.online import OnlineTrainer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollouts"))
+import games
+
+ROWS = [{"prompt": [{"role": "user", "content": f"what is {i} + {i}"}], "answer": i} for i in range(8)]
+DATA = Dataset.from_list(ROWS)
+CONFIGS = {"GRPO": 8, "RLOO": 8, "ReinforcePP": 8, "PPO": 8, "OnlineDPO": 4}
+
+
+def by_calls(completions: list[Any], **_: Any) -> list[float]:
+    return [float(sum("tool_calls" in message for message in messages)) for messages in completions]
+
+
+def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(len(ids) % 7) for ids in completion_ids]
+
+
+Make = Callable[..., OnlineTrainer]
+
+
+@pytest.fixture
+def make(caller_dir: str, tmp_path: Path) -> Any:
+    made: list[OnlineTrainer] = []
+
+    def trainer(method: str = "GRPO", *, data: Any = DATA, reward: Any = by_calls, **given: Any) -> OnlineTrainer:
+        names = ("tools", "environment_factory", "rollout_func", "agent", "engine", "eval_dataset")
+        arguments = {name: given.pop(name) for name in names if name in given}
+        fields = {"max_completion_length": 120, "num_generations": 4}
+        if method == "OnlineDPO":
+            fields = {"max_new_tokens": 120, "max_length": 256}
+        base = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "bf16": False, "disable_tqdm": True}
+        base |= {"use_vllm": False, "learning_rate": 1e-3, "report_to": [], "seed": 3}
+        config = getattr(lockstep, f"{method}Config")(
+            output_dir=str(tmp_path / "run"),
+            **{"per_device_train_batch_size": CONFIGS[method], **fields, **base, **given},
+        )
+        kind = getattr(lockstep, f"{method}Trainer")
+        made.append(kind(caller_dir, reward_funcs=reward, args=config, train_dataset=data, **arguments))
+        return made[-1]
+
+    yield trainer
+    for each in made:
+        each.close()
+
+
+def logs_of(run: OnlineTrainer) -> list[dict[str, float]]:
+    return [line for line in run.state.log_history if "loss" in line]
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+def test_every_method_learns_from_rollouts_with_tools(method: str, make: Make) -> None:
+    run = make(method, tools=[multiply])
+    run.train()
+    lines = logs_of(run)
+    assert len(lines) == 2
+    for line in lines:
+        assert line["tools/call_frequency"] > 0
+        assert 0 < line["tools/failure_frequency"] < 1
+        assert line["tools/turns"] > 1
+        assert line["parity/max_abs_gap"] < 1e-4
+        assert line["grad_norm"] > 0
+    generation = run.loop.generation
+    assert generation is not None
+    rollouts = [rollout for group in generation.groups for rollout in group.rollouts]
+    inserted = [c for rollout in rollouts for c in rollout.branches if c.sampled is not None]
+    assert inserted
+    assert lines[-1]["parity/checked_tokens"] == sum(len(c.sampled_places) for r in rollouts for c in r.branches)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", [pytest.param("vllm", marks=VLLM)])
+def test_tools_and_environments_on_vllm(kind: str, make: Make) -> None:
+    run = make(environment_factory=Product, reward=None, use_vllm=True, per_device_train_batch_size=16)
+    assert isinstance(run.engine, VLLMInProcess)
+    run.train()
+    assert max(line["parity/max_abs_gap"] for line in logs_of(run)) < 1e-4
+    assert max(line["rewards/Product/mean"] for line in logs_of(run)) > 0
+    for given in ({"tools": [multiply]}, {"rollout_func": two_turns, "reward": by_second, "rehearse_rewards": False}):
+        again = make(engine=run.engine, **given)
+        again.train()
+        assert logs_of(again)[0]["parity/max_abs_gap"] < 1e-4
+
+
+FILTERS = {"top_p": 0.9, "repetition_penalty": 1.3}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", [pytest.param("vllm", marks=VLLM)])
+def test_turns_on_vllm_with_top_p_and_a_repetition_penalty_are_scored_as_sampled(kind: str, make: Make) -> None:
+    run = make(tools=[multiply], use_vllm=True, per_device_train_batch_size=16, **FILTERS)
+    run.train()
+    for line in logs_of(run):
+        assert line["tools/turns"] > 1
+        assert line["parity/max_abs_gap"] < 1e-4
+        assert line["sampling/edge_differences"] < 0.1
+    groups = run.loop.generation.groups  # type: ignore[union-attr]
+    inserted = [c for g in groups for r in g.rollouts for c in r.branches if c.sampled is not None]
+    assert inserted
+    assert all(c.kept_ids is not None and len(c.kept_ids) == len(c.sampled_places) for c in inserted)
+
+
+@pytest.mark.parametrize("name", ["tools", "environment_factory", "agent"])
+@pytest.mark.parametrize(
+    "counts",
+    [{"presence_penalty": 0.5}, {"bad_words": ["no"]}, {"min_tokens": 3}, {"vllm_structured_outputs_regex": "a+"}],
+)
+def test_settings_that_would_start_again_with_each_turn_are_refused_at_the_start(
+    name: str, counts: dict[str, Any], make: Make
+) -> None:
+    given = {"tools": [multiply], "environment_factory": Product, "agent": "examples:agent"}
+    with pytest.raises(InputError, match="would start again with each turn"):
+        make(**{name: given[name]}, **counts)
+
+
+def test_prompts_show_the_tools(make: Make) -> None:
+    run = make(tools=[multiply])
+    (prompt, *_) = run._train_prompts
+    assert run.processing_class.decode(prompt.ids.tolist()).startswith(
+        "<|system|>multiply <|end|><|user|>what is 0 + 0"
+    )
+
+
+def test_rewards_and_metrics_are_trls(make: Make) -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(**given: Any) -> list[float]:
+        seen.update(given)
+        return by_calls(**given)
+
+    run = make(tools=[multiply], reward=reward, max_steps=1)
+    run.train()
+    (line,) = logs_of(run)
+    called = [sum(len(m.get("tool_calls", ())) for m in messages) for messages in seen["completions"]]
+    assert sum(called) > 0
+    whole = [r for g in run.loop.generation.groups for r in g.rollouts]  # type: ignore[union-attr]
+    assert line["tools/call_frequency"] == sum(r.notes["tool_calls"] for r in whole) / len(whole)
+    assert seen["completion_ids"] == [r.token_ids.tolist() for r in whole]
+    assert seen["completions"] == [r.notes["messages"] for r in whole]
+    assert seen["prompts"] == [[{"role": "user", "content": f"what is {i} + {i}"}] for i in seen["answer"]]
+    assert "environments" not in seen
+
+
+def test_an_environment_gives_its_reward_under_its_class_beside_the_functions(make: Make) -> None:
+    seen: list[Any] = []
+
+    def reward(environments: list[Any], completions: list[Any], **_: Any) -> list[float]:
+        seen.extend(environments)
+        return [10.0 * environment.calls for environment in environments]
+
+    run = make(environment_factory=Product, reward=reward, max_steps=1)
+    seen.clear()
+    run.train()
+    (line,) = logs_of(run)
+    rollouts = [r for g in run.loop.generation.groups for r in g.rollouts]  # type: ignore[union-attr]
+    assert all(type(environment) is Product for environment in seen)
+    assert len({id(environment) for environment in seen}) == len(rollouts)
+    for rollout in rollouts:
+        own = rollout.scores["Product"]
+        assert own is not None
+        assert rollout.scores["reward"] == 10 * own
+        assert rollout.reward == 11 * own
+        assert own == rollout.notes["tool_calls"] - rollout.notes["tool_failures"]
+    assert line["rewards/Product/mean"] == pytest.approx(np.mean([r.scores["Product"] for r in rollouts]))
+    assert line["environments/failed"] == 0
+
+
+def test_the_trainer_shows_the_environments_of_the_last_rollouts_in_their_order(make: Make) -> None:
+    run = make(environment_factory=Product, reward=None, tools=[], max_steps=1)
+    assert run.environments is None
+    run.train()
+    rollouts = [r for g in run.loop.generation.groups for r in g.rollouts]  # type: ignore[union-attr]
+    assert len({r.scores["Product"] for r in rollouts}) > 1
+    assert [environment.calls for environment in run.environments] == [r.scores["Product"] for r in rollouts]
+
+
+def test_the_last_entry_of_the_log_has_the_figures_of_steps_after_the_last_multiple(make: Make) -> None:
+    run = make(tools=[multiply], max_steps=3, logging_steps=2)
+    run.train()
+    *_, logged, end = run.state.log_history
+    assert logged["step"] == end["step"] == 3
+    assert "train_runtime" in end
+    names = ("reward", "tools/call_frequency", "parity/max_abs_gap")
+    assert {name: end[name] for name in names} == {name: logged[name] for name in names}
+
+
+def test_the_last_entry_of_the_log_repeats_nothing_that_was_logged_on_time(make: Make) -> None:
+    run = make(tools=[multiply], max_steps=2, logging_steps=2)
+    run.train()
+    assert "reward" not in run.state.log_history[-1]
+
+
+def test_an_environment_alone_may_give_reward_and_data(make: Make) -> None:
+    run = make(environment_factory=Product, reward=None, data=None)
+    run.train()
+    assert len(logs_of(run)) == 2
+    (prompt, *_) = run._train_prompts
+    assert prompt.source == [{"role": "user", "content": ""}]
+
+
+def test_several_environments_are_chosen_by_a_column_and_show_their_own_tools(make: Make) -> None:
+    names = ["product" if i % 2 else "quiet" for i in range(8)]
+    data = DATA.add_column("environment", names)
+    run = make(environment_factory={"product": Product, "quiet": games.Quiet}, reward=by_length, data=data)
+    texts = [run.processing_class.decode(p.ids.tolist()) for p in run._train_prompts]
+    assert all(("multiply" in text) == (name == "product") for text, name in zip(texts, names, strict=True))
+    assert all(("look" in text) == (name == "quiet") for text, name in zip(texts, names, strict=True))
+    run.train()
+    rollouts = [r for g in run.loop.generation.groups for r in g.rollouts]  # type: ignore[union-attr]
+    for rollout in rollouts:
+        chosen = names[int(rollout.key.prompt_id.split("/")[1])]
+        assert (rollout.scores["Product"] is None) == (chosen == "quiet")
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+def test_a_failed_environment_leaves_its_rollout_out_of_rewards_baseline_and_loss(
+    method: str, make: Make, capsys: Any
+) -> None:
+    # A step takes four rows in order: one fails in `reset`, one in `get_reward`. The first row is also played before training.
+    faults = ["", "reset", "get_reward", ""] * 2
+    given: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 2 * CONFIGS[method]}
+    given |= {"data": DATA.add_column("how", faults), "shuffle_dataset": False}
+    run = make(method, environment_factory=Product, reward=by_length, **given)
+    run.train()
+    (line,) = logs_of(run)
+    generation = run.loop.generation
+    assert generation is not None
+    learned = {s.name: s for batch in generation.micro_batches for s in batch}
+    rollouts = [r for g in generation.groups for r in g.rollouts]
+    found = {fault: [r for r in rollouts if faults[int(r.key.prompt_id.split("/")[1])] == fault] for fault in faults}
+    failed = [*found["reset"], *found["get_reward"]]
+    assert len(found["reset"]) == len(found["get_reward"]) == len(rollouts) / 4
+    assert line["environments/failed"] == line["rewards/unscored"] / len(rollouts) == 0.5
+    assert line["grad_norm"] > 0
+    for rollout in failed:
+        assert rollout.failed is not None
+        assert not rollout.scored
+        assert set(rollout.scores.values()) == {None}
+    # A rollout that failed in `reset` has no tokens.
+    assert not {str(rollout.key) for rollout in found["reset"]} & learned.keys()
+    assert all(learned[str(rollout.key)].weight == 0 for rollout in found["get_reward"])
+    for rollout in found[""]:
+        assert rollout.failed is None
+        assert rollout.scores["by_length"] == len(rollout.token_ids) % 7
+    out = capsys.readouterr().out
+    assert "environment Product: reset: no" in out
+    assert "environment Product: get_reward: no" in out
+
+
+def test_a_generation_in_which_every_environment_fails_is_an_error(make: Make) -> None:
+    data = DATA.add_column("how", [""] + ["reset"] * 7)
+    run = make(environment_factory=Product, reward=by_length, data=data, shuffle_dataset=False, max_steps=4)
+    with pytest.raises(InputError, match="all 8 rollouts failed: environment Product: reset: no board"):
+        run.train()
+
+
+def one_turn(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    found = lockstep.generate_rollout_completions(trainer, prompts, max_tokens=20)
+    return {name: [row[name] for row in found] for name in ("prompt_ids", "completion_ids", "logprobs")}
+
+
+def two_turns(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    """A second turn after inserted ids, with a reward of its own."""
+    first = lockstep.generate_rollout_completions(trainer, prompts, max_tokens=20)
+    inserted = trainer.processing_class("<|end|><|user|>again<|end|><|assistant|>", add_special_tokens=False)[
+        "input_ids"
+    ]
+    before = [row["prompt_ids"] + row["completion_ids"] + inserted for row in first]
+    second = lockstep.generate_rollout_completions(trainer, before, max_tokens=20)
+    both = list(zip(first, second, strict=True))
+    return {
+        "prompt_ids": [row["prompt_ids"] for row in first],
+        "completion_ids": [a["completion_ids"] + inserted + b["completion_ids"] for a, b in both],
+        "logprobs": [a["logprobs"] + [0.0] * len(inserted) + b["logprobs"] for a, b in both],
+        "env_mask": [
+            [1] * len(a["completion_ids"]) + [0] * len(inserted) + [1] * len(b["completion_ids"]) for a, b in both
+        ],
+        "second_length": [len(b["completion_ids"]) for _, b in both],
+    }
+
+
+def by_second(second_length: list[int], **_: Any) -> list[float]:
+    return [float(length) for length in second_length]
+
+
+def test_a_rollout_func_samples_inserts_and_gives_rewards_what_it_likes(make: Make) -> None:
+    run = make(rollout_func=two_turns, reward=by_second)
+    run.train()
+    for line in logs_of(run):
+        assert line["parity/max_abs_gap"] < 1e-4
+        assert line["reward_std"] > 0
+    rollouts = [r for g in run.loop.generation.groups for r in g.rollouts]  # type: ignore[union-attr]
+    assert all(r.completion.sampled is not None for r in rollouts)
+    assert len({tuple(r.token_ids.tolist()) for r in rollouts}) > 1
+
+
+def test_a_rollout_func_gets_each_prompt_once_per_rollout_and_the_same_run_gives_the_same_steps(make: Make) -> None:
+    seen: list[Any] = []
+
+    def recording(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        seen.append([prompt[0]["content"] for prompt in prompts])
+        return one_turn(prompts, trainer)
+
+    losses = []
+    for _ in range(2):
+        run = make(rollout_func=recording, reward=by_length)
+        run.train()
+        losses.append([line["loss"] for line in logs_of(run)])
+    assert losses[0] == losses[1]
+    assert seen[:2] == seen[2:]
+    assert all(texts[i] == texts[i - i % 4] for texts in seen for i in range(8))
+
+
+@pytest.mark.parametrize("fault", ["wrong log-probs", "another token", "inserted as sampled"])
+def test_a_rollout_func_that_lies_about_its_tokens_is_caught_before_the_step(fault: str, make: Make) -> None:
+    def lying(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        found = two_turns(prompts, trainer)
+        if fault == "wrong log-probs":
+            found["logprobs"] = [[value - 0.5 for value in row] for row in found["logprobs"]]
+        elif fault == "another token":
+            found["completion_ids"] = [[40, *row[1:]] for row in found["completion_ids"]]
+        else:
+            del found["env_mask"]
+        return found
+
+    run = make(rollout_func=lying, reward=by_second, rehearse_rewards=False)
+    with pytest.raises(ProofError):
+        run.train()
+    assert run.state.global_step == 0
+
+
+def test_an_error_of_a_rollout_func_is_one_clear_error(make: Make) -> None:
+    def broken(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        raise KeyError("board")
+
+    with pytest.raises(InputError, match="rollout_func raised KeyError: 'board'"):
+        make(rollout_func=broken).train()
+
+
+def test_rollout_completions_are_for_rollout_funcs(make: Make) -> None:
+    with pytest.raises(InputError, match="call it from there"):
+        lockstep.generate_rollout_completions(make(tools=[multiply]), ["hello"])
+
+
+def nameless(a: int) -> int:
+    return a
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tools": [nameless]}, "tool nameless has no JSON schema"),
+        ({"tools": [multiply, multiply]}, "two tools are named"),
+        ({"environment_factory": games.NeverMade}, "no licence"),
+        ({"environment_factory": games.NeverReset}, "has no method 'reset'"),
+        ({"environment_factory": Product, "tools": [multiply]}, "also the name of a tool"),
+        (
+            {"environment_factory": games.Broken, "data": DATA.add_column("how", ["reset raises"] * 8)},
+            "reset: no board",
+        ),
+        ({"environment_factory": games.Quiet, "reward": None}, "no reward function given.*get_reward"),
+        ({"environment_factory": Product, "data": None, "max_steps": -1, "num_train_epochs": 1}, "set max_steps"),
+        ({"tools": [multiply], "rollout_func": one_turn}, "rollout_func makes rollouts itself"),
+        ({"rollout_func": 3}, "rollout_func is a int"),
+        ({"rollout_func": one_turn, "top_p": 0.9}, "temperature and stop_strings only"),
+        ({"rollout_func": one_turn, "repetition_penalty": 1.2}, "temperature and stop_strings only"),
+        ({"rollout_func": one_turn, "min_tokens": 3}, "temperature and stop_strings only"),
+        ({"tools": [multiply], "max_thinking_length": 5}, "max_thinking_length is not supported"),
+        ({"tools": [multiply], "tool_timeout": 0}, "tool_timeout=0"),
+        ({"tools": [multiply], "max_tool_calling_iterations": -1}, "max_tool_calling_iterations=-1"),
+        ({"tools": [multiply], "tool_format": "smoke"}, "smoke"),
+        ({"tools": [multiply], "data": Dataset.from_dict({"prompt": ["text"]})}, "must be a list of messages"),
+        ({"environment_factory": {"a": Product}, "rehearse_rewards": False}, "environment=None is none of 'a'"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(arguments: dict[str, Any], message: str, make: Make) -> None:
+    with pytest.raises(InputError, match=message):
+        make(**arguments)
+
+
+def test_a_rollout_func_may_have_another_bound_on_kept_ids_which_filters_nothing(make: Make) -> None:
+    make(rollout_func=one_turn, max_kept_ids=64)
+
+
+def test_a_reward_function_is_rehearsed_with_an_environment(make: Make) -> None:
+    def few(environments: list[Any], **_: Any) -> list[float]:
+        return [float(environment.calls) for environment in environments][:1]
+
+    with pytest.raises(InputError, match=r"few returned 1 scores.*rehearsal"):
+        make(environment_factory=Product, reward=few)
+
+
+def test_the_report_of_a_run_with_tools_shows_turns_results_and_the_gap_of_each_token(make: Make) -> None:
+    run = make(tools=[multiply], eval_dataset=DATA)
+    run.train()
+    run.evaluate()
+    groups = run.last_eval_groups
+    rollouts = [r for group in groups for r in group.rollouts if r.notes["tool_calls"]][:3]
+    assert rollouts
+    for rollout in rollouts:
+        shown = shown_rollout(rollout, run.processing_class, run.source.proofs.token_gaps)
+        (branch,) = shown["branches"]
+        sampled = [span for span in branch["spans"] if "tokens" in span]
+        inserted = [span["text"] for span in branch["spans"] if "text" in span]
+        assert len(sampled) == len(rollout.finish_reasons) == len(inserted) + 1
+        gaps = [gap for span in sampled for gap in span["gaps"]]
+        assert [len(span["tokens"]) for span in sampled] == [len(span["gaps"]) for span in sampled]
+        assert len(gaps) == len(rollout.completion.sampled_places)
+        assert [span["finish_reason"] for span in sampled] == list(rollout.finish_reasons)
+        # Small, and not made up: two implementations of one model round differently.
+        assert 0 < max(map(abs, gaps)) < 1e-3
+        result = next(m["content"] for m in rollout.notes["messages"] if m["role"] == "tool")
+        assert result in inserted[0]
+        assert any(result in line for line in shown["calls"])
+        page = render_report("t", {}, [], [], [], [shown])
+        assert page.count("title='gap ") == len(gaps)
+    talking = next(group for group in groups if group.rollouts[0].notes["tool_calls"])
+    _, said = live_sample(talking) or (0.0, [])
+    assert [label.split(", ")[0] for label, _ in said][:3] == ["assistant", "tool", "assistant"]
+    reasons = [label.partition(", ")[2] for label, _ in said if label.startswith("assistant")]
+    assert reasons == list(talking.rollouts[0].finish_reasons)
+    assert "→ multiply(" in said[0][1]

@@ -1,0 +1,56 @@
+"""Models that scale or cap their logits are scored as their own forward computes, with gradients, and by every engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VLLM
+from model_families import make_family, save_family
+from stages import stage_on
+from test_filtered_scores import ALONE, check
+from transformers import PreTrainedModel
+
+from lockstep.engines.protocol import Sampling
+from lockstep.errors import InputError
+from lockstep.models.logits import transformed_logits
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
+from lockstep.training.forward.scoring import check_scorable
+
+CAPPED = "gemma2, attention without a cap"
+
+
+@pytest.fixture(scope="module", params=["cohere", "granite", CAPPED])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    made = make_family(request.param).double()
+    adopt_tree_attention(made)
+    return made
+
+
+@pytest.mark.parametrize("name", ["top_k", "repetition_penalty", "nothing"])
+def test_scores_and_gradients_are_those_of_the_models_own_logits(model: PreTrainedModel, name: str) -> None:
+    config = model.config.get_text_config()
+    logits = torch.randn(9, dtype=torch.float64)
+    assert not torch.allclose(transformed_logits(config, logits), logits)
+    check(model, Sampling(8, temperature=0.8, **ALONE[name]), rows=False, chunk=5, seed=3)
+
+
+def test_a_cap_on_attention_is_refused_with_the_name_of_the_field() -> None:
+    with pytest.raises(InputError, match=r"attn_logit_softcapping=50\.0"):
+        check_scorable(make_family("gemma2"))
+
+
+@pytest.mark.parametrize(
+    ("family", "use_vllm"),
+    [
+        (CAPPED, False),
+        pytest.param("cohere", True, marks=[*VLLM, pytest.mark.long]),
+        pytest.param("granite", True, marks=[*VLLM, pytest.mark.long]),
+        pytest.param(CAPPED, True, marks=[*VLLM, pytest.mark.long]),
+    ],
+)
+def test_engine_and_trainer_agree_in_a_step(family: str, use_vllm: bool, tmp_path: Path) -> None:
+    with stage_on(save_family(family, tmp_path / "model"), tmp_path, use_vllm=use_vllm, bf16=False) as stage:
+        assert stage.step() > 0
+        assert stage.push(every_module=True).failed == []
