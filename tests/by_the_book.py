@@ -51,7 +51,9 @@ def kept_set(scores: torch.Tensor, sampling: Sampling, slack: float = 0.0) -> se
 
     Args:
         scores: (V,) from `shaped`.
-        slack: a positive value keeps more and a negative one keeps less, by about this share of a probability.
+        slack: a positive value keeps more and a negative one keeps less, by about this share of a probability. Ids whose
+            probabilities differ by less count as equally likely. With a positive value each of them may come first, with a negative
+            one last.
     """
     probabilities = scores.softmax(-1)
     keep = probabilities > 0
@@ -61,11 +63,15 @@ def kept_set(scores: torch.Tensor, sampling: Sampling, slack: float = 0.0) -> se
         kth = probabilities[keep].sort(descending=True).values[sampling.top_k - 1]
         keep &= probabilities >= kth * (1 - slack)
     if sampling.top_p < 1:
-        order = probabilities.argsort(descending=True)
-        kept = order[keep[order]]
-        mass = probabilities[kept] / probabilities[kept].sum()
-        before = mass.cumsum(0) - mass
-        keep[kept[1:][before[1:] >= sampling.top_p + slack]] = False
+        mass = torch.where(keep, probabilities, 0.0) / probabilities[keep].sum()
+        rising = mass.sort().values
+        # The mass of the ids that come before each id.
+        from_here = rising.flip(0).cumsum(0).flip(0)
+        likelier = torch.searchsorted(rising, mass * (1 + slack), right=slack >= 0)
+        before = torch.cat([from_here, rising.new_zeros(1)])[likelier]
+        if slack < 0:
+            before -= mass
+        keep &= before < sampling.top_p + slack
     return set(keep.nonzero()[:, 0].tolist())
 
 
