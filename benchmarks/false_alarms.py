@@ -190,11 +190,14 @@ class KeptSetRecord:
         """A callback that reads the figures after each step."""
         from transformers import TrainerCallback
 
+        from lockstep.parity.kept_sets import mean_limit
+
         found, proofs = self._found, self._proofs
 
         class Reader(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-                found.append(proofs.kept_sets)
+                sets = proofs.kept_sets
+                found.append((sets, mean_limit(sets.tokens, proofs.distribution.sampling, proofs._tail.limit)))
 
         return Reader()
 
@@ -202,10 +205,10 @@ class KeptSetRecord:
         """The largest figures of the first steps."""
         found = self._found[:steps]
         return {
-            "edge_differences": sum(f.differences for f in found) / sum(f.tokens for f in found),
-            "set_mean": max(f.mean_rounding for f in found),
-            "set_mean_nearest": max(f.mean_rounding / f.mean_limit for f in found),
-            "set_nearest": max(f.nearest for f in found),
+            "edge_differences": sum(f.differences for f, _ in found) / sum(f.tokens for f, _ in found),
+            "set_mean": max(f.mean_rounding for f, _ in found),
+            "set_mean_nearest": max(f.mean_rounding / limit for f, limit in found),
+            "set_nearest": max(f.nearest for f, _ in found),
         }
 
 

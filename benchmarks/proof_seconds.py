@@ -78,7 +78,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     import lockstep.training.loop as loop
     import lockstep.training.step.generation as generation
     import lockstep.training.step.update as update
-    from lockstep.parity.kept_sets import KeptSetProof
+    from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats
     from lockstep.parity.module_probe import ModuleProbe
     from lockstep.parity.receipt import Receipt
     from lockstep.parity.samples import Seeds
@@ -94,6 +94,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     from lockstep.rollouts.record import Record
     from lockstep.training.forward.draw_sums import DrawSums
     from lockstep.training.generate.asked_again import AskedAgain
+    from lockstep.training.step.drawn_rows import DrawnRows
     from lockstep.training.step.loss_gradient import LossGradient
     from lockstep.training.step.model_gradient import ModelGradient
     from lockstep.training.step.step_proofs import StepProofs
@@ -107,6 +108,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("samples", proofs, ("check_samples",)),
         ("samples", Seeds, ("check",)),
         ("kept_ids", KeptSetProof, ("check",)),
+        ("kept_ids", KeptSetStats, ("check_mean",)),
         ("draws", DrawSums, ("of_rows", "of_sets")),
         ("draws", update, ("_drawn",)),
         ("draws", DrawEvidence, ("add", "check")),
@@ -123,7 +125,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("forward", StepProofs, ("check_forward",)),
         ("loss_gradient", LossGradient, ("__init__", "check")),
         ("model_gradient", ModelGradient, ("check",)),
-        ("settings", update, ("check_temperature",)),
+        ("settings", DrawnRows, ("add", "check")),
         ("settings", SettingsProof, ("check_request", "check_completion", "check_reward")),
         ("accumulation", AccumulationProof, ("__init__", "added", "check")),
         # The work of the hooks during the backward.

@@ -107,7 +107,7 @@ def test_every_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     for line, generation in zip(lines, watch.generations.values(), strict=True):
         assert line["sampled_tokens"] == sum(len(c.token_ids) for c in generation.completions)
-        assert line["checked_tokens"] == generation.fresh_tokens
+        assert line["checked_tokens"] == generation.due_tokens
         assert line["stale_tokens"] == line["sampled_tokens"] - line["checked_tokens"]
         assert line["canary"]["tokens"] == 4 * 23
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -116,7 +116,7 @@ def test_every_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
         assert log["staleness/mean"] == pytest.approx(sum(old) / len(old))
         assert log["staleness/max"] == max(old)
         assert log["sampling/tokens"] == len(old)
-        assert log["parity/checked_tokens"] == generation.fresh_tokens
+        assert log["parity/checked_tokens"] == generation.due_tokens
     assert "tokens were older than the weights that learned from them" in explain_run(tmp_path)
 
 

@@ -28,10 +28,8 @@ from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.models.policy import load_policy
-from lockstep.parity.distributions import Distribution
 from lockstep.parity.gap import measure_gap, over_limits
 from lockstep.parity.kept_sets import KeptSetProof
-from lockstep.parity.rescoring import Precision
 from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.conversation import Conversation, OutOfRoom, single_turn
 from lockstep.rollouts.driver import collect
@@ -41,7 +39,8 @@ from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
-from lockstep.training.step.generation import branches_of, sequences_of
+from lockstep.training.step.drawn_rows import DrawnRows, hidden_states
+from lockstep.training.step.generation import sequences_of
 
 VERSION = 3
 TOKENIZER = make_tokenizer()
@@ -158,24 +157,24 @@ def check(stack: Stack, sampling: Sampling, program: Any) -> list[TrainingSequen
     groups = collect(
         PROMPTS, stack.engine, TOKENIZER, sampling, num_generations=3, run_seed=1, version=VERSION, program=program
     )
-    completions, sequences = branches_of(groups), sequences_of(groups, VERSION)
+    sequences = sequences_of(groups, VERSION)
     assert sum(s.length for s in sequences) >= 6
     limit, rules = tolerance(stack.dtype, stack.dtype), rules_of(sampling)
-    autocast = None if stack.dtype == torch.float32 else stack.dtype
-    if sampling.is_filtered:
-        distribution = Distribution(sampling, rules.end_ids, rules.grammars)
-        assert (
-            KeptSetProof(stack.model, distribution, Precision(autocast), limit).check(completions, VERSION).tokens > 0
-        )
     (tree,) = pack_sequences(sequences, 1000)
     packs = [tree]
     if stack.dtype == torch.bfloat16:
         # In bf16 the model itself rounds differently in a tree. Rows of one completion are computed like the reference.
         packs = [pack for s in tree.sequences for pack in pack_rows([s], 1000)]
+    rows, found = DrawnRows(None, KeptSetProof(rules.distribution, limit) if sampling.is_filtered else None), []
     with stack.autocast():
-        found = [
-            score_pack(stack.model, p, sampling.temperature, 16, entropy_gradient=True, rules=rules) for p in packs
-        ]
+        for pack in packs:
+            with hidden_states(stack.model) as seen:
+                scores = score_pack(stack.model, pack, sampling.temperature, 16, entropy_gradient=True, rules=rules)
+            rows.add(pack, scores.logps.detach(), seen[-1], before_steps=True)
+            found.append(scores)
+        sets = rows.check(stack.model, fp32_head=False, single=stack.dtype == torch.float32)
+        assert (sets.tokens > 0) == sampling.is_filtered
+        sets.check_mean(sampling, limit)
         book = by_the_book(stack.model, tree.sequences, sampling)
     own = torch.cat([scores.logps for scores in found]), torch.cat([scores.entropies for scores in found])
     behaviour = np.concatenate([s.behaviour_logps for s in tree.sequences])

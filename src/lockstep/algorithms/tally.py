@@ -17,17 +17,18 @@ class Tally:
         self._lows: dict[str, float] = {}
         self._highs: dict[str, float] = {}
 
-    def mean(self, name: str, values: torch.Tensor | float, count: int = 1) -> None:
+    def mean(self, name: str, values: torch.Tensor | float, count: float = 1, *, weight: float = 1.0) -> None:
         """Add values to a mean.
 
         Args:
             values: a tensor of values, or the sum of `count` values.
+            weight: of each value.
         """
         if isinstance(values, torch.Tensor):
             count, values = values.numel(), float(values.detach().double().sum())
         held = self._sums.setdefault(name, [0.0, 0.0])
-        held[0] += values
-        held[1] += count
+        held[0] += weight * values
+        held[1] += weight * count
 
     def low(self, name: str, values: torch.Tensor) -> None:
         """Include values in a minimum."""

@@ -58,18 +58,6 @@ def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Preci
 
 
 @torch.no_grad()
-def row_logits(
-    model: PreTrainedModel,
-    ids: Sequence[int],
-    rows: Ids,
-    precision: Precision = Precision(),
-    pictures: PromptPictures | None = None,
-) -> torch.Tensor:
-    """(n, V) float32 logits at n positions of one sequence, in evaluation mode."""
-    return torch.cat(list(_logit_chunks(model, ids, torch.from_numpy(np.array(rows)), precision, pictures)))
-
-
-@torch.no_grad()
 def completion_logps(
     model: PreTrainedModel,
     prompt_ids: Sequence[int] | Ids,
@@ -158,14 +146,14 @@ def sets_of_all(completion: Completion) -> KeptIds | None:
 def _logit_chunks(
     model: PreTrainedModel,
     ids: Sequence[int],
-    where: int | torch.Tensor,
+    first: int,
     precision: Precision,
     pictures: PromptPictures | None = None,
 ) -> Iterator[torch.Tensor]:
-    """(rows, V) float32 logits of some positions, a few rows at a time.
+    """(rows, V) float32 logits of all positions from one on, a few rows at a time.
 
     Args:
-        where: the positions, or the first one of all positions to the end.
+        first: the first position.
     """
     inner = causal_model(model)
     row = torch.tensor([list(ids)], device=inner.device)
@@ -175,7 +163,7 @@ def _logit_chunks(
         with _autocast(inner, precision):
             shown = {} if pictures is None else model_inputs([pictures], row)
             hidden = inner.base_model(input_ids=row, use_cache=False, **shown).last_hidden_state[0]
-            hidden = hidden[where:] if isinstance(where, int) else hidden[where.to(hidden.device)]
+            hidden = hidden[first:]
         product = _head_product(model, precision)
         vocabulary = inner.get_output_embeddings().weight.shape[0]
         for rows in hidden.split(max(1, LOGITS_BYTES // (4 * vocabulary))):

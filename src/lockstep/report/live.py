@@ -236,10 +236,14 @@ def tokens_per_second(logs: Mapping[str, float]) -> float:
 
 
 def checked(logs: Mapping[str, float]) -> str:
-    """The number of tokens that were compared with the policy, and the number of tokens that were too old for the comparison."""
-    stale = logs["sampling/tokens"] - logs["parity/checked_tokens"]
-    others = f"; {stale:.0f} are older than the policy" if stale else ", all that were sampled"
-    return f"{logs['parity/checked_tokens']:.0f} tokens{others}"
+    """The number of tokens that were compared with the policy, and why the others were not."""
+    aside = logs.get("parity/aside_tokens", 0.0)
+    stale = logs["sampling/tokens"] - logs["parity/checked_tokens"] - aside
+    others = [f"{stale:.0f} are older than the policy"] if stale else []
+    others += [f"{aside:.0f} have no gradient and were not drawn"] if aside else []
+    return (
+        f"{logs['parity/checked_tokens']:.0f} tokens{'; ' + '; '.join(others) if others else ', all that were sampled'}"
+    )
 
 
 def time_shares(logs: Mapping[str, float]) -> str:

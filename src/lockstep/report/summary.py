@@ -56,17 +56,19 @@ def _evaluations(before: Line | None, after: Line | None) -> Line:
 
 def _parity(receipt: list[Line]) -> Line:
     checked = sum(line["checked_tokens"] for line in receipt)
-    stale = sum(line.get("stale_tokens", 0) for line in receipt)
+    stale, aside = (sum(line.get(name, 0) for line in receipt) for name in ("stale_tokens", "aside_tokens"))
     return {
         "mean_abs_gap": sum(line["sum_abs_gap"] for line in receipt) / checked if checked else 0.0,
         "max_abs_gap": max((line["max_abs_gap"] for line in receipt), default=0.0),
         "k3": sum(line["sum_k3"] for line in receipt) / checked if checked else 0.0,
         "checked_tokens": checked,
         **({"stale_tokens": stale} if stale else {}),
+        **({"aside_tokens": aside} if aside else {}),
         "worst_module_error": max((line["worst_module"]["error"] for line in receipt), default=0.0),
         # A failed check stops the run before its optimizer step. So a run with a summary had no failed check.
         "failed": sum(
-            line["checked_tokens"] + line.get("stale_tokens", 0) != line["sampled_tokens"] for line in receipt
+            line["checked_tokens"] + line.get("stale_tokens", 0) + line.get("aside_tokens", 0) != line["sampled_tokens"]
+            for line in receipt
         ),
     }
 
@@ -95,9 +97,12 @@ def summary_lines(summary: Line) -> list[str]:
                 f"not held out     {summary['eval_seen_in_training']} of {summary['eval_problems']} evaluation prompts are "
                 "training prompts too"
             )
-    stale = f" ({parity['stale_tokens']} more are of older weights)" if "stale_tokens" in parity else ""
+    others = [f"{parity['stale_tokens']} more are of older weights"] if "stale_tokens" in parity else []
+    others += [f"{parity['aside_tokens']} more have no gradient"] if "aside_tokens" in parity else []
+    not_checked = f" ({'; '.join(others)})" if others else ""
     lines.append(
-        f"parity           {parity['checked_tokens']} tokens checked{stale}, {parity['failed']} failed; gap mean "
+        f"parity           {parity['checked_tokens']} tokens checked{not_checked}, "
+        f"{parity['failed']} failed; gap mean "
         f"{parity['mean_abs_gap']:.1e}, max {parity['max_abs_gap']:.1e}, k3 {parity['k3']:.1e}; worst module "
         f"{parity['worst_module_error']:.1e}"
     )

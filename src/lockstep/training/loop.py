@@ -168,7 +168,9 @@ class TrainingLoop:
             record = not self.config.single_update
             self.ranks.on_owner(
                 "gap",
-                lambda: self.source.prove(scored.gap, scored.draws, generation, version + 1, record=record),
+                lambda: self.source.prove(
+                    scored.gap, scored.draws, scored.kept_sets, generation, version + 1, record=record
+                ),
             )
         return generation
 
@@ -250,7 +252,8 @@ class TrainingLoop:
         names = {sequence.name for sequence in sequences}
         drawn = [c for c in branches_of(groups) if str(c.key) in names and len(c.sampled_places)]
         self.ranks.on_owner(
-            "evaluation", lambda: self.source.prove_evaluation(scored.gap, scored.draws, drawn, version)
+            "evaluation",
+            lambda: self.source.prove_evaluation(scored.gap, scored.draws, scored.kept_sets, drawn, version),
         )
         sampled = sum(len(c.sampled_places) for c in branches_of(groups))
         return groups, {
@@ -285,8 +288,9 @@ class TrainingLoop:
 
         def prove(total: UpdateSums) -> None:
             if self.config.single_update:
-                check_count(total.difference, generation.sampled_tokens, generation.version)
-                self.source.prove(total.gap, total.draws, generation, self._state().global_step + 1)
+                scored = generation.sampled_tokens - generation.aside_tokens
+                check_count(total.difference, scored, generation.version)
+                self.source.prove(total.gap, total.draws, total.kept_sets, generation, self._state().global_step + 1)
             else:
                 # The gap of these tokens was proven, and written down, before the generation's first step.
                 if not self._policy_changed:

@@ -25,7 +25,6 @@ from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Gra
 from lockstep.errors import ProofError
 from lockstep.parity.step.settings import SettingsProof
 from lockstep.training.config.sampling import sampling_of
-from lockstep.training.step.asked_temperature import check_temperature
 
 TOKENIZER = make_tokenizer()
 ASKED: dict[str, Any] = {
@@ -249,11 +248,12 @@ def test_the_loss_has_the_temperature_that_the_user_has_asked_for(
     def otherwise(model: Any, pack: Any, temperature: float, *rest: Any, **more: Any) -> Any:
         return real(model, pack, temperature * (1.02 if fault else 1.0), *rest, **more)
 
-    def watched(*given: Any, **more: Any) -> None:
-        looked.append(given)
-        check_temperature(*given, **more)
+    def watched(proof: SettingsProof, found: np.ndarray, due: np.ndarray, *, single: bool) -> None:
+        looked.extend(found)
+        check_logps(proof, found, due, single=single)
 
-    with patch.object(updating, "score_pack", otherwise), patch.object(updating, "check_temperature", watched):
+    check_logps = SettingsProof.check_logps
+    with patch.object(updating, "score_pack", otherwise), patch.object(SettingsProof, "check_logps", watched):
         if not fault:
             run.train()
         else:

@@ -23,6 +23,8 @@ from lockstep.parity.step.rates import Rates
 PATIENCE = 10
 # Elements whose squares are summed in one call: in float32 the sum of many more loses digits.
 _CHUNK = 1 << 22
+# Elements that are searched at once for one that is not 0.
+_SEARCHED = 1 << 20
 _REPORT = "otherwise this is a defect of Lockstep: report it"
 
 
@@ -126,7 +128,7 @@ class UpdateProof:
         # Where a tensor has a gradient in few elements only, one of these is read beside the drawn ones.
         seen = torch.zeros(len(squares)).index_add(0, self._drawn.owners, (self._unclipped != 0).float())
         places = {
-            i: int(gradient.abs().reshape(-1).argmax())
+            i: _some_nonzero(gradient)
             for i, gradient in enumerate(gradients)
             if gradient is not None and squares[i] > 0 and not seen[i]
         }
@@ -313,6 +315,16 @@ def _check_halves(trained: Mapping[str, object], frozen: Mapping[str, object]) -
                     "one half of the adapter was frozen; the adapter cannot learn as it should",
                     f"call requires_grad_(True) on {other}, or leave the layer out of target_modules",
                 )
+
+
+def _some_nonzero(gradient: torch.Tensor) -> int:
+    """The place of the largest element of the first part that has one that is not 0."""
+    start = 0
+    for part in gradient.reshape(-1).split(_SEARCHED):
+        if part.count_nonzero():
+            return start + int(part.abs().argmax())
+        start += len(part)
+    return 0
 
 
 def _squares(gradients: Sequence[torch.Tensor | None]) -> list[float]:

@@ -61,6 +61,8 @@ class TrainingSequence(ArrayFields):
         kept_ids: one set of ids for each sampled token, if a filter (top-k, top-p, min-p) was in force. The trainer scores the
             token among them.
         pictures: the pictures of the prompt; None: it has none.
+        drawn: whether its group is one of those that are verified whatever their rewards are. The draws proof bets on its tokens.
+        aside: whether it needs no forward: it has no gradient, and its group is not drawn.
 
     Raises:
         BadValues: a field has values of another kind than integers, numbers or booleans, as its type requires.
@@ -84,6 +86,8 @@ class TrainingSequence(ArrayFields):
     rollout: str | None = None
     kept_ids: KeptIds | None = None
     pictures: PromptPictures | None = None
+    drawn: bool = True
+    aside: bool = False
 
     def __post_init__(self) -> None:
         kinds = (("prompt_ids", "completion_ids"), whole_numbers), (_REALS, reals), (_FLAGS, flags)

@@ -29,7 +29,7 @@ from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Sampling
 from lockstep.parity.decomposition import decompose
 from lockstep.parity.gap import GapStats, PooledGap, check_count, gap_error, measure_gap, over_limits
-from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats
+from lockstep.parity.kept_sets import KeptSetStats
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord
 from lockstep.parity.proven_push import ProvenPusher, PushProof
 from lockstep.parity.receipt import RECEIPT, Receipt
@@ -246,31 +246,47 @@ class Proofs:
         own = sampled_logps(self._model, completion, self.distribution, self.precision)
         return (torch.from_numpy(completion.sampled_logprobs.copy()) - own).tolist()
 
-    def check_gap(self, gap: GapStats, sampled: int, completions: Sequence[Completion], version: int) -> None:
+    def check_gap(
+        self,
+        gap: GapStats,
+        kept_sets: KeptSetStats,
+        sampled: int,
+        completions: Sequence[Completion],
+        version: int,
+    ) -> None:
         """Check the parity gap before the optimizer step.
 
         Args:
             gap: over all tokens that the policy scored.
-            sampled: how many tokens the engine sampled with the weights of `version`.
+            kept_sets: over drawn tokens.
+            sampled: how many tokens the engine sampled with the weights of `version`, without those that are left aside.
             completions: the sampled completions; a failure is explained with some of them.
 
         Raises:
-            ProofError: tokens are missing; the gap is over a limit, and the error says where it comes from; or a set of kept ids is
-                not that of the run's filters.
+            ProofError: tokens are missing; the gap is over a limit, and the error says where it comes from; or the sets of kept ids
+                are not those of the run's filters.
         """
         with self._clock.phase("verify"):
             check_count(gap, sampled, version)
             limit = self._tail.limit
             self._check_limits(self._pool.add(gap, limit) if self._config.max_staleness else gap, completions, version)
-            self.kept_sets = self._check_sets(completions, version)
+            self.kept_sets = kept_sets
+            kept_sets.check_mean(self.distribution.sampling, self._tail.limit)
 
     def check_evaluation(
-        self, gap: GapStats, draws: DrawStats, completions: Sequence[Completion], version: int, *, bets: bool
+        self,
+        gap: GapStats,
+        draws: DrawStats,
+        kept_sets: KeptSetStats,
+        completions: Sequence[Completion],
+        version: int,
+        *,
+        bets: bool,
     ) -> None:
         """Check the drawn completions of an evaluation.
 
         Args:
-            gap, draws: over their tokens.
+            gap, draws, kept_sets: over their tokens.
             bets: whether to bet on the tokens.
 
         Raises:
@@ -279,17 +295,10 @@ class Proofs:
         with self._clock.phase("verify"):
             check_count(gap, sum(len(c.sampled_places) for c in completions), version)
             self._check_limits(gap, completions, version)
-            self._check_sets(completions, version)
+            kept_sets.check_mean(self.distribution.sampling, self._tail.limit)
             if bets:
                 self._evaluated.add(draws)
                 self._evaluated.check(version, draws)
-
-    def _check_sets(self, completions: Sequence[Completion], version: int) -> KeptSetStats:
-        if not self.distribution.sampling.is_filtered:
-            return KeptSetStats()
-        return KeptSetProof(self._model, self.distribution, self.precision, self._tail.limit).check(
-            completions, version
-        )
 
     def _check_limits(self, gap: GapStats, completions: Sequence[Completion], version: int) -> None:
         limit = self._tail.limit
@@ -355,13 +364,13 @@ class Proofs:
             found += measure_gap(torch.from_numpy(c.sampled_logprobs.copy()), own, [str(c.key)], [len(own)])
         return found
 
-    def write(self, gap: GapStats, sampled: int, stale: int, step: int, version: int) -> None:
+    def write(self, gap: GapStats, sampled: int, aside: int, step: int, version: int) -> None:
         """Write the receipt's line of a step whose proofs have passed.
 
         Args:
-            gap: over the tokens that the weights of `version` sampled.
+            gap: over the tokens that the weights of `version` sampled, but for those that are left aside.
             sampled: how many tokens the engine sampled in all.
-            stale: how many of them older weights sampled.
+            aside: how many of them are left aside, because nothing is learned from them and their group was not drawn.
         """
         assert self._receipt is not None
         assert self._pusher.proof is not None
@@ -377,8 +386,9 @@ class Proofs:
                 "modules_probed": probed.modules,
                 "worst_module": {"name": name, "error": error},
                 "sampled_tokens": sampled,
+                "aside_tokens": aside,
                 "checked_tokens": gap.tokens,
-                **self._of_staleness(stale),
+                **self._of_staleness(sampled - aside - gap.tokens),
                 "sum_abs_gap": gap.sum_abs,
                 "max_abs_gap": gap.max_abs,
                 "max_allowed": self._tail.limit.largest(gap.tokens),

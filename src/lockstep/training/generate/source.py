@@ -18,6 +18,7 @@ from lockstep.engines.protocol import Completion, Engine, Sampling
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
 from lockstep.parity.gap import GapStats
+from lockstep.parity.kept_sets import KeptSetStats
 from lockstep.parity.samples import Seeds
 from lockstep.parity.staleness import check_staleness
 from lockstep.parity.step.draws import DrawStats
@@ -365,12 +366,23 @@ class RolloutSource:
 
     # ---- prove and log ---------------------------------------------------------------------------------------------
 
-    def prove(self, gap: GapStats, draws: DrawStats, generation: Generation, step: int, *, record: bool = True) -> None:
+    def prove(
+        self,
+        gap: GapStats,
+        draws: DrawStats,
+        kept_sets: KeptSetStats,
+        generation: Generation,
+        step: int,
+        *,
+        record: bool = True,
+    ) -> None:
         """Check the parity gap of a whole generation and its draws, and write them to the receipt. Called on the rank that holds
         the engine.
 
         Args:
-            draws: over all tokens of the generation. The draws of a generation count once, at the first call.
+            gap: over all tokens of the generation but those that are left aside.
+            draws: over all tokens of its drawn groups. The draws of a generation count once, at the first call.
+            kept_sets: over drawn tokens.
             record: write the receipt's line; there is one per generation.
 
         Raises:
@@ -383,11 +395,10 @@ class RolloutSource:
                 self._judge(draws, version)
                 return
             self.recovery.run(lambda: self._prove_ahead(generation))
-        sampled, fresh = generation.sampled_tokens, generation.fresh_tokens
-        self.proofs.check_gap(gap, fresh, generation.completions, version)
+        self.proofs.check_gap(gap, kept_sets, generation.due_tokens, generation.completions, version)
         self._judge(draws, version)
         if record:
-            self.proofs.write(gap, sampled, sampled - fresh, step, version)
+            self.proofs.write(gap, generation.sampled_tokens, generation.aside_tokens, step, version)
 
     def _judge(self, draws: DrawStats, version: int) -> None:
         # The program of a rollout_func may choose between samples.
@@ -395,14 +406,20 @@ class RolloutSource:
             self.proofs.check_draws(draws, version)
 
     def prove_evaluation(
-        self, gap: GapStats, draws: DrawStats, completions: Sequence[Completion], version: int
+        self,
+        gap: GapStats,
+        draws: DrawStats,
+        kept_sets: KeptSetStats,
+        completions: Sequence[Completion],
+        version: int,
     ) -> None:
         """Check drawn completions of an evaluation. Called on the rank that holds the engine.
 
         Raises:
             ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from what was reported.
         """
-        self.proofs.check_evaluation(gap, draws, completions, version, bets=self.rollout_function is None)
+        bets = self.rollout_function is None
+        self.proofs.check_evaluation(gap, draws, kept_sets, completions, version, bets=bets)
 
     def proof_metrics(self) -> dict[str, float]:
         """Metrics of the proofs on the generation at hand; empty on a rank without the engine."""

@@ -5,6 +5,7 @@ The groups come from `rollouts/`. `training/step/update.py` takes the micro-batc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,9 @@ from lockstep.training.methods.objective import Objective, Scores
 from lockstep.training.step.distributed import share_of
 from lockstep.training.step.expected import advantage_proof
 from lockstep.training.step.update import AllScores, Policy, score_all
+
+# Groups of which every token is verified: one in so many, and as many as may have so many tokens.
+_ONE_IN, _AT_LEAST = 8, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,26 @@ class Generation:
         return sum(len(c.sampled_versions) for c in self.completions)
 
     @property
+    def aside_tokens(self) -> int:
+        """How many of them are left aside: they have no gradient, and their group is not drawn."""
+        return sum(len(c.sampled_versions) for c in self._aside())
+
+    @property
     def fresh_tokens(self) -> int:
         """Number of tokens that were sampled by the weights of `version`."""
-        return sum(int(np.count_nonzero(c.sampled_versions == self.version)) for c in self.completions)
+        return self._fresh(self.completions)
+
+    @property
+    def due_tokens(self) -> int:
+        """How many of these the parity gap must cover: all that are not left aside."""
+        return self.fresh_tokens - self._fresh(self._aside())
+
+    def _fresh(self, completions: Sequence[Completion]) -> int:
+        return sum(int(np.count_nonzero(c.sampled_versions == self.version)) for c in completions)
+
+    def _aside(self) -> list[Completion]:
+        names = {s.name for batch in self.micro_batches for s in batch if s.aside}
+        return [c for c in self.completions if str(c.key) in names] if names else []
 
     @property
     def prompt_ids(self) -> tuple[str, ...]:
@@ -82,6 +103,19 @@ class Generation:
         """A copy of the generation in which each sequence is replaced by `change(sequence)`."""
         batches = tuple(tuple(change(s) for s in batch) for batch in self.micro_batches)
         return replace(self, micro_batches=batches)
+
+
+def drawn_groups(count: int, tokens: int, seed: tuple[int, ...]) -> list[int]:
+    """The places of the groups of a generation that are verified whatever their rewards are.
+
+    The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens.
+
+    Args:
+        count: number of groups.
+        tokens: how many tokens a group may have.
+    """
+    size = min(count, max(math.ceil(count / _ONE_IN), math.ceil(_AT_LEAST / tokens)))
+    return np.random.default_rng(seed).choice(count, size, replace=False).tolist()
 
 
 def branches_of(groups: Sequence[RolloutGroup]) -> list[Completion]:
@@ -199,7 +233,22 @@ class Preparation:
             generation = self._with_reference(policy, generation)
         if self._config.single_update:
             generation = generation.changed(self._to_be_scored)
+        if found is None:
+            generation = self._with_drawn_groups(generation)
         return generation, found
+
+    def _with_drawn_groups(self, generation: Generation) -> Generation:
+        """The generation, in which completions without a gradient are left aside, but for those of drawn groups."""
+        config, groups = self._config, generation.groups
+        tokens = config.group_size * config.completion_limit
+        drawn = drawn_groups(len(groups), tokens, (config.seed, generation.version))
+        names = {str(c.key) for c in branches_of([groups[i] for i in drawn])}
+
+        def marked(s: TrainingSequence) -> TrainingSequence:
+            own = s.name in names
+            return replace(s, drawn=own, aside=not own and not self._objective.has_gradient(s))
+
+        return generation.changed(marked) if len(drawn) < len(groups) else generation
 
     def step(self, policy: Policy, sequences: Sequence[TrainingSequence], *, moved: bool) -> list[TrainingSequence]:
         """Sequences of one optimizer step, over all ranks, just before its first forward. Every rank calls this.

@@ -129,7 +129,7 @@ class StepProofs:
         if self.expected is not None:
             check_still(self.expected, sequences)
         if self.sampled is not None:
-            check_aside(self.sampled, [s for s in sequences if s.entropies is not None])
+            check_aside(self.sampled, [s for s in sequences if s.entropies is not None or s.aside])
 
 
 # For a loss that is computed outside a run.

@@ -1,8 +1,9 @@
 """Forward, proof and backward of one micro-batch.
 
 The input comes from `training/step/generation.py`. The results are gradients on the policy, and sums that the trainer checks
-and logs. Sequences without a gradient (advantage or weight zero) are scored without gradient, because every sampled token is
-verified. If a pass before the first step has scored them, they are not scored again, and those scores are counted and logged.
+and logs. Of the sequences without a gradient (advantage or weight zero), those of a drawn part of the groups are scored without
+gradient, only to be verified; the others are left aside. If a pass before the first step has scored them, they are not scored
+again, and those scores are counted and logged.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -20,6 +22,7 @@ from lockstep.algorithms.tally import Tally
 from lockstep.errors import InputError
 from lockstep.parity.decomposition import split_gap
 from lockstep.parity.gap import GapStats, measure_gap
+from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats
 from lockstep.parity.step.bets import TokenDraws
 from lockstep.parity.step.draws import DrawStats, measure_draws
 from lockstep.parity.step.settings import SettingsProof
@@ -33,8 +36,8 @@ from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.scoring import TokenScores, score_pack
 from lockstep.training.methods.objective import Objective, Scores, TokenBatch
-from lockstep.training.step.asked_temperature import check_temperature, hidden_states
 from lockstep.training.step.distributed import sum_gradients
+from lockstep.training.step.drawn_rows import DrawnRows, hidden_states
 from lockstep.training.step.loss_gradient import LossGradient
 from lockstep.training.step.step_proofs import NO_PROOFS, StepProofs
 
@@ -49,7 +52,9 @@ class UpdateSums:
         difference: the same over all tokens, so that it includes the effect of older weights.
         repeated: difference between the log-probs before the generation's first step and those of this step's forward, over the
             tokens that have both.
-        draws: of the draws proof, over the tokens that went through the model in this step.
+        draws: of the draws proof, over the tokens of the drawn groups that went through the model in this step.
+        kept_sets: of the proof of kept ids, at drawn tokens.
+        aside: number of tokens that were left aside.
         tally: values to log. `_drift` is |log-prob now − at sampling time| of the policy, over the tokens that went through
             the model in this step. It is 0 if the policy has not changed since.
     """
@@ -59,6 +64,8 @@ class UpdateSums:
     difference: GapStats = field(default_factory=GapStats)
     repeated: GapStats = field(default_factory=GapStats)
     draws: DrawStats = field(default_factory=DrawStats)
+    kept_sets: KeptSetStats = field(default_factory=KeptSetStats)
+    aside: int = 0
     tally: Tally = field(default_factory=Tally)
 
     def data(self) -> dict[str, Any]:
@@ -69,6 +76,8 @@ class UpdateSums:
             "difference": asdict(self.difference),
             "repeated": asdict(self.repeated),
             "draws": asdict(self.draws),
+            "kept_sets": asdict(self.kept_sets),
+            "aside": self.aside,
             "tally": self.tally.data(),
         }
 
@@ -82,6 +91,8 @@ class UpdateSums:
             total.difference = total.difference + GapStats(**data["difference"])
             total.repeated = total.repeated + GapStats(**data["repeated"])
             total.draws = total.draws + DrawStats(**data["draws"])
+            total.kept_sets = total.kept_sets + KeptSetStats(**data["kept_sets"])
+            total.aside += data["aside"]
             total.tally.add(data["tally"])
         return total
 
@@ -102,7 +113,8 @@ class UpdateSums:
             "parity/max_abs_gap": self.gap.max_abs,
             "parity/k3": self.gap.k3,
             "parity/checked_tokens": self.gap.tokens,
-            "sampling/tokens": self.difference.tokens,
+            "parity/aside_tokens": self.aside,
+            "sampling/tokens": self.difference.tokens + self.aside,
             **parts.metrics(),
         }
 
@@ -119,6 +131,7 @@ class Policy:
         plain_rows: whether the model cannot attend within a tree (`training/forward/scoring.py`).
         rules: the run's sampling settings; None: only the temperature is set.
         settings: what the user has asked for; drawn log-probs of each pack are compared with it. None outside a run.
+        kept_sets: compares the engine's kept ids with the run's filters; None: there are no such filters.
     """
 
     model: PreTrainedModel
@@ -128,6 +141,7 @@ class Policy:
     plain_rows: bool = False
     rules: IdRules | None = None
     settings: SettingsProof | None = None
+    kept_sets: KeptSetProof | None = None
 
     def packs(self, sequences: Sequence[TrainingSequence], config: OnlineConfig) -> Iterator[Pack]:
         """Sequences in packs, on the model's device."""
@@ -136,12 +150,20 @@ class Policy:
             yield pack.to(self.model.device)
 
     def score(
-        self, pack: Pack, config: OnlineConfig, *, entropy_gradient: bool = False, draws: bool = True
+        self,
+        pack: Pack,
+        config: OnlineConfig,
+        rows: DrawnRows | None = None,
+        *,
+        entropy_gradient: bool = False,
+        draws: bool = True,
+        before_steps: bool = False,
     ) -> TokenScores:
         """Scores of a pack, with the run's precision and sampling distribution.
 
-        Raises:
-            ProofError: drawn log-probs are not those of the distribution that the user has asked for.
+        Args:
+            rows: collects drawn tokens of the pack.
+            before_steps: as in `DrawnRows.add`.
         """
         with self.autocast(), hidden_states(self.model) as seen:
             scores = score_pack(
@@ -155,18 +177,27 @@ class Policy:
                 rules=self.rules,
                 draws=draws,
             )
-            if self.settings is not None:
-                check_temperature(
-                    self.settings,
-                    self.model,
-                    pack,
-                    scores.logps,
-                    seen[-1],
-                    fp32_head=config.cast_lm_head_to_fp32,
-                    single=config.cast_lm_head_to_fp32
-                    or (config.precision.autocast is None and self.model.dtype == torch.float32),
-                )
+        if rows is not None:
+            rows.add(pack, scores.logps.detach(), seen[-1], before_steps=before_steps)
         return scores
+
+    def drawn_rows(self) -> DrawnRows | None:
+        """Collects drawn tokens of a micro-batch; None outside a run."""
+        known = self.settings is not None or self.kept_sets is not None
+        return DrawnRows(self.settings, self.kept_sets) if known else None
+
+    def check_rows(self, rows: DrawnRows | None, config: OnlineConfig) -> KeptSetStats:
+        """Check the drawn tokens of a micro-batch, while the weights are still those of its forward.
+
+        Raises:
+            ProofError: as in `DrawnRows.check`.
+        """
+        if rows is None:
+            return KeptSetStats()
+        fp32_head = config.cast_lm_head_to_fp32
+        single = fp32_head or (config.precision.autocast is None and self.model.dtype == torch.float32)
+        with self.autocast():
+            return rows.check(self.model, fp32_head=fp32_head, single=single)
 
 
 def learn(
@@ -192,11 +223,17 @@ def learn(
     config = objective.config
     moving = [s for s in sequences if objective.has_gradient(s)]
     still = [s for s in sequences if not objective.has_gradient(s)]
-    before = sums.loss
+    before, rows = sums.loss, policy.drawn_rows()
     with clock.phase("forward_backward"):
         for pack in policy.packs(moving, config):
+            first = not _scored_before(pack)
             scores = policy.score(
-                pack, config, entropy_gradient=objective.entropy_gradient, draws=not _scored_before(pack)
+                pack,
+                config,
+                rows,
+                entropy_gradient=objective.entropy_gradient,
+                draws=first and any(s.drawn for s in pack.sequences),
+                before_steps=first,
             )
             batch = TokenBatch.of(pack, scores)
             proofs.check_loss(batch)
@@ -209,11 +246,15 @@ def learn(
             _measure(batch, scores, sums)
     with clock.phase("verify"), torch.no_grad():
         proofs.check_aside(still)
-        for pack in policy.packs([s for s in still if s.entropies is None], config):
-            scores = policy.score(pack, config)
+        sums.aside += sum(s.length for s in still if s.aside)
+        verified = [s for s in still if s.entropies is None and not s.aside]
+        stands_for = _share(still, verified)
+        for pack in policy.packs(verified, config):
+            scores = policy.score(pack, config, rows, before_steps=True)
             batch = TokenBatch.of(pack, scores)
             proofs.check_tokens(batch)
-            _measure(batch, scores, sums)
+            _measure(batch, scores, sums, stands_for)
+        sums.kept_sets = sums.kept_sets + policy.check_rows(rows, config)
         _measure_scored([s for s in still if s.entropies is not None], sums)
     return sums.loss - before
 
@@ -221,6 +262,12 @@ def learn(
 def _scored_before(pack: Pack) -> bool:
     """Whether a pass before the generation's first step has scored the pack. That pass has measured the draws."""
     return pack.sequences[0].entropies is not None
+
+
+def _share(still: Sequence[TrainingSequence], verified: Sequence[TrainingSequence]) -> float:
+    """How many tokens without a gradient, which no pass has scored, there are for each token that is verified."""
+    tokens = sum(s.length for s in still if s.entropies is None)
+    return tokens / max(sum(s.length for s in verified), 1)
 
 
 _KINDS = ("logps", "entropies", "values")
@@ -235,6 +282,7 @@ class AllScores:
     values: Scores
     gap: GapStats
     draws: DrawStats = field(default_factory=DrawStats)
+    kept_sets: KeptSetStats = field(default_factory=KeptSetStats)
 
     def beside(self, sequence: TrainingSequence) -> TrainingSequence:
         """A sequence with its scores, as the scores of the policy before the generation's first step."""
@@ -248,6 +296,7 @@ class AllScores:
         return {
             "gap": asdict(self.gap),
             "draws": asdict(self.draws),
+            "kept_sets": asdict(self.kept_sets),
             **{
                 kind: {
                     "names": list(scores),
@@ -269,8 +318,14 @@ class AllScores:
             }
             for kind in _KINDS
         )
-        gap = sum((GapStats(**part["gap"]) for part in parts), GapStats())
-        return cls(logps, entropies, values, gap, sum((DrawStats(**part["draws"]) for part in parts), DrawStats()))
+        return cls(
+            logps,
+            entropies,
+            values,
+            sum((GapStats(**part["gap"]) for part in parts), GapStats()),
+            sum((DrawStats(**part["draws"]) for part in parts), DrawStats()),
+            sum((KeptSetStats(**part["kept_sets"]) for part in parts), KeptSetStats()),
+        )
 
 
 @torch.no_grad()
@@ -284,15 +339,16 @@ def score_all(
             engine does not hold.
 
     Raises:
-        ProofError: a log-prob of the policy is not finite.
+        ProofError: a log-prob of the policy is not finite, or a proof of drawn tokens fails.
         InputError: a log-prob of a reference model is not finite.
     """
     logps: Scores = {}
     entropies: Scores = {}
     critic_values: Scores = {}
-    gap, draws = GapStats(), DrawStats()
+    gap, draws, rows = GapStats(), DrawStats(), policy.drawn_rows()
     for pack in policy.packs(sequences, config):
-        scores, lengths = policy.score(pack, config, draws=measure), [s.length for s in pack.sequences]
+        scores = policy.score(pack, config, rows, draws=measure, before_steps=measure)
+        lengths = [s.length for s in pack.sequences]
         if measure:
             gap = gap + _measured(pack.sequences, pack.column("behaviour_logps"), scores.logps)[0]
             draws = draws + _drawn(pack.sequences, scores)
@@ -308,7 +364,7 @@ def score_all(
             if values is not None:
                 parts = cut(reals(values.cpu().numpy()), lengths)
                 by_name.update((s.name, part) for s, part in zip(pack.sequences, parts, strict=True))
-    return AllScores(logps, entropies, critic_values, gap, draws)
+    return AllScores(logps, entropies, critic_values, gap, draws, policy.check_rows(rows, config))
 
 
 def _measured(
@@ -335,27 +391,38 @@ def _measured(
 
 @torch.no_grad()
 def _drawn(sequences: Sequence[TrainingSequence], scores: TokenScores) -> DrawStats:
-    """Statistics of the draws proof; none if the forward gave no sums for it."""
+    """Statistics of the draws proof over the drawn groups; none if the forward gave no sums for it.
+
+    Which tokens are bet on must not depend on the tokens. A rollout learns because of its reward, so the groups that are not drawn
+    are left out also where they went through the model.
+    """
     if scores.draws is None:
         return DrawStats()
     columns = scores.logps, scores.entropies, scores.draws.variances, scores.draws.below, scores.draws.upto
-    draws = TokenDraws(*torch.stack([c.double() for c in columns]).cpu().numpy())
-    fresh = None if sequences[0].fresh is None else flat(sequences, "fresh")
-    return measure_draws(draws, column(sequences, "behaviour_logps"), [s.length for s in sequences], fresh)
+    values = torch.stack([c.double() for c in columns]).cpu().numpy()
+    drawn = [s for s in sequences if s.drawn]
+    if len(drawn) < len(sequences):
+        values = values[:, np.repeat([s.drawn for s in sequences], [s.length for s in sequences])]
+    fresh = None if sequences[0].fresh is None else flat(drawn, "fresh")
+    return measure_draws(TokenDraws(*values), column(drawn, "behaviour_logps"), [s.length for s in drawn], fresh)
 
 
 @torch.no_grad()
-def _measure(batch: TokenBatch, scores: TokenScores, sums: UpdateSums) -> None:
-    """Log the figures that every method has, for every token that went through the model, learned from or not."""
+def _measure(batch: TokenBatch, scores: TokenScores, sums: UpdateSums, stands_for: float = 1.0) -> None:
+    """Log the figures that every method has, for every token that went through the model, learned from or not.
+
+    Args:
+        stands_for: how many tokens each of these stands for in means: more than one, if others like it were left aside.
+    """
     sums.tally.mean("_drift", (batch.logps - batch.old_logps).abs())
     if batch.sequences[0].old_logps is not None:
         names, lengths = [s.name for s in batch.sequences], [s.length for s in batch.sequences]
         sums.repeated = sums.repeated + measure_gap(batch.old_logps, batch.logps, names, lengths)
     if batch.support is not None:
-        sums.tally.mean("sampling/forced_share", (batch.support == 1).float())
+        sums.tally.mean("sampling/forced_share", (batch.support == 1).float(), weight=stands_for)
     if batch.kept_masses is not None:
         sums.tally.mean("sampling/kept_mass", batch.kept_masses)
-    _note(batch.sequences, batch.behaviour_logps, batch.old_logps, batch.entropies, sums)
+    _note(batch.sequences, batch.behaviour_logps, batch.old_logps, batch.entropies, sums, stands_for)
     sums.draws = sums.draws + _drawn(batch.sequences, scores)
 
 
@@ -374,16 +441,17 @@ def _note(
     old_logps: torch.Tensor,
     entropies: torch.Tensor,
     sums: UpdateSums,
+    stands_for: float = 1.0,
 ) -> None:
     tally = sums.tally
     gap, difference = _measured(sequences, behaviour, old_logps)
     sums.gap, sums.difference = sums.gap + gap, sums.difference + difference
     ratios = torch.exp(old_logps - behaviour)
-    tally.mean(_RATIO, ratios)
-    tally.mean(_SQUARES, ratios.square())
+    tally.mean(_RATIO, ratios, weight=stands_for)
+    tally.mean(_SQUARES, ratios.square(), weight=stands_for)
     tally.low("sampling/importance_sampling_ratio/min", ratios)
     tally.high("sampling/importance_sampling_ratio/max", ratios)
-    tally.mean("entropy", entropies)
+    tally.mean("entropy", entropies, weight=stands_for)
 
 
 class OptimizerStep:

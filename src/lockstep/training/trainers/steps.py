@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from lockstep.models.adapters import causal_model
+from lockstep.parity.kept_sets import KeptSetProof
 from lockstep.parity.step.reference import FrozenWeights
 from lockstep.parity.step.settings import SettingsProof
 from lockstep.report.phases import PhaseClock
@@ -138,7 +139,12 @@ class StepHooks(Trainer):
             self._plain_rows,
             self._rules,
             self.settings,
+            self._kept_sets(),
         )
+
+    def _kept_sets(self) -> KeptSetProof | None:
+        filtered = self._rules.sampling.is_filtered
+        return KeptSetProof(self._rules.distribution, self.source.limit) if filtered else None
 
     def _policy_model(self) -> PreTrainedModel:
         return self.accelerator.unwrap_model(self.model)

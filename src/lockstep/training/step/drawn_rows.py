@@ -1,0 +1,194 @@
+"""Whole rows of logits at drawn tokens of a micro-batch, and the proofs that need them: temperature and kept ids.
+
+`training/step/update.py` collects the hidden states of drawn tokens at each forward. When all packs of the micro-batch are through,
+the output head computes their logits once. `parity/step/settings.py` compares the log-probs of the loss with what the user has
+asked for, by the definitions in `definitions/sampling.py`. `parity/kept_sets.py` compares the engine's kept ids with the filters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.definitions.sampling import logprob
+from lockstep.definitions.settings import Wanted
+from lockstep.models.adapters import causal_model
+from lockstep.models.logits import transformed_logits
+from lockstep.models.policy import fp32_head_product
+from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats, KeptToken
+from lockstep.parity.rescoring import LOGITS_BYTES
+from lockstep.parity.step.settings import SettingsProof
+from lockstep.tokens.arrays import SmallIds
+from lockstep.training.batch.pack import Pack
+from lockstep.training.batch.sequence import TrainingSequence
+
+# Tokens that are drawn from each pack.
+_DRAWN = 8
+# A token so far from the start of its completion is not compared with the filters, because all ids before it would be read.
+_LONGEST = 4096
+
+
+@contextmanager
+def hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """A context that collects the last hidden states of each forward of the model."""
+    found: list[torch.Tensor] = []
+    handle = causal_model(model).base_model.register_forward_hook(
+        lambda module, given, output: found.append(output.last_hidden_state.detach())
+    )
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A drawn token.
+
+    Attributes:
+        sequence: the completion.
+        place: index among its sampled tokens.
+        logp: its log-prob, as the loss uses it.
+        proves_set: whether its kept ids are to be compared.
+    """
+
+    sequence: TrainingSequence
+    place: int
+    logp: float
+    proves_set: bool
+
+    @property
+    def end(self) -> int:
+        """Number of ids of the completion before the token."""
+        return int(self.sequence.predictors[self.place]) + 1 - len(self.sequence.prompt_ids)
+
+    @property
+    def kept(self) -> SmallIds | None:
+        """The ids that the engine kept; None: there were no filters."""
+        sets = self.sequence.kept_ids
+        return None if sets is None else sets.part(self.place, self.place + 1).ids
+
+
+class DrawnRows:
+    """The drawn tokens of a micro-batch.
+
+    Args:
+        settings: what the user has asked for; None: log-probs are not compared.
+        kept_sets: compares the engine's kept ids; None: the run has no such filters.
+    """
+
+    def __init__(self, settings: SettingsProof | None, kept_sets: KeptSetProof | None) -> None:
+        self._settings, self._kept_sets = settings, kept_sets
+        self._rows: list[_Row] = []
+        self._hidden: list[torch.Tensor] = []
+
+    def add(self, pack: Pack, logps: torch.Tensor, hidden: torch.Tensor, *, before_steps: bool) -> None:
+        """Draw tokens of a pack after its forward.
+
+        Args:
+            logps: (N,) log-probs of the pack's tokens, as the loss uses them.
+            hidden: (rows, length, width) last hidden states of the forward.
+            before_steps: whether the policy has not changed since the tokens were sampled, but for those that are not `fresh`. Only
+                then kept ids are compared.
+        """
+        # The seed is free: it only must not depend on the values.
+        drawn = np.sort(np.random.default_rng(len(logps)).permutation(len(logps))[:_DRAWN])
+        here = torch.from_numpy(drawn).to(logps.device)
+        ends = np.cumsum([s.length for s in pack.sequences])
+        own = zip(drawn, np.searchsorted(ends, drawn, side="right"), logps[here].tolist(), strict=True)
+        for token, owner, logp in own:
+            sequence = pack.sequences[owner]
+            place = int(token - (ends[owner] - sequence.length))
+            fresh = sequence.fresh is None or bool(sequence.fresh[place])
+            self._rows.append(_Row(sequence, place, logp, before_steps and fresh))
+        self._hidden.append(hidden.flatten(0, 1)[pack.predictors[here]])
+
+    @torch.no_grad()
+    def check(self, model: PreTrainedModel, *, fp32_head: bool, single: bool) -> KeptSetStats:
+        """Check all tokens that were drawn since the last call, within the caller's autocast.
+
+        Args:
+            fp32_head: whether the output head computes in float32. Otherwise autocast decides.
+            single: whether the output head computes in float32, for whatever reason.
+
+        Returns:
+            What the comparison of kept ids has found.
+
+        Raises:
+            ProofError: log-probs are not those of the distribution that the user has asked for, or a set is not that of the run's
+                filters.
+        """
+        inner, rows = causal_model(model), self._rows
+        if not rows:
+            return KeptSetStats()
+        head, config = inner.get_output_embeddings(), inner.config.get_text_config()
+        due, found = [], KeptSetStats()
+        start, hidden = 0, torch.cat(self._hidden)
+        self._rows, self._hidden = [], []
+        for part in hidden.split(max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))):
+            product = fp32_head_product(head, part) if fp32_head else head(part)
+            logits = transformed_logits(config, product).float().cpu()
+            own, start = rows[start : start + len(part)], start + len(part)
+            if self._kept_sets is not None:
+                found += self._kept_sets.check(_kept_tokens(own, logits, self._kept_sets))
+            if self._settings is not None:
+                logits[:, list(self._settings.banned)] = -torch.inf
+                wanted = self._settings.wanted
+                pairs = zip(logits.numpy(), own, strict=True)
+                due += [(row.logp, _logprob(wanted, values, row)) for values, row in pairs if _is_defined(wanted, row)]
+        if self._settings is not None:
+            self._settings.check_logps(*np.array(due).reshape(-1, 2).T, single=single)
+        return found
+
+
+def _kept_tokens(rows: Sequence[_Row], logits: torch.Tensor, proof: KeptSetProof) -> Iterator[KeptToken]:
+    """The tokens whose sets are compared.
+
+    Args:
+        logits: (n, V) of the n rows.
+    """
+    for row, own in zip(rows, logits, strict=True):
+        if not row.proves_set or row.kept is None or row.end + len(row.sequence.prompt_ids) >= _LONGEST:
+            continue
+        ids = row.sequence.completion_ids[: row.end + 1].tolist()
+        yield KeptToken(
+            request=row.sequence.name,
+            place=row.place,
+            logits=own,
+            prompt_ids=row.sequence.prompt_ids.tolist(),
+            output_ids=ids[:-1],
+            masks=proof.distribution.masks(ids),
+            kept=row.kept,
+        )
+
+
+def _is_defined(wanted: Wanted, row: _Row) -> bool:
+    """Whether `_logprob` knows a token's distribution. Without kept ids, only the trainer's own filters know what is banned."""
+    bans = wanted.bad_words or wanted.numbers["min_tokens"] or wanted.grammar is not None
+    return row.kept is not None or not bans
+
+
+def _logprob(wanted: Wanted, logits: np.ndarray, row: _Row) -> float:
+    """The log-prob of a drawn token."""
+    sequence, end = row.sequence, row.end
+    earlier = sequence.completion_ids[:end]
+    marks = np.ones(end, np.bool_) if sequence.sampled is None else sequence.sampled[:end]
+    return logprob(
+        logits,
+        int(sequence.sampled_ids[row.place]),
+        wanted.temperature,
+        kept=None if row.kept is None else row.kept.tolist(),
+        allowed=wanted.allowed_token_ids,
+        bias=wanted.logit_bias,
+        repetition=wanted.numbers["repetition_penalty"],
+        presence=wanted.numbers["presence_penalty"],
+        frequency=wanted.numbers["frequency_penalty"],
+        # Inserted ids are context, as a prompt is.
+        prompt=[*sequence.prompt_ids.tolist(), *earlier[~marks].tolist()],
+        before=earlier[marks].tolist(),
+    )
