@@ -108,7 +108,10 @@ COMPARED_AHEAD = (
 FROZEN = ("parity/step/reference.py", "tests/parity/step/test_frozen_weights.py")
 SETTINGS = ("parity/step/settings.py", "tests/parity/step/test_settings.py")
 THINKING = ("definitions/interruption.py", "tests/parity/step/test_settings.py")
-ASKED = ("training/step/asked_temperature.py", "tests/parity/step/test_settings.py")
+ASKED = ("training/step/drawn_rows.py", "tests/parity/step/test_settings.py")
+DRAWN_SETS = ("training/step/drawn_rows.py", "tests/parity/test_kept_sets.py")
+ASIDE = ("training/step/generation.py", "tests/training/test_groups_aside.py")
+ASIDE_STEP = ("training/step/update.py", "tests/training/test_groups_aside.py")
 EVALUATED = ("training/generate/evaluation.py", "tests/training/test_proven_evaluation.py")
 PLACE = ("training/run_files/run_directory.py", STATE)
 CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
@@ -321,8 +324,20 @@ MUTATIONS = [
     _of(KEPT_LOGPS, "a gradient without the temperature", "return gradient / ctx.temperature,", "return gradient,"),
     _of(KEPT_PROOF, "an id that a filter excludes", "if logits[lowest] < stage.possible:", "if False:"),
     _of(KEPT_PROOF, "a set that was cut", "if of_missing >= stages[-1].sure:", "if False:"),
-    _of(KEPT_PROOF, "any rounding in the mean", "if found.mean_rounding > found.mean_limit:", "if False:"),
-    _of(KEPT_PROOF, "sets of older weights", "near & (completion.sampled_versions == version)", "near"),
+    _of(KEPT_PROOF, "any rounding in the mean", "if self.mean_rounding > largest:", "if False:"),
+    _of(DRAWN_SETS, "sets of older weights", "before_steps and fresh))", "before_steps))"),
+    _of(DRAWN_SETS, "sets of a later step", "before_steps and fresh))", "fresh))"),
+    _of(
+        ASIDE, "groups without a gradient that all go through the model", "aside=not own and not", "aside=False and not"
+    ),
+    _of(
+        ASIDE,
+        "tokens that are left out of a count",
+        "c for c in self.completions if str(c.key) in names",
+        "c for c in ()",
+    ),
+    _of(ASIDE_STEP, "bets where rewards decide", "drawn = [s for s in sequences if s.drawn]", "drawn = [*sequences]"),
+    _of(ASIDE_STEP, "means of the verified tokens alone", "stands_for = _share(still, verified)", "stands_for = 1.0"),
     _of(FILTER_BOUNDS, "top-p without rounding", "if above < sure else -math.inf", "if False else -math.inf"),
     _of(FILTER_BOUNDS, "top-k without rounding", "highest + apart, lowest - apart", "highest + apart, lowest"),
     _of(DISTRIBUTIONS, "filters are applied to kept ids again", "if kept is None:", "if True:"),

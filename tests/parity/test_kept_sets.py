@@ -23,6 +23,10 @@ from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats, KeptToken, mea
 from lockstep.parity.rescoring import sequence_logits
 from lockstep.parity.tolerances import tolerance
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
+from lockstep.training.batch.pack import pack_rows
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.step import drawn_rows
+from lockstep.training.step.drawn_rows import DrawnRows, hidden_states
 
 FILTERS = {
     "top_k": Sampling(8, top_k=6),
@@ -206,3 +210,33 @@ def test_bounds_enclose_the_set_of_any_logits_within_rounding(
     exact = filtered(logits[None].float(), sampling)[0] > -torch.inf
     tight = bounds.after(1e-6)[-1]
     assert torch.equal(logits >= tight.sure, exact) or torch.equal(logits >= tight.possible, exact)
+
+
+@pytest.mark.parametrize(
+    ("case", "compared"), [("fresh", True), ("older weights", False), ("a later step", False), ("far away", False)]
+)
+def test_only_sets_of_the_weights_at_hand_are_compared(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, case: str, compared: bool
+) -> None:
+    made = sampled(model, Sampling(8, top_p=0.999))
+    sequence = TrainingSequence(
+        name="p",
+        prompt_ids=made.prompt_ids,
+        completion_ids=made.token_ids,
+        behaviour_logps=made.logprobs,
+        kept_ids=made.kept_ids,
+        fresh=np.full(8, case != "older weights"),
+    )
+    (pack,) = pack_rows([sequence], 100)
+    proof = KeptSetProof(Distribution(FILTERS["top_p"], (0,)), tolerance(torch.float32, torch.float32))
+    rows = DrawnRows(None, proof)
+    if case == "far away":
+        monkeypatch.setattr(drawn_rows, "_LONGEST", len(made.prompt_ids))
+    with hidden_states(model) as seen:
+        model(input_ids=pack.input_ids)
+    rows.add(pack, torch.zeros(8), seen[-1], before_steps=case != "a later step")
+    if compared:
+        with pytest.raises(ProofError, match="against top_p"):
+            rows.check(model, fp32_head=False, single=True)
+    else:
+        assert rows.check(model, fp32_head=False, single=True).tokens == 0
