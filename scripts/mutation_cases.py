@@ -327,9 +327,7 @@ MUTATIONS = [
     _of(KEPT_PROOF, "any rounding in the mean", "if self.mean_rounding > largest:", "if False:"),
     _of(DRAWN_SETS, "sets of older weights", "before_steps and fresh))", "before_steps))"),
     _of(DRAWN_SETS, "sets of a later step", "before_steps and fresh))", "fresh))"),
-    _of(
-        ASIDE, "groups without a gradient that all go through the model", "aside=not own and not", "aside=False and not"
-    ),
+    _of(ASIDE, "groups without a gradient that all go through the model", "replace(sequence, aside=True)", "sequence"),
     _of(
         ASIDE,
         "tokens that are left out of a count",

@@ -73,6 +73,17 @@ def test_the_rest_goes_through_no_forward_and_is_counted(
     assert line["draws"]["tokens"] == tokens([groups[i] for i in chosen])
 
 
+def test_where_everything_is_scored_first_every_token_is_verified_and_the_bets_are_on_the_drawn_groups(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    run = sixteen(untied_dir, tmp_path, hf_engine, num_iterations=2)
+    run.train()
+    groups = list(run.loop.generation.groups)
+    (line,) = (line for line in read_receipt(tmp_path / RECEIPT) if line["kind"] == "step")
+    assert line["checked_tokens"] == line["sampled_tokens"] == tokens(groups)
+    assert line["draws"]["tokens"] == tokens([groups[i] for i in drawn(run)]) < tokens(groups)
+
+
 def test_the_step_is_the_one_in_which_everything_is_verified(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

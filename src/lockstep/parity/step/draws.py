@@ -1,9 +1,9 @@
 """The draws proof: every token was drawn from the distribution whose log-prob the engine reported.
 
 An engine that samples at another temperature, cuts the tail or keeps the better of two tokens, and reports the right log-probs,
-has no gap. The proof bets against such engines on every sampled token (`parity/step/bets.py`). The product of the pays is the
-evidence of a bet. Without a fault it has mean 1 at any time, so it exceeds 1e6 in at most one of a million runs of any length
-(Ville's inequality).
+has no gap. The proof bets against such engines on every sampled token of drawn groups (`parity/step/bets.py`). The product of the
+pays is the evidence of a bet. Without a fault it has mean 1 at any time, so it exceeds 1e6 in at most one of a million runs of any
+length (Ville's inequality).
 
 The forward of the step gives the sums (`training/step/update.py`), `training/generate/proofs.py` adds them up over the run, and the
 receipt keeps the evidence, with which a resumed run goes on.

@@ -67,7 +67,7 @@ def advantage_proof(
                     reward=rollout.reward,
                     failed=rollout.failed is not None,
                     cut=rollout.finish_reason == "length",
-                    old_logps=column("old_logps"),
+                    old_logps=column("old_logps") if objective.kl_in_reward else None,
                     ref_logps=column("ref_logps") if objective.kl_in_reward else None,
                     values=column("values"),
                 )

@@ -216,7 +216,7 @@ class Preparation:
             ProofError: a log-prob is not finite.
             InputError: nothing was sampled.
         """
-        sequences, found = sequences_of(groups, version), None
+        sequences, found = self._sequences(groups, version), None
         if not sequences:
             raise InputError(
                 "no token was sampled in any rollout of this generation: the programs of all rollouts ended before their first turn"
@@ -234,21 +234,22 @@ class Preparation:
         if self._config.single_update:
             generation = generation.changed(self._to_be_scored)
         if found is None:
-            generation = self._with_drawn_groups(generation)
+            generation = generation.changed(self._perhaps_aside)
         return generation, found
 
-    def _with_drawn_groups(self, generation: Generation) -> Generation:
-        """The generation, in which completions without a gradient are left aside, but for those of drawn groups."""
-        config, groups = self._config, generation.groups
-        tokens = config.group_size * config.completion_limit
-        drawn = drawn_groups(len(groups), tokens, (config.seed, generation.version))
+    def _sequences(self, groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
+        """The sequences of a generation, in which those of the groups that are not drawn are marked."""
+        config, found = self._config, sequences_of(groups, version)
+        drawn = drawn_groups(len(groups), config.group_size * config.completion_limit, (config.seed, version))
+        if len(drawn) == len(groups):
+            return found
         names = {str(c.key) for c in branches_of([groups[i] for i in drawn])}
+        return [s if s.name in names else replace(s, drawn=False) for s in found]
 
-        def marked(s: TrainingSequence) -> TrainingSequence:
-            own = s.name in names
-            return replace(s, drawn=own, aside=not own and not self._objective.has_gradient(s))
-
-        return generation.changed(marked) if len(drawn) < len(groups) else generation
+    def _perhaps_aside(self, sequence: TrainingSequence) -> TrainingSequence:
+        if sequence.drawn or self._objective.has_gradient(sequence):
+            return sequence
+        return replace(sequence, aside=True)
 
     def step(self, policy: Policy, sequences: Sequence[TrainingSequence], *, moved: bool) -> list[TrainingSequence]:
         """Sequences of one optimizer step, over all ranks, just before its first forward. Every rank calls this.
