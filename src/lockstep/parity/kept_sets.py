@@ -2,8 +2,8 @@
 
 `training/step/drawn_rows.py` uses it at the forward that proves a generation's tokens, before the policy moves. The trainer scores
 sampled tokens among the engine's kept ids. Therefore the parity gap does not see a filter that the engine applies wrongly or not at
-all, and this proof does. The whole logits come from the hidden states of that forward, and the filters are those of
-`engines/filters/sampling.py`.
+all, and this proof does. The whole logits come from the hidden states of that forward, and `parity/filter_bounds.py` says what the
+filters keep.
 
 The proof computes the rounding of the logits that would explain each set. It is 0 if the trainer keeps the same ids. There are two
 limits: one for the rounding of each token, and one for the mean over the drawn tokens. In half precision a single token may differ
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.engines.filters.sampling import filtered
 from lockstep.engines.protocol import Sampling
 from lockstep.errors import ProofError
 from lockstep.parity.distributions import Distribution
@@ -56,7 +55,7 @@ class KeptSetStats:
 
     Attributes:
         tokens: number of tokens whose sets were compared.
-        differences: number of ids that only one side keeps, and that lie within rounding of an edge.
+        differences: by how many ids the sets of the two sides differ in size, and at least one per set that differs.
         rounding: sum over the tokens of the smallest rounding of the logits that explains the set, in nats.
         nearest: largest rounding of a token, divided by its limit.
     """
@@ -130,17 +129,17 @@ class KeptSetProof:
     def _check_token(self, token: KeptToken) -> KeptSetStats:
         sampling = self.distribution.sampling
         shaped = self.distribution.shaped(token.logits, token.prompt_ids, token.output_ids, token.masks)
-        kept = torch.zeros(shaped.shape[1], dtype=torch.bool)
-        kept[torch.from_numpy(token.kept.astype(np.int64))] = True
-        own = filtered(shaped, sampling)[0] > -torch.inf
-        differences = int((own != kept).sum())
-        if not differences:
-            return KeptSetStats(1)
-        logits = shaped[0].double().numpy()
-        bounds, largest = FilterBounds(logits, sampling), self.limit.largest(len(token.kept)) * _stretch(sampling)
+        logits = shaped[0].numpy()
+        bounds = FilterBounds(logits, sampling)
         lowest = token.kept[logits[token.kept].argmin()]
-        missing = int(np.where(kept.numpy(), -np.inf, logits).argmax())
-        of_missing = -np.inf if kept[missing] else logits[missing]
+        others = logits.copy()
+        others[token.kept] = -np.inf
+        missing = int(others.argmax())
+        of_missing = float(others[missing])
+        own = bounds.after(0.0)[-1]
+        if logits[lowest] >= own.possible and of_missing < own.sure:
+            return KeptSetStats(1)
+        largest = self.limit.largest(len(token.kept)) * _stretch(sampling)
         stages = bounds.after(largest)
         for stage in stages:
             if logits[lowest] < stage.possible:
@@ -148,7 +147,8 @@ class KeptSetProof:
         if of_missing >= stages[-1].sure:
             names = " and ".join(stage.name for stage in stages[1:])
             raise _error(token, f"left out id {missing}, which {names} would keep", names)
-        rounding = bounds.rounding_for(logits[lowest], of_missing, largest)
+        rounding = bounds.rounding_for(float(logits[lowest]), of_missing, largest)
+        differences = max(abs(int((logits >= own.sure).sum()) - len(token.kept)), 1)
         return KeptSetStats(1, differences, rounding, rounding / largest)
 
 

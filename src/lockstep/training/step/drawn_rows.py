@@ -27,8 +27,8 @@ from lockstep.tokens.arrays import SmallIds
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence
 
-# Tokens that are drawn from each pack.
-_DRAWN = 8
+# Tokens that are drawn from each pack. Where kept ids are compared: from a micro-batch, because a mean over few sets shows little.
+_DRAWN, _DRAWN_SETS = 8, 64
 # A token so far from the start of its completion is not compared with the filters, because all ids before it would be read.
 _LONGEST = 4096
 
@@ -97,7 +97,8 @@ class DrawnRows:
                 then kept ids are compared.
         """
         # The seed is free: it only must not depend on the values.
-        drawn = np.sort(np.random.default_rng(len(logps)).permutation(len(logps))[:_DRAWN])
+        count = _DRAWN if self._kept_sets is None else _DRAWN_SETS
+        drawn = np.sort(np.random.default_rng(len(logps)).permutation(len(logps))[:count])
         here = torch.from_numpy(drawn).to(logps.device)
         ends = np.cumsum([s.length for s in pack.sequences])
         own = zip(drawn, np.searchsorted(ends, drawn, side="right"), logps[here].tolist(), strict=True)
@@ -123,13 +124,11 @@ class DrawnRows:
             ProofError: log-probs are not those of the distribution that the user has asked for, or a set is not that of the run's
                 filters.
         """
-        inner, rows = causal_model(model), self._rows
-        if not rows:
+        if not self._rows:
             return KeptSetStats()
+        inner, (rows, hidden) = causal_model(model), self._taken()
         head, config = inner.get_output_embeddings(), inner.config.get_text_config()
-        due, found = [], KeptSetStats()
-        start, hidden = 0, torch.cat(self._hidden)
-        self._rows, self._hidden = [], []
+        due, found, start = [], KeptSetStats(), 0
         for part in hidden.split(max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))):
             product = fp32_head_product(head, part) if fp32_head else head(part)
             logits = transformed_logits(config, product).float().cpu()
@@ -144,6 +143,15 @@ class DrawnRows:
         if self._settings is not None:
             self._settings.check_logps(*np.array(due).reshape(-1, 2).T, single=single)
         return found
+
+    def _taken(self) -> tuple[list[_Row], torch.Tensor]:
+        """The rows of the micro-batch and their hidden states; then it begins anew."""
+        rows, hidden = self._rows, torch.cat(self._hidden)
+        self._rows, self._hidden = [], []
+        if self._kept_sets is not None and len(rows) > _DRAWN_SETS:
+            chosen = np.sort(np.random.default_rng(len(rows)).permutation(len(rows))[:_DRAWN_SETS])
+            rows, hidden = [rows[i] for i in chosen], hidden[torch.from_numpy(chosen).to(hidden.device)]
+        return rows, hidden
 
 
 def _kept_tokens(rows: Sequence[_Row], logits: torch.Tensor, proof: KeptSetProof) -> Iterator[KeptToken]:

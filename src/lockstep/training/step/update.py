@@ -224,6 +224,7 @@ def learn(
     moving = [s for s in sequences if objective.has_gradient(s)]
     still = [s for s in sequences if not objective.has_gradient(s)]
     before, rows = sums.loss, policy.drawn_rows()
+    learned: list[TokenBatch] = []
     with clock.phase("forward_backward"):
         for pack in policy.packs(moving, config):
             first = not _scored_before(pack)
@@ -242,7 +243,7 @@ def learn(
             sums.loss += loss.item()
             policy.backward(loss)
             flow.check()
-            proofs.check_forward(policy.model, batch)
+            learned.append(batch)
             _measure(batch, scores, sums)
     with clock.phase("verify"), torch.no_grad():
         proofs.check_aside(still)
@@ -254,7 +255,10 @@ def learn(
             batch = TokenBatch.of(pack, scores)
             proofs.check_tokens(batch)
             _measure(batch, scores, sums, stands_for)
+        # A wrong temperature is named as such before the forward as a whole is compared.
         sums.kept_sets = sums.kept_sets + policy.check_rows(rows, config)
+        for batch in learned:
+            proofs.check_forward(policy.model, batch)
         _measure_scored([s for s in still if s.entropies is not None], sums)
     return sums.loss - before
 
