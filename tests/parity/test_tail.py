@@ -57,7 +57,16 @@ def test_one_wrong_token_is_found_that_a_limit_for_every_model_let_pass() -> Non
 def test_a_run_never_widens_the_limit_of_its_dtypes() -> None:
     tail = GapTail(HALF)
     tail.passed(drawn(0.5, 5_000, 0))
-    assert tail.limit == HALF
+    assert all(tail.limit.largest(tokens) == HALF.largest(tokens) for tokens in (1, 500, 10**6))
+
+
+def test_a_gap_of_a_few_times_the_largest_so_far_passes() -> None:
+    """Measured in bf16 on a tiny llama, whose attention is almost hard: 2.8 nats at step 57, after 1.1 at most."""
+    tail = GapTail(HALF)
+    for seed in range(57):
+        tail.passed(with_one_more(drawn(0.04, 500, seed), 1.1 if seed == 30 else 0.1))
+    assert not over_limits(with_one_more(drawn(0.04, 345, 99), 2.8), tail.limit)
+    assert over_limits(with_one_more(drawn(0.04, 345, 99), 3.5), tail.limit)
 
 
 def test_tokens_that_the_model_is_sure_of_do_not_narrow_the_limit() -> None:

@@ -20,7 +20,7 @@ _PRIOR_TOKENS = 32
 class GapTail:
     """Lowers a limit on the largest gap to fit the tail of the run's gaps. It never raises the limit.
 
-    The tail is modelled as an exponential distribution. Its scale follows from the third and fourth moments: E|g|⁴ ÷ (4 E|g|³).
+    The tail is modelled as an exponential distribution, and the limit stays above a multiple of the largest gap so far. Its scale follows from the third and fourth moments: E|g|⁴ ÷ (4 E|g|³).
     High moments depend mainly on the tail. Tokens without a gap (the model is certain of them) do not change the quotient.
 
     Args:
@@ -37,7 +37,8 @@ class GapTail:
         prior = self._limit.tail
         fourths = self._passed.sum_fourths + 24 * _PRIOR_TOKENS * prior**4
         cubes = self._passed.sum_cubes + 6 * _PRIOR_TOKENS * prior**3
-        return replace(self._limit, tail=min(prior, fourths / (4 * cubes)))
+        tail = min(prior, fourths / (4 * cubes))
+        return replace(self._limit, tail=tail, widest=prior, seen=self._passed.max_abs)
 
     def passed(self, stats: GapStats) -> None:
         """Add the gap of a step that is within its limits to the estimate."""

@@ -128,7 +128,11 @@ class Proofs:
             if "draws" in entry:
                 self._draws = DrawEvidence.of(entry["draws"])
             self._tail.passed(
-                GapStats(sum_cubes=entry.get("sum_cubes", 0.0), sum_fourths=entry.get("sum_fourths", 0.0))
+                GapStats(
+                    sum_cubes=entry.get("sum_cubes", 0.0),
+                    sum_fourths=entry.get("sum_fourths", 0.0),
+                    max_abs=entry.get("max_abs_gap", 0.0),
+                )
             )
         proof = self.prove_engine(step)
         assert proof.canary is not None

@@ -9,7 +9,7 @@ again, and those scores are counted and logged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -181,6 +181,15 @@ class Policy:
             rows.add(pack, scores.logps.detach(), seen[-1], before_steps=before_steps)
         return scores
 
+    @contextmanager
+    def casts_kept(self) -> Iterator[None]:
+        """A context in which autocast casts each weight once for all packs. Outside of forwards it computes without autocast.
+
+        The weights must not change meanwhile, and the first forward must have a gradient if any has one.
+        """
+        with self.autocast(), torch.autocast(self.model.device.type, enabled=False):
+            yield
+
     def drawn_rows(self) -> DrawnRows | None:
         """Collects drawn tokens of a micro-batch; None outside a run."""
         known = self.settings is not None or self.kept_sets is not None
@@ -220,6 +229,18 @@ def learn(
         ProofError: a sequence brings something else, the forward gives other log-probs than a plain one, or the gradient of a
             log-prob is not what the method's formula gives.
     """
+    with policy.casts_kept():
+        return _learn(policy, sequences, objective, clock, sums, proofs)
+
+
+def _learn(
+    policy: Policy,
+    sequences: Sequence[TrainingSequence],
+    objective: Objective,
+    clock: PhaseClock,
+    sums: UpdateSums,
+    proofs: StepProofs,
+) -> float:
     config = objective.config
     moving = [s for s in sequences if objective.has_gradient(s)]
     still = [s for s in sequences if not objective.has_gradient(s)]
