@@ -111,11 +111,13 @@ class DrawnRows:
 
     @torch.no_grad()
     def check(self, model: PreTrainedModel, *, fp32_head: bool, single: bool) -> KeptSetStats:
-        """Check all tokens that were drawn since the last call, within the caller's autocast.
+        """Check all tokens that were drawn since the last call.
+
+        The output head computes in the dtype of its weight: a cast of the whole weight would cost more than the product.
 
         Args:
-            fp32_head: whether the output head computes in float32. Otherwise autocast decides.
-            single: whether the output head computes in float32, for whatever reason.
+            fp32_head: whether the output head computes in float32 instead.
+            single: whether the head of the forward computes in float32, for whatever reason.
 
         Returns:
             What the comparison of kept ids has found.
@@ -130,7 +132,7 @@ class DrawnRows:
         head, config = inner.get_output_embeddings(), inner.config.get_text_config()
         due, found, start = [], KeptSetStats(), 0
         for part in hidden.split(max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))):
-            product = fp32_head_product(head, part) if fp32_head else head(part)
+            product = fp32_head_product(head, part) if fp32_head else head(part.to(head.weight.dtype))
             logits = transformed_logits(config, product).float().cpu()
             own, start = rows[start : start + len(part)], start + len(part)
             if self._kept_sets is not None:

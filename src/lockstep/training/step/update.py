@@ -205,8 +205,7 @@ class Policy:
             return KeptSetStats()
         fp32_head = config.cast_lm_head_to_fp32
         single = fp32_head or (config.precision.autocast is None and self.model.dtype == torch.float32)
-        with self.autocast():
-            return rows.check(self.model, fp32_head=fp32_head, single=single)
+        return rows.check(self.model, fp32_head=fp32_head, single=single)
 
 
 def learn(
