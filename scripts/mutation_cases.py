@@ -46,6 +46,7 @@ PAIRS_OF_A_GROUP = (
 BETS = ("parity/step/bets.py", "tests/parity/test_draws.py::test_a_bet_pays_one_on_average")
 DRAWS = ("parity/step/draws.py", "tests/parity/test_draws.py")
 BACKWARD = "tests/training/test_model_gradient.py"
+CUTS = "tests/training/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"
 ASKED_AGAIN = ("training/generate/asked_again.py", "tests/training/test_asked_again.py")
 DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
 ENDS = ("parity/step/ends.py", "tests/parity/test_ends.py")
@@ -651,6 +652,38 @@ MUTATIONS = [
         "return wide if move is None else move.add_to(wide)",
         "return wide",
         f"{BACKWARD}::test_a_right_backward_passes_far_below_the_limit",
+    ),
+    Mutation(
+        "a float64 forward without the temperature",
+        "parity/backward/plain_scores.py",
+        "(logits / distribution.sampling.temperature)",
+        "logits",
+        f"{BACKWARD}::test_a_right_backward_passes_far_below_the_limit",
+    ),
+    Mutation(
+        "a float64 forward without the entropies",
+        "parity/backward/plain_scores.py",
+        "torch.special.entr(logps.exp()).sum(-1)",
+        "logps.sum(-1)",
+        f"{BACKWARD}::test_a_right_backward_passes_far_below_the_limit",
+    ),
+    Mutation(
+        "an entropy bonus that is averaged over each pack",
+        "training/methods/entropy_bonus.py",
+        "learned.sum() / max(self._tokens, 1)",
+        "learned.sum() / max(int(kept.sum()), 1)",
+        f"{CUTS}[grpo-full-together]",
+    ),
+    Mutation(
+        "a loss that is averaged over each micro-batch",
+        "training/step/generation.py",
+        """    for start in range(0, len(advantaged), config.completions_per_step):
+        step = torch.arange(start, min(start + config.completions_per_step, len(advantaged)))
+""",
+        """    for start in range(0, len(advantaged), config.completions_per_micro_batch):
+        step = torch.arange(start, min(start + config.completions_per_micro_batch, len(advantaged)))
+""",
+        f"{CUTS}[grpo-dapo-together]",
     ),
     Mutation(
         "a wrong gradient that passes for a coarse forward",

@@ -11,7 +11,8 @@ import torch
 from conftest import needs_vllm
 from stages import stage_on
 
-from lockstep.verify.faults.seams import Fault
+from lockstep.verify.faults import backward, learned, learning, losses
+from lockstep.verify.faults.seams import Fault, is_vllm
 from lockstep.verify.run import recover
 from lockstep.verify.self_test import FAULTS, Verdict, run_self_test
 from lockstep.verify.stage import Stage
@@ -134,6 +135,24 @@ CAUGHT_BY = {
 }
 
 
+# Faults of the trainer's own computation. The engine that sampled takes no part in it: CI injects them beside one kind of engine.
+OF_THE_TRAINER = {fault.id for module in (losses, backward, learned, learning) for fault in module.FAULTS}
+# Proofs that compare computed numbers. All others compare ids, texts, settings or rewards, which are the same in bf16.
+OF_NUMBERS = {
+    "gap",
+    "module_probe",
+    "kept_ids",
+    "draws",
+    "loss_gradient",
+    "model_gradient",
+    "update",
+    "accumulation",
+    "clipping",
+}
+OF_NUMBERS |= {"learning_rate", "verify: exact accounting", "verify: draws"}
+IN_BF16 = tuple(fault for fault in FAULTS if CAUGHT_BY[fault.id] & OF_NUMBERS)
+
+
 @dataclass
 class SelfTest:
     """One run of `lockstep verify --self-test` on a stage.
@@ -151,15 +170,18 @@ class SelfTest:
 
 @pytest.fixture(scope="module")
 def self_test(stage: Stage) -> SelfTest:
-    """Every fault is injected into the same stage, one after the other, as a user's `--self-test` does."""
+    """The faults are injected into the same stage, one after the other, as a user's `--self-test` does."""
     before = {n: p.detach().clone() for n, p in stage.model.named_parameters()}
-    control, *verdicts = run_self_test(stage, lambda name: None)
+    faults = tuple(fault for fault in FAULTS if not (is_vllm(stage) and fault.id in OF_THE_TRAINER))
+    control, *verdicts = run_self_test(stage, lambda name: None, faults)
     return SelfTest(control, {verdict.id: verdict for verdict in verdicts}, before)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.id for fault in FAULTS])
 def test_the_fault_is_caught_by_its_proof(self_test: SelfTest, fault: Fault) -> None:
-    verdict = self_test.verdicts[fault.id]
+    verdict = self_test.verdicts.get(fault.id)
+    if verdict is None:
+        pytest.skip("a fault of the trainer: injected beside the transformers engine, and before a release beside vLLM")
     if verdict.skipped:
         pytest.skip(verdict.skipped)
     assert verdict.caught_by in CAUGHT_BY[fault.id], f"{verdict.caught_by}: {verdict.message}"
@@ -175,17 +197,25 @@ def test_an_injection_leaves_nothing_behind(stage: Stage, self_test: SelfTest) -
     assert again.caught_by == "", again.message
 
 
+@pytest.mark.release
+def test_the_faults_of_the_trainer_are_caught_beside_every_engine(stage: Stage) -> None:
+    control, *verdicts = run_self_test(stage, lambda name: None, tuple(f for f in FAULTS if f.id in OF_THE_TRAINER))
+    assert control.caught_by == "", control.message
+    assert [v.id for v in verdicts if not v.skipped and v.caught_by not in CAUGHT_BY[v.id]] == []
+
+
 @pytest.mark.vllm
 @needs_vllm
-def test_in_bf16_every_fault_that_its_rounding_leaves_is_caught(tied_dir: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("faults", [IN_BF16, pytest.param(FAULTS, marks=pytest.mark.release)], ids=["limits", "every"])
+def test_in_bf16_every_fault_that_its_rounding_leaves_is_caught(
+    tied_dir: str, tmp_path: Path, faults: tuple[Fault, ...]
+) -> None:
     with stage_on(tied_dir, tmp_path, use_vllm=True, bf16=True) as stage:
-        control, *verdicts = run_self_test(stage, lambda name: None)
+        control, *verdicts = run_self_test(stage, lambda name: None, faults)
     assert control.caught_by == "", control.message
-    assert {v.id for v in verdicts if v.skipped} == {
-        *("W5", "small-1", "P5", "S1-heat", "S1-cold"),
-        # Nothing scores the tokens before the only step of a generation.
-        *("M3", "M4", "M5"),
-    }
+    # Beside what rounding hides: nothing scores the tokens before the only step of a generation.
+    hidden = {"W5", "small-1", "P5", "S1-heat", "S1-cold", "M3", "M4", "M5"}
+    assert {v.id for v in verdicts if v.skipped} == hidden & {fault.id for fault in faults}
     assert [v.id for v in verdicts if not v.skipped and not v.caught_by] == []
 
 

@@ -18,7 +18,11 @@ from lockstep.engines.protocol import Engine
 from lockstep.models.quantised import is_quantised
 from lockstep.training.trainers.online import OnlineTrainer
 
-CUTS: list[tuple[int, dict[str, Any]]] = [(4, {"token_budget": 48, "logits_chunk_size": 5}), (1, {})]
+# How a step is cut: the size of its micro-batches, and the fields that cut these. In CI one cut parts micro-batches, groups, packs
+# and chunks at once.
+Cuts = list[tuple[int, dict[str, Any]]]
+TOGETHER: Cuts = [(2, {"token_budget": 24, "logits_chunk_size": 5})]
+APART: Cuts = [(4, {"token_budget": 48, "logits_chunk_size": 5}), (1, {})]
 OPTIONS = [(case, option) for case, made in CASES.items() for option in made.without]
 Whole = Callable[[str], Steps]
 
@@ -44,24 +48,27 @@ def whole(untied_dir: str, engine: Engine, tmp_path_factory: pytest.TempPathFact
     )
 
 
-def check_cuts(whole: Steps, made: Callable[[int, dict[str, Any]], OnlineTrainer], limit: float = 1e-6) -> None:
+def check_cuts(
+    whole: Steps, cuts: Cuts, made: Callable[[int, dict[str, Any]], OnlineTrainer], limit: float = 1e-6
+) -> None:
     """Check that every cut of a run gives the gradients of the whole."""
-    for size, fields in CUTS:
+    for size, fields in cuts:
         for step, (expected, found) in enumerate(zip(whole, gradients(made(size, fields)), strict=True)):
             worst = difference(expected, found)
             assert worst <= limit, (size, step)
 
 
+@pytest.mark.parametrize("cuts", [TOGETHER, pytest.param(APART, marks=pytest.mark.release)], ids=["together", "apart"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved(
-    untied_dir: str, tmp_path: Path, engine: Engine, whole: Whole, case: str
+    untied_dir: str, tmp_path: Path, engine: Engine, whole: Whole, case: str, cuts: Cuts
 ) -> None:
     steps = whole(case)
     assert len(steps) >= 2
     assert all(torch.stack([g.norm() for g in step.values()]).norm() > 0 for step in steps)
     # The second step differs from the first one, so it is a separate check.
     assert difference(steps[0], steps[1]) > 1e-2
-    check_cuts(steps, lambda size, fields: make(case, untied_dir, tmp_path, engine=engine, size=size, **fields))
+    check_cuts(steps, cuts, lambda size, fields: make(case, untied_dir, tmp_path, engine=engine, size=size, **fields))
 
 
 @pytest.mark.parametrize(("case", "option"), OPTIONS)
@@ -83,7 +90,7 @@ def test_on_quantised_weights_a_cut_adds_no_more_than_the_rounding_of_float32(
 
     run = made(STEP, {})
     assert any(is_quantised(p) for p in run.model.parameters())
-    check_cuts(gradients(run), made, limit=1e-4)
+    check_cuts(gradients(run), [*TOGETHER, *APART], made, limit=1e-4)
 
 
 @pytest.mark.parametrize("case", ["grpo-full", "ppo"])

@@ -7,11 +7,14 @@ gradient is that of whole logits to which the filters are applied by the book. R
 
 from __future__ import annotations
 
+import functools
 import json
 import random
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,6 +87,7 @@ def drawn(among: dict[str, dict[str, Any]], seed: int) -> dict[str, dict[str, An
 
 SINGLE = {"no filter": {}, **ANYWHERE, **IN_ONE_CALL, **drawn({**ANYWHERE, **IN_ONE_CALL}, 1)}
 SEVERAL = {**ANYWHERE, **drawn(ANYWHERE, 2)}
+TURNS = {"one": SINGLE, "several": SEVERAL}
 
 
 @dataclass(frozen=True)
@@ -99,35 +103,39 @@ class Stack:
         return torch.autocast("cpu", self.dtype) if self.dtype == torch.bfloat16 else nullcontext()
 
 
-@pytest.fixture(
-    scope="module",
-    params=["transformers", pytest.param("vllm", marks=VLLM), pytest.param("server", marks=[*VLLM, pytest.mark.long])],
-)
-def engine_name(request: pytest.FixtureRequest) -> str:
-    return request.param  # type: ignore[no-any-return]
+ENGINES: dict[str, list[Any]] = {"transformers": [], "vllm": VLLM, "server": [*VLLM, pytest.mark.long]}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def stack(
-    request: pytest.FixtureRequest, engine_name: str, untied_dir: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stack]:
-    dtype: torch.dtype = request.param
-    model = load_policy(untied_dir)
+@contextmanager
+def opened(engine: str, dtype: torch.dtype, model_dir: str, folder: Path) -> Iterator[Stack]:
+    """A stack whose engine runs."""
+    model = load_policy(model_dir)
     adopt_tree_attention(model)
-    with (
-        serve(untied_dir, tmp_path_factory.mktemp("server"), dtype=str(dtype).removeprefix("torch."))
-        if engine_name == "server"
-        else nullcontext()
-    ) as server:
-        if server is not None:
-            engine: Engine = connect(server.url)
-        elif engine_name == "vllm":
-            engine = VLLMInProcess(untied_dir, dtype=dtype, max_model_len=CONTEXT)
+    with ExitStack() as closing:
+        if engine == "server":
+            server = closing.enter_context(serve(model_dir, folder, dtype=str(dtype).removeprefix("torch.")))
+            started: Engine = connect(server.url)
+        elif engine == "vllm":
+            started = VLLMInProcess(model_dir, dtype=dtype, max_model_len=CONTEXT)
         else:
-            engine = TransformersEngine(untied_dir, TOKENIZER, dtype=dtype, max_model_len=CONTEXT)
-        push_weights(model, engine, VERSION)
-        yield Stack(engine, model, dtype)
-        engine.close()
+            started = TransformersEngine(model_dir, TOKENIZER, dtype=dtype, max_model_len=CONTEXT)
+        closing.callback(started.close)
+        push_weights(model, started, VERSION)
+        yield Stack(started, model, dtype)
+
+
+@pytest.fixture(scope="module")
+def stack_of(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Stack]]:
+    """Gives the stack of an engine and a dtype. The cases are in the order of stacks, so each is opened once and then closed."""
+    with ExitStack() as closing:
+
+        @functools.lru_cache(maxsize=1)
+        def stack(engine: str, dtype: str) -> Stack:
+            closing.close()
+            return closing.enter_context(opened(engine, DTYPES[dtype], untied_dir, tmp_path_factory.mktemp("server")))
+
+        yield stack
 
 
 async def three_turns(conversation: Conversation) -> None:
@@ -141,13 +149,27 @@ async def three_turns(conversation: Conversation) -> None:
         pass
 
 
-@pytest.mark.parametrize("name", SINGLE)
-def test_one_turn_has_the_gap_the_sets_and_the_gradient_of_the_book(stack: Stack, name: str) -> None:
-    check(stack, Sampling(10, **SINGLE[name]), single_turn)
+def matrix() -> list[Any]:
+    """Every filter with every engine and dtype. CI has every pair of two of the three; `make test-release` has the rest."""
+    cases = []
+    for (row, engine), (column, dtype) in product(enumerate(ENGINES), enumerate(DTYPES)):
+        for turns, filters in TURNS.items():
+            for number, name in enumerate(filters):
+                marks = [*ENGINES[engine], *([pytest.mark.release] if (row + column + number) % 2 else [])]
+                cases.append(
+                    pytest.param(engine, dtype, turns, name, marks=marks, id=f"{engine}-{dtype}-{turns} turns-{name}")
+                )
+    return cases
 
 
-@pytest.mark.parametrize("name", SEVERAL)
-def test_several_turns_have_the_gap_the_sets_and_the_gradient_of_the_book(stack: Stack, name: str) -> None:
+@pytest.mark.parametrize(("engine", "dtype", "turns", "name"), matrix())
+def test_rollouts_have_the_gap_the_sets_and_the_gradient_of_the_book(
+    stack_of: Callable[[str, str], Stack], engine: str, dtype: str, turns: str, name: str
+) -> None:
+    stack = stack_of(engine, dtype)
+    if turns == "one":
+        check(stack, Sampling(10, **SINGLE[name]), single_turn)
+        return
     sequences = check(stack, Sampling(20, **SEVERAL[name]), three_turns)
     assert any(s.sampled is not None and len(s.completion_ids) > s.length for s in sequences)
 

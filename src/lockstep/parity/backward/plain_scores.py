@@ -51,6 +51,10 @@ def plain_scores(
 def _of_one(completion: Completion, logits: torch.Tensor, distribution: Distribution) -> torch.Tensor:
     """(2, N) log-probs and entropies of one completion's sampled tokens, from their (N, V) logits."""
     prompt, tokens = completion.prompt_ids.tolist(), completion.token_ids.tolist()
+    if distribution.is_tempered_only and completion.kept_ids is None:
+        logps = (logits / distribution.sampling.temperature).log_softmax(-1)
+        own = torch.tensor(tokens)[torch.from_numpy(completion.sampled_places)]
+        return torch.stack([logps.gather(1, own[:, None])[:, 0], torch.special.entr(logps.exp()).sum(-1)])
     masks, sets = distribution.masks(tokens), sets_of_all(completion)
     scores = []
     for row, place in zip(logits, completion.sampled_places.tolist(), strict=True):

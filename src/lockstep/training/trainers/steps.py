@@ -53,6 +53,8 @@ class StepHooks(Trainer):
     _method_state: MethodState
     _plain_rows: bool
     _rules: IdRules
+    # The model and what it wraps. accelerate looks for installed packages each time it unwraps a model.
+    _unwrapped: tuple[torch.nn.Module, PreTrainedModel] | None = None
 
     # `micro_step` already divides by the whole optimizer step; the base class must not divide again.
     loss_is_scaled_for_ga = True
@@ -147,7 +149,9 @@ class StepHooks(Trainer):
         return KeptSetProof(self._rules.distribution, self.source.limit) if filtered else None
 
     def _policy_model(self) -> PreTrainedModel:
-        return self.accelerator.unwrap_model(self.model)
+        if self._unwrapped is None or self._unwrapped[0] is not self.model:
+            self._unwrapped = (self.model, self.accelerator.unwrap_model(self.model))
+        return self._unwrapped[1]
 
     def _causal(self) -> PreTrainedModel:
         return causal_model(self._policy_model())
