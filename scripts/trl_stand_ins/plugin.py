@@ -10,6 +10,7 @@ has a model of its own. In such a test, this engine takes its ids from that func
 from __future__ import annotations
 
 import codecs
+import dataclasses
 import gc
 import importlib
 import json
@@ -32,6 +33,8 @@ OURS = {
 }
 # Names that give a run its own length.
 LENGTHS = ("max_steps", "num_train_epochs")
+# New tokens of a completion, where TRL's default would be used; nearly all of its tests name so few.
+NEW_TOKENS = 8
 _trainers: weakref.WeakSet[Any] = weakref.WeakSet()
 _results: dict[str, tuple[str, str]] = {}
 
@@ -96,14 +99,18 @@ def load_dataset(path: str, name: str | None = None, split: str | None = None, *
 
 
 def shorten(config: type) -> None:
-    """End runs of this configuration after a few steps, unless the test says how long they are. Without a GPU, run in fp32."""
+    """End runs of this configuration after a few steps and tokens, unless the test says how many. Without a GPU, run in fp32."""
     import torch
 
-    made = config.__init__
+    made, known = config.__init__, {field.name for field in dataclasses.fields(config)}
 
     def init(self: Any, *args: Any, **fields: Any) -> None:
+        # A test of the defaults themselves gives no folder.
+        runs = "output_dir" in fields
         if not any(name in fields for name in LENGTHS):
             fields["max_steps"] = ASKED["steps"]
+        if runs and "max_new_tokens" in known:
+            fields = {"max_new_tokens": NEW_TOKENS} | fields
         if not torch.cuda.is_available():
             # TRL's configurations ask for a machine with bf16 units otherwise.
             fields = {"use_cpu": True, "bf16": False} | fields
