@@ -30,6 +30,8 @@ PRIVATE = {
     "test_tool_completion_idx_injection": "reads the private attribute _tools_accept_completion_idx",
     "test_tools_accessible_per_sample": "reads the private attribute _sync_tool_dicts",
     "test_signature_columns_include_tools": "reads the private attribute _signature_columns",
+    "test_get_off_policy_mask": "calls a part of TRL's loss, get_off_policy_mask",
+    "reward_func_with_log_extra": "reads the private attribute _logs",
     "test_compute_entropy": "calls get_high_entropy_mask on an object that is no trainer",
 }
 # Variables of this process that the tests get too.

@@ -3,8 +3,9 @@
 `scripts/trl_tests.py` calls `build_hub`. Names such as `trl-internal-testing/tiny-Qwen3MoeForCausalLM` carry an architecture; the
 model is made of its config class with a few small sizes and random weights. Chat templates are read from the installed TRL.
 
-All models share one tokenizer. TRL's tests write completions as ids of Qwen's vocabulary. Therefore the single bytes, the special
-tokens and the few words of those completions have Qwen's ids. All other text is encoded byte by byte.
+All models share one vocabulary. TRL's tests write completions as ids of Qwen's vocabulary. Therefore the single bytes, the special
+tokens and the few words of those completions have Qwen's ids. All other text is encoded byte by byte. The ids that are left decode
+to made-up words of several lengths, because many rewards of the tests are the length of a completion that a random model sampled.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 ORGANISATION = "trl-internal-testing"
@@ -72,13 +74,15 @@ def build_hub(folder: Path, files: Sequence[Path], *, router_loss: bool) -> list
         snapshot = root / "snapshots" / COMMIT
         model.save_pretrained(snapshot)
         tokenizer.chat_template = chat_template(architecture)
+        # Llama's template writes it.
+        tokenizer.bos_token = "<|im_start|>" if architecture.startswith("Llama") else None
         tokenizer.save_pretrained(snapshot)
         made.append(name)
     return made
 
 
 def make_model(architecture: str, *, router_loss: bool) -> Any:
-    """A model with random weights; None if transformers does not have the architecture."""
+    """A model with random weights; None if transformers does not have the architecture, or cannot make it so small."""
     kind = getattr(transformers, architecture, None)
     if kind is None:
         return None
@@ -103,7 +107,10 @@ def make_model(architecture: str, *, router_loss: bool) -> Any:
     if isinstance(getattr(config, "layer_types", None), list):
         sizes |= {"layer_types": None}
     torch.manual_seed(0)
-    model = kind(kind.config_class(**sizes)).to(torch.float32)
+    try:
+        model = kind(kind.config_class(**sizes)).to(torch.float32)
+    except (StrictDataclassClassValidationError, ValueError):
+        return None
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.eos_token_id = SPECIAL["<|im_end|>"]
         model.generation_config.pad_token_id = SPECIAL["<|endoftext|>"]
@@ -118,6 +125,9 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
     for word, place in WORDS.items():
         vocabulary["".join(written[byte] for byte in word.encode())] = place
     vocabulary |= SPECIAL | MARKS
+    taken = set(vocabulary.values())
+    # No merge leads to these words, so no text is encoded as one of them. A test may add tokens behind them.
+    vocabulary |= {"w" * (1 + place % 5) + str(place): place for place in range(VOCABULARY - 64) if place not in taken}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

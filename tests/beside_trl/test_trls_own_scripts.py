@@ -170,6 +170,84 @@ def test_the_quick_start_runs_although_no_completion_of_a_row_is_scored(
     assert log["reward"] == 0.0
 
 
+# The way of TRL's GSPO example, whose file is not in its package: one parser for three classes, and all arguments for the model
+# in a mapping, most of them None.
+GSPO_SCRIPT = """
+from datasets import load_dataset
+
+from trl import (
+    GRPOConfig,
+    GRPOTrainer,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_peft_config,
+    get_quantization_config,
+)
+from trl.rewards import think_format_reward
+
+
+def main(words):
+    script, config, model = TrlParser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config(words)
+    config.model_init_kwargs = dict(
+        revision=model.model_revision,
+        attn_implementation=model.attn_implementation,
+        dtype=model.dtype,
+        device_map=None,
+        quantization_config=get_quantization_config(model),
+    )
+
+    def by_length(completions, solution, **kwargs):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    rows = load_dataset(script.dataset_name, split="train")
+    trainer = GRPOTrainer(
+        model=model.model_name_or_path,
+        args=config,
+        reward_funcs=[think_format_reward, by_length],
+        train_dataset=rows,
+        eval_dataset=rows,
+        peft_config=get_peft_config(model),
+    )
+    trainer.train()
+    trainer.save_model(config.output_dir)
+    return trainer
+"""
+
+
+@pytest.mark.parametrize("changed", [True, False], ids=["lockstep", "trl"])
+def test_a_script_in_the_way_of_trls_gspo_example_learns_an_adapter(
+    home: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    imports = [
+        (
+            "from trl import (\n    GRPOConfig,\n    GRPOTrainer,\n",
+            "from lockstep import GRPOConfig, GRPOTrainer\nfrom trl import (\n",
+        )
+    ]
+    module = script(GSPO_SCRIPT, "gspo", imports if changed else [], monkeypatch)
+    words = {
+        **WORDS,
+        **GSPO,
+        "model_name_or_path": str(home / "model"),
+        "dataset_name": str(save_data(home / "data")),
+        "output_dir": str(home / "run"),
+        "dtype": "float32",
+        "gradient_accumulation_steps": "2",
+        "steps_per_generation": "4",
+    }
+    given = [word for key, value in words.items() for word in (f"--{key}", value)]
+    trainer = module.main([*given, "--use_peft", "--lora_target_modules", "q_proj", "v_proj"])
+    assert trainer.state.global_step == 2
+    learned = load_file(home / "run" / "adapter_model.safetensors")
+    # At the start B is zero in both projections of every layer.
+    assert all(bool(tensor.any()) for name, tensor in learned.items() if "lora_B" in name)
+    names = {name for log in trainer.state.log_history for name in log}
+    assert {"rewards/think_format_reward/mean", "rewards/by_length/mean"} <= names
+    if changed:
+        trainer.close()
+
+
 @pytest.mark.parametrize("package", ["lockstep", "trl.experimental.online_dpo"])
 def test_a_script_with_a_reward_model_runs_with_both(home: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     config = LlamaConfig(

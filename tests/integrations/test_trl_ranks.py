@@ -116,6 +116,7 @@ def test_an_error_on_one_rank_is_raised_on_all(results: Results, case: str, kind
 def test_a_rank_that_does_not_come_is_named_within_the_limit(results: Results) -> None:
     assert results[0]["alone"]["raised"] == "LockstepError"
     assert "did not come within 2 s" in results[0]["alone"]["message"]
+    assert "a loop over tools must not end earlier on some ranks" in results[0]["alone"]["message"]
 
 
 @pytest.mark.long

@@ -32,6 +32,7 @@ def test_by_default_nothing_changes_the_distribution() -> None:
         ({"top_p": 0.9, "top_k": 50, "min_p": 0.05}, {"top_p": 0.9, "top_k": 50, "min_p": 0.05}),
         ({"generation_kwargs": {"top_k": 50, "presence_penalty": 0.5}}, {"top_k": 50, "presence_penalty": 0.5}),
         ({"top_k": 50, "generation_kwargs": '{"top_k": 50}'}, {"top_k": 50}),
+        ({"generation_kwargs": {"do_sample": True, "num_beams": 1, "top_k": 50}}, {"top_k": 50}),
         (
             {"repetition_penalty": 1.1, "frequency_penalty": -0.5},
             {"repetition_penalty": 1.1, "frequency_penalty": -0.5},
@@ -67,6 +68,8 @@ def test_engines_get_what_the_fields_say(given: dict[str, Any], wanted: dict[str
         ({"logit_bias": {1: 101.0}}, "logit_bias of token 1"),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
         ({"allowed_token_ids": [4, 4]}, "allowed_token_ids has a token id twice"),
+        ({"generation_kwargs": {"do_sample": False}}, "do_sample=False; only True is taken: greedy decoding"),
+        ({"generation_kwargs": {"num_beams": 2}}, "num_beams=2; only 1 is taken: a beam search"),
         ({"generation_kwargs": {"beam_width": 2}}, "unknown key 'beam_width'"),
         ({"generation_kwargs": {"temperature": 0.5}}, "use the field temperature"),
         ({"top_k": 5, "generation_kwargs": {"top_k": 6}}, "top_k is 5, and 6 in generation_kwargs"),

@@ -1,8 +1,12 @@
-"""The rows of docs/migrating-from-openrlhf.md are true of Lockstep's fields and commands (nothing of OpenRLHF is tested)."""
+"""The rows of docs/migrating-from-openrlhf.md are true of Lockstep's fields and commands, and of OpenRLHF's released flags.
+
+`openrlhf_flags.json` has the flags of two releases with their defaults; `scripts/openrlhf_flags.py` makes it from their packages.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -16,21 +20,24 @@ from lockstep.cli.main import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating-from-openrlhf.md"
 CONFIGS = (ReinforcePPConfig, PPOConfig)
+RELEASED = json.loads((Path(__file__).parent / "openrlhf_flags.json").read_text())
+OLDER, DOTTED = "0.9.10", "0.11.2"
 
 
 def cells(row: str) -> list[str]:
     return [cell.strip() for cell in row.strip().strip("|").split("|")]
 
 
-def rows(section: str) -> list[dict[str, str]]:
+def rows(section: str, *names: str) -> list[dict[str, str]]:
     text = PAGE.read_text().split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
     head, _, *lines = [line for line in text.splitlines() if line.startswith("|")]
-    names = ["flag", "dotted", "default", "here", "default here", "status", "what differs"]
     assert len(cells(head)) == len(names)
     return [dict(zip(names, cells(line), strict=True)) for line in lines]
 
 
-ROWS = [row for section in ("Method", "Sizes", "Optimizer, models, data") for row in rows(section)]
+NAMES = ("flag", "dotted", "default", "here", "default here", "status", "what differs")
+ROWS = [row for section in ("Method", "Sizes", "Optimizer, models, data") for row in rows(section, *NAMES)]
+OF_RUNS = rows("Runs, machines, logs", "flag", "dotted", "here", "what differs")
 
 
 def quoted(cell: str) -> list[str]:
@@ -73,9 +80,39 @@ def test_fields_that_a_remark_names_are_fields(row: dict[str, str]) -> None:
     assert named - others <= known
 
 
-def test_no_flag_has_two_rows() -> None:
-    flags = [flag for row in ROWS for flag in quoted(row["flag"])]
-    assert len(flags) == len(set(flags))
+@pytest.mark.parametrize("row", OF_RUNS, ids=lambda row: (row["flag"] or row["dotted"])[:40])
+def test_a_row_on_runs_names_fields(row: dict[str, str]) -> None:
+    known = set().union(*(defaults(config) for config in (*CONFIGS, AdaptedRunArguments)))
+    assert set(quoted(row["here"])) <= known
+    assert quoted(row["here"]) or row["here"] == "–"
+
+
+def flags(cell: str) -> list[str]:
+    """The flags of a cell, without the values that follow them."""
+    return [quote.split()[0] for quote in quoted(cell)]
+
+
+@pytest.mark.parametrize(("release", "column"), [(OLDER, "flag"), (DOTTED, "dotted")])
+def test_the_page_has_every_released_flag_and_no_other(release: str, column: str) -> None:
+    assert f"of {release}" in PAGE.read_text()
+    named = [flag for row in (*ROWS, *OF_RUNS) for flag in flags(row[column])]
+    assert len(named) == len(set(named))
+    estimator = {OLDER: "--advantage_estimator", DOTTED: "--algo.advantage.estimator"}[release]
+    assert estimator in PAGE.read_text()
+    assert {*named, estimator} == RELEASED[release].keys()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["flag"] or row["dotted"])
+def test_the_defaults_of_a_row_are_the_released_ones(row: dict[str, str]) -> None:
+    said = row["default"].split(" (with dots ")
+    for release, column, cell in ((OLDER, "flag", said[0]), (DOTTED, "dotted", said[-1])):
+        values = [_plain(ast.literal_eval(value)) for value in quoted(cell)]
+        names = flags(row[column])
+        assert not names or values == [RELEASED[release][name] for name in names]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def commands() -> list[str]:

@@ -92,8 +92,8 @@ def reward_functions(
         tokenizers = list(processing_classes) if isinstance(processing_classes, list | tuple) else [processing_classes]
     if len(tokenizers) != len(entries):
         raise InputError(
-            f"reward_processing_classes has {len(tokenizers)} entries for {len(entries)} reward functions; give one per entry, "
-            "None for functions"
+            f"reward_processing_classes has {len(tokenizers)} entries for {len(entries)} reward functions; the numbers must match: "
+            "give one per entry, None for functions"
         )
     _check_kinds(entries)
     return [

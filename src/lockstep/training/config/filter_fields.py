@@ -45,6 +45,15 @@ _ELSEWHERE = {
     "stop_strings": "stop_strings",
     "seed": "seed",
 }
+# Keys of transformers' `generate` that are taken with this value only, and why not with another.
+_PLAIN = {
+    "do_sample": (True, "greedy decoding leaves no distribution to learn from"),
+    "num_beams": (
+        1,
+        "a beam search keeps other tokens than the policy's probabilities would, so no log-prob belongs to them",
+    ),
+    "use_cache": (True, "the engines always keep a cache; it changes no token"),
+}
 
 
 @dataclass
@@ -111,6 +120,11 @@ class FilterFields:
         for name, value in given.items():
             if name in _ELSEWHERE:
                 raise InputError(f"generation_kwargs has {name!r}; use the field {_ELSEWHERE[name]}")
+            if name in _PLAIN:
+                plain, why = _PLAIN[name]
+                if value != plain:
+                    raise InputError(f"generation_kwargs has {name}={value!r}; only {plain!r} is taken: {why}")
+                continue
             if name not in _KWARGS:
                 raise InputError(f"generation_kwargs has the unknown key {name!r}; known are {', '.join(_KWARGS)}")
             if getattr(self, name) not in (defaults[name], value):
