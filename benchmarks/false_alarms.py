@@ -3,6 +3,7 @@
     make false-alarms       (500 syncs of the 135M model, 500 steps of a tiny model, real vLLM; 15 minutes on two cores)
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --step-models qwen2 qwen3 llama"
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --steps 40 --step-models smollm2-135m-instruct"
+    make false-alarms ARGS="--syncs 0 --steps 40 --engine transformers"
     make false-alarms ARGS="--syncs 0 --filters top_p=0.95 top_k=50 min_p=0.01"
 
 Before each sync every weight changes by 1e-3 of its size. After the sync all modules are probed and the canary is scored. A
@@ -41,6 +42,7 @@ def main() -> None:
     words.add_argument("--fault", type=float, default=1.5)
     words.add_argument("--filters", nargs="+", default=[], metavar="FIELD=NUMBER", help="such as top_p=0.95")
     words.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    words.add_argument("--engine", default="vllm", choices=["vllm", "transformers"], help="the engine of the steps")
     words.add_argument("--json", type=Path, default=Path("runs/bench/false_alarms.json"))
     asked = words.parse_args()
     from lockstep.cli.process.quiet import quiet_libraries
@@ -51,7 +53,7 @@ def main() -> None:
         found["syncs"] = clean_syncs(asked.model, asked.syncs, asked.dtype)
     if asked.steps:
         found["steps"] = {
-            model: clean_steps(model, asked.steps, asked.dtype, asked.fault, _fields(asked.filters))
+            model: clean_steps(model, asked.steps, asked.dtype, asked.fault, _fields(asked.filters), asked.engine)
             for model in asked.step_models
         }
     asked.json.parent.mkdir(parents=True, exist_ok=True)
@@ -108,8 +110,14 @@ def _fields(words: list[str]) -> dict[str, float]:
     return {name: json.loads(value) for name, _, value in (word.partition("=") for word in words)}
 
 
-def clean_steps(model: str, count: int, dtype: str, fault: float, filters: dict[str, float]) -> dict[str, Any]:
-    """Train for `count` clean steps on real vLLM, then one step with a fault. An alarm in a clean step ends the run."""
+def clean_steps(
+    model: str, count: int, dtype: str, fault: float, filters: dict[str, float], engine: str = "vllm"
+) -> dict[str, Any]:
+    """Train for `count` clean steps, then one step with a fault. An alarm in a clean step ends the run.
+
+    Args:
+        engine: vllm or transformers.
+    """
     import datasets
     import tiny
     from transformers import PrinterCallback
@@ -123,7 +131,7 @@ def clean_steps(model: str, count: int, dtype: str, fault: float, filters: dict[
         small = model in tiny.KINDS
         path = str(tiny.save_model(Path(folder) / "model", kind=model, tied=model == "llama")) if small else model
         changes = {"max_steps": count + 1, "learning_rate": 1e-4 if small else 1e-6, "max_completion_length": 48}
-        changes |= {"logging_steps": 1, "disable_tqdm": True, **filters}
+        changes |= {"logging_steps": 1, "disable_tqdm": True, "use_vllm": engine == "vllm", **filters}
         config = stage_config(folder, bf16=dtype == "bfloat16", shuffle_dataset=True, **changes)
         data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {7 * i}" for i in range(60)]})
         trainer = GRPOTrainer(path, _alternating, config, data)
