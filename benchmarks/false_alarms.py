@@ -9,8 +9,8 @@
 Before each sync every weight changes by 1e-3 of its size. After the sync all modules are probed and the canary is scored. A
 `GRPOTrainer` takes the steps, with a tiny model of the tests (given by its kind) or a real model (given by its name). The
 program prints the alarms, and the largest figure of each proof with its limit. After the clean steps, the engine reports one
-token's log-prob too low by `--fault` nats, and the program prints whether a proof stopped that step. With `--filters` the run
-samples with filters, and the figures of the proof of kept sets are printed too.
+token's log-prob per prompt too low by `--fault` nats, and the program prints whether a proof stopped that step. With
+`--filters` the run samples with filters, and the figures of the proof of kept sets are printed too.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def clean_steps(
         f"mean {found['mean_abs_gap']:.2g} of {limit.mean:g}, k3 {found['k3']:.2g} of {limit.k3:g}, "
         f"max {found['max_abs_gap']:.2g}, at most {found['nearest']:.0%} of its step's limit "
         f"({found['allowed_first']:.2g} at the first step, {found['allowed_last']:.2g} at the last); "
-        f"tail {found['tail']:.2g} of {limit.tail:g}; one token wrong by {fault:g}: {outcome}",
+        f"tail {found['tail']:.2g} of {limit.tail:g}; one token per prompt wrong by {fault:g}: {outcome}",
         flush=True,
     )
     if filters:
@@ -221,7 +221,11 @@ class KeptSetRecord:
 
 
 def _fault_after(engine: Any, step: int, size: float) -> Any:
-    """Make the engine report one token's log-prob too low in every generation after optimizer step `step`."""
+    """Make the engine report a log-prob too low in every generation after optimizer step `step`.
+
+    It is the first token of one completion of each prompt. One prompt alone could have a group that agrees, and most of these
+    groups do not go through the model.
+    """
     from transformers import TrainerCallback
 
     from lockstep.verify.faults.seams import Between
@@ -229,9 +233,12 @@ def _fault_after(engine: Any, step: int, size: float) -> Any:
     real = engine.serve
 
     def wrong(requests: Any, answers: list[Any]) -> list[Any]:
-        chosen = min(answers, key=lambda answer: str(answer.key))
-        logprobs = [float(chosen.logprobs[0]) - size, *chosen.logprobs[1:]]
-        return [replace(answer, logprobs=logprobs) if answer is chosen else answer for answer in answers]
+        return [
+            replace(answer, logprobs=[float(answer.logprobs[0]) - size, *answer.logprobs[1:]])
+            if answer.key.sample == 0
+            else answer
+            for answer in answers
+        ]
 
     class Switch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
