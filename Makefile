@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env environments train train-agent test test-long test-release mutations lint verify families bench host-cost sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load tied-head
+.PHONY: env environments train train-agent test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load tied-head
 
 # Makes the environment once, and again when pyproject.toml or the script changes.
 env:
@@ -30,6 +30,14 @@ bench: env
 # Measures the cost of a step without the model and the engine, per sampled token (docs/speed.md).
 host-cost: env
 	@$(BIN)/python benchmarks/host_cost.py $(ARGS)
+
+# Measures on a borrowed GPU machine without network (docs/speed.md): needs no environment, only a Python with PyTorch.
+# gpu-day-wheels collects the packages that this Python lacks, on a machine with a registry.
+gpu-day:
+	@$(PYTHON) benchmarks/gpu_day.py $(ARGS)
+
+gpu-day-wheels: env
+	@$(BIN)/python benchmarks/gpu_day.py --collect-wheels
 
 # Measures tokens per second of vLLM in this process, for the settings that a run can choose.
 sampling: env

@@ -3,13 +3,14 @@
     make false-alarms       (500 syncs of the 135M model, 500 steps of a tiny model, real vLLM; 15 minutes on two cores)
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --step-models qwen2 qwen3 llama"
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --steps 40 --step-models smollm2-135m-instruct"
+    make false-alarms ARGS="--syncs 0 --steps 40 --engine transformers"
     make false-alarms ARGS="--syncs 0 --filters top_p=0.95 top_k=50 min_p=0.01"
 
 Before each sync every weight changes by 1e-3 of its size. After the sync all modules are probed and the canary is scored. A
 `GRPOTrainer` takes the steps, with a tiny model of the tests (given by its kind) or a real model (given by its name). The
 program prints the alarms, and the largest figure of each proof with its limit. After the clean steps, the engine reports one
-token's log-prob too low by `--fault` nats, and the program prints whether a proof stopped that step. With `--filters` the run
-samples with filters, and the figures of the proof of kept sets are printed too.
+token's log-prob per prompt too low by `--fault` nats, and the program prints whether a proof stopped that step. With
+`--filters` the run samples with filters, and the figures of the proof of kept sets are printed too.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main() -> None:
     words.add_argument("--fault", type=float, default=1.5)
     words.add_argument("--filters", nargs="+", default=[], metavar="FIELD=NUMBER", help="such as top_p=0.95")
     words.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    words.add_argument("--engine", default="vllm", choices=["vllm", "transformers"], help="the engine of the steps")
     words.add_argument("--json", type=Path, default=Path("runs/bench/false_alarms.json"))
     asked = words.parse_args()
     from lockstep.cli.process.quiet import quiet_libraries
@@ -51,7 +53,7 @@ def main() -> None:
         found["syncs"] = clean_syncs(asked.model, asked.syncs, asked.dtype)
     if asked.steps:
         found["steps"] = {
-            model: clean_steps(model, asked.steps, asked.dtype, asked.fault, _fields(asked.filters))
+            model: clean_steps(model, asked.steps, asked.dtype, asked.fault, _fields(asked.filters), asked.engine)
             for model in asked.step_models
         }
     asked.json.parent.mkdir(parents=True, exist_ok=True)
@@ -108,8 +110,14 @@ def _fields(words: list[str]) -> dict[str, float]:
     return {name: json.loads(value) for name, _, value in (word.partition("=") for word in words)}
 
 
-def clean_steps(model: str, count: int, dtype: str, fault: float, filters: dict[str, float]) -> dict[str, Any]:
-    """Train for `count` clean steps on real vLLM, then one step with a fault. An alarm in a clean step ends the run."""
+def clean_steps(
+    model: str, count: int, dtype: str, fault: float, filters: dict[str, float], engine: str = "vllm"
+) -> dict[str, Any]:
+    """Train for `count` clean steps, then one step with a fault. An alarm in a clean step ends the run.
+
+    Args:
+        engine: vllm or transformers.
+    """
     import datasets
     import tiny
     from transformers import PrinterCallback
@@ -123,7 +131,7 @@ def clean_steps(model: str, count: int, dtype: str, fault: float, filters: dict[
         small = model in tiny.KINDS
         path = str(tiny.save_model(Path(folder) / "model", kind=model, tied=model == "llama")) if small else model
         changes = {"max_steps": count + 1, "learning_rate": 1e-4 if small else 1e-6, "max_completion_length": 48}
-        changes |= {"logging_steps": 1, "disable_tqdm": True, **filters}
+        changes |= {"logging_steps": 1, "disable_tqdm": True, "use_vllm": engine == "vllm", **filters}
         config = stage_config(folder, bf16=dtype == "bfloat16", shuffle_dataset=True, **changes)
         data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {7 * i}" for i in range(60)]})
         trainer = GRPOTrainer(path, _alternating, config, data)
@@ -161,7 +169,7 @@ def clean_steps(model: str, count: int, dtype: str, fault: float, filters: dict[
         f"mean {found['mean_abs_gap']:.2g} of {limit.mean:g}, k3 {found['k3']:.2g} of {limit.k3:g}, "
         f"max {found['max_abs_gap']:.2g}, at most {found['nearest']:.0%} of its step's limit "
         f"({found['allowed_first']:.2g} at the first step, {found['allowed_last']:.2g} at the last); "
-        f"tail {found['tail']:.2g} of {limit.tail:g}; one token wrong by {fault:g}: {outcome}",
+        f"tail {found['tail']:.2g} of {limit.tail:g}; one token per prompt wrong by {fault:g}: {outcome}",
         flush=True,
     )
     if filters:
@@ -213,7 +221,11 @@ class KeptSetRecord:
 
 
 def _fault_after(engine: Any, step: int, size: float) -> Any:
-    """Make the engine report one token's log-prob too low in every generation after optimizer step `step`."""
+    """Make the engine report a log-prob too low in every generation after optimizer step `step`.
+
+    It is the first token of one completion of each prompt. One prompt alone could have a group that agrees, and most of these
+    groups do not go through the model.
+    """
     from transformers import TrainerCallback
 
     from lockstep.verify.faults.seams import Between
@@ -221,9 +233,12 @@ def _fault_after(engine: Any, step: int, size: float) -> Any:
     real = engine.serve
 
     def wrong(requests: Any, answers: list[Any]) -> list[Any]:
-        chosen = min(answers, key=lambda answer: str(answer.key))
-        logprobs = [float(chosen.logprobs[0]) - size, *chosen.logprobs[1:]]
-        return [replace(answer, logprobs=logprobs) if answer is chosen else answer for answer in answers]
+        return [
+            replace(answer, logprobs=[float(answer.logprobs[0]) - size, *answer.logprobs[1:]])
+            if answer.key.sample == 0
+            else answer
+            for answer in answers
+        ]
 
     class Switch(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

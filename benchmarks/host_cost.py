@@ -34,6 +34,7 @@ from host_cost_plot import drawing
 from lockstep.engines.http.server_messages import completion_from
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.engines.vllm.in_process import vllm_installed
 from lockstep.engines.vllm.requests import completion
 from lockstep.parity.gap import check_count
 from lockstep.parity.receipt import Receipt
@@ -109,14 +110,14 @@ class Watch:
 
 
 class Tokenizer:
-    """The tokenizer of the packaged model. Its decoding has a separate row."""
+    """A tokenizer whose decoding has a separate row: `real`, or that of the packaged model."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, real: Any = None) -> None:
         from transformers import AutoTokenizer
 
         from lockstep.models.packaged import packaged_model_dir
 
-        self._real, self._watch = AutoTokenizer.from_pretrained(packaged_model_dir()), watch
+        self._real, self._watch = real or AutoTokenizer.from_pretrained(packaged_model_dir()), watch
         self.size = len(self._real)
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
@@ -248,7 +249,8 @@ def step(completions: int, length: int, tokenizer: Tokenizer, watch: Watch, fold
     keys = [RequestKey(p.prompt_id, i) for p in prompts for i in range(_GROUP)]
     asked = [GenerationRequest(key, prompts[n // _GROUP].ids, sampling, n) for n, key in enumerate(keys)]
     completed = [from_server(request, length, tokenizer.size, watch) for request in asked]
-    assert all(from_vllm(r, length, tokenizer.size, watch) == c for r, c in zip(asked, completed, strict=True))
+    if vllm_installed():
+        assert all(from_vllm(r, length, tokenizer.size, watch) == c for r, c in zip(asked, completed, strict=True))
     engine = Answers(completed)
     with watch.row("requests, checks, groups"):
         groups = collect(prompts, engine, tokenizer, sampling, num_generations=_GROUP, run_seed=0, version=_VERSION)  # type: ignore[arg-type]
@@ -320,19 +322,22 @@ def measured(size: str, tokenizer_of: Callable[[Watch], Tokenizer]) -> dict[str,
         gc.collect()
         with tempfile.TemporaryDirectory() as folder:
             step(completions, length, tokenizer, watch, folder)
-        found.append({row: 1e6 * watch.seconds[row] / (completions * length) for row in ROWS})
-    return {row: statistics.median(each[row] for each in found) for row in ROWS}
+        found.append({row: 1e6 * watch.seconds[row] / (completions * length) for row in ROWS if row in watch.seconds})
+    return {row: statistics.median(each[row] for each in found) for row in found[0]}
 
 
 def total(figures: dict[str, float]) -> float:
     """The sum for one run. A run has either a server or vLLM in its own process; the more expensive one counts."""
-    return sum(figures.values()) - min(figures["answers of a server"], figures[_OTHER_WAY])
+    # Without vLLM, the answers of a server are the only way that was measured.
+    ways = [figures[row] for row in (ROWS[0], _OTHER_WAY) if row in figures]
+    return sum(figures.values()) - sum(ways) + max(ways)
 
 
 def table(figures: dict[str, dict[str, float]]) -> str:
     lines = ["| µs per sampled token | " + " | ".join(figures) + " |", "|---|" + "---:|" * len(figures)]
     for row in ROWS:
-        lines.append(f"| {row} | " + " | ".join(f"{found[row]:.3f}" for found in figures.values()) + " |")
+        values = (f"{found[row]:.3f}" if row in found else "not measured" for found in figures.values())
+        lines.append(f"| {row} | " + " | ".join(values) + " |")
     sums = " | ".join(f"**{total(found):.2f}**" for found in figures.values())
     return "\n".join([*lines, f"| **together**, with the more expensive way of answers | {sums} |"])
 

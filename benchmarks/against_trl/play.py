@@ -109,6 +109,8 @@ def peak_bytes() -> int:
 
 def common(work: Any, dtype: str, rollouts: Path | None) -> dict[str, Any]:
     """Fields that both trainers are given."""
+    import torch
+
     return {
         "num_generations": work.completions,
         "max_completion_length": work.tokens,
@@ -120,7 +122,8 @@ def common(work: Any, dtype: str, rollouts: Path | None) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "bf16": dtype == "bfloat16",
-        "use_cpu": True,
+        # `run.py` hides GPUs. `make gpu-day` does not.
+        "use_cpu": not torch.cuda.is_available(),
         "shuffle_dataset": False,
         "output_dir": "out",
     }

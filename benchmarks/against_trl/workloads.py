@@ -52,7 +52,8 @@ def growth(name: str) -> Workload:
     """`completions-N`: N completions of 32 tokens, 8 per prompt; `length-N`: 8 completions of N tokens."""
     kind, number = name.rsplit("-", 1)
     completions, tokens = (int(number), 32) if kind == "completions" else (8, int(number))
-    return Workload(completions // 8, 8, tokens, None, 8, 8)
+    # Long completions share a forward of TRL as far as 32,768 positions go.
+    return Workload(completions // 8, 8, tokens, None, 8, max(1, min(8, 32768 // tokens)))
 
 
 def workload(name: str) -> Workload:

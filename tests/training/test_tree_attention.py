@@ -90,6 +90,23 @@ def test_what_other_devices_compute_is_the_same(ends: torch.Tensor) -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("dtype", "shared"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_on_other_devices_only_half_precision_leaves_fewer_key_heads_to_the_kernel(
+    dtype: torch.dtype, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 no GPU kernel takes fewer key heads without a matrix of all scores."""
+    asked, real = [], torch.nn.functional.scaled_dot_product_attention
+
+    def attend(*parts: torch.Tensor, **settings: Any) -> torch.Tensor:
+        asked.append((settings.get("enable_gqa", False), parts[1].shape[1], settings.get("attn_mask")))
+        return real(*parts, **settings)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    query, key, value, _ = (part.to(dtype) for part in drawn(30))
+    block_attention._Recomputed.apply(query, key, value, tree_of(torch.full((30,), 30), dtype), 0.3)
+    assert asked == [(shared, key.shape[1] if shared else query.shape[1], None)]
+
+
 @pytest.mark.parametrize("width", [5, 11])
 def test_values_may_have_another_width_than_keys(width: int) -> None:
     ends = torch.tensor([30] * 20 + [25] * 5 + [30] * 5)

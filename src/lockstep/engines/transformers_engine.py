@@ -293,10 +293,12 @@ class _SampleRows(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         choice = torch.full_like(scores, -torch.inf)
+        # One copy: a copy of each row would wait for the GPU once per row.
+        logits = scores.cpu()
         for i, row in enumerate(self._rows):
             token = self._pad
             if row.finish_reason is None:
-                token = self._sampled(row, scores[i].cpu())
+                token = self._sampled(row, logits[i])
             choice[i, token] = 0.0
         return choice  # type: ignore[return-value]
 

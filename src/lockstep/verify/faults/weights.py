@@ -13,7 +13,6 @@ from torch.nn.functional import linear
 import lockstep.parity.module_probe as probe_module
 import lockstep.parity.proven_push as proofs_module
 import lockstep.sync.push as push_module
-import lockstep.sync.vllm_backend as backend
 from lockstep.engines.protocol import LoadedWeights, WeightReceiver
 from lockstep.sync.push import SyncRecord
 from lockstep.sync.source import PlainSource
@@ -39,6 +38,9 @@ def _stale_head(stage: Stage) -> Patch:
     if is_vllm(stage) and _tied(stage):
         if stage.trainer.proofs.engine_dtype == torch.float32 and not torch.cuda.is_available():
             # vLLM 0.32.0 behaves like this without our fix. With other dtypes or devices the head is not packed into a copy.
+            # Imported here, because `lockstep verify --engine transformers` runs without vLLM.
+            import lockstep.sync.vllm_backend as backend
+
             return patch.object(backend, "repack_heads", lambda model: None)
         layer = vllm_worker(stage).model_runner.model.lm_head
         kept = layer.weight.detach().clone()

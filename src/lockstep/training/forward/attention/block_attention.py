@@ -36,6 +36,7 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # On other devices than a CPU, blocks are larger: about so many blocks (each costs a kernel start), of at most so many rows.
 _MOST_BLOCKS, _MOST_ROWS = 16, 1024
+_HALF = (torch.float16, torch.bfloat16)
 # A custom operation of PyTorch cannot take a `TreeAttention` as an argument. It takes its number.
 _TREES: WeakValueDictionary[int, TreeAttention] = WeakValueDictionary()
 
@@ -239,11 +240,13 @@ def _block(parts: tuple[torch.Tensor, ...], block: Block, mask: torch.Tensor | N
     query, key, value = parts
     groups = query.shape[1] // key.shape[1]
     attend = torch.nn.functional.scaled_dot_product_attention
-    if mask is None and not block.above:
+    if mask is None and not block.above and (groups == 1 or query.dtype in _HALF):
         return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
-    # No fast kernel supports both fewer key heads and a mask.
+    # No fast kernel supports both fewer key heads and a mask, or fewer key heads in float32. Others make all scores: T × T numbers.
     key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
     rows, columns = query.shape[2], key.shape[2]
+    if mask is None and not block.above:
+        return attend(query, key, value, is_causal=True, scale=scale)
     if mask is None:
         # Causal attention in which the last row sees all columns. GPU kernels have this option.
         return attend(query, key, value, attn_mask=causal_lower_right(rows, columns), scale=scale)
