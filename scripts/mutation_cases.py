@@ -1390,10 +1390,10 @@ MUTATIONS = [
         f"{READING}::test_positions_after_the_prompt_are_those_of_the_models_own_function",
     ),
     Mutation(
-        "the second picture's placeholders are sought where they were before the first one's were repeated",
+        "the template's placeholder stays beside the ids that stand for its picture",
         "images/pictures.py",
-        "places + np.cumsum(counts - 1) - (counts - 1)",
-        "places",
+        "for part in (own, piece[1:])",
+        "for part in (own, piece)",
         f"{READING}::test_placeholders_stand_once_per_token_of_each_picture",
     ),
     Mutation(
@@ -1413,9 +1413,37 @@ MUTATIONS = [
     Mutation(
         "a pack's placeholders are filled in the order of its pictures instead of its nodes",
         "training/forward/pictures.py",
-        "vectors = torch.cat(tuple(parts))[pictures.rows.to(device)]",
-        "vectors = torch.cat(tuple(parts))[pictures.rows.sort().values.to(device)]",
+        "found.pooler_output = (torch.cat(tuple(found.pooler_output))[rows],)",
+        "found.pooler_output = (torch.cat(tuple(found.pooler_output))[rows.sort().values],)",
         f"{PICTURE_PACKS}::test_packs_score_and_learn_like_plain_rows",
+    ),
+    Mutation(
+        "the vectors of tiles are in the order of the pictures instead of the nodes",
+        "training/forward/pictures.py",
+        "parts.flatten(0, 1)[rows].unflatten",
+        "parts.flatten(0, 1)[rows.sort().values].unflatten",
+        f"{PICTURE_PACKS}::test_packs_score_and_learn_like_plain_rows",
+    ),
+    Mutation(
+        "the vectors for deeper layers are in the order of the pictures instead of the nodes",
+        "training/forward/pictures.py",
+        "[(torch.cat(tuple(parts))[rows],) for parts in layers]",
+        "[(torch.cat(tuple(parts))[rows.sort().values],) for parts in layers]",
+        f"{PICTURE_PACKS}::test_packs_score_and_learn_like_plain_rows",
+    ),
+    Mutation(
+        "no new line stands between two rows of tiles",
+        "images/processing.py",
+        "self._newline if row < rows else self._newlines",
+        "[] if row < rows else self._newlines",
+        "tests/images/test_families.py::test_the_ids_of_tiles_are_those_of_smolvlms_own_text",
+    ),
+    Mutation(
+        "a tile of zeros is shown to the model",
+        "images/processing.py",
+        "padded or not bool(pixels.flatten(1).any(1).all())",
+        "padded",
+        "tests/images/test_families.py::test_a_tile_that_the_model_would_take_for_padding_is_refused",
     ),
     Mutation(
         "placeholders may be sampled",

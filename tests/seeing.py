@@ -28,7 +28,12 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 # What families with tiles write beside the tiles. The largest picture of the tests has four tiles and the whole one.
-TILE_MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2))]
+TILE_MARKS = [
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)),
+]
 PATCH, MERGE = 4, 2
 TILE = 16
 
@@ -100,7 +105,12 @@ def _config(family: str, tied: bool, scale: float) -> PreTrainedConfig:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     text = {**SIZES, "initializer_range": scale, "rope_parameters": rope}
     tower = {**PATCHES, "initializer_range": scale}
-    shared = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": image, "video_token_id": video}
+    shared = {
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "image_token_id": image,
+        "video_token_id": video,
+    }
     shared |= {"tie_word_embeddings": tied, "eos_token_id": 0}
     if family == "qwen3_vl":
         text |= {"head_dim": 32, "rope_parameters": {**rope, "mrope_interleaved": True}}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from looking import gaps, leave_pixels_out, look, other_pixels, same_grid_rows
 from PIL import Image
-from seeing import make_seeing, make_seeing_tokenizer, mixed_rows, picture, save_seeing
+from seeing import make_seeing, make_seeing_tokenizer, picture, save_seeing
 from transformers import AutoImageProcessor, Idefics3Processor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
