@@ -1432,6 +1432,13 @@ MUTATIONS = [
         f"{PICTURE_PACKS}::test_packs_score_and_learn_like_plain_rows",
     ),
     Mutation(
+        "a question on another picture counts as one that was trained on",
+        "training/generate/evaluation.py",
+        "() if prompt.pictures is None else prompt.pictures.digests",
+        "()",
+        f"{PICTURE_RUNS}::test_a_question_on_another_picture_is_held_out",
+    ),
+    Mutation(
         "no new line stands between two rows of tiles",
         "images/processing.py",
         "self._newline if row < rows else self._newlines",
