@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import VLLM
+from conftest import needs_vllm
 from example_scripts import example
 
 
@@ -17,9 +17,10 @@ def test_the_script_trains_on_the_transformers_engine(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("steps", [pytest.param(150, marks=VLLM)])
-def test_a_policy_on_vllm_learns_what_only_the_picture_shows(steps: int) -> None:
-    before, after = example("red_half").main(["--steps", str(steps)])
+@pytest.mark.vllm
+@needs_vllm
+def test_a_policy_on_vllm_learns_what_only_the_picture_shows() -> None:
+    before, after = example("red_half").main([])
     assert before < 0.2
     # A policy that does not look is right in a quarter of the cases.
     assert after > 0.6
