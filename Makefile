@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env environments train train-agent test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load tied-head
+.PHONY: env environments train train-agent train-images test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load tied-head
 
 # Makes the environment once, and again when pyproject.toml or the script changes.
 env:
@@ -14,6 +14,10 @@ train: env
 # Trains the same model to use a calculator tool (docs/conversations.md).
 train-agent: env
 	@$(BIN)/lockstep grpo --config recipes/agent.yaml $(ARGS)
+
+# Trains a tiny model on a question that only a picture answers, and prints its held-out reward before and after (docs/images.md).
+train-images: env
+	@$(BIN)/python examples/red_half.py $(ARGS)
 
 # Runs every proof on the recipe's model and engine. ARGS=--self-test injects the known faults instead.
 verify: env

@@ -1,4 +1,4 @@
-"""A tiny vision-language model with its image processor, made offline, and pictures for it."""
+"""Tiny vision-language models with their image processors, made offline, and pictures for them."""
 
 from __future__ import annotations
 
@@ -12,79 +12,124 @@ import numpy as np
 import torch
 from PIL import Image
 from tiny import CONTEXT, draw_biases, make_tokenizer
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    AutoModelForImageTextToText,
+    Idefics3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen3VLConfig,
+    SmolVLMConfig,
+)
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+# What families with tiles write beside the tiles. The largest picture of the tests has four tiles and the whole one.
+TILE_MARKS = [
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)),
+]
 PATCH, MERGE = 4, 2
+TILE = 16
+
+SIZES = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": CONTEXT,
+    "eos_token_id": 0,
+    "bos_token_id": None,
+}
+TOWER = {"hidden_size": 64, "intermediate_size": 96, "patch_size": PATCH}
+PATCHES = {**TOWER, "depth": 2, "num_heads": 2, "out_hidden_size": 64, "spatial_merge_size": MERGE}
+TILES = {**TOWER, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": TILE}
 
 
-def make_seeing_tokenizer() -> PreTrainedTokenizerFast:
-    """The tiny tokenizer with the marks of pictures, and a template for messages of parts."""
+def make_seeing_tokenizer(family: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
+    """The tiny tokenizer with the marks of a family's pictures, and a template for messages of parts."""
     tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
-    tokenizer.chat_template = TEMPLATE
+    tiles = _in_tiles(family)
+    tokenizer.add_special_tokens({"additional_special_tokens": TILE_MARKS if tiles else MARKS})
+    image = "<image>" if tiles else "<|vision_start|><|image_pad|><|vision_end|>"
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|{{ message['role'] }}|>"
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+        f"{{% if part['type'] == 'image' %}}{image}"
+        "{% else %}{{ part['text'] }}{% endif %}"
+        "{% endfor %}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
     return tokenizer
 
 
-def make_seeing(*, tied: bool = False, seed: int = 0, scale: float = 0.3) -> PreTrainedModel:
-    """A Qwen2.5-VL with two layers and a tower of two blocks (one within windows, one over the whole picture)."""
-    tokenizer = make_seeing_tokenizer()
-    start, end, image, video = (tokenizer.convert_tokens_to_ids(mark) for mark in MARKS)
-    text = {
-        "vocab_size": 384,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": CONTEXT,
-        "initializer_range": scale,
-        "eos_token_id": 0,
-        "bos_token_id": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
-    }
-    vision = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-        "initializer_range": scale,
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-        image_token_id=image,
-        video_token_id=video,
-        tie_word_embeddings=tied,
-        eos_token_id=0,
-    )
+def make_seeing(
+    family: str = "qwen2_5_vl", *, tied: bool = False, seed: int = 0, scale: float = 0.3
+) -> PreTrainedModel:
+    """A vision-language model of two layers and a tower of two blocks.
+
+    Qwen2.5-VL's first block attends within windows. Qwen3-VL's first block gives vectors to the first layer.
+    """
     torch.manual_seed(seed)
-    model = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.float32)
+    config = _config(family, tied, scale)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = 0
     draw_biases(model, scale)
     return model
 
 
-def save_seeing(folder: Path, **given: Any) -> str:
+def _in_tiles(family: str) -> bool:
+    return family in ("smolvlm", "idefics3")
+
+
+def _config(family: str, tied: bool, scale: float) -> PreTrainedConfig:
+    ids = make_seeing_tokenizer(family).convert_tokens_to_ids
+    if _in_tiles(family):
+        own = SmolVLMConfig if family == "smolvlm" else Idefics3Config
+        return own(
+            text_config={**SIZES, "model_type": "llama", "initializer_range": scale, "tie_word_embeddings": tied},
+            vision_config={**TILES, "initializer_range": scale},
+            image_token_id=ids("<image>"),
+            scale_factor=MERGE,
+            tie_word_embeddings=tied,
+            pad_token_id=0,
+            eos_token_id=0,
+        )
+    start, end, image, video = map(ids, MARKS)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    text = {**SIZES, "initializer_range": scale, "rope_parameters": rope}
+    tower = {**PATCHES, "initializer_range": scale}
+    shared = {
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "image_token_id": image,
+        "video_token_id": video,
+    }
+    shared |= {"tie_word_embeddings": tied, "eos_token_id": 0}
+    if family == "qwen3_vl":
+        text |= {"head_dim": 32, "rope_parameters": {**rope, "mrope_interleaved": True}}
+        tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+        return Qwen3VLConfig(text_config=text, vision_config=tower, **shared)
+    tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    return Qwen2_5_VLConfig(text_config=text, vision_config=tower, **shared)
+
+
+def save_seeing(folder: Path, family: str = "qwen2_5_vl", **given: Any) -> str:
     """A directory with the model, its tokenizer and its image processor."""
-    make_seeing(**given).save_pretrained(folder)
-    make_seeing_tokenizer().save_pretrained(folder)
-    size = {"shortest_edge": 64, "longest_edge": 1024}
-    Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, size=size).save_pretrained(folder)
+    make_seeing(family, **given).save_pretrained(folder)
+    make_seeing_tokenizer(family).save_pretrained(folder)
+    if _in_tiles(family):
+        own = SmolVLMImageProcessorPil if family == "smolvlm" else Idefics3ImageProcessorPil
+        own(size={"longest_edge": 2 * TILE}, max_image_size={"longest_edge": TILE}).save_pretrained(folder)
+    else:
+        size = {"shortest_edge": 64, "longest_edge": 1024}
+        Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, size=size).save_pretrained(folder)
     return str(folder)
 
 
@@ -107,8 +152,17 @@ def mixed_rows(first: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def let_vllm_see() -> None:
-    """Register vLLM's own Qwen2.5-VL without torchvision, which this environment leaves out (`requirements.lock`).
+# By family: the file of vLLM, the class of the model in it, and the class that says how many tokens a picture may have.
+IN_VLLM = {
+    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessingInfo"),
+    "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen3VLProcessingInfo"),
+    "smolvlm": ("smolvlm", "SmolVLMForConditionalGeneration", "SmolVLMProcessingInfo"),
+    "idefics3": ("idefics3", "Idefics3ForConditionalGeneration", "Idefics3ProcessingInfo"),
+}
+
+
+def let_vllm_see(family: str = "qwen2_5_vl") -> None:
+    """Register vLLM's own model of a family without torchvision, which this environment leaves out (`requirements.lock`).
 
     vLLM imports a function for the sizes of pictures from a file of transformers, and that file imports torchvision by name. While
     it is imported, empty modules stand in place of torchvision. Pixels come from the trainer, so vLLM resizes no picture and calls
@@ -128,10 +182,11 @@ def let_vllm_see() -> None:
         outer, _, own = name.rpartition(".")
         if outer:
             setattr(sys.modules[outer], own, sys.modules[name])
+    file, model, sizes = IN_VLLM[family]
     try:
-        module = importlib.import_module("vllm.model_executor.models.qwen2_5_vl")
+        module = importlib.import_module(f"vllm.model_executor.models.{file}")
     finally:
         for name in missing:
             del sys.modules[name]
-    module.Qwen2_5_VLProcessingInfo.get_mm_max_tokens_per_item = lambda self, seq_len, mm_counts: {"image": 16}
-    ModelRegistry.register_model("Qwen2_5_VLForConditionalGeneration", module.Qwen2_5_VLForConditionalGeneration)
+    getattr(module, sizes).get_mm_max_tokens_per_item = lambda self, seq_len, mm_counts: {"image": 64}
+    ModelRegistry.register_model(model, getattr(module, model))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from seeing import make_seeing, make_seeing_tokenizer, mixed_rows, save_seeing
+from seeing import IN_VLLM, make_seeing, make_seeing_tokenizer, mixed_rows, save_seeing
 from transformers import PreTrainedModel
 
 from lockstep.images.pictures import PromptPictures, model_inputs
@@ -18,14 +18,15 @@ from lockstep.training.forward.attention.tree_attention import adopt_tree_attent
 from lockstep.training.forward.scoring import score_pack
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_seeing(tmp_path_factory.mktemp("models") / "seeing")
+@pytest.fixture(scope="module", params=list(IN_VLLM))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def reader(folder: str) -> ImagePrompts:
-    return ImagePrompts(make_seeing(), make_seeing_tokenizer(), folder)
+def reader(family: str, tmp_path_factory: pytest.TempPathFactory) -> ImagePrompts:
+    folder = save_seeing(tmp_path_factory.mktemp("models") / "seeing", family)
+    return ImagePrompts(make_seeing(family), make_seeing_tokenizer(family), folder)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +58,8 @@ def scored(model: PreTrainedModel, pack: Pack) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("shape", ["tree", "rows", "small packs"])
-def test_packs_score_and_learn_like_plain_rows(shape: str, sequences: list[TrainingSequence]) -> None:
-    packed, plain = make_seeing(), make_seeing()
+def test_packs_score_and_learn_like_plain_rows(shape: str, family: str, sequences: list[TrainingSequence]) -> None:
+    packed, plain = make_seeing(family), make_seeing(family)
     adopt_tree_attention(packed)
     packed.train()
     cut = pack_rows if shape == "rows" else pack_sequences
@@ -74,21 +75,24 @@ def test_packs_score_and_learn_like_plain_rows(shape: str, sequences: list[Train
         due = plain_logps(plain, sequence)
         (weights[sequence.name] * due).sum().backward()
         torch.testing.assert_close(found[sequence.name], due, atol=3e-5, rtol=1e-4)
-    theirs = dict(plain.named_parameters())
+    theirs = {name: p.grad for name, p in plain.named_parameters()}
+    sizes = {name: float(grad.abs().max()) for name, grad in theirs.items()}
     for name, parameter in packed.named_parameters():
         assert parameter.grad is not None, name
-        size = theirs[name].grad.abs().max()
-        assert size > 0, name
-        assert (parameter.grad - theirs[name].grad).abs().max() < 1e-4 * size, name
+        assert sizes[name] > 0, name
+        # A bias of keys changes no attention weight: its gradient is rounding alone.
+        rounding = 1e-6 * max(sizes.values())
+        assert float((parameter.grad - theirs[name]).abs().max()) < 1e-4 * sizes[name] + rounding, name
 
 
-def test_a_tree_shares_a_prompt_and_computes_its_pictures_once(sequences: list[TrainingSequence]) -> None:
+def test_a_tree_shares_a_prompt_and_computes_its_pictures_once(family: str, sequences: list[TrainingSequence]) -> None:
     (pack,) = pack_sequences(sequences, 4096)
     assert pack.pictures is not None
     assert len(pack.pictures.pictures) == 4
     prompts = {s.name[0]: len(s.prompt_ids) for s in sequences}
     assert pack.input_ids.numel() < sum(prompts.values()) + sum(len(s.completion_ids) for s in sequences)
-    assert pack.position_ids.shape == (3, 1, pack.input_ids.numel())
+    axes = (3,) if "qwen" in family else ()
+    assert pack.position_ids.shape == (*axes, 1, pack.input_ids.numel())
 
 
 def swapped(sequence: TrainingSequence, other: TrainingSequence) -> TrainingSequence:
@@ -99,11 +103,11 @@ def swapped(sequence: TrainingSequence, other: TrainingSequence) -> TrainingSequ
     return replace(sequence, name="swapped", pictures=pictures)
 
 
-def test_equal_ids_with_other_pictures_are_other_nodes(sequences: list[TrainingSequence]) -> None:
+def test_equal_ids_with_other_pictures_are_other_nodes(family: str, sequences: list[TrainingSequence]) -> None:
     """By ids alone both prompts would be one path of the tree, and one of them would be scored with the other one's picture."""
     one, other = sequences[2], swapped(sequences[2], sequences[6])
     assert one.pictures is not None
-    model = make_seeing()
+    model = make_seeing(family)
     adopt_tree_attention(model)
     with torch.no_grad():
         (pack,) = pack_sequences([one, other], 4096)

@@ -14,7 +14,7 @@ from datasets import Dataset
 from looking import IN_THE_TRAINER, gaps, look, other_pixels, same_grid_rows, wrong_order
 from methods import FIELDS, make, parameters
 from peft import LoraConfig
-from seeing import mixed_rows, picture, save_seeing
+from seeing import make_seeing, make_seeing_tokenizer, mixed_rows, picture, save_seeing
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 import lockstep
@@ -22,6 +22,9 @@ from lockstep.engines import transformers_engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import model_inputs
+from lockstep.images.prompts import ImagePrompts
+from lockstep.rollouts.group import Prompt
+from lockstep.training.generate.evaluation import count_seen
 from lockstep.training.trainers.grpo import GRPOTrainer
 
 LIMIT = 1e-3
@@ -210,6 +213,19 @@ def test_rewards_get_the_pictures_of_their_row(folder: str, tmp_path: Path) -> N
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": "see"}], "image": picture(i)} for i in range(2)])
     lockstep.GRPOTrainer(folder, reward_funcs=noted, args=config, train_dataset=data).train()
     assert {image.tobytes() for image in seen} == {picture(i).tobytes() for i in range(2)}
+
+
+def test_a_question_on_another_picture_is_held_out(folder: str) -> None:
+    def prompts(rows: list[dict[str, Any]], name: str) -> list[Prompt]:
+        read = [reader.read(row) for row in rows]
+        return [Prompt(f"{name}/{i}", ids, "", {}, pictures) for i, (ids, pictures) in enumerate(read)]
+
+    reader = ImagePrompts(make_seeing(), make_seeing_tokenizer(), folder)
+    rows = same_grid_rows()
+    train, held_out = prompts(rows[:2], "train"), prompts(rows[1:], "eval")
+    assert len({p.ids.tobytes() for p in [*train, *held_out]}) == 1
+    # One of the three questions is on a picture of a training prompt.
+    assert count_seen(train, held_out, tell=False) == 1
 
 
 def test_the_receipt_depends_on_the_pixels(folder: str, tmp_path: Path) -> None:

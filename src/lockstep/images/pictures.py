@@ -23,14 +23,20 @@ class Picture:
     """One processed picture.
 
     Attributes:
-        pixel_values: (patches, width) float32, scaled and normalised by the model's image processor.
-        grid: (3,) int64, number of patches along time, height and width.
+        pixel_values: float32, scaled and normalised by the model's image processor: (patches, width), or (tiles, channels, height,
+            width) of a family that cuts pictures into tiles.
+        grid: (3,) int64, number of patches or tiles along time, height and width. A picture of one tile has height and width 0.
         tokens: number of placeholder ids that stand for the picture in a prompt.
     """
 
     pixel_values: torch.Tensor
     grid: torch.Tensor
     tokens: int
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether the pixels are tiles. Otherwise they are patches."""
+        return self.pixel_values.dim() == 4
 
     @cached_property
     def digest(self) -> str:
@@ -46,17 +52,28 @@ class PromptPictures:
 
     Attributes:
         pictures: at least one, in the order of their placeholders.
-        starts: (n,) int64, index in the prompt's ids of the first placeholder of each picture.
+        places: (F,) int64, index in the prompt's ids of every placeholder. Other ids may stand between those of one picture.
         placeholder: the id that stands for a part of a picture.
-        positions: (axes, P) int64 position ids of the prompt, from the model's own function.
+        positions: (axes, P) int64 position ids of the prompt, from the model's own function. None: the model counts the ids of a
+            prompt with pictures as those of any text.
         delta: what the model adds to the index of a token after the prompt to get its position on every axis.
     """
 
     pictures: tuple[Picture, ...]
-    starts: Ids
+    places: Ids
     placeholder: int
-    positions: np.ndarray
-    delta: int
+    positions: np.ndarray | None = None
+    delta: int = 0
+
+    @property
+    def places_of_each(self) -> list[Ids]:
+        """The places of the placeholders of each picture, in order."""
+        return np.split(self.places, np.cumsum([picture.tokens for picture in self.pictures])[:-1])
+
+    @property
+    def starts(self) -> Ids:
+        """(n,) int64, index in the prompt's ids of the first placeholder of each picture."""
+        return whole_numbers([places[0] for places in self.places_of_each])
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -64,23 +81,42 @@ class PromptPictures:
         return tuple(picture.digest for picture in self.pictures)
 
     def positions_of(self, length: int) -> np.ndarray:
-        """(axes, length) int64 position ids of the prompt and of the text after it."""
+        """(axes, length) int64 position ids of the prompt and of the text after it.
+
+        Raises:
+            ValueError: the model counts the ids as those of any text.
+        """
+        if self.positions is None:
+            raise ValueError("this model has one position per id")
         known = self.positions[:, :length]
         after = np.arange(known.shape[1], length) + self.delta
         return np.concatenate([known, np.broadcast_to(after, (len(known), len(after)))], axis=1)
 
 
-def expanded(ids: Ids, placeholder: int, pictures: Sequence[Picture]) -> tuple[Ids, Ids]:
-    """Ids in which each placeholder stands once per token of its picture, and the index of each picture's first placeholder.
+def expanded(ids: Ids, placeholder: int, stand_ins: Sequence[Ids]) -> tuple[Ids, Ids]:
+    """Ids in which each placeholder has given way to the ids that stand for its picture, and the places of all placeholders then.
 
     Args:
         ids: the ids of a prompt, with one placeholder per picture.
+        stand_ins: the ids that stand for each picture, in order.
     """
-    places = np.flatnonzero(ids == placeholder)
-    counts = np.array([picture.tokens for picture in pictures], dtype=np.int64)
-    repeats = np.ones(len(ids), dtype=np.int64)
-    repeats[places] = counts
-    return whole_numbers(np.repeat(ids, repeats)), whole_numbers(places + np.cumsum(counts - 1) - (counts - 1))
+    pieces = np.split(ids, np.flatnonzero(ids == placeholder))
+    joined = [pieces[0], *(part for own, piece in zip(stand_ins, pieces[1:], strict=True) for part in (own, piece[1:]))]
+    found = whole_numbers(np.concatenate(joined))
+    return found, whole_numbers(np.flatnonzero(found == placeholder))
+
+
+def pixel_inputs(pictures: Sequence[Picture], device: torch.device) -> dict[str, torch.Tensor]:
+    """The pixels of some pictures, as the vision tower of a model of transformers takes them.
+
+    Args:
+        pictures: at least one, all of one family.
+    """
+    pixels = torch.cat([p.pixel_values for p in pictures]).to(device)
+    if pictures[0].in_tiles:
+        # The model takes rows of tiles, and fills the placeholders of all rows in the order of all tiles.
+        return {"pixel_values": pixels[None]}
+    return {"pixel_values": pixels, "image_grid_thw": torch.stack([p.grid for p in pictures]).to(device)}
 
 
 def model_inputs(shown: Iterable[PromptPictures | None], input_ids: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -91,10 +127,8 @@ def model_inputs(shown: Iterable[PromptPictures | None], input_ids: torch.Tensor
         input_ids: (B, L) ids. Their placeholders are those of the pictures.
     """
     known = [pictures for pictures in shown if pictures is not None]
-    own = [picture for pictures in known for picture in pictures.pictures]
-    return {
-        "pixel_values": torch.cat([p.pixel_values for p in own]).to(input_ids.device),
-        "image_grid_thw": torch.stack([p.grid for p in own]).to(input_ids.device),
-        # Without these marks the model would count positions in one dimension, and say nothing.
-        "mm_token_type_ids": (input_ids == known[0].placeholder).int(),
-    }
+    inputs = pixel_inputs([picture for pictures in known for picture in pictures.pictures], input_ids.device)
+    if known[0].positions is None:
+        return inputs
+    # Without these marks the model would count positions in one dimension, and say nothing.
+    return {**inputs, "mm_token_type_ids": (input_ids == known[0].placeholder).int()}

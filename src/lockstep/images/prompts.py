@@ -1,7 +1,7 @@
-"""Makes the ids and the pictures of a prompt: the model's image processor runs here, once per prompt, and nowhere else.
+"""Makes the ids and the pictures of a prompt, once per prompt.
 
-The chat template writes one placeholder per picture. It is repeated here, in ids, as often as the picture has tokens. The processor
-of the whole model is not used: it would tokenize the text a second time.
+The chat template writes one placeholder per picture. Here it gives way to the ids that stand for the picture
+(`images/processing.py`). The processor of the whole model is not used: it would tokenize the text a second time.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from PIL import Image
 from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.images.pictures import Picture, PromptPictures, expanded
+from lockstep.images.processing import InPatches, InTiles
 from lockstep.images.reading import images_of_row
+from lockstep.models.vision import reads_tiles
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.chat import render_prompt, template_of
 
@@ -30,7 +31,7 @@ class ImagePrompts:
         chat_template_kwargs: further arguments of the chat template.
 
     Raises:
-        InputError: the model has no image processor.
+        InputError: the model has no image processor, or the tokenizer lacks an id that stands beside pictures.
     """
 
     def __init__(
@@ -42,19 +43,20 @@ class ImagePrompts:
     ) -> None:
         config: Any = model.config
         try:
-            self._processor = AutoImageProcessor.from_pretrained(path)
+            processor = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError, ImportError) as error:
             raise InputError(f"model {path} comes without a usable image processor: {error}") from error
         self._model, self._tokenizer = model, tokenizer
         self._template = template_of(tokenizer, chat_template_kwargs)
         self._placeholder = int(config.image_token_id)
-        self._merged = int(config.vision_config.spatial_merge_size) ** 2
+        kind = InTiles(processor, config, tokenizer) if reads_tiles(config) else InPatches(processor, config)
+        self._process: InPatches | InTiles = kind
 
     @property
     def banned_ids(self) -> tuple[int, ...]:
         """Ids that must not be sampled: an engine would put a picture, or a part of one, in the place of such a token."""
-        config: Any = self._model.config
-        return tuple(sorted({int(config.image_token_id), int(config.video_token_id)}))
+        known = (getattr(self._model.config, name, None) for name in ("image_token_id", "video_token_id"))
+        return tuple(sorted({int(token) for token in known if token is not None}))
 
     def read(self, row: Mapping[str, Any]) -> tuple[Ids, PromptPictures | None]:
         """The ids of a row's prompt with their placeholders repeated, and its pictures; None: the row has none.
@@ -73,18 +75,12 @@ class ImagePrompts:
             )
         if not images:
             return ids, None
-        pictures = tuple(self._processed(image) for image in images)
-        ids, starts = expanded(ids, self._placeholder, pictures)
-        positions, delta = self._positions(ids, pictures)
-        return ids, PromptPictures(pictures, starts, self._placeholder, positions, delta)
-
-    def _processed(self, image: Image.Image) -> Picture:
-        try:
-            found = self._processor(images=[image], return_tensors="pt")
-        except ValueError as error:
-            raise InputError(f"a picture of {image.width} × {image.height} pixels cannot be used: {error}") from error
-        grid = found["image_grid_thw"][0]
-        return Picture(found["pixel_values"].float().contiguous(), grid, int(grid.prod()) // self._merged)
+        processed = [self._process(image) for image in images]
+        pictures = tuple(picture for picture, _ in processed)
+        ids, places = expanded(ids, self._placeholder, [own for _, own in processed])
+        if pictures[0].in_tiles:
+            return ids, PromptPictures(pictures, places, self._placeholder)
+        return ids, PromptPictures(pictures, places, self._placeholder, *self._positions(ids, pictures))
 
     @torch.no_grad()
     def _positions(self, ids: Ids, pictures: tuple[Picture, ...]) -> tuple[Any, int]:

@@ -10,12 +10,19 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 # Families whose log-probs with pictures were compared between vLLM and the trainer (docs/images.md).
-FAMILIES = ("qwen2_5_vl",)
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
+# Families of these that cut a picture into tiles of one size. The others cut it into patches, in any number.
+_IN_TILES = ("smolvlm", "idefics3")
 
 
 def reads_pictures(config: PreTrainedConfig) -> bool:
     """Whether Lockstep can show pictures to models with this config."""
     return config.model_type in FAMILIES
+
+
+def reads_tiles(config: PreTrainedConfig) -> bool:
+    """Whether a family that reads pictures cuts them into tiles of one size."""
+    return config.model_type in _IN_TILES
 
 
 def model_class(config: PreTrainedConfig) -> Any:

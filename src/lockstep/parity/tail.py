@@ -21,8 +21,8 @@ class GapTail:
     """Lowers a limit on the largest gap to fit the tail of the run's gaps. It never raises the limit.
 
     The tail is modelled as an exponential distribution. Its scale follows from the third and fourth moments: E|g|⁴ ÷ (4 E|g|³).
-    High moments depend mainly on the tail. Tokens without a gap (the model is certain of them) do not change the quotient. The limit
-    stays above a multiple of the largest gap so far (`Tolerance.largest`).
+    High moments depend mainly on the tail. Tokens without a gap (the model is certain of them) do not change the quotient. The
+    limit stays above a multiple of the largest gap so far (`Tolerance.largest`).
 
     Args:
         limit: the limit of the dtypes.

@@ -31,16 +31,27 @@ def prompt_with_pictures(prompt_ids: list[int], pictures: PromptPictures) -> Any
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
     shown = pictures.pictures
-    grids = torch.stack([picture.grid for picture in shown])
-    fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
-        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-    }
-    tensors: Any = {"pixel_values": torch.cat([picture.pixel_values for picture in shown]), "image_grid_thw": grids}
-    places = [
-        PlaceholderRange(offset=start, length=picture.tokens)
-        for start, picture in zip(pictures.starts.tolist(), shown, strict=True)
-    ]
+    pixels, grids = torch.cat([picture.pixel_values for picture in shown]), torch.stack([p.grid for p in shown])
+    counts = torch.tensor([len(picture.pixel_values) for picture in shown])
+    of_pixels, of_pictures = MultiModalFieldConfig.flat_from_sizes, MultiModalFieldConfig.batched
+    if shown[0].in_tiles:
+        tensors: Any = {"pixel_values": pixels, "pixel_attention_mask": torch.ones_like(pixels[:, 0], dtype=torch.long)}
+        fields = {name: of_pixels("image", counts) for name in tensors}
+        tensors |= {"num_patches": counts}
+        fields |= {"num_patches": of_pictures("image", keep_on_cpu=True)}
+    else:
+        tensors = {"pixel_values": pixels, "image_grid_thw": grids}
+        fields = {
+            "pixel_values": of_pixels("image", counts),
+            "image_grid_thw": of_pictures("image", keep_on_cpu=True),
+        }
+    places = []
+    for own in pictures.places_of_each:
+        length = int(own[-1] - own[0]) + 1
+        is_embed = torch.zeros(length, dtype=torch.bool)
+        is_embed[own - own[0]] = True
+        # Marks may stand between the placeholders of a picture. vLLM must not put a part of it in their place.
+        places.append(PlaceholderRange(int(own[0]), length, None if is_embed.all() else is_embed))
     return mm_input(
         prompt_ids,
         MultiModalKwargsItems.from_hf_inputs(tensors, fields),

@@ -43,8 +43,8 @@ class Pack:
         targets: (N,) ids of the scored tokens.
         ends: (T,) for each node, the index after its last descendant. Node i sees node j if and only if j <= i < ends[j]. The
             tensor stays on the CPU, where attention is planned. None: the pack has plain rows with causal attention.
-        pictures: the pictures of its placeholders; None: it has none. With pictures, `position_ids` has one more dimension in
-            front: the axes of the model's positions.
+        pictures: the pictures of its placeholders; None: it has none. With pictures, `position_ids` may have one more
+            dimension in front: the axes of the model's positions.
     """
 
     sequences: tuple[TrainingSequence, ...]
@@ -112,8 +112,8 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
         own = [held[i] for i in members]
         ids, pictures = (tree.tokens, None) if numbers is None else numbers.split(tree.tokens)
         positions = torch.from_numpy(tree.depths)[None]
-        if pictures is not None:
-            positions = position_ids(own, tree.nodes, len(ids))[:, None]
+        if pictures is not None and (axes := position_ids(own, tree.nodes, len(ids))) is not None:
+            positions = axes[:, None]
         yield Pack(
             sequences=tuple(own),
             input_ids=torch.from_numpy(ids)[None],
@@ -150,7 +150,8 @@ def _rows(held: list[TrainingSequence]) -> Pack:
         ids, pictures = numbers.split(ids)
     if pictures is not None:
         nodes = [row * ids.shape[1] + np.arange(len(path)) for row, path in enumerate(paths)]
-        positions = position_ids(held, nodes, ids.size).unflatten(1, ids.shape)
+        if (axes := position_ids(held, nodes, ids.size)) is not None:
+            positions = axes.unflatten(1, ids.shape)
     return Pack(
         sequences=tuple(held),
         input_ids=torch.from_numpy(ids),

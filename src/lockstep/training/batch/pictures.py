@@ -59,9 +59,9 @@ class PictureNumbers:
         """`sequence.path` with the number of each part of a picture in place of its id."""
         path = np.array(sequence.path, dtype=np.int64)
         if sequence.pictures is not None:
-            for picture, start in zip(sequence.pictures.pictures, sequence.pictures.starts.tolist(), strict=True):
+            for picture, places in zip(sequence.pictures.pictures, sequence.pictures.places_of_each, strict=True):
                 number = _FIRST + self._starts[picture.digest]
-                path[start : start + picture.tokens] = np.arange(number, number + picture.tokens)
+                path[places] = np.arange(number, number + picture.tokens)
         return path
 
     def split(self, numbered: Ints) -> tuple[Ints, PackPictures | None]:
@@ -95,13 +95,16 @@ def _check_completions(sequences: Sequence[TrainingSequence], placeholder: int) 
             )
 
 
-def position_ids(sequences: Sequence[TrainingSequence], nodes: Sequence[Ints], size: int) -> torch.Tensor:
-    """(axes, size) position ids of a pack's nodes.
+def position_ids(sequences: Sequence[TrainingSequence], nodes: Sequence[Ints], size: int) -> torch.Tensor | None:
+    """(axes, size) position ids of a pack's nodes; None: the model counts them as those of any text.
 
     Args:
         nodes: the nodes of each sequence's path, among all nodes of the pack.
     """
-    axes = next(len(s.pictures.positions) for s in sequences if s.pictures is not None)
+    known = next(s.pictures.positions for s in sequences if s.pictures is not None)
+    if known is None:
+        return None
+    axes = len(known)
     found = np.zeros((axes, size), dtype=np.int64)
     for sequence, own in zip(sequences, nodes, strict=True):
         found[:, own] = np.arange(len(own)) if sequence.pictures is None else sequence.pictures.positions_of(len(own))

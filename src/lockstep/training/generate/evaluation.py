@@ -50,13 +50,13 @@ def drawn_sequences(groups: Sequence[RolloutGroup], version: int, seed: int) -> 
 
 
 def count_seen(train: Sequence[Prompt], evaluation: Sequence[Prompt], *, tell: bool) -> int:
-    """The number of evaluation prompts whose token ids are those of a training prompt.
+    """The number of evaluation prompts whose token ids and pictures are those of a training prompt.
 
     Args:
         tell: whether to print a warning if there are some.
     """
-    known = {prompt.ids.tobytes() for prompt in train}
-    seen = [prompt.prompt_id for prompt in evaluation if prompt.ids.tobytes() in known]
+    known = {_content(prompt) for prompt in train}
+    seen = [prompt.prompt_id for prompt in evaluation if _content(prompt) in known]
     if seen and tell:
         print(
             f"lockstep: WARNING: {len(seen)} of {len(evaluation)} evaluation prompts are training prompts too ({seen[0]} first), "
@@ -64,6 +64,11 @@ def count_seen(train: Sequence[Prompt], evaluation: Sequence[Prompt], *, tell: b
             flush=True,
         )
     return len(seen)
+
+
+def _content(prompt: Prompt) -> tuple[bytes, tuple[str, ...]]:
+    """What two prompts have in common if a model cannot tell them apart."""
+    return prompt.ids.tobytes(), () if prompt.pictures is None else prompt.pictures.digests
 
 
 def _wrong(found: str) -> ProofError:
