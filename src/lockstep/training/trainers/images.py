@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import COLUMNS, has_images
@@ -35,7 +34,6 @@ def unsupported_with_images(
         adapter: the trainer's `peft_config`.
     """
     return {
-        "vllm_mode: server": args.vllm_mode == "server" or isinstance(engine, VLLMServer),
         "several trainer processes": ranks.count > 1,
         "an adapter (peft_config)": adapter is not None or (not isinstance(model, str) and is_adapted(model)),
         "use_liger_kernel": bool(args.use_liger_kernel),
