@@ -124,6 +124,21 @@ def test_the_pixels_of_a_picture_are_sent_once(
     assert sorted(sent) == sorted(seen)
 
 
+def test_each_of_two_servers_is_sent_the_pictures_of_its_requests(
+    folder: str, path: str, tmp_path: Path, seeing: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", path)
+    with serve(folder, tmp_path, max_model_len=CONTEXT) as other:
+        before = seeing.sampled_tokens()
+        engine = connect(seeing.url, other.url)
+        trainer = look(folder, tmp_path, engine=engine)
+        trainer.train()
+        assert max(gaps(trainer)) < LIMIT
+        assert seeing.sampled_tokens() > before
+        assert other.sampled_tokens() > 0
+        engine.close()
+
+
 def test_a_restarted_server_is_sent_every_picture_again(folder: str, tmp_path: Path, seeing: Server) -> None:
     engine = connect(seeing.url)
     trainer = look(folder, tmp_path, engine=engine, max_steps=3)
