@@ -119,6 +119,7 @@ CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
 CALLED = ("rollouts/scores/guarded_call.py", "tests/input/test_bad_reward_files.py")
 READING, PICTURE_PACKS = "tests/images/test_reading_pictures.py", "tests/images/test_packs_with_pictures.py"
 PICTURE_RUNS = "tests/images/test_pictures_in_training.py"
+SENT_PICTURES = ("engines/http/server_pictures.py", "tests/images/test_sending_pictures.py")
 GENERATION = ("training/step/generation.py", "tests/training/test_prompts_and_generation.py")
 LOGPS = ("training/forward/token_logps.py", "tests/training/test_token_logps.py")
 SCORES = "tests/training/test_filtered_scores.py"
@@ -1505,6 +1506,27 @@ MUTATIONS = [
         "if asked != used:",
         "if False:",
         f"{PICTURE_RUNS}::test_an_answer_after_the_pictures_of_another_request_is_refused",
+    ),
+    Mutation(
+        "a worker of a server may encode other pixels than were sent",
+        SENT_PICTURES[0],
+        "if found != {picture.digest}:",
+        "if picture.digest not in found:",
+        f"{SENT_PICTURES[1]}::test_no_worker_may_have_encoded_anything_else_than_what_was_sent",
+    ),
+    Mutation(
+        "a server may put pictures into other places of a prompt",
+        SENT_PICTURES[0],
+        "if found != due:",
+        "if found.keys() != due.keys():",
+        f"{SENT_PICTURES[1]}::test_pictures_must_be_at_the_places_for_which_they_were_sent",
+    ),
+    Mutation(
+        "pictures are counted on that the server may have dropped",
+        SENT_PICTURES[0],
+        "self._held.move_to_end(picture.digest)",
+        "pass",
+        f"{SENT_PICTURES[1]}::test_half_of_the_servers_cache_is_counted_on_and_what_was_used_last_stays",
     ),
     Mutation(
         "an engine may normalise pixels a second time",

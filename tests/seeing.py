@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import types
 from pathlib import Path
@@ -190,3 +191,12 @@ def let_vllm_see(family: str = "qwen2_5_vl") -> None:
             del sys.modules[name]
     getattr(module, sizes).get_mm_max_tokens_per_item = lambda self, seq_len, mm_counts: {"image": 64}
     ModelRegistry.register_model(model, getattr(module, model))
+
+
+def seeing_plugin(folder: Path) -> str:
+    """A value of PYTHONPATH with which every process of a vLLM server calls `let_vllm_see`: it names a plugin of vLLM."""
+    plugin = folder / "seeing-0.dist-info"
+    plugin.mkdir(parents=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: seeing\nVersion: 0\n")
+    (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\nseeing = seeing:let_vllm_see\n")
+    return os.pathsep.join([str(folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])

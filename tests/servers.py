@@ -7,8 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -197,6 +198,16 @@ def connect(*urls: str, timeout: float = 120.0, transport: str = "auto", key: st
         timeout=timeout,
         transport=lambda servers: choose_transport(transport, servers, "127.0.0.1", 0, timeout),
     )
+
+
+def begin(server: Server, work: Callable[[], None]) -> threading.Thread:
+    """Start requests; return their thread when the server has begun to answer them."""
+    before, deadline = server.sampled_tokens(), time.monotonic() + 60
+    worker = threading.Thread(target=work)
+    worker.start()
+    while server.sampled_tokens() == before:
+        assert time.monotonic() < deadline
+    return worker
 
 
 class Asked:

@@ -49,6 +49,11 @@ def test_two_steps_on_mixed_rows_are_proven_and_the_tower_learns(family: str, fo
     assert all(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
 
 
+def test_a_server_cannot_be_sent_their_pictures_yet(family: str, folder: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"pictures of {family} cannot be sent to a server yet"):
+        look(folder, tmp_path, vllm_server_base_url="http://127.0.0.1:9")
+
+
 def test_pixels_left_out_in_the_trainer_are_found_by_the_gap(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

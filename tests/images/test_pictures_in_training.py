@@ -162,7 +162,6 @@ def test_a_placeholder_that_an_engine_samples_all_the_same_is_found(
 
 
 REFUSED = {
-    "vllm_mode: server": {"vllm_mode": "server", "use_vllm": True},
     "an adapter": {"peft_config": LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")},
     "tools, environments": {"tools": [multiply]},
     "max_thinking_length": {"max_thinking_length": 4, "end_of_thinking": "+", "interruption": "+"},

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from by_the_book import kept_set
 from conftest import VLLM
-from servers import Server, connect
+from servers import Server, begin, connect
 from tiny import make_model, perturbed
 from transformers import PreTrainedModel
 
@@ -38,16 +36,6 @@ def long_requests(count: int, tokens: int) -> list[GenerationRequest]:
         GenerationRequest(RequestKey(f"p{i % 3}", i), (*prompt, 5 + i % 3), Sampling(tokens), 100 + i)
         for i in range(count)
     ]
-
-
-def begin(server: Server, work: Callable[[], None]) -> threading.Thread:
-    """Start requests; return their thread when the server has begun to answer them."""
-    before, deadline = server.sampled_tokens(), time.monotonic() + 60
-    worker = threading.Thread(target=work)
-    worker.start()
-    while server.sampled_tokens() == before:
-        assert time.monotonic() < deadline
-    return worker
 
 
 def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion]) -> float:

@@ -13,7 +13,7 @@ from lockstep.sync.push import push_weights
 
 pytestmark = VLLM
 
-RESETS = ("/reset_mm_cache", "/reset_encoder_cache", "/reset_prefix_cache")
+RESETS = ("/reset_encoder_cache", "/reset_prefix_cache")
 # The calls of each row may begin only when all calls of the rows before it have been answered.
 STEPS = (
     ("/is_paused",),

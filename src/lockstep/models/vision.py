@@ -14,6 +14,9 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 # Families of these that cut a picture into tiles of one size. The others cut it into patches, in any number.
 _IN_TILES = ("smolvlm", "idefics3")
 
+# Families that a server can be sent. A request to vLLM's server cannot say which ids between tiles are placeholders.
+ON_SERVERS = ("qwen2_5_vl",)
+
 
 def reads_pictures(config: PreTrainedConfig) -> bool:
     """Whether Lockstep can show pictures to models with this config."""

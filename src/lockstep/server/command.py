@@ -16,13 +16,17 @@ import torch
 from transformers import AutoConfig
 
 from lockstep.engines.vllm.arguments import SERVER_BACKEND, WORKER_EXTENSION, cpu_cache_bytes, engine_arguments
+from lockstep.engines.vllm.pictures import picture_arguments
 from lockstep.errors import InputError
 from lockstep.models.policy import context_length
+from lockstep.models.vision import reads_pictures
 from lockstep.server.arguments import check_words, name_of
 from lockstep.server.keys import KEY_VARIABLE
 
 # Limit of a CPU's cache if the user gives no length.
 _LARGEST_CPU_CACHE = 4 << 30
+# GiB of memory that the pictures of prompts may take. vLLM takes the memory as pictures come.
+_PICTURE_CACHE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,11 @@ def command_line(options: ServeOptions) -> list[str]:
     length = _context(options.model) if options.max_model_len is None else options.max_model_len
     arguments: dict[str, Any] = {
         **engine_arguments(options.model, options.dtype, length, options.max_num_seqs, fp32_head=options.fp32_head),
+        **(
+            picture_arguments(cache_gb=_PICTURE_CACHE)
+            if reads_pictures(AutoConfig.from_pretrained(options.model))
+            else {}
+        ),
         "host": options.host,
         "port": options.port,
         "tensor_parallel_size": options.tensor_parallel_size,

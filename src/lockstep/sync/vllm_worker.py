@@ -30,9 +30,11 @@ class LockstepWorker:
     def lockstep_state(self) -> dict[str, Any]:
         """The identity of this engine, and the settings that it runs with. Every trainer calls it first."""
         from lockstep.engines.vllm.kept_ids import record_kept_ids
+        from lockstep.engines.vllm.pictures import picture_cache_bytes, record_pictures
         from lockstep.sync.vllm_reload import loaded_dtypes
 
         record_kept_ids(self)
+        record_pictures(self)
         return {
             "instance": _INSTANCE,
             "settings": effective_settings(self.vllm_config),
@@ -40,6 +42,7 @@ class LockstepWorker:
             "world_size": self.vllm_config.parallel_config.world_size,
             "copies": self.vllm_config.parallel_config.data_parallel_size,
             "takes_priorities": self.vllm_config.scheduler_config.policy == "priority",
+            "picture_cache": picture_cache_bytes(self.vllm_config.model_config),
             "splits_prompts": splits_prompts(self.vllm_config),
             "loads_in": loaded_dtypes(self.model_runner.model),
         }
@@ -61,6 +64,18 @@ class LockstepWorker:
 
         answers = probe_modules(self, tuple(json.loads(names)), int(seed), json.loads(every))
         return {name: encode_floats(answer) for name, answer in answers.items()}
+
+    def lockstep_pictures(self, digests: str) -> dict[str, str | None]:
+        """For each digest, the digest of the tensors that this worker has encoded under it; None: it has encoded none."""
+        from lockstep.engines.vllm.pictures import recorded_digests
+
+        return recorded_digests(self, json.loads(digests))
+
+    def lockstep_encoded(self) -> dict[str, bool]:
+        """Whether the worker keeps pictures that were encoded with the weights of some time."""
+        from lockstep.engines.vllm.pictures import holds_no_pictures
+
+        return {"holding": not holds_no_pictures(self)}
 
     def lockstep_acknowledgement(self) -> dict[str, Any]:
         """`LoadedWeights` of the last update."""

@@ -46,9 +46,11 @@ class ServerCalls:
     def __init__(self, url: str, key: str | None, timeout: float, loop: CallLoop, recover: Callable[[], None]) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
-        # Set after the first answer of the server: workers that share its model, and whether requests may have priorities.
+        # Set after the first answer of the server: workers that share its model, whether requests may have priorities, and bytes
+        # of its cache of pictures (0: it has none).
         self.world_size = 1
         self.takes_priorities = False
+        self.picture_cache = 0
         # The start of an update, if one is in progress. Weights are sent only after it.
         self.beginning: concurrent.futures.Future[Any] | None = None
         self._loop = loop
@@ -171,6 +173,19 @@ class ServerCalls:
         if self.beginning is not None:
             self.beginning.result()
         self.call("POST", "/update_weights", {"update_info": info})
+
+    def reset_caches(self) -> bool:
+        """Drop what was computed from older weights, for running requests too. Returns whether the server confirms it.
+
+        vLLM's cache of inputs stays: it holds pixels, and requests rely on it.
+        """
+        _, answer = self.together(
+            lambda: self.ask("POST", "/reset_encoder_cache"),
+            lambda: self.ask("POST", "/reset_prefix_cache", reset_running_requests="true"),
+        )
+        # vLLM does not report whether it has reset its encoder cache.
+        holding = self.picture_cache and any(worker["holding"] for worker in self.workers("lockstep_encoded"))
+        return bool(answer == {"success": True}) and not holding
 
     def workers(self, method: str, *args: str) -> list[Any]:
         """Make the call of `ask_workers`, and wait for it."""

@@ -11,9 +11,11 @@ from typing import Any, cast
 
 import numpy as np
 
+from lockstep.engines.http.server_pictures import check_places, features
 from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, LoadedWeights, TensorSpec
 from lockstep.engines.vllm.requests import SCORING_FIELDS, reported_sets, sampling_fields, versions_of
-from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.errors import LockstepError, ProofError
+from lockstep.images.pictures import Picture
 from lockstep.tokens.arrays import BadValues, Ids, Reals, reals, whole_numbers
 
 # vLLM's server writes this in place of a log-prob that is missing, NaN or −inf (fault P3).
@@ -23,17 +25,21 @@ INITIAL_WEIGHTS = "default"
 
 
 def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
-    """The body of a generation request. Its name must be unique.
+    """The body of a generation request. Its name must be unique. The server must hold the request's pictures already."""
+    body = _body(request.prompt_ids.tolist(), name, sampling_fields(request))
+    return body if request.pictures is None else body | {"features": features(request.pictures)}
 
-    Raises:
-        InputError: the request has pictures.
+
+def pictures_body(request: GenerationRequest, sent: Sequence[Picture], name: str, *, first: bool) -> dict[str, Any]:
+    """The body of a request for one token that only serves to send the pictures of a prompt.
+
+    Args:
+        sent: the pictures that the server does not hold yet.
+        first: as in `scoring_body`.
     """
-    if request.pictures is not None:
-        raise InputError(
-            f"request {request.key} has pictures, which a server cannot be sent yet: use vLLM in the trainer's process (vllm_mode: "
-            "colocate), or the transformers engine (use_vllm: false)"
-        )
-    return _body(request.prompt_ids.tolist(), name, sampling_fields(request))
+    assert request.pictures is not None
+    body = _body(request.prompt_ids.tolist(), name, {"max_tokens": 1, "detokenize": False})
+    return body | {"features": features(request.pictures, sent)} | _priority(first)
 
 
 def scoring_body(ids: tuple[int, ...], name: str, *, first: bool) -> dict[str, Any]:
@@ -42,7 +48,11 @@ def scoring_body(ids: tuple[int, ...], name: str, *, first: bool) -> dict[str, A
     Args:
         first: whether to answer before requests that wait to be generated; only for servers that accept priorities.
     """
-    return _body(np.asarray(ids).tolist(), name, SCORING_FIELDS) | ({"priority": -1} if first else {})
+    return _body(np.asarray(ids).tolist(), name, SCORING_FIELDS) | _priority(first)
+
+
+def _priority(first: bool) -> dict[str, int]:
+    return {"priority": -1} if first else {}
 
 
 def _body(ids: list[int], name: str, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,8 +66,8 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
         versions: the weight version of each stamp that this trainer gave to the server.
 
     Raises:
-        ProofError: the answer belongs to another request, lacks a log-prob, or was sampled by weights that this trainer did
-            not push.
+        ProofError: the answer belongs to another request, has pictures in other places, lacks a log-prob, or was sampled by
+            weights that this trainer did not push.
         LockstepError: the request ended for a reason other than a stop or the length limit.
     """
     choice = _choice(answer, name)
@@ -65,6 +75,7 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
     finish = choice.get("finish_reason")
     if finish not in ("stop", "length"):
         raise LockstepError(f"request {request.key} ended with finish reason {finish!r}")
+    check_places(request, answer)
     return Completion(
         key=request.key,
         prompt_ids=_ids(name, answer.get("prompt_token_ids") or []),
@@ -73,6 +84,8 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
         weight_versions=_versions(request, choice.get("weight_versions") or [], versions, len(token_ids)),
         finish_reason=cast(FinishReason, finish),
         kept_ids=reported_sets(request.key, choice.get("sampling_mask"), filtered=request.sampling.is_filtered),
+        # The server has them under their digests (`server_pictures.py`), and the answer reports the same places.
+        pictures=request.pictures,
     )
 
 

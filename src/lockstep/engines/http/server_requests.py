@@ -7,6 +7,7 @@ coroutines run in the thread of `CallLoop`.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -17,10 +18,12 @@ from lockstep.engines.http.server_messages import (
     INITIAL_WEIGHTS,
     completion_from,
     generation_body,
+    pictures_body,
     scores_from,
     scoring_body,
     stamps_of,
 )
+from lockstep.engines.http.server_pictures import SentPictures, check_encoded
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.engines.vllm.sent import check_sent
@@ -55,6 +58,7 @@ class ServerRequests:
         self.answered: dict[tuple[str, int], int] = {}
         # Scoring requests do not wait for generation requests.
         self._scoring_gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
+        self._pictures = [SentPictures() for _ in servers]
 
     def serve(
         self,
@@ -177,18 +181,43 @@ class ServerRequests:
         name = _name(str(request.key))
         body = generation_body(request, name)
         check_sent(request, body["sampling_params"])
-        answer = await self._post(server, body, self._gates[server], limit)
+        async with self._gates[server]:
+            await self._send_pictures(request, server, limit)
+            answer = await self._post(server, body, limit)
         return completion_from(answer, request, name, self._stamps)
+
+    async def _send_pictures(self, request: GenerationRequest, server: int, limit: float) -> None:
+        """Send the pictures of a request that the server does not hold yet, and check what its workers have encoded.
+
+        Raises:
+            InputError: the server's cache of inputs is too small for the pictures.
+            ProofError: a worker has encoded other pictures.
+        """
+        if request.pictures is None:
+            return
+        sent, calls = self._pictures[server], self._servers[server]
+        async with sent.one_at_a_time(request.pictures):
+            if missing := sent.missing(request.pictures, calls.picture_cache):
+                body = pictures_body(request, missing, _name("pictures"), first=calls.takes_priorities)
+                await self._post(server, body, limit)
+                digests = json.dumps([picture.digest for picture in missing])
+                check_encoded(missing, await calls.ask_workers("lockstep_pictures", digests), calls.url)
+            sent.use(request.pictures, calls.picture_cache)
+
+    def forget_pictures(self) -> None:
+        """Send every picture again before it is used: a server may have been started again."""
+        for sent in self._pictures:
+            sent.forget()
 
     async def _score(self, ids: tuple[int, ...], server: int, stamp: str, limit: float) -> tuple[float, ...]:
         name = _name("score")
         body = scoring_body(ids, name, first=self._servers[server].takes_priorities)
-        answer = await self._post(server, body, self._scoring_gates[server], limit)
+        async with self._scoring_gates[server]:
+            answer = await self._post(server, body, limit)
         return scores_from(answer, ids, name, {stamp: self._stamps[stamp]})
 
-    async def _post(self, server: int, body: dict[str, Any], gate: asyncio.Semaphore, limit: float) -> Any:
-        async with gate:
-            answer = await self._servers[server].ask("POST", _GENERATE, body, limit=limit)
+    async def _post(self, server: int, body: dict[str, Any], limit: float) -> Any:
+        answer = await self._servers[server].ask("POST", _GENERATE, body, limit=limit)
         url = self._servers[server].url
         if answer is None:
             raise EngineLost(f"the server at {url} sent an empty answer", self._recover)

@@ -219,16 +219,7 @@ class VLLMServer:
 
     def reset_caches(self) -> bool:
         """Running requests also lose their cached keys and values, and compute them again with the new weights."""
-
-        def reset(server: ServerCalls) -> bool:
-            *_, answer = server.together(
-                lambda: server.ask("POST", "/reset_mm_cache"),
-                lambda: server.ask("POST", "/reset_encoder_cache"),
-                lambda: server.ask("POST", "/reset_prefix_cache", reset_running_requests="true"),
-            )
-            return bool(answer == {"success": True})
-
-        done = self._each(reset)
+        done = self._each(lambda server: server.reset_caches())
         if len(self._servers) > 1 and not all(done):
             refused = [server.url for server, is_done in zip(self._servers, done, strict=True) if not is_done]
             raise ProofError(
@@ -278,6 +269,7 @@ class VLLMServer:
             ProofError: a server came back with other settings.
         """
         self._version = None
+        self._requests.forget_pictures()
         if self._transport is not None:
             self._transport.forget()
         before, deadline = self._settings, time.monotonic() + self._timeout
@@ -353,6 +345,7 @@ class VLLMServer:
             )
         server.world_size = state["world_size"]
         server.takes_priorities = state["takes_priorities"]
+        server.picture_cache = state["picture_cache"]
         # Stages of a pipeline may have parameters of different dtypes.
         return {**state, "loads_in": [name for worker in workers for name in worker["loads_in"]]}
 
@@ -374,7 +367,8 @@ def _begin(server: ServerCalls) -> Pending[Any, Any]:
     Returns:
         The pause call. vLLM answers it only 20 ms after it has frozen.
     """
-    pause = server.begin("POST", "/pause", mode="keep")
+    # By default the pause would also drop the pictures that requests rely on. `reset_caches` drops what depends on weights.
+    pause = server.begin("POST", "/pause", mode="keep", clear_cache="false")
     try:
         workers, frozen = server.together(
             lambda: server.ask_workers("lockstep_update"), lambda: server.ask("GET", "/is_paused")

@@ -10,14 +10,13 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import COLUMNS, has_images
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.policy import BAD_FILES
 from lockstep.models.resolve import resolve_model
-from lockstep.models.vision import FAMILIES, reads_pictures
+from lockstep.models.vision import FAMILIES, ON_SERVERS, reads_pictures
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.policy import OpenedPolicy
@@ -35,7 +34,6 @@ def unsupported_with_images(
         adapter: the trainer's `peft_config`.
     """
     return {
-        "vllm_mode: server": args.vllm_mode == "server" or isinstance(engine, VLLMServer),
         "several trainer processes": ranks.count > 1,
         "an adapter (peft_config)": adapter is not None or (not isinstance(model, str) and is_adapted(model)),
         "use_liger_kernel": bool(args.use_liger_kernel),
@@ -78,11 +76,16 @@ def image_prompts(opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[st
     """Reads the prompts of a run with pictures; None: no dataset has pictures, or the model reads none.
 
     Raises:
-        InputError: the model has no image processor.
+        InputError: the model has no image processor, or pictures of its family cannot be sent to a server.
     """
     model, arguments = causal_model(opened.model), args.chat_template_kwargs
     if not reads_pictures(model.config) or not any(map(has_pictures, datasets.values())):
         return None
+    if args.use_vllm and args.vllm_mode == "server" and model.config.model_type not in ON_SERVERS:
+        raise InputError(
+            f"pictures of {model.config.model_type} cannot be sent to a server yet, only those of {', '.join(ON_SERVERS)}: set "
+            "vllm_mode='colocate', or use such a model (docs/images.md)"
+        )
     return ImagePrompts(model, opened.tokenizer, opened.path, arguments)  # type: ignore[arg-type]
 
 
