@@ -81,7 +81,7 @@ def image_prompts(opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[st
     model, arguments = causal_model(opened.model), args.chat_template_kwargs
     if not reads_pictures(model.config) or not any(map(has_pictures, datasets.values())):
         return None
-    if args.use_vllm and args.vllm_mode == "server" and model.config.model_type not in ON_SERVERS:
+    if args.vllm_mode == "server" and model.config.model_type not in ON_SERVERS:
         raise InputError(
             f"pictures of {model.config.model_type} cannot be sent to a server yet, only those of {', '.join(ON_SERVERS)}: set "
             "vllm_mode='colocate', or use such a model (docs/images.md)"
