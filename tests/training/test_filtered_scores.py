@@ -16,11 +16,14 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.filters.distribution import Grammar, Sampling
 from lockstep.errors import InputError, ProofError
+from lockstep.parity.kept_sets import KeptSetProof
+from lockstep.parity.tolerances import tolerance
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
+from lockstep.training.step.drawn_rows import DrawnRows, hidden_states
 
 REGEX = Grammar("regex", r"[a-m]+( [0-9]{2})*")
 # The second prompt is the first one and more, so that a completion of the first may share nodes with the second.
@@ -167,14 +170,19 @@ def test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filte
     sampling = Sampling(8, temperature=0.8, top_k=5, repetition_penalty=1.3)
     sequences = draw(model, PROMPTS[:1], (4,), sampling, 2)
     (pack,) = pack_sequences(sequences, 100)
-    found = score_pack(model, pack, 0.8, 4, rules=rules_of(sampling)).kept_masses
+    rules = rules_of(sampling)
+    rows = DrawnRows(None, KeptSetProof(rules.distribution, tolerance(torch.float32, torch.float32)))
+    with hidden_states(model) as seen:
+        scores = score_pack(model, pack, 0.8, 4, rules=rules)
+    rows.add(pack, scores.logps.detach(), seen[-1], before_steps=False)
+    found = rows.check(model, fp32_head=False, single=True)
     (s,), expected = sequences, []
     logits = model(input_ids=torch.tensor([[*PROMPTS[0], *s.completion_ids.tolist()]])).logits[0, 3:].detach()
     for t in range(s.length):
         scores = processed(logits[t].double(), sampling, PROMPTS[0], s.completion_ids.tolist()[:t], allowed_by(None))
         expected.append(scores.softmax(-1)[torch.tensor(s.kept_ids.part(t, t + 1).ids.tolist())].sum())  # type: ignore[union-attr]
-    assert found is not None
-    torch.testing.assert_close(found.double(), torch.stack(expected), rtol=1e-5, atol=1e-6)
+    assert (found.measured, found.tokens) == (s.length, 0)
+    assert found.mass == pytest.approx(float(torch.stack(expected).sum()), rel=1e-5)
 
 
 def test_a_token_outside_its_set_is_refused(model: PreTrainedModel) -> None:

@@ -38,6 +38,7 @@ class KeptToken:
         output_ids: ids of the completion before the token.
         masks: (C, ⌈V / 32⌉) the grammar's masks of the completion, at least up to the token; None without a grammar.
         kept: the ids that the engine kept.
+        is_current: whether the trainer's weights are those that sampled the token. Only then is the set compared.
     """
 
     request: str
@@ -47,6 +48,7 @@ class KeptToken:
     output_ids: Sequence[int]
     masks: torch.Tensor | None
     kept: SmallIds
+    is_current: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,16 @@ class KeptSetStats:
         differences: by how many ids the sets of the two sides differ in size, and at least one per set that differs.
         rounding: sum over the tokens of the smallest rounding of the logits that explains the set, in nats.
         nearest: largest rounding of a token, divided by its limit.
+        measured: number of tokens, compared or not, of which `mass` is a sum.
+        mass: sum over them of the probability that the trainer gives to the kept ids before top-k, top-p and min-p.
     """
 
     tokens: int = 0
     differences: int = 0
     rounding: float = 0.0
     nearest: float = 0.0
+    measured: int = 0
+    mass: float = 0.0
 
     @property
     def mean_rounding(self) -> float:
@@ -83,6 +89,8 @@ class KeptSetStats:
             self.differences + other.differences,
             self.rounding + other.rounding,
             max(self.nearest, other.nearest),
+            self.measured + other.measured,
+            self.mass + other.mass,
         )
 
     def check_mean(self, sampling: Sampling, limit: Tolerance) -> None:
@@ -130,6 +138,11 @@ class KeptSetProof:
         sampling = self.distribution.sampling
         shaped = self.distribution.shaped(token.logits, token.prompt_ids, token.output_ids, token.masks)
         logits = shaped[0].numpy()
+        mass = float(
+            (shaped[0, torch.from_numpy(token.kept.astype(np.int64))].logsumexp(0) - shaped[0].logsumexp(0)).exp()
+        )
+        if not token.is_current:
+            return KeptSetStats(measured=1, mass=mass)
         bounds = FilterBounds(logits, sampling)
         lowest = token.kept[logits[token.kept].argmin()]
         others = logits.copy()
@@ -138,7 +151,7 @@ class KeptSetProof:
         of_missing = float(others[missing])
         own = bounds.after(0.0)[-1]
         if logits[lowest] >= own.possible and of_missing < own.sure:
-            return KeptSetStats(1)
+            return KeptSetStats(1, measured=1, mass=mass)
         largest = self.limit.largest(len(token.kept)) * _stretch(sampling)
         stages = bounds.after(largest)
         for stage in stages:
@@ -149,7 +162,7 @@ class KeptSetProof:
             raise _error(token, f"left out id {missing}, which {names} would keep", names)
         rounding = bounds.rounding_for(float(logits[lowest]), of_missing, largest)
         differences = max(abs(int((logits >= own.sure).sum()) - len(token.kept)), 1)
-        return KeptSetStats(1, differences, rounding, rounding / largest)
+        return KeptSetStats(1, differences, rounding, rounding / largest, 1, mass)
 
 
 def _stretch(sampling: Sampling) -> float:

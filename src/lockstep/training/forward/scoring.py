@@ -31,9 +31,6 @@ from lockstep.training.forward.pictures import picture_arguments
 from lockstep.training.forward.recomputation import products_kept
 from lockstep.training.forward.token_logps import Head, token_logps
 
-# Tokens of a pack at which whole rows of logits are computed to measure the kept mass.
-_DRAWN = 8
-
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
@@ -45,8 +42,6 @@ class TokenScores:
         values: (N,) float32 the critic's value before each token, with gradient, if there is a critic.
         support: (N,) int64 number of ids that could be sampled as each token; None: the sampling distribution has no filter, no
             grammar and no ban.
-        kept_masses: (n,) probability that the policy gives to the kept ids before top-k, top-p and min-p, at n drawn tokens; None:
-            there are no kept ids.
         draws: sums over the distribution of each token; None: they were not asked for.
     """
 
@@ -54,7 +49,6 @@ class TokenScores:
     entropies: torch.Tensor
     values: torch.Tensor | None = None
     support: torch.Tensor | None = None
-    kept_masses: torch.Tensor | None = None
     draws: DrawSums | None = None
 
 
@@ -208,33 +202,10 @@ class _Head:
         logps, entropies = kept_logps(
             logits, kept, self.temperature, entropy_gradient=self.entropy_gradient, draws=draws
         )
-        masses = self._kept_masses(hidden, pack, rules, logps)
-        return TokenScores(logps, entropies, support=kept.sizes, kept_masses=masses, draws=draws)
+        return TokenScores(logps, entropies, support=kept.sizes, draws=draws)
 
     def _sums(self, pack: Pack) -> DrawSums | None:
         return DrawSums(len(pack.targets), pack.targets.device) if self.draws else None
-
-    @torch.no_grad()
-    def _kept_masses(self, hidden: torch.Tensor, pack: Pack, rules: IdRules, logps: torch.Tensor) -> torch.Tensor:
-        """(n,) probability of the kept ids before the filters, at n tokens that are spread over the pack.
-
-        It is the ratio of a token's probability among all ids to its probability among the kept ids.
-        """
-        drawn = np.unique(np.linspace(0, len(logps) - 1, _DRAWN).astype(np.int64))
-        owners, positions = _places(pack)
-        of_drawn = None if rules.are_neutral else RowRules(rules, pack.sequences, owners[drawn], positions[drawn])
-        here = torch.from_numpy(drawn).to(hidden.device)
-        among_all, _ = token_logps(
-            self.logits,
-            hidden[pack.predictors[here]],
-            torch.arange(len(here), device=hidden.device),
-            pack.targets[here],
-            temperature=self.temperature,
-            chunk_size=self.chunk_size,
-            entropy_gradient=False,
-            rules=of_drawn,
-        )
-        return (among_all - logps[here]).exp()
 
 
 def _rows(pack: Pack, rules: IdRules | None) -> tuple[torch.Tensor, torch.Tensor, RowRules | None]:

@@ -46,7 +46,7 @@ class TokenBatch:
         advantages, weights: (N,).
         pack: the pack, for columns that only some methods have.
         values: (N,) of the critic, with gradient; None if there is no critic.
-        support, kept_masses: figures of the sampling filters, as in `TokenScores`.
+        support: a figure of the sampling filters, as in `TokenScores`.
     """
 
     sequences: tuple[TrainingSequence, ...]
@@ -61,7 +61,6 @@ class TokenBatch:
     pack: Pack
     values: torch.Tensor | None = None
     support: torch.Tensor | None = None
-    kept_masses: torch.Tensor | None = None
 
     @classmethod
     def of(cls, pack: Pack, scores: TokenScores) -> TokenBatch:
@@ -84,7 +83,6 @@ class TokenBatch:
             pack=pack,
             values=scores.values,
             support=scores.support,
-            kept_masses=scores.kept_masses,
         )
 
     @property

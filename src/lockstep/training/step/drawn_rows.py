@@ -157,13 +157,13 @@ class DrawnRows:
 
 
 def _kept_tokens(rows: Sequence[_Row], logits: torch.Tensor, proof: KeptSetProof) -> Iterator[KeptToken]:
-    """The tokens whose sets are compared.
+    """The tokens that have sets.
 
     Args:
         logits: (n, V) of the n rows.
     """
     for row, own in zip(rows, logits, strict=True):
-        if not row.proves_set or row.kept is None or row.end + len(row.sequence.prompt_ids) >= _LONGEST:
+        if row.kept is None or row.end + len(row.sequence.prompt_ids) >= _LONGEST:
             continue
         ids = row.sequence.completion_ids[: row.end + 1].tolist()
         yield KeptToken(
@@ -174,6 +174,7 @@ def _kept_tokens(rows: Sequence[_Row], logits: torch.Tensor, proof: KeptSetProof
             output_ids=ids[:-1],
             masks=proof.distribution.masks(ids),
             kept=row.kept,
+            is_current=row.proves_set,
         )
 
 

@@ -276,7 +276,10 @@ def _learn(
             proofs.check_tokens(batch)
             _measure(batch, scores, sums, stands_for)
         # A wrong temperature is named as such before the forward as a whole is compared.
-        sums.kept_sets = sums.kept_sets + policy.check_rows(rows, config)
+        found = policy.check_rows(rows, config)
+        sums.kept_sets = sums.kept_sets + found
+        if found.measured:
+            sums.tally.mean("sampling/kept_mass", found.mass, found.measured)
         for batch in learned:
             proofs.check_forward(policy.model, batch)
         _measure_scored([s for s in still if s.entropies is not None], sums)
@@ -445,8 +448,6 @@ def _measure(batch: TokenBatch, scores: TokenScores, sums: UpdateSums, stands_fo
         sums.repeated = sums.repeated + measure_gap(batch.old_logps, batch.logps, names, lengths)
     if batch.support is not None:
         sums.tally.mean("sampling/forced_share", (batch.support == 1).float(), weight=stands_for)
-    if batch.kept_masses is not None:
-        sums.tally.mean("sampling/kept_mass", batch.kept_masses)
     _note(batch.sequences, batch.behaviour_logps, batch.old_logps, batch.entropies, sums, stands_for)
     sums.draws = sums.draws + _drawn(batch.sequences, scores)
 
