@@ -1,11 +1,12 @@
-"""The output head's forward and backward over kept ids, against the whole vocabulary: seconds, ratios, and sizes of the sets.
+"""Forward and backward over kept ids, against the whole vocabulary, of the output head and of the whole model.
 
     make filtered-head                       (two minutes)
     make filtered-head ARGS="--rows 2048"
 
 The packaged 135M model samples 8 completions at temperature 1. Its hidden states before the sampled tokens are the input: 512 rows.
 Each filter keeps the ids that it would keep in an engine. Both ways take turns, and the smallest of `--repeats` times counts. The
-gradient of the head's weight, a whole matrix, is part of both. (docs/methods.md)
+gradient of the head's weight, a whole matrix, is part of both. "Learning" is the forward and backward of the whole model over the
+same completions, in one pack, as a training step computes it. (docs/methods.md)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +23,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lockstep.engines.filters.sampling import filtered
 from lockstep.engines.protocol import Sampling
 from lockstep.models.resolve import resolve_model
+from lockstep.tokens.arrays import reals
 from lockstep.tokens.kept_ids import KeptIds
+from lockstep.training.batch.pack import pack_sequences
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
+from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.filters.kept_logps import KeptSets, kept_logits, kept_logps
+from lockstep.training.forward.scoring import score_pack
 from lockstep.training.forward.token_logps import token_logps
 
 FILTERS = {
@@ -41,7 +49,9 @@ def main() -> None:
     words.add_argument("--repeats", type=int, default=5)
     words.add_argument("--entropy", action="store_true", help="the entropy has a gradient, too")
     asked = words.parse_args()
-    head, hidden, logits = states(asked.rows)
+    model, sampled, start, hidden, logits = states(asked.rows)
+    head = model.get_output_embeddings()
+    adopt_tree_attention(model)
     print(f"{asked.rows} rows, head {tuple(head.weight.shape)}, {torch.get_num_threads()} threads")
     for name, sampling in FILTERS.items():
         torch.manual_seed(0)
@@ -50,13 +60,20 @@ def main() -> None:
         ours, theirs = fastest(ways, head, asked.repeats)
         size = len(kept.ids) / asked.rows
         print(
-            f"{name}: {size:.0f} ids per token, {1e3 * ours:.0f} ms, whole head {1e3 * theirs:.0f} ms, {theirs / ours:.1f} times"
+            f"{name}: {size:.0f} ids per token, {1e3 * ours:.0f} ms, whole head {1e3 * theirs:.0f} ms, {theirs / ours:.1f} times",
+            flush=True,
+        )
+        both = learning(model, sampled, start, kept, targets), learning(model, sampled, start, None, targets)
+        ours, theirs = fastest(both, head, asked.repeats)
+        print(
+            f"    learning: {ours:.2f} s, over the whole vocabulary {theirs:.2f} s, ratio {ours / theirs:.2f}",
+            flush=True,
         )
 
 
 @torch.no_grad()
-def states(rows: int) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
-    """The head, (rows, width) hidden states before sampled tokens, and their (rows, V) logits."""
+def states(rows: int) -> tuple[Any, torch.Tensor, int, torch.Tensor, torch.Tensor]:
+    """The model, its completions, their start, (rows, width) hidden states before sampled tokens, and their (rows, V) logits."""
     path = resolve_model("smollm2-135m-instruct")
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
@@ -71,7 +88,7 @@ def states(rows: int) -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor]:
         prompt.repeat(COMPLETIONS, 1), do_sample=True, top_k=0, top_p=1.0, min_new_tokens=count, max_new_tokens=count
     )
     hidden = model.base_model(input_ids=sampled).last_hidden_state[:, prompt.shape[1] - 1 : -1].flatten(0, 1)
-    return model.get_output_embeddings(), hidden.clone(), model.get_output_embeddings()(hidden)
+    return model, sampled, prompt.shape[1], hidden.clone(), model.get_output_embeddings()(hidden)
 
 
 def sets(logits: torch.Tensor, sampling: Sampling) -> tuple[KeptSets, torch.Tensor]:
@@ -107,6 +124,24 @@ def whole(head: torch.nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, en
             entropy_gradient=entropy,
         )
         return logps.sum() + (entropies.sum() if entropy else 0.0)
+
+    return loss
+
+
+def learning(model: Any, sampled: torch.Tensor, start: int, kept: KeptSets | None, targets: torch.Tensor) -> Way:
+    """The whole model, over the completions as they were sampled, or over ids that were drawn from the kept sets."""
+    length, sequences = sampled.shape[1] - start, []
+    for i, row in enumerate(sampled.numpy()):
+        own = slice(i * length, (i + 1) * length)
+        ids, sets = row[start:], None
+        if kept is not None:
+            ids, sets = targets[own].numpy(), kept.host.part(own.start, own.stop)
+        sequences.append(TrainingSequence(str(i), row[:start], ids, reals([0.0] * length), kept_ids=sets))
+    (pack,) = pack_sequences(sequences, 10**6)
+    rules = None if kept is None else IdRules(Sampling(1, top_k=1), len(model.get_output_embeddings().weight))
+
+    def loss() -> torch.Tensor:
+        return score_pack(model, pack, 1.0, CHUNK, rules=rules).logps.sum()
 
     return loss
 

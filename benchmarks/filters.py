@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -26,6 +27,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import msgspec
 from against_trl.workloads import make_model
 from sampling import machine
 from sampling_engine import requests, started
@@ -33,7 +35,11 @@ from sampling_engine import requests, started
 from lockstep.engines.protocol import Completion, GenerationRequest
 from lockstep.engines.vllm.requests import completion, sampling_params
 
-FILTERS = {"top-p 0.95": {"top_p": 0.95}, "top-k 50": {"top_k": 50}}
+FILTERS: dict[str, dict[str, float]] = {
+    "top-p 0.95": {"top_p": 0.95},
+    "top-k 50": {"top_k": 50},
+    "both": {"top_p": 0.95, "top_k": 50},
+}
 WORKLOAD = "completions-64"
 
 
@@ -67,6 +73,7 @@ def measure(engine: Any, model: str, settings: dict[str, float], rounds: int) ->
     """Tokens per second of one filter with and without the record, and the sizes of the recorded sets."""
     rates: dict[bool, list[float]] = {True: [], False: []}
     sizes: list[int] = []
+    lists: list[bytes] = []
     for number in range(rounds + 1):
         plain = requests(model, WORKLOAD, number)
         asked = [replace(r, sampling=replace(r.sampling, max_kept_ids=10**6, **settings)) for r in plain]
@@ -75,8 +82,11 @@ def measure(engine: Any, model: str, settings: dict[str, float], rounds: int) ->
             taken = one_round(engine, asked, recorded=recorded)
             rates[recorded].append(taken.rate)
             if recorded:
-                sizes += [
-                    size for c in taken.completions if c.kept_ids is not None for size in c.kept_ids.sizes.tolist()
+                sets = [c.kept_ids for c in taken.completions if c.kept_ids is not None]
+                sizes += [size for own in sets for size in own.sizes.tolist()]
+                # As a server would send them.
+                lists = [
+                    msgspec.json.encode([own.part(i, i + 1).ids.tolist() for i in range(len(own))]) for own in sets
                 ]
     with_record, without = (statistics.median(rates[recorded][1:]) for recorded in (True, False))
     pairs = [one / other for one, other in zip(rates[True][1:], rates[False][1:], strict=True)]
@@ -85,8 +95,22 @@ def measure(engine: Any, model: str, settings: dict[str, float], rounds: int) ->
         "without": without,
         "ratio": statistics.median(pairs),
         "ratios": pairs,
+        **wire(lists, sum(len(c.token_ids) for c in taken.completions)),
         "mean_set": statistics.mean(sizes),
         "largest_set": max(sizes),
+    }
+
+
+def wire(lists: Sequence[bytes], tokens: int) -> dict[str, float]:
+    """Bytes per token of a server's lists, and of the same ids as int32 in base64, and the microseconds to read a list."""
+    start = time.perf_counter()
+    read = [msgspec.json.decode(text) for text in lists]
+    seconds = time.perf_counter() - start
+    ids = [len(own) for completion in read for own in completion]
+    return {
+        "list_bytes": sum(map(len, lists)) / tokens,
+        "base64_bytes": sum(4 * math.ceil(4 * count / 3) for count in ids) / tokens,
+        "read_us": 1e6 * seconds / tokens,
     }
 
 
@@ -110,7 +134,9 @@ def one_round(engine: Any, asked: Sequence[GenerationRequest], *, recorded: bool
 def line(figures: dict[str, Any]) -> str:
     return (
         f"{figures['with_record']:.0f} tokens/s with the record, {figures['without']:.0f} without: {figures['ratio']:.3f}; "
-        f"{figures['mean_set']:.0f} ids per token, at most {figures['largest_set']}"
+        f"{figures['mean_set']:.0f} ids per token, at most {figures['largest_set']}; as JSON "
+        f"{figures['list_bytes']:.0f} bytes per token ({figures['base64_bytes']:.0f} in base64), "
+        f"read in {figures['read_us']:.1f} µs"
     )
 
 
