@@ -57,7 +57,7 @@ from lockstep.training.generate.rows import check_rows
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.run_files.completion_log import rows_of
-from lockstep.training.step import update
+from lockstep.training.step import update_sums
 from lockstep.training.step.generation import Preparation
 from lockstep.training.step.learned import sampled_tokens
 from lockstep.training.step.step_proofs import StepProofs
@@ -285,7 +285,7 @@ def learn(groups: list[RolloutGroup], config: GRPOConfig, watch: Watch, folder: 
         with watch.row("bets on draws"):
             return measure_draws(*args)
 
-    with watch.row("preparation"), patch.object(update, "measure_draws", bet):
+    with watch.row("preparation"), patch.object(update_sums, "measure_draws", bet):
         preparation = MadeUpPreparation(objective, MadeUpReference(), clock, ranks)  # type: ignore[arg-type]
         generation, scored = preparation.generation(policy, groups, _VERSION)
         assert scored is not None
@@ -294,7 +294,7 @@ def learn(groups: list[RolloutGroup], config: GRPOConfig, watch: Watch, folder: 
         prepared = preparation.step(policy, generation.step(0, size), moved=False)
         generation = generation.with_step(0, size, prepared)
 
-    with watch.row("columns, loss, gap"), patch.object(update, "measure_draws", bet):
+    with watch.row("columns, loss, gap"), patch.object(update_sums, "measure_draws", bet):
         optimizer_step = OptimizerStep(objective, clock, ranks, StepProofs(generation.expected, sampled))
         for part, batch in enumerate(generation.micro_batches):
             optimizer_step.learn(policy, batch, part)

@@ -77,7 +77,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     import lockstep.training.generate.proofs as proofs
     import lockstep.training.loop as loop
     import lockstep.training.step.generation as generation
-    import lockstep.training.step.update as update
+    import lockstep.training.step.update_sums as update_sums
     from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats
     from lockstep.parity.module_probe import ModuleProbe
     from lockstep.parity.receipt import Receipt
@@ -98,6 +98,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     from lockstep.training.step.loss_gradient import LossGradient
     from lockstep.training.step.model_gradient import ModelGradient
     from lockstep.training.step.step_proofs import StepProofs
+    from lockstep.training.step.update import Policy
 
     found: list[tuple[str, Any, tuple[str, ...]]] = [
         (DIGEST, reading, ("tensor_digest",)),
@@ -110,9 +111,9 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("kept_ids", KeptSetProof, ("check",)),
         ("kept_ids", KeptSetStats, ("check_mean",)),
         ("draws", DrawSums, ("of_rows", "of_sets")),
-        ("draws", update, ("_drawn",)),
+        ("draws", update_sums, ("draws_of",)),
         ("draws", DrawEvidence, ("add", "check")),
-        ("gap", update, ("_measured",)),
+        ("gap", update_sums, ("gap_of",)),
         ("gap", proofs.Proofs, ("check_gap",)),
         ("rows", loop, ("check_rows",)),
         ("scores", AskedAgain, ("check",)),
@@ -138,4 +139,4 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("receipt", Receipt, ("append",)),
     ]
     always = [(*place, lambda: True) for place in found]
-    return [*always, (FORWARD, update.Policy, ("score",), lambda: not torch.is_grad_enabled())]
+    return [*always, (FORWARD, Policy, ("score",), lambda: not torch.is_grad_enabled())]

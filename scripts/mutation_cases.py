@@ -113,6 +113,7 @@ ASKED = ("training/step/drawn_rows.py", "tests/parity/step/test_settings.py")
 DRAWN_SETS = ("training/step/drawn_rows.py", "tests/parity/test_kept_sets.py")
 ASIDE = ("training/step/generation.py", "tests/training/test_groups_aside.py")
 ASIDE_STEP = ("training/step/update.py", "tests/training/test_groups_aside.py")
+ASIDE_SUMS = ("training/step/update_sums.py", "tests/training/test_groups_aside.py")
 EVALUATED = ("training/generate/evaluation.py", "tests/training/test_proven_evaluation.py")
 PLACE = ("training/run_files/run_directory.py", STATE)
 CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
@@ -336,7 +337,7 @@ MUTATIONS = [
         "c for c in self.completions if str(c.key) in names",
         "c for c in ()",
     ),
-    _of(ASIDE_STEP, "bets where rewards decide", "drawn = [s for s in sequences if s.drawn]", "drawn = [*sequences]"),
+    _of(ASIDE_SUMS, "bets where rewards decide", "drawn = [s for s in sequences if s.drawn]", "drawn = [*sequences]"),
     _of(ASIDE_STEP, "means of the verified tokens alone", "stands_for = _share(still, verified)", "stands_for = 1.0"),
     _of(FILTER_BOUNDS, "top-p without rounding", "if above < sure else -math.inf", "if False else -math.inf"),
     _of(FILTER_BOUNDS, "top-k without rounding", "highest + apart, lowest - apart", "highest + apart, lowest"),

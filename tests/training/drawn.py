@@ -32,7 +32,9 @@ from lockstep.training.forward import recomputation
 from lockstep.training.forward.scoring import why_plain_rows
 from lockstep.training.methods.objective import Objective
 from lockstep.training.step.generation import prepare_generation, sequences_of
-from lockstep.training.step.update import Policy, UpdateSums, learn, score_all
+from lockstep.training.step.score_all import score_all
+from lockstep.training.step.update import Policy, learn
+from lockstep.training.step.update_sums import UpdateSums
 
 # Gives the scalar loss of one optimizer step by the reference.
 ReferenceLoss = Callable[[Subject, Drawn, slice], torch.Tensor]

@@ -20,7 +20,8 @@ from lockstep.training.batch.pack import Pack
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.step import generation
 from lockstep.training.step.generation import branches_of, drawn_groups
-from lockstep.training.step.update import Policy, UpdateSums
+from lockstep.training.step.update import Policy
+from lockstep.training.step.update_sums import UpdateSums
 
 PROMPTS = Dataset.from_list([{"prompt": f"What comes after {number}"} for number in range(16)])
 # A group may have 16 tokens, so 8 of the 16 groups are drawn.

@@ -28,7 +28,9 @@ from lockstep.training.forward.attention.tree_attention import adopt_tree_attent
 from lockstep.training.forward.scoring import score_pack
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.step.update import Policy, UpdateSums, learn, score_all
+from lockstep.training.step.score_all import score_all
+from lockstep.training.step.update import Policy, learn
+from lockstep.training.step.update_sums import UpdateSums
 
 MODELS = {kind: make_model(kind, tied=kind == "llama") for kind in ("qwen2", "llama")}
 # In double precision a difference is a mistake and not rounding, even if the drawn step is degenerate.

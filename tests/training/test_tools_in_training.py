@@ -85,7 +85,8 @@ def test_every_method_learns_from_rollouts_with_tools(method: str, make: Make) -
     rollouts = [rollout for group in generation.groups for rollout in group.rollouts]
     inserted = [c for rollout in rollouts for c in rollout.branches if c.sampled is not None]
     assert inserted
-    assert lines[-1]["parity/checked_tokens"] == sum(len(c.sampled_places) for r in rollouts for c in r.branches)
+    counted = lines[-1]["parity/checked_tokens"] + lines[-1]["parity/aside_tokens"]
+    assert counted == sum(len(c.sampled_places) for r in rollouts for c in r.branches)
 
 
 @pytest.mark.vllm

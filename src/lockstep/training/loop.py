@@ -56,7 +56,8 @@ from lockstep.training.step.generation import Generation, Preparation, branches_
 from lockstep.training.step.learned import sampled_tokens
 from lockstep.training.step.model_gradient import ModelGradient
 from lockstep.training.step.step_proofs import PlainForward, StepProofs, drawn_forward
-from lockstep.training.step.update import OptimizerStep, Policy, UpdateSums
+from lockstep.training.step.update import OptimizerStep, Policy
+from lockstep.training.step.update_sums import UpdateSums
 
 # Completions that an evaluation asks an engine for in one call, because one call has a time limit.
 _EVALUATION_PART = 2048

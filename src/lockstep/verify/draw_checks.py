@@ -10,7 +10,7 @@ from lockstep.parity.step.draws import FALSE_ALARM, DrawEvidence
 from lockstep.rollouts.driver import collect
 from lockstep.training.config.sampling import sampling_of
 from lockstep.training.step.generation import sequences_of
-from lockstep.training.step.update import score_all
+from lockstep.training.step.score_all import score_all
 from lockstep.verify.rows import Row
 from lockstep.verify.stage import Stage
 

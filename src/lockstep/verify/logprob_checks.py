@@ -18,7 +18,8 @@ from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.step.generation import prepare_generation
-from lockstep.training.step.update import UpdateSums, learn
+from lockstep.training.step.update import learn
+from lockstep.training.step.update_sums import UpdateSums
 from lockstep.verify.rows import Row, gap_row
 from lockstep.verify.stage import Stage
 

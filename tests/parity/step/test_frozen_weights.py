@@ -18,7 +18,7 @@ from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.models.policy import load_policy
 from lockstep.training.step.generation import Preparation
-from lockstep.training.step.update import AllScores
+from lockstep.training.step.score_all import AllScores
 
 KL = {**GROUPS, "beta": 0.1, "max_steps": 3}
 CASES: dict[str, tuple[str, dict[str, Any], bool]] = {

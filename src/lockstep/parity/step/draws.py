@@ -5,8 +5,8 @@ has no gap. The proof bets against such engines on every sampled token of drawn 
 pays is the evidence of a bet. Without a fault it has mean 1 at any time, so it exceeds 1e6 in at most one of a million runs of any
 length (Ville's inequality).
 
-The forward of the step gives the sums (`training/step/update.py`), `training/generate/proofs.py` adds them up over the run, and the
-receipt keeps the evidence, with which a resumed run goes on.
+The forward of the step gives the sums (`training/step/update_sums.py`), `training/generate/proofs.py` adds them up over the run,
+and the receipt keeps the evidence, with which a resumed run goes on.
 """
 
 from __future__ import annotations

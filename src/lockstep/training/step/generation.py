@@ -26,7 +26,8 @@ from lockstep.training.forward.reference import Reference
 from lockstep.training.methods.objective import Objective, Scores
 from lockstep.training.step.distributed import share_of
 from lockstep.training.step.expected import advantage_proof
-from lockstep.training.step.update import AllScores, Policy, score_all
+from lockstep.training.step.score_all import AllScores, score_all
+from lockstep.training.step.update import Policy
 
 # Groups of which every token is verified: one in so many, and as many as may have so many tokens.
 _ONE_IN, _AT_LEAST = 8, 128

@@ -1,0 +1,120 @@
+"""A forward without gradient over whole sequences: before a generation's first step, for a reference model, and for evaluations.
+
+`training/step/generation.py` calls it where something must be known before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lockstep.errors import InputError
+from lockstep.parity.gap import GapStats
+from lockstep.parity.kept_sets import KeptSetStats
+from lockstep.parity.step.draws import DrawStats
+from lockstep.tokens.arrays import cut, joined, reals
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.methods.objective import Scores
+from lockstep.training.step.update import Policy
+from lockstep.training.step.update_sums import draws_of, gap_of
+
+_KINDS = ("logps", "entropies", "values")
+
+
+@dataclass(frozen=True, slots=True)
+class AllScores:
+    """Results of a forward without gradient for whole sequences, by request name."""
+
+    logps: Scores
+    entropies: Scores
+    values: Scores
+    gap: GapStats
+    draws: DrawStats = field(default_factory=DrawStats)
+    kept_sets: KeptSetStats = field(default_factory=KeptSetStats)
+
+    def beside(self, sequence: TrainingSequence) -> TrainingSequence:
+        """A sequence with its scores, as the scores of the policy before the generation's first step."""
+        name = sequence.name
+        return replace(
+            sequence, old_logps=self.logps[name], entropies=self.entropies[name], values=self.values.get(name)
+        )
+
+    def data(self) -> dict[str, Any]:
+        """The whole content, as JSON types and arrays. The scores of each kind are one array."""
+        return {
+            "gap": asdict(self.gap),
+            "draws": asdict(self.draws),
+            "kept_sets": asdict(self.kept_sets),
+            **{
+                kind: {
+                    "names": list(scores),
+                    "lengths": [len(values) for values in scores.values()],
+                    "values": joined([*scores.values()]) if scores else reals([]),
+                }
+                for kind, scores in zip(_KINDS, (self.logps, self.entropies, self.values), strict=True)
+            },
+        }
+
+    @classmethod
+    def merged(cls, parts: Sequence[dict[str, Any]]) -> AllScores:
+        """The scores of all ranks, from the `data` of each rank."""
+        logps, entropies, values = (
+            {
+                name: found
+                for part in (whole[kind] for whole in parts)
+                for name, found in zip(part["names"], cut(part["values"], part["lengths"]), strict=True)
+            }
+            for kind in _KINDS
+        )
+        return cls(
+            logps,
+            entropies,
+            values,
+            sum((GapStats(**part["gap"]) for part in parts), GapStats()),
+            sum((DrawStats(**part["draws"]) for part in parts), DrawStats()),
+            sum((KeptSetStats(**part["kept_sets"]) for part in parts), KeptSetStats()),
+        )
+
+
+@torch.no_grad()
+def score_all(
+    policy: Policy, sequences: Sequence[TrainingSequence], config: OnlineConfig, *, measure: bool = True
+) -> AllScores:
+    """Score sequences.
+
+    Args:
+        measure: whether to measure the gap to the engine's log-probs, and the draws. False for a reference model, which the
+            engine does not hold.
+
+    Raises:
+        ProofError: a log-prob of the policy is not finite, or a proof of drawn tokens fails.
+        InputError: a log-prob of a reference model is not finite.
+    """
+    logps: Scores = {}
+    entropies: Scores = {}
+    critic_values: Scores = {}
+    gap, draws, rows = GapStats(), DrawStats(), policy.drawn_rows()
+    for pack in policy.packs(sequences, config):
+        bets = measure and any(s.drawn for s in pack.sequences)
+        scores = policy.score(pack, config, rows, draws=bets, before_steps=measure)
+        lengths = [s.length for s in pack.sequences]
+        if measure:
+            gap = gap + gap_of(pack.sequences, pack.column("behaviour_logps"), scores.logps)[0]
+            draws = draws + draws_of(pack.sequences, scores)
+        elif not bool(torch.isfinite(scores.logps).all()):
+            raise InputError(
+                "the reference model gives a sampled token no finite log-prob; look at its weights and dtype"
+            )
+        for by_name, values in (
+            (logps, scores.logps),
+            (entropies, scores.entropies),
+            (critic_values, scores.values),
+        ):
+            if values is not None:
+                parts = cut(reals(values.cpu().numpy()), lengths)
+                by_name.update((s.name, part) for s, part in zip(pack.sequences, parts, strict=True))
+    return AllScores(logps, entropies, critic_values, gap, draws, policy.check_rows(rows, config))
