@@ -111,6 +111,10 @@ class StepProofs:
         if self.expected is not None:
             check_batch(self.expected, batch)
 
+    def repeats(self, batch: TokenBatch) -> bool:
+        """Whether `check_forward` compares a completion of a pack."""
+        return self.again is not None and str(self.again.completion.key) in [s.name for s in batch.sequences]
+
     def check_forward(self, model: PreTrainedModel, batch: TokenBatch) -> None:
         """Check the forward of a pack, after its backward.
 

@@ -155,7 +155,7 @@ def _learn(
     moving = [s for s in sequences if objective.has_gradient(s)]
     still = [s for s in sequences if not objective.has_gradient(s)]
     before, rows = sums.loss, policy.drawn_rows()
-    learned: list[TokenBatch] = []
+    repeated: list[TokenBatch] = []
     with clock.phase("forward_backward"):
         for pack in policy.packs(moving, config):
             first = not _scored_before(pack)
@@ -174,7 +174,8 @@ def _learn(
             sums.loss += loss.item()
             policy.backward(loss)
             flow.check()
-            learned.append(batch)
+            if proofs.repeats(batch):
+                repeated.append(batch)
             measure(batch, scores, sums)
     with clock.phase("verify"), torch.no_grad():
         proofs.check_aside(still)
@@ -191,7 +192,7 @@ def _learn(
         sums.kept_sets = sums.kept_sets + found
         if found.measured:
             sums.tally.mean("sampling/kept_mass", found.mass, found.measured)
-        for batch in learned:
+        for batch in repeated:
             proofs.check_forward(policy.model, batch)
         measure_scored([s for s in still if s.entropies is not None], sums)
     return sums.loss - before
