@@ -348,6 +348,8 @@ def main() -> None:
     words.add_argument("--json", type=Path, default=Path("runs/bench/host_cost.json"))
     words.add_argument("--plot", type=Path, help="where to draw the table (docs/host_cost.svg)")
     asked = words.parse_args()
+    # The processor time of threads that wait for each other is no work.
+    torch.set_num_threads(1)
     # This first call loads libraries, which is not part of the cost of a step.
     measured("8x16", Tokenizer)
     figures = {size: measured(size, Tokenizer) for size in asked.sizes.split(",")}
