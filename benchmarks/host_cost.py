@@ -278,7 +278,7 @@ def step(completions: int, length: int, tokenizer: Tokenizer, watch: Watch, fold
 def learn(groups: list[RolloutGroup], config: GRPOConfig, watch: Watch, folder: Path) -> None:
     """Everything from scored groups to the receipt."""
     ranks, clock, objective = Ranks(1.0), PhaseClock(), GRPOObjective(config)
-    model = SimpleNamespace(device=torch.device("cpu"))
+    model = SimpleNamespace(device=torch.device("cpu"), is_gradient_checkpointing=False)
     policy = MadeUpPolicy(model, nullcontext, lambda loss: loss.backward(), watch=watch)  # type: ignore[arg-type]
 
     def bet(*args: Any) -> DrawStats:

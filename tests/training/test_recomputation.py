@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lockstep.training.forward import recomputation, scoring
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.recomputation import products_kept
 from lockstep.training.forward.scoring import score_pack
+from lockstep.training.step.update import Policy
 
 ATEN = torch.ops.aten
 ATTENTION = torch.ops.lockstep.attend.default
@@ -115,6 +117,43 @@ def test_gradients_are_the_same_to_the_bit(kind: str, half: bool, monkeypatch: p
     for name, value in plain.items():
         assert torch.equal(first[name], value), name
         assert torch.equal(again[name], value), name
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_weights_are_cast_once_for_all_packs_and_gradients_are_the_same_to_the_bit(
+    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, pack = prepared(MODELS["llama"])
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(model, lambda: torch.autocast("cpu", torch.bfloat16), lambda loss: loss.backward())
+    weight, found, casts = model.model.layers[0].mlp.up_proj.weight, [], []
+    for keep in (policy.casts_kept, nullcontext):
+        model.zero_grad()
+        with keep(), Casts(weight) as seen:
+            for _ in range(3):
+                with policy.autocast():
+                    loss = forward(model, pack)
+                policy.backward(loss)
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        casts.append(seen.count)
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    assert casts[1] >= 3
+    assert casts[0] == (casts[1] if checkpointing else 1)
+
+
+class Casts(TorchDispatchMode):
+    """Counts how often a weight is cast to another dtype."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self._weight, self.count = weight.data_ptr(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() == self._weight:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def left_bytes(model: PreTrainedModel, pack: Pack) -> int:

@@ -96,8 +96,12 @@ class Policy:
     def casts_kept(self) -> Iterator[None]:
         """A context in which autocast casts each weight once for all packs. Outside of forwards it computes without autocast.
 
-        The weights must not change meanwhile, and the first forward must have a gradient if any has one.
+        The weights must not change meanwhile, and the first forward must have a gradient if any has one. With gradient
+        checkpointing it changes nothing, because the casts would stay in memory until the end of the micro-batch.
         """
+        if self.model.is_gradient_checkpointing:
+            yield
+            return
         with self.autocast(), torch.autocast(self.model.device.type, enabled=False):
             yield
 
