@@ -162,7 +162,7 @@ class MadeUpPolicy(Policy):
                 return
             yield pack
 
-    def score(self, pack: Pack, *args: Any, draws: bool = True, **kwargs: Any) -> TokenScores:
+    def score(self, pack: Pack, *args: Any, before_steps: bool = False, **kwargs: Any) -> TokenScores:
         assert self.watch is not None
         with self.watch.row(_LEFT_OUT):
             logps = pack.column("behaviour_logps").requires_grad_(torch.is_grad_enabled())
@@ -171,7 +171,8 @@ class MadeUpPolicy(Policy):
             sums.variances.fill_(1.0)
             sums.below[:] = torch.rand(len(logps)) * (1 - logps.detach().exp())
             sums.upto[:] = sums.below + logps.detach().exp()
-            return TokenScores(logps, torch.rand(len(logps)), draws=sums if draws else None)
+            bets = before_steps and any(s.drawn for s in pack.sequences)
+            return TokenScores(logps, torch.rand(len(logps)), draws=sums if bets else None)
 
 
 class MadeUpPreparation(Preparation):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ def hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         handle.remove()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Row:
     """A drawn token.
 
@@ -62,12 +63,12 @@ class _Row:
     logp: float
     proves_set: bool
 
-    @property
+    @cached_property
     def end(self) -> int:
         """Number of ids of the completion before the token."""
         return int(self.sequence.predictors[self.place]) + 1 - len(self.sequence.prompt_ids)
 
-    @property
+    @cached_property
     def kept(self) -> SmallIds | None:
         """The ids that the engine kept; None: there were no filters."""
         sets = self.sequence.kept_ids
@@ -111,7 +112,7 @@ class DrawnRows:
 
     @torch.no_grad()
     def check(self, model: PreTrainedModel, *, fp32_head: bool, single: bool) -> KeptSetStats:
-        """Check all tokens that were drawn since the last call.
+        """Check the drawn tokens, when all packs of the micro-batch are through.
 
         The output head computes in the dtype of its weight: a cast of the whole weight would cost more than the product.
 
@@ -128,7 +129,7 @@ class DrawnRows:
         """
         if not self._rows:
             return KeptSetStats()
-        inner, (rows, hidden) = causal_model(model), self._taken()
+        inner, (rows, hidden) = causal_model(model), self._chosen()
         head, config = inner.get_output_embeddings(), inner.config.get_text_config()
         due, found, start = [], KeptSetStats(), 0
         for part in hidden.split(max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))):
@@ -146,10 +147,9 @@ class DrawnRows:
             self._settings.check_logps(*np.array(due).reshape(-1, 2).T, single=single)
         return found
 
-    def _taken(self) -> tuple[list[_Row], torch.Tensor]:
-        """The rows of the micro-batch and their hidden states; then it begins anew."""
+    def _chosen(self) -> tuple[list[_Row], torch.Tensor]:
+        """The rows that are checked, and their hidden states."""
         rows, hidden = self._rows, torch.cat(self._hidden)
-        self._rows, self._hidden = [], []
         if self._kept_sets is not None and len(rows) > _DRAWN_SETS:
             chosen = np.sort(np.random.default_rng(len(rows)).permutation(len(rows))[:_DRAWN_SETS])
             rows, hidden = [rows[i] for i in chosen], hidden[torch.from_numpy(chosen).to(hidden.device)]

@@ -178,7 +178,7 @@ class _Gradients:
         lengths = [s.length for s in self._sequences]
         parts = dict(zip((s.name for s in self._sequences), self._factors.split(lengths, 1), strict=True))
         for pack in self._policy.packs(self._sequences, self._config):
-            scores = self._policy.score(pack, self._config, entropy_gradient=self._entropies, draws=False)
+            scores = self._policy.score(pack, self._config, entropy_gradient=self._entropies)
             # A pack may have another order.
             factors = torch.cat([parts[s.name] for s in pack.sequences], 1).to(scores.logps.device, scores.logps.dtype)
             total = (scores.logps * factors[0]).sum()

@@ -99,8 +99,7 @@ def score_all(
     critic_values: Scores = {}
     gap, draws, rows = GapStats(), DrawStats(), policy.drawn_rows()
     for pack in policy.packs(sequences, config):
-        bets = measure and any(s.drawn for s in pack.sequences)
-        scores = policy.score(pack, config, rows, draws=bets, before_steps=measure)
+        scores = policy.score(pack, config, rows, before_steps=measure)
         lengths = [s.length for s in pack.sequences]
         if measure:
             gap = gap + gap_of(pack.sequences, pack.column("behaviour_logps"), scores.logps)[0]

@@ -67,14 +67,13 @@ class Policy:
         rows: DrawnRows | None = None,
         *,
         entropy_gradient: bool = False,
-        draws: bool = True,
         before_steps: bool = False,
     ) -> TokenScores:
         """Scores of a pack, with the run's precision and sampling distribution.
 
         Args:
             rows: collects drawn tokens of the pack.
-            before_steps: as in `DrawnRows.add`.
+            before_steps: as in `DrawnRows.add`. Then the sums for bets are computed too, where the pack has a drawn group.
         """
         with self.autocast(), hidden_states(self.model) as seen:
             scores = score_pack(
@@ -86,7 +85,7 @@ class Policy:
                 fp32_head=config.cast_lm_head_to_fp32,
                 critic=self.critic,
                 rules=self.rules,
-                draws=draws,
+                draws=before_steps and any(s.drawn for s in pack.sequences),
             )
         if rows is not None:
             rows.add(pack, scores.logps.detach(), seen[-1], before_steps=before_steps)
@@ -162,14 +161,12 @@ def _learn(
     repeated: list[TokenBatch] = []
     with clock.phase("forward_backward"):
         for pack in policy.packs(moving, config):
-            first = not _scored_before(pack)
             scores = policy.score(
                 pack,
                 config,
                 rows,
                 entropy_gradient=objective.entropy_gradient,
-                draws=first and any(s.drawn for s in pack.sequences),
-                before_steps=first,
+                before_steps=not _scored_before(pack),
             )
             batch = TokenBatch.of(pack, scores)
             proofs.check_loss(batch)

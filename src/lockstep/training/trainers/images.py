@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import COLUMNS, has_images
@@ -23,12 +24,11 @@ from lockstep.training.forward.policy import OpenedPolicy
 
 
 def unsupported_with_images(
-    args: OnlineConfig, ranks: Ranks, engine: Any, model: Any, *, acting: bool, adapter: Any
+    args: OnlineConfig, ranks: Ranks, model: Any, *, acting: bool, adapter: Any
 ) -> dict[str, bool]:
     """Features that are not supported with pictures, and whether a run uses each.
 
     Args:
-        engine: the engine that the caller gave, or None.
         model: the trainer's argument: a name or a loaded model.
         acting: whether rollouts are made with tools, environments, an agent or a `rollout_func`.
         adapter: the trainer's `peft_config`.
@@ -72,8 +72,13 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
             )
 
 
-def image_prompts(opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[str, Any]) -> ImagePrompts | None:
+def image_prompts(
+    opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[str, Any], engine: Any
+) -> ImagePrompts | None:
     """Reads the prompts of a run with pictures; None: no dataset has pictures, or the model reads none.
+
+    Args:
+        engine: the engine that the caller gave, or None.
 
     Raises:
         InputError: the model has no image processor, or pictures of its family cannot be sent to a server.
@@ -81,7 +86,8 @@ def image_prompts(opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[st
     model, arguments = causal_model(opened.model), args.chat_template_kwargs
     if not reads_pictures(model.config) or not any(map(has_pictures, datasets.values())):
         return None
-    if args.vllm_mode == "server" and model.config.model_type not in ON_SERVERS:
+    on_server = args.vllm_mode == "server" or isinstance(engine, VLLMServer)
+    if on_server and model.config.model_type not in ON_SERVERS:
         raise InputError(
             f"pictures of {model.config.model_type} cannot be sent to a server yet, only those of {', '.join(ON_SERVERS)}: set "
             "vllm_mode='colocate', or use such a model (docs/images.md)"
