@@ -26,6 +26,7 @@ class Mutation(NamedTuple):
     tests: str
 
 
+EXPERTS = "tests/models/test_checkpoint_names.py"
 ADVANTAGES = ("algorithms/advantages.py", "tests/algorithms/test_advantages.py")
 CORRECTIONS = ("algorithms/corrections.py", "tests/algorithms/test_corrections.py")
 POLICY = ("algorithms/policy_loss.py", "tests/algorithms/test_policy_loss.py")
@@ -584,13 +585,6 @@ MUTATIONS = [
         "training/forward/scoring.py",
         "attends_in_trees = not _keeps_state(model) and model._supports_attention_backend",
         "attends_in_trees = not _keeps_state(model)",
-        FAMILY_ATTENTION,
-    ),
-    Mutation(
-        "experts that vLLM cannot load from a push",
-        "training/generate/engine.py",
-        "    if experts:",
-        "    if False:",
         FAMILY_ATTENTION,
     ),
     _of(PUSH, "the acknowledgement of another server", "    for one in loaded.others:", "    for one in ():"),
@@ -1542,5 +1536,26 @@ MUTATIONS = [
         'digest.update("".join(row.pictures.digests).encode())',
         "digest.update(b'')",
         f"{PICTURE_RUNS}::test_the_receipt_depends_on_the_pixels",
+    ),
+    Mutation(
+        "an expert's projection is sent as its neighbour's",
+        "models/checkpoint_names.py",
+        "narrow(0, part.start, part.rows)",
+        "narrow(0, max(part.start - part.rows, 0), part.rows)",
+        EXPERTS,
+    ),
+    Mutation(
+        "experts in another order are taken as they lie",
+        "models/checkpoint_names.py",
+        "if not torch.equal(numbers, torch.arange(int(numbers[0]), int(numbers[0]) + len(numbers))):",
+        "if False:",
+        EXPERTS,
+    ),
+    Mutation(
+        "the probe of an engine's experts asks the first one only",
+        "engines/transformers_probe.py",
+        "inputs, chosen.to(weights.device),",
+        "inputs, 0 * chosen.to(weights.device),",
+        EXPERTS,
     ),
 ]

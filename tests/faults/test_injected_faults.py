@@ -47,6 +47,7 @@ CAUGHT_BY = {
     "W8": {"module_probe"},
     "W9": {"live"},
     "W9b": {"live"},
+    "W10": {"module_probe"},
     "small-1": {"module_probe", "gap"},
     "small-2": {"module_probe", "gap"},
     "small-3": {"version"},

@@ -16,11 +16,13 @@ import torch
 
 # Number of rows that a sampled probe looks up in an embedding.
 SAMPLED_ROWS = 2048
+# Number of experts that a sampled probe asks per layer.
+SAMPLED_EXPERTS = 4
 
 # A power of two is exact in every dtype. It is large, so that the effect of a weight stands out beside a large bias.
 _SCALE = 64.0
 
-ModuleKind = Literal["linear", "embedding", "values"]
+ModuleKind = Literal["linear", "embedding", "values", "experts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,9 @@ class ProbedModule:
     Attributes:
         name: the engine's name of the module.
         kind: a `linear` module maps a vector, an `embedding` looks rows up, `values` (norms and other vectors) are compared
-            directly.
-        tensors: checkpoint names of its weights. Those of a fused module are in the order of its output.
+            directly. `experts` map a vector one by one, past their router.
+        tensors: checkpoint names of its weights. Those of a fused module are in the order of its output; those of experts are the
+            gate, up and down projection of the first expert, then of the second, and so on.
         outputs: number of output values per input.
         biased: whether the module adds a bias. It then also answers a zero input.
     """
@@ -68,6 +71,20 @@ def probe_rows(seed: int, module: str, rows: int, *, every: bool) -> torch.Tenso
         return torch.arange(rows)
     # With repetitions, because a permutation of a whole vocabulary would cost more than the probe.
     return torch.randint(rows, (SAMPLED_ROWS,), generator=_generator(seed, f"{module}\x1frows"))
+
+
+def probe_experts(seed: int, module: str, experts: int, *, every: bool) -> list[int]:
+    """The experts of a module that a probe asks: all of them, or a random sample, ascending."""
+    if every or experts <= SAMPLED_EXPERTS:
+        return list(range(experts))
+    return sorted(
+        torch.randperm(experts, generator=_generator(seed, f"{module}\x1fexperts"))[:SAMPLED_EXPERTS].tolist()
+    )
+
+
+def expert_input(seed: int, module: str, size: int) -> torch.Tensor:
+    """(size,) float32 normal vector of an ordinary size: an expert is not linear, and large inputs would saturate it."""
+    return probe_vector(seed, module, size) / _SCALE
 
 
 def encode_floats(values: torch.Tensor) -> str:

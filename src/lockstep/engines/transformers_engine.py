@@ -24,14 +24,13 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.pytorch_utils import Conv1D
 
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.engines.filters.grammars import GrammarCompiler, GrammarState
 from lockstep.engines.filters.sampling import processed_logprobs
 from lockstep.engines.inbox import Inbox, answer_all
 from lockstep.engines.model_fields import fields_of_parts
-from lockstep.engines.probe import EngineModules, ModuleKind, ProbedModule, probe_inputs, probe_rows, probe_vector
+from lockstep.engines.probe import EngineModules
 from lockstep.engines.protocol import (
     Completion,
     EngineSettings,
@@ -43,9 +42,11 @@ from lockstep.engines.protocol import (
     TensorSpec,
 )
 from lockstep.engines.tensor_specs import described
+from lockstep.engines.transformers_probe import list_modules, output_of
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
 from lockstep.errors import InputError, LockstepError
 from lockstep.images.pictures import model_inputs
+from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
 from lockstep.models.vision import model_class
@@ -223,22 +224,11 @@ class TransformersEngine:
         )
 
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
-        probed: dict[str, ProbedModule] = {}
-        unreached: list[str] = []
-        for name, module in self._model.named_modules():
-            own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
-            kind = _kind(module)
-            if kind is None or not set(own) <= set(checkpoint_names):
-                unreached += own
-            elif own:
-                tensors = tuple(own) if kind == "values" else (f"{name}.weight",)
-                biased = kind == "linear" and module.bias is not None
-                probed[name] = ProbedModule(name, kind, tensors, _outputs(module), biased)
-        return EngineModules(probed, tuple(unreached))
+        return list_modules(self._model, checkpoint_names)
 
     @torch.no_grad()
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
-        return {name: _answer(name, self._model.get_submodule(name), seed, every).float().cpu() for name in names}
+        return {name: output_of(name, self._model.get_submodule(name), seed, every).float().cpu() for name in names}
 
     @torch.no_grad()
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
@@ -262,7 +252,7 @@ class TransformersEngine:
         self._version = None
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
-        own = dict(self._model.named_parameters())
+        own = {p.name: p.tensor for p in checkpoint_tensors(self._model, dict(self._model.named_parameters()))}
         specs: list[TensorSpec] = []
         for name, tensor in described(((name, tensor) for name, tensor in tensors if name in own), specs):
             if own[name].shape != tensor.shape:
@@ -369,32 +359,3 @@ def _kept(logprobs: torch.Tensor, limit: int) -> SmallIds:
 
 def _kept_ids(sets: list[SmallIds]) -> KeptIds:
     return KeptIds(np.concatenate(sets), np.cumsum([len(ids) for ids in sets]))
-
-
-def _kind(module: torch.nn.Module) -> ModuleKind | None:
-    if isinstance(module, torch.nn.Embedding):
-        return "embedding"
-    if isinstance(module, torch.nn.Linear | Conv1D):
-        return "linear"
-    return "values" if all(p.dim() == 1 for p in module.parameters(recurse=False)) else None
-
-
-def _outputs(module: torch.nn.Module) -> int:
-    if isinstance(module, torch.nn.Embedding):
-        return module.num_embeddings
-    if isinstance(module, torch.nn.Linear | Conv1D):
-        return module.weight.shape[1 if isinstance(module, Conv1D) else 0]
-    return sum(p.numel() for p in module.parameters(recurse=False))
-
-
-def _answer(name: str, module: torch.nn.Module, seed: int, every: bool) -> torch.Tensor:
-    """A module's output for its probe input; see `engines/probe.py`."""
-    if isinstance(module, torch.nn.Embedding):
-        rows = probe_rows(seed, name, module.num_embeddings, every=every).to(module.weight.device)
-        # The module's own forward is not used: some modules scale the rows, or take positions instead of ids.
-        found = module.weight[rows].float()
-        return found @ probe_vector(seed, name, module.embedding_dim).to(found.device)
-    if isinstance(module, torch.nn.Linear | Conv1D):
-        size = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
-        return module(probe_inputs(seed, name, size, biased=module.bias is not None).to(module.weight)).flatten()
-    return torch.cat([p.detach().flatten() for p in module.parameters(recurse=False)])

@@ -11,12 +11,21 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lockstep.engines.probe import SAMPLED_ROWS, EngineModules, ProbedModule, probe_rows, probe_vector
+from lockstep.engines.probe import (
+    SAMPLED_ROWS,
+    EngineModules,
+    ProbedModule,
+    expert_input,
+    probe_experts,
+    probe_rows,
+    probe_vector,
+)
 from lockstep.engines.protocol import ProbedEngine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import head_name
@@ -25,6 +34,10 @@ from lockstep.sync.adapters import weights_of
 
 # Number of linear layers, and of vectors (norms), in a sampled probe. It always contains all embeddings and heads as well.
 _SAMPLE = 6
+# Number of layers of experts in a sampled probe.
+_SAMPLED_LAYERS_OF_EXPERTS = 2
+# Checkpoint tensors of one expert: gate, up and down projection.
+_PROJECTIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +108,9 @@ class ModuleProbe:
         limit, errors, wrong = probe_limit(self._dtype), dict[str, float](), set[str]()
         for name in names:
             module = self._modules.probed[name]
-            for tensor, found in self._parts(module, answers[name]).items():
-                error = float("inf") if found is None else self._error(module, tensor, seed, found, every)
-                errors[tensor] = max(errors.get(tensor, 0.0), error)
+            for tensors, found in self._parts(module, answers[name], seed, every):
+                error = float("inf") if found is None else self._error(module, tensors, seed, found, every)
+                errors |= {tensor: max(errors.get(tensor, 0.0), error) for tensor in tensors}
                 if not error <= limit:
                     # Several servers put their URL before the name (`engines/http/vllm_server.py`).
                     wrong.add(name.rpartition("/")[0])
@@ -117,7 +130,7 @@ class ModuleProbe:
         """Leave out modules whose outputs are not the outputs of the named weights in order (a loader that pads or merges)."""
         probed, unreached = {}, list(found.unreached)
         for name, module in found.probed.items():
-            if sum(self._outputs(module, tensor) for tensor in module.tensors) == module.outputs:
+            if self._all_outputs(module) == module.outputs:
                 probed[name] = module
             else:
                 unreached.append(f"{name}.weight")
@@ -132,9 +145,16 @@ class ModuleProbe:
             if module.kind == "linear" and all(self._source.first_name(tensor) != head for tensor in module.tensors)
         ]
         vectors = [name for name, module in probed.items() if module.kind == "values"]
+        experts = [name for name, module in probed.items() if module.kind == "experts"]
         draw = random.Random(seed)
-        drawn = {name for kind in (layers, vectors) for name in draw.sample(kind, min(_SAMPLE, len(kind)))}
-        return [name for name in probed if name in drawn or name not in {*layers, *vectors}]
+        sizes = ((layers, _SAMPLE), (vectors, _SAMPLE), (experts, _SAMPLED_LAYERS_OF_EXPERTS))
+        drawn = {name for kind, size in sizes for name in draw.sample(kind, min(size, len(kind)))}
+        return [name for name in probed if name in drawn or name not in {*layers, *vectors, *experts}]
+
+    def _all_outputs(self, module: ProbedModule) -> int:
+        if module.kind == "experts":
+            return self._outputs(module, module.tensors[_PROJECTIONS - 1])
+        return sum(self._outputs(module, tensor) for tensor in module.tensors)
 
     def _outputs(self, module: ProbedModule, tensor: str) -> int:
         """Number of outputs of a module that belong to one of its tensors."""
@@ -143,18 +163,42 @@ class ModuleProbe:
             return shape.numel()
         return shape[1] if self._transposed(tensor) else shape[0]
 
-    def _parts(self, module: ProbedModule, answer: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """An answer split by the module's tensors, (inputs, outputs) each. All are None if the answer has the wrong size."""
+    def _parts(
+        self, module: ProbedModule, answer: torch.Tensor, seed: int, every: bool
+    ) -> list[tuple[tuple[str, ...], torch.Tensor | None]]:
+        """An answer split by the module's tensors, (inputs, outputs) each. All are None if the answer has the wrong size.
+
+        An expert's output depends on all of its tensors together.
+        """
         if module.kind == "embedding":
-            return {module.tensors[0]: answer}
+            return [((module.tensors[0],), answer)]
+        if module.kind == "experts":
+            first = [_PROJECTIONS * e for e in probe_experts(seed, module.name, self._experts(module), every=every)]
+            names = [module.tensors[i : i + _PROJECTIONS] for i in first]
+            whole = len(answer) == len(names) * module.outputs
+            return [(n, answer.view(len(names), -1)[i] if whole else None) for i, n in enumerate(names)]
         inputs = 2 if module.biased else 1
         if len(answer) != inputs * module.outputs:
-            return dict.fromkeys(module.tensors)
+            return [((tensor,), None) for tensor in module.tensors]
         parts = answer.view(inputs, -1).split([self._outputs(module, tensor) for tensor in module.tensors], dim=1)
-        return dict(zip(module.tensors, parts, strict=True))
+        return [((tensor,), part) for tensor, part in zip(module.tensors, parts, strict=True)]
 
-    def _error(self, module: ProbedModule, tensor: str, seed: int, found: torch.Tensor, every: bool) -> float:
-        """Error of one tensor's outputs (see `_distance`). The error of the bias is included."""
+    def _experts(self, module: ProbedModule) -> int:
+        return len(module.tensors) // _PROJECTIONS
+
+    def _error(
+        self, module: ProbedModule, tensors: tuple[str, ...], seed: int, found: torch.Tensor, every: bool
+    ) -> float:
+        """Error of the outputs of one tensor, or of one expert (see `_distance`). The error of the bias is included."""
+        if module.kind == "experts":
+            gate, up, down = (self._cast(self._source.tensor(tensor)) for tensor in tensors)
+            vector = expert_input(seed, module.name, gate.shape[1]).to(gate.device).to(self._dtype).float()
+            holder: Any = self._source.holder(tensors[0])
+            inner = holder.act_fn(gate @ vector) * (up @ vector)
+            expected = down @ inner
+            # The engine rounds what stands between the projections too.
+            return self._distance(found, expected, expected, (down.square() @ inner.square()).sqrt())
+        (tensor,) = tensors
         beside = tensor.removesuffix("weight") + "bias"
         weight = self._source.tensor(tensor)
         bias = self._source.tensor(beside) if beside in self._source.names else None
@@ -181,10 +225,17 @@ class ModuleProbe:
     def _inputs(self, tensor: str) -> int:
         return self._source.shape(tensor)[0 if self._transposed(tensor) else 1]
 
-    def _distance(self, found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor) -> float:
-        """max over outputs of |engine − trainer|, minus the rounding of the output itself, ÷ rms(size)."""
+    def _distance(
+        self, found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, inner: torch.Tensor | None = None
+    ) -> float:
+        """max over outputs of |engine − trainer|, minus the rounding of the output itself, ÷ rms(size).
+
+        Args:
+            inner: (outputs,) the size of what is rounded before it is added up to an output.
+        """
         expected = expected.cpu()
-        beyond = ((found - expected).abs() - output_rounding(self._dtype) * expected.abs()).max().clamp(min=0.0)
+        rounded = expected.abs() if inner is None else expected.abs() + inner.cpu()
+        beyond = ((found - expected).abs() - output_rounding(self._dtype) * rounded).max().clamp(min=0.0)
         error = float(beyond) / (float(size.norm()) / len(size) ** 0.5 or 1.0)
         # A NaN would pass every comparison with a limit.
         return error if error == error else float("inf")

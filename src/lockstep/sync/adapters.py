@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, is_adapted
+from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.models.quantised import dequantised, is_quantised, outline_of
 from lockstep.sync.source import PlainSource
 
@@ -55,7 +56,7 @@ class AdaptedSource(PlainSource):
     def __init__(self, model: torch.nn.Module) -> None:
         inner = causal_model(model)
         _check_kinds(model)
-        found = list(_walk(inner, inner, ""))
+        found = _under_checkpoint_names(inner, list(_walk(inner, inner, "")))
         _check_ties(found)
         firsts: dict[object, str] = {}
         self._parameters = {f.name: f.parameter for f in found}
@@ -93,6 +94,17 @@ def weights_of(model: torch.nn.Module) -> PlainSource:
     if any(is_quantised(p) for p in model.parameters()):
         raise InputError("the model is quantised, and quantised weights cannot be trained; give it a LoRA adapter")
     return PlainSource(model)
+
+
+def _under_checkpoint_names(inner: torch.nn.Module, found: list[_Found]) -> list[_Found]:
+    own = {f.name: f for f in found}
+    return [
+        # Experts have no adapter: a view of their memory is their parameter and their original.
+        own[p.own_name]._replace(name=p.name)
+        if p.tensor is own[p.own_name].parameter
+        else own[p.own_name]._replace(name=p.name, parameter=p.tensor, original=p.tensor)
+        for p in checkpoint_tensors(inner, {f.name: f.parameter for f in found})
+    ]
 
 
 # ---- the walk -----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from lockstep.engines.protocol import TensorSpec
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model, is_adapted
+from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.models.quantised import is_quantised
 from lockstep.sync.source import PlainSource
 
@@ -74,7 +75,7 @@ def check_live(
     """
     draw, adapted = random.Random(version), is_adapted(model)
     own = causal_model(model) if adapted else model
-    named = dict(own.named_parameters(remove_duplicate=False))
+    named = {p.name: p.tensor for p in checkpoint_tensors(own)}
     # A quantised weight is not what is sent: the source dequantises it.
     plain = [spec for spec in sent if spec.name in named and not is_quantised(named[spec.name])]
     if adapted or dtype is not None:

@@ -16,6 +16,7 @@ import torch
 from lockstep.engines.protocol import TensorSpec
 from lockstep.engines.tensor_specs import described
 from lockstep.errors import LockstepError
+from lockstep.models.checkpoint_names import checkpoint_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,9 @@ class Manifest:
 
 
 class PlainSource:
-    """Weights of a model that is whole in this process. Tied parameters occur once, under their first name.
+    """Weights of a model that is whole in this process, under the names of its checkpoint (`models/checkpoint_names.py`).
+
+    Tied parameters occur once, under their first name.
 
     It may be read several times; equal weights give equal bytes. A new source is made for every push.
     """
@@ -42,7 +45,9 @@ class PlainSource:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._parameters: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        placed = checkpoint_tensors(model)
+        self._parameters = {p.name: p.tensor for p in placed}
+        self._own_names = {p.name: p.own_name for p in placed}
         firsts: dict[int, str] = {}
         self._first = {name: firsts.setdefault(id(p), name) for name, p in self._parameters.items()}
 
@@ -64,8 +69,8 @@ class PlainSource:
         return self._outline(name).shape
 
     def holder(self, name: str) -> torch.nn.Module:
-        """The plain module that owns a tensor."""
-        return self._model.get_submodule(name.rpartition(".")[0])
+        """The plain module that owns a tensor. One that holds several experts owns the tensors of each of them."""
+        return self._model.get_submodule(self._own_names[name].rpartition(".")[0])
 
     def outline(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same names, shapes and dtypes as iterating, with tensors that have no memory (device `meta`)."""

@@ -26,7 +26,7 @@ from lockstep.sync import gloo, shared_memory
 from lockstep.sync.chunks import Named, chunks
 from lockstep.sync.slots import taken_chunks
 from lockstep.sync.source import DescribedSource, PlainSource
-from lockstep.sync.vllm_reload import begin_reload, half_loaded, keep_pending, repack_heads
+from lockstep.sync.vllm_reload import begin_reload, forget_packed_experts, half_loaded, keep_pending, repack_heads
 
 # Merged or cast tensors are loaded in parts of this size. Two parts may be in memory, beside tensors that vLLM still needs.
 _PART_BYTES = 16 << 20
@@ -96,6 +96,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self._written = set()
         self._parameters = tuple(name for name, _ in self.model.named_parameters())
         self._layers = begin_reload(self.model)
+        forget_packed_experts(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class's method ends with an accelerator synchronise that fails on CPU.

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -75,6 +78,19 @@ def repack_heads(model: torch.nn.Module) -> None:
     for layer in _vocabularies(model):
         if isinstance(layer, ParallelLMHead) and not _is_plain(layer):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """Let vLLM's CPU kernels pack the weights of experts in this update too, as when the model was loaded.
+
+    vLLM 0.32.0 packs and pads experts only where a layer has no kernel yet. After an update its kernels read rows in another order
+    than they lie in memory, and an update of padded experts fails (fault W10). Without the old kernel vLLM makes a new one.
+    """
+    for layer in model.modules():
+        if isinstance(layer, RoutedExperts) and isinstance(layer.quant_method, UnquantizedFusedMoEMethod):
+            kernel = layer.quant_method.moe_kernel
+            if kernel is not None and isinstance(kernel.fused_experts, CPUUnquantizedExperts):
+                layer.quant_method.moe_kernel = None
 
 
 def keep_pending(layers: Iterable[LayerReloadingInfo], passing: Sequence[torch.Tensor]) -> None:

@@ -12,10 +12,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from lockstep.engines.probe import EngineModules, ModuleKind, ProbedModule, probe_inputs, probe_rows, probe_vector
+from lockstep.engines.probe import (
+    EngineModules,
+    ModuleKind,
+    ProbedModule,
+    expert_input,
+    probe_experts,
+    probe_inputs,
+    probe_rows,
+    probe_vector,
+)
 from lockstep.engines.vllm.shards import gathered, gathered_vocabulary, own_inputs, whole_outputs
 
 _AS_HEAD = ":as_head"
@@ -29,6 +39,9 @@ def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModule
     probed: dict[str, ProbedModule] = {}
     unreached: list[str] = []
     for name, module in _with_parameters(model):
+        if experts := _expert_tensors(module, checkpoint_names):
+            probed[name] = ProbedModule(name, "experts", experts, _outputs(module))
+            continue
         kind, parameters = _kind(name, module)
         tensors = tuple(tensor for p in parameters for tensor in names.get(p, ()))
         if kind is None or not all(p in names for p in parameters):
@@ -67,6 +80,12 @@ def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
         rows = probe_rows(seed, name, module.org_vocab_size, every=every).to(module.weight.device)
         found = module(rows).float()
         return found @ probe_vector(seed, name, found.shape[-1]).to(found.device)
+    if isinstance(module, RoutedExperts):
+        chosen = torch.tensor(probe_experts(seed, name, module.global_num_experts, every=every))
+        device, dtype = module.w13_weight.device, module.params_dtype
+        inputs = expert_input(seed, name, module.hidden_size).to(device, dtype).expand(len(chosen), -1).contiguous()
+        weights = torch.ones(len(chosen), 1, dtype=torch.float32, device=device)
+        return module.forward_modular(inputs, weights, chosen[:, None].to(device, torch.int32)).flatten()
     if isinstance(module, LinearBase):
         inputs = probe_inputs(seed, name, module.input_size, biased=module.bias is not None)
         inputs = own_inputs(module, inputs.to(next(module.parameters()).device, module.params_dtype))
@@ -76,11 +95,24 @@ def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for _, p in module.named_parameters(recurse=False)])
 
 
+def _expert_tensors(module: Any, checkpoint_names: tuple[str, ...]) -> tuple[str, ...]:
+    """Checkpoint names of the projections of each expert. Empty: not experts, or a kind that the probe does not reach."""
+    if not isinstance(module, RoutedExperts) or module.quant_method.is_monolithic or module.moe_config.has_bias:
+        return ()
+    if module.moe_config.tp_size > 1 or module.use_ep or not module.moe_config.is_act_and_mul:
+        return ()
+    projections = (module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name)
+    found = tuple(f"{module.layer_name}.{e}.{p}.weight" for e in range(module.global_num_experts) for p in projections)
+    return found if set(found) <= set(checkpoint_names) else ()
+
+
 def _outputs(module: Any) -> int:
     if isinstance(module, ParallelLMHead | VocabParallelEmbedding):
         return module.org_vocab_size
     if isinstance(module, LinearBase):
         return whole_outputs(module)
+    if isinstance(module, RoutedExperts):
+        return module.hidden_size
     return sum(p.numel() for p in module.parameters(recurse=False))
 
 

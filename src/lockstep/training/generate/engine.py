@@ -17,6 +17,8 @@ from lockstep.engines.protocol import Engine, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess, vllm_installed
 from lockstep.errors import InputError
+from lockstep.models.adapters import causal_model
+from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.report.busy import busy
 from lockstep.training.config.online_config import OnlineConfig
@@ -129,14 +131,10 @@ def _check_runnable(model: PreTrainedModel, longest: int) -> None:
     """Refuse what vLLM 0.32 computes or loads otherwise than transformers 5 (`make families`).
 
     Raises:
-        InputError: the model has experts, or it is a Cohere2 with sequences longer than its window.
+        InputError: the model's experts are laid out in a way that cannot be sent, or it is a Cohere2 with sequences longer than
+            its window.
     """
-    experts = [name for name, p in model.named_parameters() if ".experts." in name and p.dim() == 3]
-    if experts:
-        raise InputError(
-            f"transformers holds this model's experts in one tensor per layer ({experts[0]}), which vLLM cannot load from a push; "
-            "set use_vllm to false, or train a model without experts"
-        )
+    checkpoint_tensors(causal_model(model))
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     if config.model_type == "cohere2" and window is not None and window < longest:

@@ -21,6 +21,7 @@ from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, LoadedWeights, RequestKey
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.training.step.generation import Generation
 from lockstep.verify.stage import Stage
 
@@ -160,8 +161,8 @@ def user_asks(stage: Stage, **given: Any) -> Iterator[None]:
 
 
 def weights_now(stage: Stage) -> dict[str, torch.Tensor]:
-    """A copy of the policy's weights."""
-    return {name: p.detach().clone() for name, p in stage.model.named_parameters()}
+    """A copy of the policy's weights, under the names of a push."""
+    return {p.name: p.tensor.detach().clone() for p in checkpoint_tensors(stage.model)}
 
 
 def vllm_worker(stage: Stage) -> Any:

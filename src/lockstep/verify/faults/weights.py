@@ -14,6 +14,7 @@ import lockstep.parity.module_probe as probe_module
 import lockstep.parity.proven_push as proofs_module
 import lockstep.sync.push as push_module
 from lockstep.engines.protocol import LoadedWeights, WeightReceiver
+from lockstep.models.checkpoint_names import expert_names
 from lockstep.sync.push import SyncRecord
 from lockstep.sync.source import PlainSource
 from lockstep.verify.faults.seams import (
@@ -141,6 +142,20 @@ def _rows_swapped(stage: Stage) -> Patch:
     return loads_instead(stage, swapped)
 
 
+def _experts_not_packed(stage: Stage) -> Patch:
+    # vLLM 0.32.0 behaves like this without our fix.
+    import lockstep.sync.vllm_backend as backend
+
+    return patch.object(backend, "forget_packed_experts", lambda model: None)
+
+
+def _needs_packed_experts(stage: Stage) -> str:
+    if not expert_names(stage.model):
+        return "the model has no experts"
+    packs = is_vllm(stage) and not torch.cuda.is_available()
+    return "" if packs else "only vLLM's kernels for CPUs pack experts"
+
+
 @contextlib.contextmanager
 def _sync_skipped(stage: Stage) -> Iterator[None]:
     """Every second push is skipped, after a change of the weights so small (1e-6) that no log-prob shows it."""
@@ -216,6 +231,7 @@ FAULTS = (
     Fault("W8", "a restarted engine serves its first weights under the current version", _restarted),
     Fault("W9", "the source of a push gives weights that are two pushes old", _stale_source),
     Fault("W9b", "the trainer learns a copy of the model that it pushes", _trained_copy),
+    Fault("W10", "an update leaves experts unpacked", _experts_not_packed, needs=_needs_packed_experts),
     Fault("small-1", "one layer off by 1e-3 of its size", _one_layer_off, needs=_SINGLE, check="module probe"),
     Fault("small-2", "two rows of one matrix swapped", _rows_swapped, check="module probe"),
     Fault("small-3", "one sync skipped at a learning rate of 1e-6", _sync_skipped),

@@ -1,0 +1,96 @@
+"""The engine's half of the module probe for transformers: which modules can be probed, and what each gives for its probe input.
+
+`engines/transformers_engine.py` calls it with its own copy of the model. `engines/vllm/probe.py` is the same for vLLM.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lockstep.engines.probe import (
+    EngineModules,
+    ModuleKind,
+    ProbedModule,
+    expert_input,
+    probe_experts,
+    probe_inputs,
+    probe_rows,
+    probe_vector,
+)
+from lockstep.models.checkpoint_names import checkpoint_tensors, expert_names
+
+
+def list_modules(model: PreTrainedModel, checkpoint_names: tuple[str, ...]) -> EngineModules:
+    """Every module with parameters, with the checkpoint names of its weights."""
+    probed: dict[str, ProbedModule] = {}
+    unreached: list[str] = []
+    placed: dict[str, list[str]] = {}
+    for p in checkpoint_tensors(model):
+        placed.setdefault(p.own_name, []).append(p.name)
+    experts = _experts_of(model, placed)
+    for name, module in model.named_modules():
+        own = [n for parameter, _ in module.named_parameters(recurse=False) for n in placed[f"{name}.{parameter}"]]
+        kind = "experts" if name in experts else _kind(module)
+        if kind is None or not set(own) <= set(checkpoint_names):
+            unreached += own
+        elif kind == "experts":
+            probed[name] = ProbedModule(name, kind, experts[name], _outputs(module))
+        elif own:
+            tensors = tuple(own) if kind == "values" else tuple(placed[f"{name}.weight"])
+            biased = kind == "linear" and module.bias is not None
+            probed[name] = ProbedModule(name, kind, tensors, _outputs(module), biased)
+    return EngineModules(probed, tuple(unreached))
+
+
+def _kind(module: torch.nn.Module) -> ModuleKind | None:
+    if isinstance(module, torch.nn.Embedding):
+        return "embedding"
+    if isinstance(module, torch.nn.Linear | Conv1D):
+        return "linear"
+    return "values" if all(p.dim() == 1 for p in module.parameters(recurse=False)) else None
+
+
+def _outputs(module: torch.nn.Module) -> int:
+    if isinstance(module, torch.nn.Embedding):
+        return module.num_embeddings
+    if isinstance(module, torch.nn.Linear | Conv1D):
+        return module.weight.shape[1 if isinstance(module, Conv1D) else 0]
+    if _is_gated_experts(module):
+        return module.get_parameter("down_proj").shape[1]
+    return sum(p.numel() for p in module.parameters(recurse=False))
+
+
+def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> torch.Tensor:
+    """A module's output for its probe input; see `engines/probe.py`."""
+    if isinstance(module, torch.nn.Embedding):
+        rows = probe_rows(seed, name, module.num_embeddings, every=every).to(module.weight.device)
+        # The module's own forward is not used: some modules scale the rows, or take positions instead of ids.
+        found = module.weight[rows].float()
+        return found @ probe_vector(seed, name, module.embedding_dim).to(found.device)
+    if isinstance(module, torch.nn.Linear | Conv1D):
+        size = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
+        return module(probe_inputs(seed, name, size, biased=module.bias is not None).to(module.weight)).flatten()
+    if _is_gated_experts(module):
+        weights = module.get_parameter("down_proj")
+        chosen = torch.tensor(probe_experts(seed, name, len(weights), every=every))[:, None]
+        inputs = expert_input(seed, name, weights.shape[1]).to(weights).expand(len(chosen), -1).contiguous()
+        return module(inputs, chosen.to(weights.device), torch.ones_like(chosen, dtype=weights.dtype)).flatten()
+    return torch.cat([p.detach().flatten() for p in module.parameters(recurse=False)])
+
+
+def _is_gated_experts(module: torch.nn.Module) -> bool:
+    """Whether a module holds gated experts without biases, each with its projections in one slice of two tensors."""
+    return {name for name, _ in module.named_parameters(recurse=False)} == {"gate_up_proj", "down_proj"}
+
+
+def _experts_of(model: PreTrainedModel, placed: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
+    """Module name → checkpoint names of the projections of its experts: gate, up and down of the first, then of the second, …"""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, module in model.named_modules() if expert_names(model) else ():
+        if _is_gated_experts(module):
+            gates, downs = placed[f"{name}.gate_up_proj"], placed[f"{name}.down_proj"]
+            if len(gates) == 2 * len(downs):
+                found[name] = tuple(n for e, down in enumerate(downs) for n in (*gates[2 * e : 2 * e + 2], down))
+    return found

@@ -1,0 +1,106 @@
+"""The tensors of a model under the names that checkpoints and engines use.
+
+For most families these are the model's own parameters. transformers holds the weights of all experts of a layer in two tensors;
+checkpoints, and vLLM's loaders, have one tensor per expert and projection. Here each of them is a view of the model's own memory.
+Used by what sends weights (`sync/source.py`, `sync/adapters.py`, `sync/live.py`) and by the transformers engine, which receives
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from lockstep.errors import InputError
+
+
+class Part(NamedTuple):
+    """Where a tensor of a checkpoint lies in a parameter of the model.
+
+    Attributes:
+        name: its name in the checkpoint.
+        start, rows: its rows, if the parameter's first two dimensions are counted as one; `rows` is 0 for the whole parameter.
+    """
+
+    name: str
+    start: int = 0
+    rows: int = 0
+
+
+class Placed(NamedTuple):
+    """A tensor under its checkpoint name.
+
+    Attributes:
+        name: its name in the checkpoint.
+        tensor: the parameter itself, or a view of its memory.
+        own_name: the name of the parameter in the model.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    own_name: str
+
+
+# Conversions are looked up by regular expressions, and every push needs them.
+_known: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Part, ...]]] = WeakKeyDictionary()
+
+
+def checkpoint_tensors(model: torch.nn.Module, named: Mapping[str, torch.Tensor] | None = None) -> list[Placed]:
+    """Every parameter of a model, once per name, split and named as in a checkpoint.
+
+    Args:
+        named: tensors by the model's own names; None: all parameters of the model.
+
+    Raises:
+        InputError: experts are laid out in a way that is no series of rows.
+    """
+    if named is None:
+        named = dict(model.named_parameters(remove_duplicate=False))
+    parts = _parts(model, named)
+    return [
+        Placed(part.name, tensor.detach().flatten(0, 1).narrow(0, part.start, part.rows) if part.rows else tensor, name)
+        for name, tensor in named.items()
+        for part in parts.get(name, (Part(name),))
+    ]
+
+
+def expert_names(model: torch.nn.Module) -> list[str]:
+    """The names of parameters that hold the weights of several experts."""
+    return [name for name, parameter in model.named_parameters() if _holds_experts(name, parameter)]
+
+
+def _holds_experts(name: str, parameter: torch.Tensor) -> bool:
+    return ".experts." in name and parameter.dim() == 3
+
+
+def _parts(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, tuple[Part, ...]]:
+    if not isinstance(model, PreTrainedModel) or not any(_holds_experts(*item) for item in named.items()):
+        return {}
+    known = _known.setdefault(model, {})
+    for name, tensor in named.items():
+        if name not in known:
+            known[name] = _parts_of(model, name, tensor)
+    return known
+
+
+def _parts_of(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> tuple[Part, ...]:
+    """The parts of one parameter. transformers itself converts a tensor that holds the number of each row."""
+    if not _holds_experts(name, parameter):
+        # Families that name their experts otherwise may rename other parameters too.
+        (renamed,) = revert_weight_conversion(model, {name: torch.zeros(1)})
+        return (Part(renamed),)
+    rows = torch.arange(parameter.shape[0] * parameter.shape[1]).view(*parameter.shape[:2], 1)
+    parts = []
+    for found, numbers in revert_weight_conversion(model, {name: rows}).items():
+        numbers = numbers.flatten()
+        if not torch.equal(numbers, torch.arange(int(numbers[0]), int(numbers[0]) + len(numbers))):
+            raise InputError(
+                f"{found} lies in {name} in a way that cannot be sent to vLLM; set use_vllm to false, or train another model"
+            )
+        parts.append(Part(found, int(numbers[0]), len(numbers)))
+    return tuple(sorted(parts, key=lambda part: part.start))
