@@ -193,10 +193,12 @@ def let_vllm_see(family: str = "qwen2_5_vl") -> None:
     ModelRegistry.register_model(model, getattr(module, model))
 
 
-def seeing_plugin(folder: Path) -> str:
+def seeing_plugin(folder: Path, family: str = "qwen2_5_vl") -> str:
     """A value of PYTHONPATH with which every process of a vLLM server calls `let_vllm_see`: it names a plugin of vLLM."""
     plugin = folder / "seeing-0.dist-info"
     plugin.mkdir(parents=True)
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: seeing\nVersion: 0\n")
-    (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\nseeing = seeing:let_vllm_see\n")
+    (plugin / "entry_points.txt").write_text("[vllm.general_plugins]\nseeing = seeing_family:see\n")
+    call = f"import seeing\n\ndef see():\n    seeing.let_vllm_see({family!r})\n"
+    (folder / "seeing_family.py").write_text(call)
     return os.pathsep.join([str(folder), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])

@@ -1,4 +1,4 @@
-"""Trainers of the tiny vision-language model, and the faults that both engines' tests put into runs with pictures."""
+"""Trainers of the tiny vision-language models, and the faults that the tests of all engines put into runs with pictures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from datasets import Dataset
@@ -22,20 +23,33 @@ def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(len(ids) % 3 + ids[0] % 5) for ids in completion_ids]
 
 
-def same_grid_rows(*, pictures: int = 1) -> list[dict[str, Any]]:
+def same_grid_rows(*, pictures: int = 1, seed: int = 0) -> list[dict[str, Any]]:
     """Four rows with the same text and pictures of the same size: their ids are equal, only pixels differ."""
     prompt = [{"role": "user", "content": "what is it"}]
-    return [{"prompt": prompt, "images": [picture(10 * i + j) for j in range(pictures)]} for i in range(4)]
+    return [{"prompt": prompt, "images": [picture(seed + 10 * i + j) for j in range(pictures)]} for i in range(4)]
 
 
 def look(model: Any, folder: Path, rows: list[dict[str, Any]] | None = None, **given: Any) -> GRPOTrainer:
     """A GRPO trainer on rows with pictures, in fp32."""
-    arguments = {name: given.pop(name) for name in ("engine", "peft_config", "tools", "callbacks") if name in given}
+    names = ("engine", "peft_config", "quantization_config", "tools", "callbacks")
+    arguments = {name: given.pop(name) for name in names if name in given}
     base = {"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 2, "max_completion_length": 8}
     base |= {"bf16": False, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "report_to": []}
     config = lockstep.GRPOConfig(output_dir=str(folder / "run"), **{**base, "learning_rate": 1e-3, "seed": 3, **given})
     data = Dataset.from_list(rows if rows is not None else mixed_rows())
     return lockstep.GRPOTrainer(model, reward_funcs=by_length, args=config, train_dataset=data, **arguments)
+
+
+def adapter(family: str, where: str) -> peft.LoraConfig:
+    """LoRA on the attention of the language part, or on all linear layers."""
+    part = "language_model" if "qwen" in family else "text_model"
+    targets = rf".*{part}.*\.(q_proj|v_proj)" if where == "language" else "all-linear"
+    return peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def tower_of(family: str, name: str) -> bool:
+    """Whether a parameter belongs to the vision tower or its projector."""
+    return any(f".{part}." in name for part in (["visual"] if "qwen" in family else ["vision_model", "connector"]))
 
 
 def gaps(trainer: OnlineTrainer) -> list[float]:
@@ -48,7 +62,7 @@ def other_pixels(pictures: PromptPictures | None) -> PromptPictures | None:
         return None
     changed = []
     for own in pictures.pictures:
-        other = replace(own, pixel_values=own.pixel_values.flip(0))
+        other = replace(own, pixel_values=own.pixel_values.flip(-1))
         other.__dict__["digest"] = own.digest
         changed.append(other)
     return replace(pictures, pictures=tuple(changed))

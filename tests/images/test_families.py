@@ -14,7 +14,6 @@ from transformers import AutoImageProcessor, Idefics3Processor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from lockstep.engines import transformers_engine
-from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import InputError, ProofError
 from lockstep.images import prompts
 from lockstep.images.pictures import model_inputs
@@ -48,14 +47,6 @@ def test_two_steps_on_mixed_rows_are_proven_and_the_tower_learns(family: str, fo
     assert len(gaps(trainer)) == 2
     assert max(gaps(trainer)) < LIMIT
     assert all(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
-
-
-def test_a_server_cannot_be_sent_their_pictures_yet(family: str, folder: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"pictures of {family} cannot be sent to a server yet"):
-        look(folder, tmp_path, vllm_server_base_url="http://127.0.0.1:9")
-    # An engine of the caller's own, which was never connected.
-    with pytest.raises(InputError, match=f"pictures of {family} cannot be sent to a server yet"):
-        look(folder, tmp_path, engine=object.__new__(VLLMServer))
 
 
 def test_pixels_left_out_in_the_trainer_are_found_by_the_gap(

@@ -31,6 +31,10 @@ def reader(family: str, tmp_path_factory: pytest.TempPathFactory) -> ImagePrompt
 
 @pytest.fixture(scope="module")
 def sequences(reader: ImagePrompts) -> list[TrainingSequence]:
+    return sequences_of(reader)
+
+
+def sequences_of(reader: ImagePrompts) -> list[TrainingSequence]:
     """Two completions of each row; rows have 0, 1, 2 and 1 pictures."""
     rng, made = np.random.default_rng(0), []
     for row, columns in enumerate(mixed_rows()):

@@ -13,7 +13,6 @@ from conftest import start
 from datasets import Dataset
 from looking import IN_THE_TRAINER, gaps, look, other_pixels, same_grid_rows, wrong_order
 from methods import FIELDS, make, parameters
-from peft import LoraConfig
 from seeing import make_seeing, make_seeing_tokenizer, mixed_rows, picture, save_seeing
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
@@ -70,16 +69,6 @@ def test_two_steps_on_mixed_rows_are_proven_and_the_tower_learns(folder: str, tm
     assert isinstance(engine, TransformersEngine)
     theirs = dict(engine._model.named_parameters())
     assert all(torch.equal(p, theirs[name]) for name, p in trainer.model.named_parameters())
-
-
-def test_a_frozen_tower_stays_and_the_language_part_learns(folder: str, tmp_path: Path) -> None:
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    model.model.visual.requires_grad_(False)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = train(model, tmp_path, num_iterations=2)
-    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
-    assert changed
-    assert not any("visual" in name for name in changed)
 
 
 @pytest.mark.long
@@ -162,7 +151,6 @@ def test_a_placeholder_that_an_engine_samples_all_the_same_is_found(
 
 
 REFUSED = {
-    "an adapter": {"peft_config": LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")},
     "tools, environments": {"tools": [multiply]},
     "max_thinking_length": {"max_thinking_length": 4, "end_of_thinking": "+", "interruption": "+"},
 }

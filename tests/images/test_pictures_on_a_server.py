@@ -174,7 +174,7 @@ def test_other_pixels_under_the_digest_of_a_picture_are_found(
     whole = server_pictures.encoded
 
     def swapped(picture: Any) -> str:
-        return whole(replace(picture, pixel_values=picture.pixel_values.flip(0)))
+        return whole(replace(picture, pixel_values=picture.pixel_values.flip(-1)))
 
     monkeypatch.setattr(server_pictures, "encoded", swapped)
     if proof == "gap":

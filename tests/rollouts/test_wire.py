@@ -6,10 +6,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError, ProofError
+from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.rollouts.across_ranks.frames import decode, encode
 from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, TurnEnd
@@ -134,3 +137,62 @@ def test_an_extra_that_cannot_be_sent_is_named() -> None:
 def test_a_missing_reward_stays_missing() -> None:
     ((first, _),) = [g.rollouts for g in scores_from_wire([scores_to_wire(groups(1))], groups(1))]
     assert math.isnan(first.reward)
+
+
+def shown(*seeds: int) -> PromptPictures:
+    """Pictures of one placeholder each, at the beginning of a prompt."""
+    made = tuple(
+        Picture(torch.randn(4, 12, generator=torch.Generator().manual_seed(seed)), torch.tensor([1, 2, 2]), 1)
+        for seed in seeds
+    )
+    places = np.arange(len(seeds))
+    return PromptPictures(made, places, 7, np.zeros((3, len(seeds)), dtype=np.int64), -2)
+
+
+def seeing_groups() -> list[RolloutGroup]:
+    """Prompts with two pictures, with one, and without. One rollout of the second prompt was shown a further picture."""
+    found = []
+    for group, pictures in zip(groups(), (shown(0, 1), shown(2), None), strict=True):
+        prompt = replace(group.prompt, pictures=pictures)
+        rollouts = tuple(replace(r, completion=replace(r.completion, pictures=pictures)) for r in group.rollouts)
+        found.append(RolloutGroup(prompt, rollouts))
+    one, two = found[1].rollouts
+    later = Completion(two.key._replace(call=1), (7, 7), (5,), (-0.1,), (4,), "stop", pictures=shown(2, 3))
+    return [found[0], replace(found[1], rollouts=(one, replace(two, further=(later,)))), found[2]]
+
+
+def arrived(data: dict[str, Any], sent: list[RolloutGroup]) -> list[RolloutGroup]:
+    return groups_from_wire(decode(encode(data)), [group.prompt for group in sent])
+
+
+def test_each_completion_finds_the_pictures_of_its_prompt_and_only_others_are_sent() -> None:
+    sent = seeing_groups()
+    data = groups_to_wire(sent[::-1])
+    assert [entry["digest"] for entry in data["pictures"]] == [shown(3).digests[0]]
+    for mine, theirs in zip(sent, arrived(data, sent), strict=True):
+        for one, other in zip(mine.rollouts, theirs.rollouts, strict=True):
+            assert other.completion.pictures is mine.prompt.pictures
+            for own, found in zip(one.further, other.further, strict=True):
+                assert own.pictures is not None
+                assert found.pictures is not None
+                assert found.pictures.digests == own.pictures.digests
+                assert np.array_equal(found.pictures.places, own.pictures.places)
+                assert np.array_equal(found.pictures.positions_of(9), own.pictures.positions_of(9))
+
+
+@pytest.mark.parametrize("fault", ["changed", "missing", "fewer", "blind"])
+def test_pictures_that_do_not_arrive_as_they_were_sent_are_refused(fault: str) -> None:
+    sent = seeing_groups()
+    data = groups_to_wire(sent)
+    (later,) = data["pictures"]
+    if fault == "changed":
+        data["pictures"] = [{**later, "pixel_values": -later["pixel_values"]}]
+    elif fault == "missing":
+        data["pictures"] = []
+    elif fault == "fewer":
+        data["shown"] = data["shown"][:-1]
+    else:
+        sent = [*sent[:2], *(replace(group, prompt=replace(group.prompt, pictures=None)) for group in sent[2:])]
+        data["shown"] = [*data["shown"][:-1], data["shown"][0]]
+    with pytest.raises(ProofError, match="parts do not fit each other"):
+        arrived(data, sent)

@@ -8,7 +8,7 @@ sides: it is the key of the engine's caches, and a part of what makes two nodes 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -37,6 +37,17 @@ class Picture:
     def in_tiles(self) -> bool:
         """Whether the pixels are tiles. Otherwise they are patches."""
         return self.pixel_values.dim() == 4
+
+    @cached_property
+    def pieces(self) -> tuple[Picture, ...]:
+        """The parts that a vision tower computes alone: each tile as a picture of one tile, or the picture itself.
+
+        The placeholders of a piece stand side by side in a prompt, without other ids between them.
+        """
+        if not self.in_tiles or len(self.pixel_values) == 1:
+            return (self,)
+        tokens = self.tokens // len(self.pixel_values)
+        return tuple(Picture(tile, torch.tensor([1, 0, 0]), tokens) for tile in self.pixel_values.split(1))
 
     @cached_property
     def digest(self) -> str:
@@ -69,6 +80,11 @@ class PromptPictures:
     def places_of_each(self) -> list[Ids]:
         """The places of the placeholders of each picture, in order."""
         return np.split(self.places, np.cumsum([picture.tokens for picture in self.pictures])[:-1])
+
+    @cached_property
+    def in_pieces(self) -> PromptPictures:
+        """The same placeholders with the pieces of all pictures as pictures of their own. vLLM gets them in this form."""
+        return replace(self, pictures=tuple(piece for picture in self.pictures for piece in picture.pieces))
 
     @property
     def starts(self) -> Ids:

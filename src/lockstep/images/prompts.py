@@ -13,6 +13,7 @@ import torch
 from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
+from lockstep.images.limits import NO_LIMITS, PictureLimits
 from lockstep.images.pictures import Picture, PromptPictures, expanded
 from lockstep.images.processing import InPatches, InTiles
 from lockstep.images.reading import images_of_row
@@ -29,9 +30,11 @@ class ImagePrompts:
             prompt with pictures.
         path: directory or hub id with the model's image processor.
         chat_template_kwargs: further arguments of the chat template.
+        limits: limits on the pictures.
 
     Raises:
-        InputError: the model has no image processor, or the tokenizer lacks an id that stands beside pictures.
+        InputError: the model has no image processor, the tokenizer lacks an id that stands beside pictures, or a limit does not
+            fit the model.
     """
 
     def __init__(
@@ -40,13 +43,15 @@ class ImagePrompts:
         tokenizer: PreTrainedTokenizerBase,
         path: str,
         chat_template_kwargs: dict[str, Any] | None = None,
+        limits: PictureLimits = NO_LIMITS,
     ) -> None:
         config: Any = model.config
         try:
             processor = AutoImageProcessor.from_pretrained(path)
         except (OSError, ValueError, ImportError) as error:
             raise InputError(f"model {path} comes without a usable image processor: {error}") from error
-        self._model, self._tokenizer = model, tokenizer
+        limits.set_sizes(processor, config)
+        self._model, self._tokenizer, self._limits = model, tokenizer, limits
         self._template = template_of(tokenizer, chat_template_kwargs)
         self._placeholder = int(config.image_token_id)
         kind = InTiles(processor, config, tokenizer) if reads_tiles(config) else InPatches(processor, config)
@@ -62,10 +67,11 @@ class ImagePrompts:
         """The ids of a row's prompt with their placeholders repeated, and its pictures; None: the row has none.
 
         Raises:
-            InputError: a picture cannot be opened or processed, the prompt cannot be tokenized, or its text has not one
-                placeholder per picture.
+            InputError: a picture cannot be opened or processed, there are too many, the prompt cannot be tokenized, or its text
+                has not one placeholder per picture.
         """
         prompt, images = images_of_row(row)
+        self._limits.check_count(len(images))
         ids = whole_numbers(render_prompt(prompt, self._tokenizer, template=self._template, images=True))
         placeholders = int((ids == self._placeholder).sum())
         if placeholders != len(images):

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 # Families whose log-probs with pictures were compared between vLLM and the trainer (docs/images.md).
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 # Families of these that cut a picture into tiles of one size. The others cut it into patches, in any number.
 _IN_TILES = ("smolvlm", "idefics3")
-
-# Families that a server can be sent. A request to vLLM's server cannot say which ids between tiles are placeholders.
-ON_SERVERS = ("qwen2_5_vl",)
 
 
 def reads_pictures(config: PreTrainedConfig) -> bool:
@@ -26,6 +24,14 @@ def reads_pictures(config: PreTrainedConfig) -> bool:
 def reads_tiles(config: PreTrainedConfig) -> bool:
     """Whether a family that reads pictures cuts them into tiles of one size."""
     return config.model_type in _IN_TILES
+
+
+def vision_parts(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules that turn pixels into vectors of the language part: the vision tower and its projector. Empty: there are none."""
+    if not reads_pictures(model.config):
+        return []
+    trunk: Any = model.base_model
+    return [trunk.vision_model, trunk.connector] if reads_tiles(model.config) else [trunk.visual]
 
 
 def model_class(config: PreTrainedConfig) -> Any:

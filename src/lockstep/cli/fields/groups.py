@@ -13,7 +13,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
         "model_name_or_path", "bf16", "model_init_kwargs", "chat_template_kwargs", "gradient_checkpointing",
         "gradient_checkpointing_kwargs", "disable_dropout", "use_liger_kernel", "liger_kernel_config", "cast_lm_head_to_fp32",
-        "token_budget",        "logits_chunk_size",
+        "token_budget", "logits_chunk_size", "freeze_vision_tower",
     ),
     "adapter": (
         "use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save", "use_rslora",
@@ -22,6 +22,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "data": (
         "dataset_name", "dataset_config", "train_size", "eval_size", "dataset_train_split", "dataset_test_split",
         "dataset_seed", "shuffle_dataset", "eval_strategy", "eval_steps", "eval_on_start", "eval_delay",
+        "min_pixels", "max_pixels", "limit_mm_per_prompt",
     ),
     "reward": (
         "reward_funcs", "reward_model_path", "reward_weights", "reward_timeout", "rehearse_rewards", "recheck_rewards",

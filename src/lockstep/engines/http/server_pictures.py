@@ -4,7 +4,9 @@
 request for one token, whose answer is dropped. vLLM keeps the picture's tensors in its cache of inputs, under the picture's digest.
 All completions then name the digest alone. The workers report the digest of what they encoded (`sync/vllm_worker.py`).
 
-A picture is written as vLLM's endpoint expects it: names, dtypes, shapes and raw bytes in msgpack. Nothing in it is pickled.
+A request says of a picture only where its first placeholder is and how many there are. Therefore each tile of a picture is sent as
+a picture of its own (`Picture.pieces`), and everything here is about such pieces. A piece is written as vLLM's endpoint expects it:
+names, dtypes, shapes and raw bytes in msgpack. Nothing in it is pickled.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import msgspec
 import torch
 
 from lockstep.engines.protocol import GenerationRequest
+from lockstep.engines.vllm.pictures import piece_places, piece_tensors
 from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import Picture, PromptPictures
 
@@ -81,6 +84,7 @@ def features(pictures: PromptPictures, sent: Collection[Picture] = ()) -> dict[s
         sent: the pictures whose tensors are sent along; vLLM takes the others from its cache.
     """
     tensors = {picture.digest: encoded(picture) for picture in sent}
+    pictures = pictures.in_pieces
     return {
         "mm_hashes": {"image": list(pictures.digests)},
         "mm_placeholders": {"image": _places(pictures)},
@@ -90,12 +94,10 @@ def features(pictures: PromptPictures, sent: Collection[Picture] = ()) -> dict[s
 
 def encoded(picture: Picture) -> str:
     """The tensors of a picture for vLLM 0.32.0: msgpack in base64."""
-    patches = len(picture.pixel_values)
-    pixels = {"keep_on_cpu": False, "slices": [[0, patches, None]], "dim": 0}
-    item = {
-        "pixel_values": {"data": _tensor(picture.pixel_values), "field": ["flat", pixels]},
-        "image_grid_thw": {"data": _tensor(picture.grid), "field": ["batched", {"keep_on_cpu": True}]},
-    }
+    rows, single = piece_tensors(picture)
+    whole = {"keep_on_cpu": False, "slices": [[0, len(picture.pixel_values), None]], "dim": 0}
+    item = {name: {"data": _tensor(tensor), "field": ["flat", whole]} for name, tensor in rows.items()}
+    item |= {name: {"data": _tensor(t), "field": ["batched", {"keep_on_cpu": True}]} for name, t in single.items()}
     return base64.b64encode(msgspec.msgpack.encode(item)).decode()
 
 
@@ -138,8 +140,7 @@ def check_encoded(pictures: Sequence[Picture], workers: Sequence[Mapping[str, st
 
 
 def _places(pictures: PromptPictures) -> list[dict[str, int]]:
-    placed = zip(pictures.starts.tolist(), pictures.pictures, strict=True)
-    return [{"offset": start, "length": picture.tokens} for start, picture in placed]
+    return [{"offset": start, "length": length} for start, length in piece_places(pictures.in_pieces)]
 
 
 def _tensor(tensor: torch.Tensor) -> list[Any]:
@@ -148,4 +149,5 @@ def _tensor(tensor: torch.Tensor) -> list[Any]:
 
 
 def _size(picture: Picture) -> int:
-    return picture.pixel_values.nbytes + picture.grid.nbytes
+    rows, single = piece_tensors(picture)
+    return sum(tensor.nbytes for tensor in (*rows.values(), *single.values()))

@@ -195,14 +195,14 @@ class ServerRequests:
         """
         if request.pictures is None:
             return
-        sent, calls = self._pictures[server], self._servers[server]
-        async with sent.one_at_a_time(request.pictures):
-            if missing := sent.missing(request.pictures, calls.picture_cache):
+        sent, calls, shown = self._pictures[server], self._servers[server], request.pictures.in_pieces
+        async with sent.one_at_a_time(shown):
+            if missing := sent.missing(shown, calls.picture_cache):
                 body = pictures_body(request, missing, _name("pictures"), first=calls.takes_priorities)
                 await self._post(server, body, limit)
                 digests = json.dumps([picture.digest for picture in missing])
                 check_encoded(missing, await calls.ask_workers("lockstep_pictures", digests), calls.url)
-            sent.use(request.pictures, calls.picture_cache)
+            sent.use(shown, calls.picture_cache)
 
     def forget_pictures(self) -> None:
         """Send every picture again before it is used: a server may have been started again."""

@@ -1,21 +1,22 @@
 """Pictures in vLLM's form: the prompt with the very tensors that the trainer has made, past vLLM's own image processor.
 
 A prompt whose placeholders are repeated already must not go to vLLM with pictures as `multi_modal_data`: vLLM 0.32.0 repeats the
-placeholders a second time and says nothing. `mm_input` takes processed pictures instead. The digest of a picture is its key in
-vLLM's caches.
+placeholders a second time and says nothing. `mm_input` takes processed pictures instead. A tile goes to vLLM as a picture of its
+own (`Picture.pieces`): the placeholders of a vLLM picture then stand side by side, which is all that a request to a server can say
+of them. The digest of a piece is its key in vLLM's caches.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from lockstep.errors import LockstepError
 from lockstep.images.pictures import Picture, PromptPictures
 
-_TENSORS = {"pixel_values", "image_grid_thw"}
 # Number of pictures whose digests a worker remembers.
 _RECORDED = 65_536
 
@@ -35,39 +36,63 @@ def picture_arguments(*, cache_gb: int = 0) -> dict[str, Any]:
     }
 
 
+def piece_tensors(piece: Picture) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The tensors of a piece of a picture, by vLLM's names.
+
+    Returns:
+        Those with one row per patch or tile, and those that describe the whole piece.
+    """
+    if not piece.in_tiles:
+        return {"pixel_values": piece.pixel_values}, {"image_grid_thw": piece.grid}
+    # No tile is padded (`images/processing.py`).
+    mask = torch.ones((), dtype=torch.bool).expand_as(piece.pixel_values[:, 0])
+    counts = torch.tensor(len(piece.pixel_values))
+    return {"pixel_values": piece.pixel_values, "pixel_attention_mask": mask}, {"num_patches": counts}
+
+
 def prompt_with_pictures(prompt_ids: list[int], pictures: PromptPictures) -> Any:
     """The prompt of a request, as `LLMEngine.add_request` takes it."""
     from vllm.inputs.engine import mm_input
-    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFieldElem,
+        MultiModalFlatField,
+        MultiModalKwargsItem,
+        MultiModalKwargsItems,
+        PlaceholderRange,
+    )
 
-    shown = pictures.pictures
-    pixels, grids = torch.cat([picture.pixel_values for picture in shown]), torch.stack([p.grid for p in shown])
-    counts = torch.tensor([len(picture.pixel_values) for picture in shown])
-    of_pixels, of_pictures = MultiModalFieldConfig.flat_from_sizes, MultiModalFieldConfig.batched
-    if shown[0].in_tiles:
-        tensors: Any = {"pixel_values": pixels, "pixel_attention_mask": torch.ones_like(pixels[:, 0], dtype=torch.long)}
-        fields = {name: of_pixels("image", counts) for name in tensors}
-        tensors |= {"num_patches": counts}
-        fields |= {"num_patches": of_pictures("image", keep_on_cpu=True)}
-    else:
-        tensors = {"pixel_values": pixels, "image_grid_thw": grids}
-        fields = {
-            "pixel_values": of_pixels("image", counts),
-            "image_grid_thw": of_pictures("image", keep_on_cpu=True),
-        }
-    places = []
-    for own in pictures.places_of_each:
-        length = int(own[-1] - own[0]) + 1
-        is_embed = torch.zeros(length, dtype=torch.bool)
-        is_embed[own - own[0]] = True
-        # Marks may stand between the placeholders of a picture. vLLM must not put a part of it in their place.
-        places.append(PlaceholderRange(int(own[0]), length, None if is_embed.all() else is_embed))
+    def item(piece: Picture) -> MultiModalKwargsItem:
+        rows, single = piece_tensors(piece)
+        of_rows = MultiModalFlatField(slices=[slice(0, len(piece.pixel_values))])
+        fields = {name: MultiModalFieldElem(tensor, of_rows) for name, tensor in rows.items()}
+        of_single = MultiModalBatchedField(keep_on_cpu=True)
+        return MultiModalKwargsItem(fields | {n: MultiModalFieldElem(t, of_single) for n, t in single.items()})
+
+    shown = pictures.in_pieces
     return mm_input(
         prompt_ids,
-        MultiModalKwargsItems.from_hf_inputs(tensors, fields),
-        {"image": list(pictures.digests)},
-        {"image": places},
+        MultiModalKwargsItems({"image": [item(piece) for piece in shown.pictures]}),
+        {"image": list(shown.digests)},
+        {"image": [PlaceholderRange(*place) for place in piece_places(shown)]},
     )
+
+
+def piece_places(shown: PromptPictures) -> list[tuple[int, int]]:
+    """Index in the prompt's ids of the first placeholder of each piece, and the number of its placeholders.
+
+    Args:
+        shown: pictures in pieces.
+
+    Raises:
+        LockstepError: other ids stand between the placeholders of a piece. vLLM would put a part of the piece in their place.
+    """
+    places = [(int(own[0]), len(own)) for own in shown.places_of_each]
+    if any(own[-1] - own[0] >= len(own) for own in shown.places_of_each):
+        raise LockstepError(
+            "other ids stand between the placeholders of a tile, and vLLM would take them for placeholders"
+        )
+    return places
 
 
 def holds_no_pictures(worker: Any) -> bool:
@@ -99,14 +124,25 @@ class PictureRecorder:
         found = self._batch(*args)
         keys, items = found[:2]
         for key, (_, item) in zip(keys, items, strict=True):
-            # Another program's pictures may have other tensors, or pixels in half precision.
-            if item.keys() >= _TENSORS and item["pixel_values"].data.dtype == torch.float32:
-                pixels, grid = (item[name].data.cpu().contiguous() for name in ("pixel_values", "image_grid_thw"))
-                self.digests[key] = Picture(pixels, grid, 0).digest
+            if (piece := _piece_in({name: field.data for name, field in item.items()})) is not None:
+                self.digests[key] = piece.digest
                 self.digests.move_to_end(key)
                 if len(self.digests) > _RECORDED:
                     self.digests.popitem(last=False)
         return found
+
+
+def _piece_in(tensors: Mapping[str, Any]) -> Picture | None:
+    """The piece of a picture that vLLM encodes. None: these are the tensors of another program, or a tile is padded."""
+    found: dict[str, torch.Tensor] = {name: t.cpu().contiguous() for name, t in tensors.items() if hasattr(t, "cpu")}
+    pixels = found.get("pixel_values")
+    if pixels is None or pixels.dtype != torch.float32:
+        return None
+    piece = Picture(pixels, found.get("image_grid_thw", torch.tensor([1, 0, 0])), 0)
+    rows, single = piece_tensors(piece)
+    due = rows | single
+    is_ours = found.keys() == due.keys() and all(torch.equal(found[name], due[name]) for name in due)
+    return piece if is_ours else None
 
 
 def record_pictures(worker: Any) -> None:

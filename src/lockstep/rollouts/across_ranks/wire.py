@@ -1,7 +1,7 @@
 """Rollout groups and their scores in JSON types and arrays, and back, for ranks that did not sample or score them.
 
 `training/generate/source.py` sends them through `rollouts/across_ranks/ranks.py`. Prompts are not sent, because every rank has the
-same prompts.
+same prompts (`training/data/prompts.py` compares them).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError, ProofError
+from lockstep.rollouts.across_ranks.pictures_wire import pictures_from_wire, pictures_to_wire
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, Seal, TurnEnd
 from lockstep.tokens.arrays import cut, flags, joined, small_ids, whole_numbers
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
@@ -55,6 +56,7 @@ def groups_to_wire(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
         "own_prompts": own,
         "prompt_lengths": np.array([len(ids) for ids in prompts], dtype=np.int64),
         "prompt_ids": joined(prompts) if prompts else whole_numbers([]),
+        **pictures_to_wire([(c.pictures, p.pictures) for p, r in pairs for c in r.branches]),
         **_kept_to_wire([c.kept_ids for c in branches]),
         **({name: joined([getattr(c, name) for c in branches]) for name in _COLUMNS} if branches else {}),
     }
@@ -120,17 +122,16 @@ def _rollouts(data: Mapping[str, Any], prompts: Sequence[Prompt]) -> Iterator[Ro
     masks = iter(cut(data["sampled"], lengths[masked]))
     own_prompts = iter(cut(data["prompt_ids"], data["prompt_lengths"]))
     columns = zip(*(cut(data[name], lengths) for name in _COLUMNS), strict=True)
-    kept = _kept_from_wire(data)
-    branches = zip(
-        data["calls"], data["finish_reasons"], data["own_prompts"], masked.tolist(), kept, columns, strict=True
-    )
+    owns = [prompt.pictures for prompt, count in zip(prompts, data["branches"], strict=True) for _ in range(count)]
+    rest = zip(masked.tolist(), _kept_from_wire(data), pictures_from_wire(data, owns), columns, strict=True)
+    branches = zip(data["calls"], data["finish_reasons"], data["own_prompts"], rest, strict=True)
     names = ("samples", "texts", "turns", "notes", "seals", "branches")
     for prompt, sample, text, turns, notes, seal, count in zip(prompts, *(data[name] for name in names), strict=True):
         own: list[Completion] = []
-        for call, reason, has_prompt, has_mask, sets, (ids, logprobs, versions) in itertools.islice(branches, count):
+        for call, reason, has_prompt, (has_mask, sets, shown, values) in itertools.islice(branches, count):
             before, mask = next(own_prompts) if has_prompt else prompt.ids, next(masks) if has_mask else None
             key = RequestKey(prompt.prompt_id, sample, call)
-            own.append(Completion(key, before, ids, logprobs, versions, reason, mask, sets))
+            own.append(Completion(key, before, *values, reason, mask, sets, shown))
         yield Rollout(
             own[0],
             text,

@@ -22,6 +22,7 @@ from lockstep.sync.transport import TRANSPORTS
 from lockstep.training.config.agent_fields import AgentFields
 from lockstep.training.config.checks import check_fields
 from lockstep.training.config.filter_fields import FilterFields
+from lockstep.training.config.image_fields import ImageFields
 from lockstep.training.config.interruption_fields import InterruptionFields
 from lockstep.training.config.precision import has_fast_bf16, usual_token_budget
 from lockstep.training.config.tool_fields import ToolFields
@@ -29,7 +30,9 @@ from lockstep.training.config.trl_fields import UNSUPPORTED, OneValueFields, doc
 
 
 @dataclass
-class OnlineConfig(AgentFields, FilterFields, ToolFields, InterruptionFields, OneValueFields, TrainingArguments):
+class OnlineConfig(
+    AgentFields, FilterFields, ImageFields, ToolFields, InterruptionFields, OneValueFields, TrainingArguments
+):
     """Fields shared by the trainers of `lockstep.training`.
 
     Raises:
@@ -172,6 +175,7 @@ class OnlineConfig(AgentFields, FilterFields, ToolFields, InterruptionFields, On
         "vllm_engine_kwargs",
         "generation_kwargs",
         "logit_bias",
+        "limit_mm_per_prompt",
     ]
 
     def __post_init__(self) -> None:
@@ -193,6 +197,7 @@ class OnlineConfig(AgentFields, FilterFields, ToolFields, InterruptionFields, On
         self._check_server()
         self._check_corrections()
         self._check_completion_log()
+        self.check_images()
         self.size_generation()
         self.check_interruption(self.completion_limit, self.stop_strings or [])
         self.take_generation_kwargs()

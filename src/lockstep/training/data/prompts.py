@@ -199,9 +199,11 @@ def _tell_guarded(prompts: Sequence[Prompt], template: Template | None) -> None:
 
 
 def _digest(prompts: Sequence[Prompt]) -> list[Any]:
-    """The number of prompts, and a digest of their names and ids."""
+    """The number of prompts, and a digest of their names, ids and pictures."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         name = prompt.prompt_id.encode()
         digest.update(b"%d %d " % (len(name), len(prompt.ids)) + name + prompt.ids.tobytes())
+        if prompt.pictures is not None:
+            digest.update("".join(prompt.pictures.digests).encode())
     return [len(prompts), digest.hexdigest()]

@@ -18,6 +18,7 @@ from lockstep.models.liger import check_kernels
 from lockstep.models.policy import dropout_of, load_policy, switch_off_dropout
 from lockstep.models.quantised import check_quantization, keep_order
 from lockstep.models.resolve import at_revision, resolve_model
+from lockstep.models.vision import vision_parts
 from lockstep.models.whole import check_finite
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
@@ -54,7 +55,8 @@ def open_policy(
     Raises:
         InputError: the model or its tokenizer cannot be loaded; they do not fit each other; the adapter cannot be sent to any
             engine; weights are NaN or infinite; the tokenizer's ids do not allow the interruption of thinking that `args`
-            sets; `args` keep dropout on and there is some; or FlexAttention is selected and does not run here.
+            sets; `args` freeze a vision tower that is not there, or keep dropout on and there is some; or FlexAttention is
+            selected and does not run here.
         ProofError: FlexAttention is selected, and its results differ from SDPA's.
     """
     path = resolve_model(model if isinstance(model, str) else model.config.name_or_path)
@@ -76,6 +78,8 @@ def open_policy(
     keep_order(policy)
     fit_vocabulary(policy, guarded)
     policy = with_adapter(policy, peft_config, seed=args.seed)
+    if args.freeze_vision_tower:
+        _freeze_vision_tower(policy)
     if args.use_liger_kernel:
         check_kernels(causal_model(policy), args.liger_kernel_config or {})  # type: ignore[arg-type]
     if not args.disable_dropout and (found := dropout_of(policy)):
@@ -88,6 +92,24 @@ def open_policy(
     # This call refuses an adapter that cannot be sent to any engine, before an engine is started.
     weights_of(policy)
     return OpenedPolicy(policy, guarded, path)
+
+
+def _freeze_vision_tower(policy: PreTrainedModel) -> None:
+    """Train nothing of the vision tower and its projector, also no adapter in them.
+
+    Raises:
+        InputError: there is no vision tower, or nothing else to train.
+    """
+    parts = vision_parts(causal_model(policy))
+    if not parts:
+        raise InputError("freeze_vision_tower: the model has no vision tower that Lockstep knows; leave it out")
+    for part in parts:
+        part.requires_grad_(False)
+    if not any(p.requires_grad for p in policy.parameters()):
+        raise InputError(
+            "freeze_vision_tower leaves nothing to train: the adapter is in the vision tower alone; leave it out, or give "
+            "peft_config modules of the language part"
+        )
 
 
 def _adopt_attention(model: PreTrainedModel, args: OnlineConfig) -> None:

@@ -10,32 +10,24 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import COLUMNS, has_images
-from lockstep.models.adapters import causal_model, is_adapted
+from lockstep.models.adapters import causal_model
 from lockstep.models.policy import BAD_FILES
 from lockstep.models.resolve import resolve_model
-from lockstep.models.vision import FAMILIES, ON_SERVERS, reads_pictures
-from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.models.vision import FAMILIES, reads_pictures
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.policy import OpenedPolicy
 
 
-def unsupported_with_images(
-    args: OnlineConfig, ranks: Ranks, model: Any, *, acting: bool, adapter: Any
-) -> dict[str, bool]:
+def unsupported_with_images(args: OnlineConfig, *, acting: bool) -> dict[str, bool]:
     """Features that are not supported with pictures, and whether a run uses each.
 
     Args:
-        model: the trainer's argument: a name or a loaded model.
         acting: whether rollouts are made with tools, environments, an agent or a `rollout_func`.
-        adapter: the trainer's `peft_config`.
     """
     return {
-        "several trainer processes": ranks.count > 1,
-        "an adapter (peft_config)": adapter is not None or (not isinstance(model, str) and is_adapted(model)),
         "use_liger_kernel": bool(args.use_liger_kernel),
         "tools, environments, agents or a rollout_func": acting,
         "max_thinking_length": args.max_thinking_length is not None,
@@ -72,27 +64,16 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
             )
 
 
-def image_prompts(
-    opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[str, Any], engine: Any
-) -> ImagePrompts | None:
+def image_prompts(opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[str, Any]) -> ImagePrompts | None:
     """Reads the prompts of a run with pictures; None: no dataset has pictures, or the model reads none.
 
-    Args:
-        engine: the engine that the caller gave, or None.
-
     Raises:
-        InputError: the model has no image processor, or pictures of its family cannot be sent to a server.
+        InputError: the model has no image processor, or a limit on pictures does not fit it.
     """
     model, arguments = causal_model(opened.model), args.chat_template_kwargs
     if not reads_pictures(model.config) or not any(map(has_pictures, datasets.values())):
         return None
-    on_server = args.vllm_mode == "server" or isinstance(engine, VLLMServer)
-    if on_server and model.config.model_type not in ON_SERVERS:
-        raise InputError(
-            f"pictures of {model.config.model_type} cannot be sent to a server yet, only those of {', '.join(ON_SERVERS)}: set "
-            "vllm_mode='colocate', or use such a model (docs/images.md)"
-        )
-    return ImagePrompts(model, opened.tokenizer, opened.path, arguments)  # type: ignore[arg-type]
+    return ImagePrompts(model, opened.tokenizer, opened.path, arguments, args.picture_limits)  # type: ignore[arg-type]
 
 
 def has_pictures(data: Any) -> bool:

@@ -146,7 +146,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.ranks = Ranks(_LONGEST_CALL * args.vllm_server_timeout * (args.generations_ahead + 1))
         found: list[GivenData] = []
         acting = any(part for part in (tools, environment_factory, rollout_func, agent))
-        in_use = unsupported_with_images(args, self.ranks, model, acting=acting, adapter=peft_config)
+        in_use = unsupported_with_images(args, acting=acting)
 
         def read() -> None:
             found.append(read_data(train_dataset, eval_dataset, args, environment_factory))
@@ -167,7 +167,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
 
         opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
-        images = image_prompts(opened, args, data.named, engine)
+        images = image_prompts(opened, args, data.named)
         banned = images.banned_ids if images is not None else ()
         self.settings = SettingsProof(
             asked, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], banned

@@ -1,0 +1,61 @@
+"""The fields of runs with pictures.
+
+`training/config/online_config.py` inherits the fields. `training/trainers/images.py` and `training/forward/policy.py` read them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lockstep.errors import InputError
+from lockstep.images.limits import PictureLimits
+from lockstep.training.config.trl_fields import doc
+
+
+@dataclass
+class ImageFields:
+    """The fields of pictures."""
+
+    freeze_vision_tower: bool = field(
+        default=False,
+        metadata=doc("Keep the vision tower and its projector as they are; with an adapter, also the adapter in them."),
+    )
+    min_pixels: int | None = field(
+        default=None,
+        metadata=doc(
+            "A smaller picture is enlarged to so many pixels. Default: preprocessor_config.json. Not for tiles."
+        ),
+    )
+    max_pixels: int | None = field(
+        default=None,
+        metadata=doc("A larger picture is shrunk to so many pixels at most. Default: preprocessor_config.json."),
+    )
+    limit_mm_per_prompt: dict | str | None = field(
+        default=None,
+        metadata=doc('Largest number of pictures per prompt, as {"image": 4}; a row with more is refused.'),
+    )
+
+    def check_images(self) -> None:
+        """Check the fields.
+
+        Raises:
+            InputError: a limit is not a positive number, they contradict each other, or one is for something else than pictures.
+        """
+        for name in ("min_pixels", "max_pixels"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise InputError(f"{name}={given}; it must be 1 or more")
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise InputError(f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}")
+        limit = self.limit_mm_per_prompt
+        count = limit.get("image") if isinstance(limit, dict) and limit.keys() == {"image"} else None
+        if limit is not None and (type(count) is not int or count < 1):
+            raise InputError(
+                f'limit_mm_per_prompt={limit!r}; it must be {{"image": N}} with N of 1 or more: only pictures are supported'
+            )
+
+    @property
+    def picture_limits(self) -> PictureLimits:
+        """The limits on pictures."""
+        limit = self.limit_mm_per_prompt
+        return PictureLimits(self.min_pixels, self.max_pixels, limit["image"] if isinstance(limit, dict) else None)
