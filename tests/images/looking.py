@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ import peft
 import pytest
 import torch
 from datasets import Dataset
-from seeing import mixed_rows, picture
+from PIL import Image
+from seeing import make_seeing, make_seeing_tokenizer, mixed_rows, picture
+from transformers import AutoConfig
 
 import lockstep
-from lockstep.images.pictures import PromptPictures
+from lockstep.images.pictures import Picture, PromptPictures
+from lockstep.images.prompts import ImagePrompts
 from lockstep.training.forward import scoring
 from lockstep.training.trainers.grpo import GRPOTrainer
 from lockstep.training.trainers.online import OnlineTrainer
@@ -66,6 +70,38 @@ def other_pixels(pictures: PromptPictures | None) -> PromptPictures | None:
         other.__dict__["digest"] = own.digest
         changed.append(other)
     return replace(pictures, pictures=tuple(changed))
+
+
+def resized_rows(seed: int = 0) -> list[dict[str, Any]]:
+    """Rows like those of `same_grid_rows`, with pictures that the image processor must resize."""
+    prompt = [{"role": "user", "content": "what is it"}]
+    return [{"prompt": prompt, "image": picture(seed + i, 29, 19)} for i in range(4)]
+
+
+def another_resize(folder: str, rows: list[dict[str, Any]]) -> Callable[[PromptPictures | None], PromptPictures | None]:
+    """Gives the pictures of `rows` as another resize makes them, of the same size and under the digests of the true ones."""
+    family = AutoConfig.from_pretrained(folder).model_type
+    true, other = (ImagePrompts(make_seeing(family), make_seeing_tokenizer(family), folder) for _ in range(2))
+    other._process._processor.resample = Image.Resampling.NEAREST
+    known: dict[str, Picture] = {}
+    for row in rows:
+        for own, changed in zip(*(reader.read(row)[1].pictures for reader in (true, other)), strict=True):  # type: ignore[union-attr]
+            for one, two in zip((own, *own.pieces), (changed, *changed.pieces), strict=True):
+                assert one.grid.tolist() == two.grid.tolist()
+                two.__dict__["digest"] = one.digest
+                known[one.digest] = two
+
+    def changed(shown: PromptPictures | None) -> PromptPictures | None:
+        return None if shown is None else replace(shown, pictures=tuple(known[p.digest] for p in shown.pictures))
+
+    return changed
+
+
+def expanded_twice(ids: list[int], shown: PromptPictures | None) -> list[int]:
+    """The ids of a prompt whose placeholders are repeated once more, as vLLM's own processor would do it."""
+    if shown is None:
+        return ids
+    return [i for token in ids for i in ([token, token] if token == shown.placeholder else [token])]
 
 
 def wrong_order(pictures: PromptPictures | None) -> PromptPictures | None:

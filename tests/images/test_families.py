@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from looking import gaps, leave_pixels_out, look, other_pixels, same_grid_rows
+from looking import another_resize, gaps, leave_pixels_out, look, other_pixels, resized_rows, same_grid_rows
 from PIL import Image
 from seeing import make_seeing, make_seeing_tokenizer, picture, save_seeing
 from transformers import AutoImageProcessor, Idefics3Processor
@@ -67,6 +67,19 @@ def test_other_pixels_of_the_same_grid_are_found_by_the_gap(
     monkeypatch.setattr(transformers_engine, "model_inputs", swapped)
     with pytest.raises(ProofError) as found:
         train(folder, tmp_path, same_grid_rows())
+    assert found.value.check == "gap"
+
+
+def test_another_resize_in_the_engine_is_found_by_the_gap(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = resized_rows()
+    other = another_resize(folder, rows)
+    monkeypatch.setattr(
+        transformers_engine, "model_inputs", lambda shown, ids: model_inputs([other(p) for p in shown], ids)
+    )
+    with pytest.raises(ProofError) as found:
+        train(folder, tmp_path, rows)
     assert found.value.check == "gap"
 
 

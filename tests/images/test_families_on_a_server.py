@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import VLLM
-from looking import gaps, leave_pixels_out, look, same_grid_rows, wrong_order
+from looking import adapter, gaps, leave_pixels_out, look, same_grid_rows, wrong_order
 from PIL import Image
 from seeing import IN_VLLM, picture, save_seeing, seeing_plugin
 from servers import Server, connect, serve
@@ -84,6 +84,15 @@ def test_two_steps_on_mixed_rows_are_proven_and_the_tower_learns(
     shown = {len(g.prompt.pictures.pictures) if g.prompt.pictures else 0 for g in trainer.rollouts()}
     assert shown == {0, 1, 2}
     assert not ModuleProbe(trainer.model, engine, trainer.model.dtype).measure(1, every=True).failed
+
+
+def test_an_adapter_on_all_layers_is_proven_with_pictures(
+    family: str, folder: str, tmp_path: Path, engine: VLLMServer
+) -> None:
+    trainer = look(folder, tmp_path, engine=engine, peft_config=adapter(family, "all"))
+    trainer.train()
+    assert len(gaps(trainer)) == 2
+    assert max(gaps(trainer)) < LIMIT
 
 
 def test_equal_tiles_of_one_picture_are_proven_too(folder: str, tmp_path: Path, engine: VLLMServer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import VLLM
-from looking import gaps, leave_pixels_out, look, other_pixels, same_grid_rows
+from looking import adapter, gaps, leave_pixels_out, look, other_pixels, same_grid_rows
 from seeing import IN_VLLM, let_vllm_see, save_seeing
 from tiny import CONTEXT
 
@@ -79,6 +79,15 @@ def test_two_steps_on_mixed_rows_are_proven_and_the_tower_learns(
     probe = ModuleProbe(trainer.model, vllm, torch.float32).measure(1, every=True)
     assert not probe.failed
     assert set(probe.unreached) == UNREACHED[family]
+
+
+def test_an_adapter_on_all_layers_is_proven_with_pictures(
+    family: str, folder: str, tmp_path: Path, vllm: VLLMInProcess
+) -> None:
+    trainer = look(folder, tmp_path, engine=vllm, peft_config=adapter(family, "all"))
+    trainer.train()
+    assert len(gaps(trainer)) == 2
+    assert max(gaps(trainer)) < LIMIT
 
 
 def test_other_pixels_of_the_same_grid_in_the_engine_are_found_by_the_gap(

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 from conftest import VLLM
-from looking import IN_THE_TRAINER, gaps, look, same_grid_rows, wrong_order
+from looking import (
+    IN_THE_TRAINER,
+    another_resize,
+    expanded_twice,
+    gaps,
+    look,
+    resized_rows,
+    same_grid_rows,
+    wrong_order,
+)
 from seeing import make_seeing, make_seeing_tokenizer, save_seeing, seeing_plugin
 from servers import KEY, Server, begin, connect, serve
 from tiny import CONTEXT
@@ -180,6 +189,36 @@ def test_other_pixels_under_the_digest_of_a_picture_are_found(
     if proof == "gap":
         monkeypatch.setattr(server_requests, "check_encoded", lambda *given: None)
     assert broken(folder, tmp_path, engine) == proof
+
+
+def test_another_resize_is_found_by_the_gap_if_the_server_does_not_report_what_it_encoded(
+    folder: str, tmp_path: Path, engine: VLLMServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = resized_rows()
+    other, whole = another_resize(folder, rows), server_pictures.encoded
+    changed = {p.digest: other(shown).pictures[0] for shown in shown_by(folder, rows) for p in shown.pictures}
+    monkeypatch.setattr(server_pictures, "encoded", lambda piece: whole(changed[piece.digest]))
+    monkeypatch.setattr(server_requests, "check_encoded", lambda *given: None)
+    assert broken(folder, tmp_path, engine, rows) == "gap"
+
+
+def shown_by(folder: str, rows: list[dict[str, Any]]) -> list[Any]:
+    """The pictures of each row."""
+    reader = ImagePrompts(make_seeing(), make_seeing_tokenizer(), folder)
+    return [reader.read(row)[1] for row in rows]
+
+
+def test_placeholders_that_are_repeated_twice_are_found_by_the_echo(
+    folder: str, tmp_path: Path, engine: VLLMServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = server_requests.generation_body
+
+    def twice(request: Any, name: str) -> dict[str, Any]:
+        body = whole(request, name)
+        return {**body, "token_ids": expanded_twice(body["token_ids"], request.pictures)}
+
+    monkeypatch.setattr(server_requests, "generation_body", twice)
+    assert broken(folder, tmp_path, engine) == "echo"
 
 
 def test_pictures_in_the_wrong_order_are_found_by_the_gap(

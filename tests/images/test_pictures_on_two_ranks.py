@@ -15,7 +15,7 @@ from conftest import needs_vllm
 from seeing import save_seeing, seeing_plugin
 from seeing_ranks import ALONE, COMPARED, WORK
 from servers import KEY, serve
-from test_two_ranks import run_ranks, same_logs
+from test_two_ranks import run_ranks
 from tiny import CONTEXT
 
 from lockstep.server.keys import KEY_VARIABLE
@@ -23,6 +23,8 @@ from lockstep.server.keys import KEY_VARIABLE
 pytestmark = pytest.mark.long
 SCRIPT = Path(__file__).parent / "seeing_ranks.py"
 LIMIT = 1e-3
+# Figures of a step that do not depend on the last digits of float32.
+EQUAL = ("num_tokens", "completions/mean_length", "reward", "reward_std", "parity/checked_tokens")
 Found = Callable[[str], list[dict[str, Any]]]
 
 
@@ -55,7 +57,10 @@ def test_two_ranks_take_the_steps_of_one(work: str, pictures: list[int], model: 
         assert all(own["own"])
         assert max(line["parity/max_abs_gap"] for line in own["logs"]) < LIMIT
         assert difference(alone["weights"], own["weights"]) < 1e-5
-        same_logs(alone["logs"], own["logs"])
+        for mine, theirs in zip(own["logs"], alone["logs"], strict=True):
+            assert all(mine[name] == theirs[name] for name in EQUAL)
+            assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+            assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
     assert all(torch.equal(tensor, other["weights"][name]) for name, tensor in one["weights"].items())
     for name in ("eval_reward", "eval_parity/checked_tokens"):
         assert one["evaluation"][name] == other["evaluation"][name] == pytest.approx(alone["evaluation"][name])

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 from conftest import VLLM
-from looking import IN_THE_TRAINER, gaps, look, other_pixels, same_grid_rows
+from looking import (
+    IN_THE_TRAINER,
+    adapter,
+    another_resize,
+    expanded_twice,
+    gaps,
+    look,
+    other_pixels,
+    resized_rows,
+    same_grid_rows,
+    wrong_order,
+)
 from seeing import let_vllm_see, mixed_rows, save_seeing
 from tiny import CONTEXT
 
@@ -72,6 +83,29 @@ def test_a_picture_of_the_same_grid_in_the_engine_is_found_by_the_gap(
     with pytest.raises(ProofError) as found:
         look(folder, tmp_path, same_grid_rows(), engine=vllm).train()
     assert found.value.check == "gap"
+
+
+@pytest.mark.parametrize("fault", ["another resize", "wrong order"])
+def test_another_resize_or_another_order_of_pictures_in_the_engine_is_found_by_the_gap(
+    fault: str, folder: str, tmp_path: Path, vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = resized_rows() if fault == "another resize" else same_grid_rows(pictures=2)
+    change = another_resize(folder, rows) if fault == "another resize" else wrong_order
+    whole = in_process.prompt_with_pictures
+    monkeypatch.setattr(in_process, "prompt_with_pictures", lambda ids, shown: whole(ids, change(shown)))
+    with pytest.raises(ProofError) as found:
+        look(folder, tmp_path, rows, engine=vllm).train()
+    assert found.value.check == "gap"
+
+
+def test_placeholders_that_are_repeated_twice_are_found_by_the_echo(
+    folder: str, tmp_path: Path, vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = in_process.prompt_with_pictures
+    monkeypatch.setattr(in_process, "prompt_with_pictures", lambda ids, shown: whole(expanded_twice(ids, shown), shown))
+    with pytest.raises(ProofError) as found:
+        look(folder, tmp_path, engine=vllm).train()
+    assert found.value.check == "echo"
 
 
 def test_the_picture_of_another_row_is_found_by_the_gap(
@@ -142,6 +176,17 @@ def test_an_engine_that_normalises_pixels_again_is_refused(folder: str, tmp_path
     finally:
         settings.mm_device_do_normalize = False
     assert found.value.check == "handshake"
+
+
+@pytest.mark.parametrize("where", ["language", "all"])
+def test_an_adapter_is_proven_with_pictures(where: str, folder: str, tmp_path: Path, vllm: VLLMInProcess) -> None:
+    trainer = look(folder, tmp_path, engine=vllm, peft_config=adapter("qwen2_5_vl", where))
+    trainer.train()
+    assert len(gaps(trainer)) == 2
+    assert max(gaps(trainer)) < LIMIT
+    # This sends the merged weights of the last step.
+    trainer.rollouts()
+    assert not ModuleProbe(trainer.model, vllm, torch.float32).measure(1, every=True).failed
 
 
 def test_text_alone_needs_no_pictures_of_a_model_that_reads_them(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,8 @@ from conftest import VLLM
 
 from lockstep.engines.http.server_pictures import SentPictures, check_encoded, check_places, encoded, features
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
-from lockstep.engines.vllm.pictures import prompt_with_pictures
-from lockstep.errors import InputError, ProofError
+from lockstep.engines.vllm.pictures import PictureRecorder, piece_places, piece_tensors, prompt_with_pictures
+from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import Picture, PromptPictures
 
 BYTES = 4 * 12 * 4 + 3 * 8
@@ -31,22 +33,94 @@ def missing(sent: SentPictures, shown: PromptPictures, capacity: int) -> list[st
     return [picture.digest for picture in sent.missing(shown, capacity)]
 
 
-@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw"])
-@pytest.mark.parametrize("place", [0, 1])
-def test_vllm_reads_the_tensors_that_it_would_get_in_process(name: str, place: int) -> None:
+def tiles() -> PromptPictures:
+    """A picture of two tiles and the whole one, with 1 placeholder each. A mark stands before each tile."""
+    pixels = torch.randn(3, 3, 4, 4, generator=torch.Generator().manual_seed(7))
+    return PromptPictures((Picture(pixels, torch.tensor([1, 1, 2]), 3),), np.array([1, 3, 5]), 7)
+
+
+@pytest.mark.parametrize("kind", ["patches", "tiles"])
+def test_vllm_reads_the_tensors_that_it_would_get_in_process(kind: str) -> None:
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwargs_item
 
-    shown = pictures(0, 1)
-    read = decode_mm_kwargs_item(encoded(shown.pictures[place]))
-    whole = prompt_with_pictures([7, 7], shown)["mm_kwargs"]["image"][place]
-    assert read.keys() == whole.keys()
-    assert torch.equal(read[name].data, whole[name].data)
-    assert read[name].data.dtype == whole[name].data.dtype
-    assert type(read[name].field) is type(whole[name].field)
-    assert read[name].field.keep_on_cpu == whole[name].field.keep_on_cpu
+    shown = pictures(0, 1) if kind == "patches" else tiles()
+    inputs = prompt_with_pictures([7] * 6, shown)
+    assert inputs["mm_hashes"]["image"] == list(shown.in_pieces.digests)
+    for piece, whole in zip(shown.in_pieces.pictures, inputs["mm_kwargs"]["image"], strict=True):
+        read = decode_mm_kwargs_item(encoded(piece))
+        assert read.keys() == whole.keys()
+        for name, field in whole.items():
+            assert torch.equal(read[name].data, field.data)
+            assert read[name].data.dtype == field.data.dtype
+            assert type(read[name].field) is type(field.field)
+            assert read[name].field.keep_on_cpu == field.field.keep_on_cpu
 
 
-test_vllm_reads_the_tensors_that_it_would_get_in_process.pytestmark += VLLM  # type: ignore[attr-defined]
+@pytest.mark.parametrize("kind", ["patches", "tiles"])
+def test_vllm_makes_of_all_pieces_what_its_own_fields_make_of_all_pictures(kind: str) -> None:
+    """The tensors that a model gets are those of vLLM's own description of the family."""
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+    shown = (pictures(0, 1) if kind == "patches" else tiles()).in_pieces
+    pixels, counts = torch.cat([p.pixel_values for p in shown.pictures]), [len(p.pixel_values) for p in shown.pictures]
+    if kind == "patches":
+        tensors = {"pixel_values": pixels, "image_grid_thw": torch.stack([p.grid for p in shown.pictures])}
+        single = "image_grid_thw"
+    else:
+        mask = torch.ones(3, 4, 4, dtype=torch.bool)
+        tensors = {"pixel_values": pixels, "pixel_attention_mask": mask, "num_patches": torch.tensor(counts)}
+        single = "num_patches"
+    fields = {name: MultiModalFieldConfig.flat_from_sizes("image", torch.tensor(counts)) for name in tensors}
+    fields[single] = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+    theirs = MultiModalKwargsItems.from_hf_inputs(tensors, fields)["image"]
+    ours = prompt_with_pictures([7] * 6, shown)["mm_kwargs"]["image"]
+    assert list(ours) == list(theirs)
+    for name in tensors:
+        made, due = ([item[name] for item in items] for items in (ours, theirs))
+        assert torch.equal(made[0].field.reduce_data(made), due[0].field.reduce_data(due))
+
+
+def test_each_tile_is_a_picture_whose_placeholders_stand_side_by_side() -> None:
+    shown = tiles().in_pieces
+    assert piece_places(shown) == [(1, 1), (3, 1), (5, 1)]
+    assert [p.tokens for p in shown.pictures] == [1, 1, 1]
+    assert torch.equal(torch.cat([p.pixel_values for p in shown.pictures]), tiles().pictures[0].pixel_values)
+    assert len(set(shown.digests)) == 3
+    # A picture of one tile, and one without tiles, are their own only piece.
+    assert shown.in_pieces.digests == shown.digests
+    assert pictures(0).in_pieces.digests == pictures(0).digests
+    with pytest.raises(LockstepError, match="would take them for placeholders"):
+        piece_places(replace(tiles(), pictures=(replace(tiles().pictures[0], tokens=3),)))
+
+
+def test_a_worker_records_the_digest_of_what_it_encodes_and_nothing_of_other_programs() -> None:
+    def item(tensors: dict[str, Any]) -> tuple[str, Any]:
+        return "image", {name: SimpleNamespace(data=tensor) for name, tensor in tensors.items()}
+
+    def encoded_as(tensors: dict[str, Any]) -> str | None:
+        recorder = PictureRecorder(lambda: (["key"], [item(tensors)]))
+        assert recorder.batch()[0] == ["key"]
+        return recorder.digests.get("key")
+
+    for shown in (pictures(0), tiles()):
+        for piece in shown.in_pieces.pictures:
+            rows, single = piece_tensors(piece)
+            sent = rows | single
+            assert encoded_as(sent) == piece.digest
+            assert encoded_as({**sent, "pixel_values": -piece.pixel_values}) not in (piece.digest, None)
+            assert encoded_as({**sent, "pixel_values": piece.pixel_values.half()}) is None
+            assert encoded_as({**sent, "more": torch.zeros(1)}) is None
+    # A padded tile would look otherwise to the model, with the same pixels.
+    padded = {**sent, "pixel_attention_mask": torch.zeros(1, 4, 4, dtype=torch.bool)}
+    assert encoded_as(padded) is None
+    assert encoded_as({**sent, "num_patches": torch.tensor(2)}) is None
+
+
+for needing in (
+    test_vllm_reads_the_tensors_that_it_would_get_in_process,
+    test_vllm_makes_of_all_pieces_what_its_own_fields_make_of_all_pictures,
+):
+    needing.pytestmark += VLLM  # type: ignore[attr-defined]
 
 
 def test_half_of_the_servers_cache_is_counted_on_and_what_was_used_last_stays() -> None:

@@ -34,6 +34,7 @@ from lockstep.verify.faults import (
     learning,
     logprobs,
     losses,
+    pictures,
     settings,
     steps,
     tokens,
@@ -62,6 +63,9 @@ FAULTS = (
 
 _CONTROL = Fault("-", "nothing: a control", lambda stage: nullcontext())
 _EVALUATED = replace(_CONTROL, what="nothing, at an evaluation: a control", evaluates=True)
+# They need a stage whose prompts show pictures.
+PICTURE_FAULTS = pictures.FAULTS
+
 # A fault that is small in one token needs more of them than `lockstep verify` samples.
 _CHECKS = {**CHECKS, "draws": many_draws}
 # Number of steps in which a fault can be caught.

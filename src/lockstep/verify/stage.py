@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from PIL import Image
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from lockstep.engines.inbox import Inbox
@@ -185,7 +187,9 @@ class Stage:
         """Parity gap between completions and the trainer's plain forward."""
         stats = GapStats()
         for c in completions:
-            own = completion_logps(self.model, c.prompt_ids, c.token_ids, sampling, precision or self.precision)
+            own = completion_logps(
+                self.model, c.prompt_ids, c.token_ids, sampling, precision or self.precision, pictures=c.pictures
+            )
             stats = stats + measure_gap(torch.tensor(c.logprobs), own, [str(c.key)], [len(own)])
         return stats
 
@@ -247,13 +251,20 @@ def stage_config(output_dir: str, **changes: Any) -> GRPOConfig:
 
 @contextmanager
 def open_stage(
-    model: str, config: GRPOConfig, dataset: Any | None = None, *, plain: bool = False, engine: Engine | None = None
+    model: str,
+    config: GRPOConfig,
+    dataset: Any | None = None,
+    *,
+    plain: bool = False,
+    pictures: bool = False,
+    engine: Engine | None = None,
 ) -> Iterator[Stage]:
     """Load both sides, check the handshake, and prove the first push.
 
     Args:
         dataset: the user's own prompts (the first one is used, together with a long prompt that fills cache blocks), or None.
         plain: whether the built-in prompts are text instead of messages.
+        pictures: whether to use built-in prompts with two pictures each, instead of all others. The model must read pictures.
         engine: a running engine to use. The caller closes it.
 
     Raises:
@@ -262,7 +273,7 @@ def open_stage(
     """
     import datasets
 
-    own = list(dataset.select(range(1))["prompt"]) if dataset is not None else []
+    own = list(dataset.select(range(1))["prompt"]) if dataset is not None and not pictures else []
     texts = [*_QUESTIONS[len(own) :], "Which is it?"]
     plain = isinstance(own[0], str) if own else plain
     if not plain and load_tokenizer(resolve_model(model)).chat_template is None:
@@ -270,20 +281,38 @@ def open_stage(
             f"the tokenizer of {model} has no chat template; add --plain_prompts to verify it with plain text"
         )
     prompts = [*own, *(texts if plain else [[{"role": "user", "content": text}] for text in texts])]
+    rows: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
+    if pictures:
+        # Messages show pictures before their text. Plain text must show them itself.
+        before = 2 * _placeholder(model) if plain else ""
+        shown = zip(prompts, _pictures(len(prompts)), strict=True)
+        rows = [{"prompt": before + prompt if plain else prompt, "images": images} for prompt, images in shown]
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         config.output_dir, config.reward_weights = folder, None
-        trainer = GRPOTrainer(
-            model, _alternating, config, datasets.Dataset.from_dict({"prompt": prompts}), engine=engine
-        )
+        trainer = GRPOTrainer(model, _alternating, config, datasets.Dataset.from_list(rows), engine=engine)
         try:
             trainer.begin_training()
-            stage = Stage(trainer, _with_foreign_ids(trainer))
+            # Foreign ids would move the placeholders.
+            stage = Stage(trainer, tuple(trainer._train_prompts) if pictures else _with_foreign_ids(trainer))
             # Real runs on the stage have the same prompts.
             trainer._train_prompts[:] = stage.prompts
             stage.scale = _visible_scale(stage)
             yield stage
         finally:
             trainer.close()
+
+
+def _pictures(prompts: int) -> list[list[Image.Image]]:
+    """Two pictures of noise for each prompt, all of one size."""
+    drawn = np.random.default_rng(0).integers(0, 256, (prompts, 2, 88, 120, 3), dtype=np.uint8)
+    return [[Image.fromarray(pixels) for pixels in own] for own in drawn]
+
+
+def _placeholder(model: str) -> str:
+    """The placeholder of a picture, as the model writes it."""
+    path = resolve_model(model)
+    config: Any = AutoConfig.from_pretrained(path)
+    return str(load_tokenizer(path).convert_ids_to_tokens(config.image_token_id))
 
 
 def _visible_scale(stage: Stage) -> float:
