@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.fields.adapter import AdaptedRunArguments
 from lockstep.cli.fields.arguments import build, read, resolved, said_of
@@ -17,6 +17,10 @@ from lockstep.cli.process.quiet import quiet_libraries
 from lockstep.errors import InputError, ProofError
 from lockstep.report.busy import busy, watched_by
 from lockstep.verify.sizes import SIZES
+
+if TYPE_CHECKING:
+    # It needs torch.
+    from lockstep.verify.stage import Stage
 
 
 @dataclass
@@ -100,9 +104,10 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
 
     from lockstep.models.resolve import resolve_model
     from lockstep.verify.rows import Row, print_rows, write_json
-    from lockstep.verify.run import CHECKS, failed_row, run_checks
+    from lockstep.verify.run import CHECKS, PICTURE_CHECKS, failed_row, recover, run_checks
     from lockstep.verify.self_test import (
         FAULTS,
+        PICTURE_FAULTS,
         WAYS,
         Verdict,
         faults_of_runs,
@@ -121,15 +126,22 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
     console = Console()
     rows: list[Row] = []
     verdicts: list[Verdict] = []
-    injected = 1 + len(FAULTS) + len(WAYS) * (1 + len(faults_of_runs()))
-    steps = 1 + (injected if arguments.self_test else len(CHECKS))
-    with _progress(steps) as progress:
+    injected = 1 + len(FAULTS) + len(PICTURE_FAULTS) + len(WAYS) * (1 + len(faults_of_runs()))
+    steps = 1 + (injected if arguments.self_test else len(CHECKS) + len(PICTURE_CHECKS))
+    with _progress(steps) as progress, ExitStack() as stack:
         progress("loading both sides")
         try:
-            with open_stage(name, config, _prompts(arguments), plain=arguments.plain_prompts) as stage:
+            # First, because its prompts are the longest, and the engine gets room for them.
+            seeing = _picture_stage(arguments, config_with({}), stack)
+            engine = None if seeing is None else seeing.engine
+            with open_stage(name, config, _prompts(arguments), plain=arguments.plain_prompts, engine=engine) as stage:
                 settings = {"model": stage.trainer.model_path, "engine": stage.engine.settings()}
                 if arguments.self_test:
                     verdicts = run_self_test(stage, progress)
+                    if seeing is not None:
+                        recover(seeing)
+                        verdicts += run_self_test(seeing, progress, PICTURE_FAULTS)
+                        recover(stage)
                     for way in WAYS:
                         other = config_with(way.changes)
                         other.use_vllm = config.use_vllm
@@ -139,6 +151,9 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
                             verdicts += run_in_runs(runs, way, progress)
                 else:
                     rows = run_checks(stage, progress)
+                    if seeing is not None:
+                        recover(seeing)
+                        rows += run_checks(seeing, progress, PICTURE_CHECKS)
         except ProofError as error:
             # Trainer and engine could not start together. This error is the only row of the report.
             rows, settings = [failed_row("start", error)], {"model": name}
@@ -148,6 +163,35 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
     if arguments.json:
         write_json(Path(arguments.json), rows, settings)
     return 0 if all(row.passed for row in rows) else 1
+
+
+def _picture_stage(arguments: VerifyArguments, config: Any, stack: ExitStack) -> Stage | None:
+    """A stage whose prompts show pictures, open until the end of `stack`; None: the model reads none, or cannot be shown any.
+
+    Raises:
+        ProofError: as in `open_stage`.
+    """
+    from transformers import AutoConfig
+
+    from lockstep.models.policy import BAD_FILES
+    from lockstep.models.resolve import resolve_model
+    from lockstep.models.vision import reads_pictures
+    from lockstep.verify.stage import open_stage
+
+    name = arguments.model or arguments.model_name_or_path
+    assert name is not None
+    try:
+        if not reads_pictures(AutoConfig.from_pretrained(resolve_model(name))):
+            return None
+    except BAD_FILES:
+        # Loading the model says what is wrong with it.
+        return None
+    config.use_vllm = _use_vllm(arguments.engine, config)
+    try:
+        return stack.enter_context(open_stage(name, config, plain=arguments.plain_prompts, pictures=True))
+    except InputError as error:
+        print(f"lockstep: pictures are not verified: {error}", file=sys.stderr, flush=True)
+        return None
 
 
 def _check_receipt(path: Path) -> int:

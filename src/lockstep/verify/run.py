@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lockstep.errors import LockstepError, ProofError
 from lockstep.verify import draw_checks, logprob_checks, token_checks, weight_checks
@@ -34,6 +35,17 @@ CHECKS: dict[str, Check] = {
     "weight sync": weight_checks.sync,
     "caches after a sync": weight_checks.caches,
     "weight versions": weight_checks.versions,
+}
+
+
+def _with_pictures(check: Check) -> Check:
+    return lambda stage: [replace(row, proof=f"{row.proof}, with pictures") for row in check(stage)]
+
+
+# On a stage whose prompts show pictures.
+PICTURE_CHECKS: dict[str, Check] = {
+    "training step with pictures": _with_pictures(logprob_checks.training_step),
+    "exact accounting with pictures": _with_pictures(logprob_checks.accounting),
 }
 
 

@@ -128,10 +128,11 @@ def _rollouts(data: Mapping[str, Any], prompts: Sequence[Prompt]) -> Iterator[Ro
     names = ("samples", "texts", "turns", "notes", "seals", "branches")
     for prompt, sample, text, turns, notes, seal, count in zip(prompts, *(data[name] for name in names), strict=True):
         own: list[Completion] = []
-        for call, reason, has_prompt, (has_mask, sets, shown, values) in itertools.islice(branches, count):
+        for call, reason, has_prompt, more in itertools.islice(branches, count):
+            has_mask, sets, shown, (ids, logprobs, versions) = more
             before, mask = next(own_prompts) if has_prompt else prompt.ids, next(masks) if has_mask else None
             key = RequestKey(prompt.prompt_id, sample, call)
-            own.append(Completion(key, before, *values, reason, mask, sets, shown))
+            own.append(Completion(key, before, ids, logprobs, versions, reason, mask, sets, shown))
         yield Rollout(
             own[0],
             text,

@@ -33,12 +33,12 @@ class Disguised(Picture):
     true: Picture | None = None
 
     @property
-    def digest(self) -> str:  # type: ignore[override]
+    def digest(self) -> str:
         assert self.true is not None
         return self.true.digest
 
     @property
-    def pieces(self) -> Pictures:  # type: ignore[override]
+    def pieces(self) -> Pictures:
         assert self.true is not None
         plain = Picture(self.pixel_values, self.grid, self.tokens).pieces
         return tuple(disguised(own, true) for own, true in zip(plain, self.true.pieces, strict=True))
@@ -136,7 +136,7 @@ def _placeholder_sampled(stage: Stage) -> Patch:
         def changed(answer: Completion) -> Completion:
             if answer.pictures is None:
                 return answer
-            return replace(answer, token_ids=[answer.pictures.placeholder, *answer.token_ids[1:].tolist()])
+            return replace(answer, token_ids=whole_numbers([answer.pictures.placeholder, *answer.token_ids[1:]]))
 
         return [changed(answer) for answer in answers]
 
