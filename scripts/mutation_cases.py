@@ -121,6 +121,7 @@ CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
 CALLED = ("rollouts/scores/guarded_call.py", "tests/input/test_bad_reward_files.py")
 READING, PICTURE_PACKS = "tests/images/test_reading_pictures.py", "tests/images/test_packs_with_pictures.py"
 PICTURE_RUNS = "tests/images/test_pictures_in_training.py"
+PICTURE_LIMITS = "tests/images/test_limits_of_pictures.py"
 SENT_PICTURES = ("engines/http/server_pictures.py", "tests/images/test_sending_pictures.py")
 GENERATION = ("training/step/generation.py", "tests/training/test_prompts_and_generation.py")
 LOGPS = ("training/forward/token_logps.py", "tests/training/test_token_logps.py")
@@ -1557,5 +1558,103 @@ MUTATIONS = [
         "inputs, chosen.to(weights.device),",
         "inputs, 0 * chosen.to(weights.device),",
         EXPERTS,
+    ),
+    Mutation(
+        "all tiles of a picture go to vLLM as one picture",
+        "images/pictures.py",
+        "for tile in self.pixel_values.split(1))",
+        "for tile in (self.pixel_values,))",
+        f"{SENT_PICTURES[1]}::test_each_tile_is_a_picture_whose_placeholders_stand_side_by_side",
+    ),
+    Mutation(
+        "other ids may stand between the placeholders of what vLLM takes for one picture",
+        "engines/vllm/pictures.py",
+        "if any(own[-1] - own[0] >= len(own) for own in shown.places_of_each):",
+        "if False:",
+        f"{SENT_PICTURES[1]}::test_each_tile_is_a_picture_whose_placeholders_stand_side_by_side",
+    ),
+    Mutation(
+        "a padded tile counts as the tile that was sent",
+        "engines/vllm/pictures.py",
+        "return piece if is_ours else None",
+        "return piece",
+        f"{SENT_PICTURES[1]}::test_a_worker_records_the_digest_of_what_it_encodes_and_nothing_of_other_programs",
+    ),
+    Mutation(
+        "a picture may change on its way to another rank",
+        "rollouts/across_ranks/pictures_wire.py",
+        'if picture.digest != found["digest"]:',
+        "if False:",
+        f"{WIRE[1]}::test_pictures_that_do_not_arrive_as_they_were_sent_are_refused",
+    ),
+    Mutation(
+        "a completion of another rank may lose its pictures",
+        "rollouts/across_ranks/pictures_wire.py",
+        "if place == _OWN and own is None:",
+        "if False:",
+        f"{WIRE[1]}::test_pictures_that_do_not_arrive_as_they_were_sent_are_refused",
+    ),
+    Mutation(
+        "every completion of another rank is taken to have seen the pictures of its prompt",
+        "rollouts/across_ranks/pictures_wire.py",
+        "(shown is own or _equal(shown, own))",
+        "True",
+        f"{WIRE[1]}::test_each_completion_finds_the_pictures_of_its_prompt_and_only_others_are_sent",
+    ),
+    Mutation(
+        "ranks may read other pixels",
+        "training/data/prompts.py",
+        'digest.update("".join(prompt.pictures.digests).encode())',
+        "pass",
+        f"{PICTURE_RUNS}::test_ranks_that_read_other_pixels_have_other_prompts",
+    ),
+    Mutation(
+        "the trainer learns from the pixels that an engine hands back",
+        "engines/inbox.py",
+        "completion = replace(completion, pictures=request.pictures)",
+        "pass",
+        "tests/images/test_pictures_verified.py::test_every_fault_of_pictures_is_caught",
+    ),
+    Mutation(
+        "a single row is scored without its pictures where only the temperature is set",
+        "parity/rescoring.py",
+        "distribution.sampling.temperature, precision, pictures)",
+        "distribution.sampling.temperature, precision, None)",
+        f"{PICTURE_PACKS}::test_a_single_row_is_scored_with_its_pictures",
+    ),
+    Mutation(
+        "a frozen vision tower learns",
+        "training/forward/policy.py",
+        "part.requires_grad_(False)",
+        "part.requires_grad_(True)",
+        "tests/images/test_adapters_with_pictures.py::test_a_frozen_tower_stays_and_the_language_part_learns",
+    ),
+    Mutation(
+        "the projector of a frozen tower learns",
+        "models/vision.py",
+        "return [trunk.vision_model, trunk.connector]",
+        "return [trunk.vision_model]",
+        "tests/images/test_adapters_with_pictures.py::test_a_frozen_tower_stays_and_the_language_part_learns",
+    ),
+    Mutation(
+        "max_pixels does not reach the image processor",
+        "images/limits.py",
+        '"longest_edge": int(high)}',
+        '"longest_edge": processor.size["longest_edge"]}',
+        PICTURE_LIMITS,
+    ),
+    Mutation(
+        "a picture may have more tiles than max_pixels allows",
+        "images/limits.py",
+        "math.isqrt(self.max_pixels) // side",
+        "math.isqrt(self.max_pixels) // side + 1",
+        PICTURE_LIMITS,
+    ),
+    Mutation(
+        "limit_mm_per_prompt allows one picture more",
+        "images/limits.py",
+        "count > self.per_prompt:",
+        "count > self.per_prompt + 1:",
+        PICTURE_LIMITS,
     ),
 ]

@@ -94,11 +94,12 @@ def unreadable(rank: int, model: str, folder: Path) -> Any:
     from looking import look
     from seeing import picture
 
-    here = folder.parent / f"picture-{rank}.png"
-    picture(0).save(here)
+    files = [folder.parent / f"picture-{rank}-{i}.png" for i in range(4)]
+    for i, file in enumerate(files):
+        picture(i).save(file)
     if rank == 1:
-        here.write_bytes(here.read_bytes()[:60])
-    rows = [row("one", str(here)), *(row(f"see {i}", picture(i)) for i in range(3))]
+        files[2].write_bytes(files[2].read_bytes()[:60])
+    rows = [row(f"see {i}", str(file)) for i, file in enumerate(files)]
     look(model, folder, rows, per_device_train_batch_size=4, **on_server()).train()
     return {}
 

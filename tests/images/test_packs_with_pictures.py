@@ -10,8 +10,10 @@ import torch
 from seeing import IN_VLLM, make_seeing, make_seeing_tokenizer, mixed_rows, save_seeing
 from transformers import PreTrainedModel
 
+from lockstep.engines.protocol import Sampling
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.images.prompts import ImagePrompts
+from lockstep.parity.rescoring import completion_logps
 from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
@@ -87,6 +89,23 @@ def test_packs_score_and_learn_like_plain_rows(shape: str, family: str, sequence
         # A bias of keys changes no attention weight: its gradient is rounding alone.
         rounding = 1e-6 * max(sizes.values())
         assert float((parameter.grad - theirs[name]).abs().max()) < 1e-4 * sizes[name] + rounding, name
+
+
+@pytest.mark.parametrize("banned", [(), ((5,),)])
+def test_a_single_row_is_scored_with_its_pictures(
+    banned: tuple[tuple[int, ...], ...], family: str, sequences: list[TrainingSequence]
+) -> None:
+    """Also at settings that change nothing but the temperature, which are computed in another way."""
+    model, sampling = make_seeing(family), Sampling(9, bad_words=banned)
+    for sequence in sequences[2:4]:
+        with torch.no_grad():
+            due = plain_logps(model, sequence)
+        assert not (sequence.completion_ids == 5).any()
+        given = (sequence.prompt_ids, sequence.completion_ids, sampling)
+        found = completion_logps(model, *given, pictures=sequence.pictures)
+        # The ban takes away the probability of one token.
+        torch.testing.assert_close(found, due, atol=1e-5 if not banned else 0.5, rtol=1e-4)
+        assert float((completion_logps(model, *given) - due).abs().max()) > 0.5
 
 
 def test_a_tree_shares_a_prompt_and_computes_its_pictures_once(family: str, sequences: list[TrainingSequence]) -> None:

@@ -23,6 +23,7 @@ from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import model_inputs
 from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.group import Prompt
+from lockstep.training.data.prompts import digest_of_prompts
 from lockstep.training.generate.evaluation import count_seen
 from lockstep.training.trainers.grpo import GRPOTrainer
 
@@ -213,6 +214,18 @@ def test_a_question_on_another_picture_is_held_out(folder: str) -> None:
     assert len({p.ids.tobytes() for p in [*train, *held_out]}) == 1
     # One of the three questions is on a picture of a training prompt.
     assert count_seen(train, held_out, tell=False) == 1
+
+
+def test_ranks_that_read_other_pixels_have_other_prompts(folder: str) -> None:
+    """Their ids are equal."""
+    reader = ImagePrompts(make_seeing(), make_seeing_tokenizer(), folder)
+
+    def digest(seed: int) -> list[Any]:
+        read = [reader.read(row) for row in same_grid_rows(seed=seed)]
+        return digest_of_prompts([Prompt(f"train/{i}", ids, "", {}, shown) for i, (ids, shown) in enumerate(read)])
+
+    assert digest(0) == digest(0)
+    assert digest(0) != digest(1)
 
 
 def test_the_receipt_depends_on_the_pixels(folder: str, tmp_path: Path) -> None:

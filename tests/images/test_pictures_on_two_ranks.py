@@ -69,7 +69,7 @@ def test_two_ranks_take_the_steps_of_one(work: str, pictures: list[int], model: 
 @pytest.mark.parametrize(
     ("work", "said"),
     [
-        ("unreadable", "rank 1: prompt train/0: a picture cannot be read"),
+        ("unreadable", "rank 1: prompt train/2: a picture cannot be read"),
         ("other_pixels", "rank 1 has other prompts than rank 0"),
         ("tower_fails", "out of memory, by design"),
     ],

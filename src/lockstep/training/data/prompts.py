@@ -169,7 +169,7 @@ def read_prompts(
                 ids_of=ids_of,
                 images=images,
             )
-        return _digest([p for prompts in found.values() for p in prompts])
+        return digest_of_prompts([p for prompts in found.values() for p in prompts])
 
     parts = [read()] if ranks.count == 1 else ranks.share("prompts", read)
     if ranks.owner:
@@ -198,7 +198,7 @@ def _tell_guarded(prompts: Sequence[Prompt], template: Template | None) -> None:
         )
 
 
-def _digest(prompts: Sequence[Prompt]) -> list[Any]:
+def digest_of_prompts(prompts: Sequence[Prompt]) -> list[Any]:
     """The number of prompts, and a digest of their names, ids and pictures."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
