@@ -26,6 +26,15 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> ImagePrompts:
     return ImagePrompts(make_seeing(), make_seeing_tokenizer(), folder)
 
 
+def test_two_pictures_side_by_side_are_refused_because_the_model_would_take_them_for_one(reader: ImagePrompts) -> None:
+    images = [picture(0), picture(1)]
+    for text in ("<|image_pad|> <|image_pad|>", "see <|image_pad|>\n<|image_pad|>"):
+        assert reader.read({"prompt": text, "images": images})[1] is not None
+    for text in ("<|image_pad|><|image_pad|>", "see <|image_pad|><|image_pad|> now"):
+        with pytest.raises(InputError, match="two pictures stand side by side"):
+            reader.read({"prompt": text, "images": images})
+
+
 def as_bytes(image: Image.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")

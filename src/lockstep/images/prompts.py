@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -90,7 +91,17 @@ class ImagePrompts:
 
     @torch.no_grad()
     def _positions(self, ids: Ids, pictures: tuple[Picture, ...]) -> tuple[Any, int]:
-        """Position ids of a prompt, and what is added to the index of the tokens after it."""
+        """Position ids of a prompt, and what is added to the index of the tokens after it.
+
+        Raises:
+            InputError: two pictures stand side by side. The model's function would take them for one.
+        """
+        parts = ids == self._placeholder
+        if np.count_nonzero(parts[1:] & ~parts[:-1]) + parts[0] != len(pictures):
+            raise InputError(
+                "two pictures stand side by side, without any text between them: write the model's marks around each picture, as its "
+                "chat template does, or a space between them"
+            )
         row = torch.tensor(ids)[None]
         grids = torch.stack([picture.grid for picture in pictures])
         marks = (row == self._placeholder).int()

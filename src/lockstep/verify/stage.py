@@ -283,8 +283,8 @@ def open_stage(
     prompts = [*own, *(texts if plain else [[{"role": "user", "content": text}] for text in texts])]
     rows: list[dict[str, Any]] = [{"prompt": prompt} for prompt in prompts]
     if pictures:
-        # Messages show pictures before their text. Plain text must show them itself.
-        before = 2 * _placeholder(model) if plain else ""
+        # Messages show pictures before their text. Plain text must show them itself, with text between them.
+        before = 2 * f"{_placeholder(model)} " if plain else ""
         shown = zip(prompts, _pictures(len(prompts)), strict=True)
         rows = [{"prompt": before + prompt if plain else prompt, "images": images} for prompt, images in shown]
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:

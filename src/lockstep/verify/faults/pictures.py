@@ -46,7 +46,7 @@ class Disguised(Picture):
 
 def disguised(picture: Picture, true: Picture) -> Disguised:
     """The picture under the digest of another one."""
-    return Disguised(picture.pixel_values, picture.grid, picture.tokens, true)
+    return Disguised(picture.pixel_values, picture.grid, picture.tokens, true=true)
 
 
 def _engine_sees(stage: Stage, other: Callable[[PromptPictures, str], Pictures]) -> Patch:
