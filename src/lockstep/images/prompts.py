@@ -99,8 +99,8 @@ class ImagePrompts:
         parts = ids == self._placeholder
         if np.count_nonzero(parts[1:] & ~parts[:-1]) + parts[0] != len(pictures):
             raise InputError(
-                "two pictures stand side by side, without any text between them: write the model's marks around each picture, as its "
-                "chat template does, or a space between them"
+                "two pictures stand side by side, without any text between them: write the model's marks around each picture, as "
+                "its chat template does, or a space between them"
             )
         row = torch.tensor(ids)[None]
         grids = torch.stack([picture.grid for picture in pictures])
