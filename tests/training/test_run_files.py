@@ -97,6 +97,7 @@ def test_a_script_leaves_the_files_of_the_command_line(
     assert len((folder / "metrics.previous.jsonl").read_text().splitlines()) == 3
     assert [step for step, _ in rollout_files(folder)] == [1]
     assert not (folder / "after.json").exists()
+    assert not (folder / "before.json").exists()
 
 
 def test_a_failed_proof_leaves_its_report_and_its_rollouts(

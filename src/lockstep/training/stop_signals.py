@@ -84,6 +84,8 @@ class StopSignals(TrainerCallback):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self.number = bool(self.number), number
+        if self._trainer is not None:
+            self._trainer.files.interrupted_by = signal.Signals(number).name
         if again or not self._training:
             raise KeyboardInterrupt
         assert self._trainer is not None

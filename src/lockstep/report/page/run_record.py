@@ -80,8 +80,8 @@ def read_run(folder: Path) -> RunRecord:
         read_lines(folder / RECEIPT),
         read_lines(folder / SHOWN),
         _read(folder / SUMMARY),
-        _read(folder / BEFORE) or None,
-        _read(folder / AFTER) or None,
+        _evaluation(folder / BEFORE),
+        _evaluation(folder / AFTER),
         _rewards(folder),
     )
 
@@ -105,6 +105,12 @@ def _read(path: Path) -> Line:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _evaluation(path: Path) -> Line | None:
+    found = _read(path)
+    whole = isinstance(found.get("metrics"), dict) and isinstance(found.get("rollouts"), list)
+    return found if whole else None
 
 
 def _rewards(folder: Path) -> dict[int, list[float]]:

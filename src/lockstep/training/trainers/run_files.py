@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from lockstep.errors import LockstepError, ProofError, names_path
+from lockstep.errors import ProofError, names_path
 from lockstep.parity.receipt import lines_up_to, replace_text
 from lockstep.report.page.report import render_report
 from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, REPORT, SHOWN, SUMMARY, read_run
@@ -49,7 +49,7 @@ class RunFiles(TrainerCallback):
         self._trainer, self._began = trainer, began
         self.awaits_evaluation = False
         self.interrupted_by = ""
-        self._is_training = self._has_trained = False
+        self._is_training = self._has_trained = self._has_before = False
         # The weight version whose generation was kept last.
         self._kept = -1
         self._written, self._took = -math.inf, 0.0
@@ -71,7 +71,9 @@ class RunFiles(TrainerCallback):
         remove_after(folder, state.global_step)
         for name in (METRICS, SHOWN):
             _cut(folder / name, state.global_step)
-        for name in (END, SUMMARY, AFTER):
+        # An evaluation of an earlier run in this directory does not belong to this one.
+        stale = (BEFORE,) if state.global_step == 0 and not self._has_before else ()
+        for name in (END, SUMMARY, AFTER, *stale):
             (folder / name).unlink(missing_ok=True)
         replace_text(
             folder / ABOUT, json.dumps({**self._about(), "max_steps": state.max_steps}, indent=1, default=str) + "\n"
@@ -119,6 +121,7 @@ class RunFiles(TrainerCallback):
             # The policy has not moved since the evaluation.
             first = [group.rollouts[0] for group in groups[:_SHOWN_TURNS]]
             turns = [shown_rollout(r, trainer.processing_class, trainer.proofs.token_gaps) for r in first]
+        self._has_before |= not after
         self.folder.mkdir(parents=True, exist_ok=True)
         save_evaluation(self.folder / (AFTER if after else BEFORE), metrics, groups, turns)
         if after and not self.awaits_evaluation:
@@ -144,8 +147,8 @@ class RunFiles(TrainerCallback):
         except BaseException as error:
             if self._failure is not error and self._trainer.ranks.owner:
                 self._failure = error
-                # These files must not hide the error, for example where the disk is full.
-                with suppress(OSError, LockstepError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+                # Whatever goes wrong with these files must not hide the error itself.
+                with suppress(Exception):
                     self._fail(error)
             self._is_training = False
             raise
