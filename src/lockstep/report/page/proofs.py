@@ -202,8 +202,8 @@ def _row(proof: Measured) -> str:
     bar = f"<span class='meter'><span class='{kind}' style='width:{min(proof.share, 1) * 100:.1f}%'></span></span>"
     return (
         f"<tr><td><code>{html.escape(proof.name)}</code></td><td>{html.escape(proof.what)}</td>"
-        f"<td>{number(proof.figure)} <small>{proof.unit}</small>{bar}</td><td class='figure'>{number(proof.limit)}</td><td>{margin}</td>"
-        f"<td class='said'>{html.escape(proof.where)}</td></tr>"
+        f"<td>{number(proof.figure)} <small>{proof.unit}</small>{bar}</td><td class='figure'>{number(proof.limit)}</td>"
+        f"<td>{margin}</td><td class='said'>{html.escape(proof.where)}</td></tr>"
     )
 
 

@@ -49,7 +49,8 @@ th { color: var(--dim); font-weight: 600; } .said { white-space: pre-wrap; overf
 details { border: 1px solid var(--edge); border-radius: 8px; padding: .4em .8em; margin: .5em 0; background: var(--card); }
 summary { cursor: pointer; } .rollout { border-top: 1px solid var(--edge); padding: .6em 0; overflow-wrap: anywhere; }
 .rollout:first-of-type { border-top: 0; } pre { white-space: pre-wrap; margin: .15em 0 .5em; font-size: 13px; line-height: 1.6; }
-pre i, .scale i { font-style: normal; border-radius: 2px; } .scale i { padding: 0 .35em; display: inline-block; } .scale { margin: .3em 0; }
+pre i, .scale i { font-style: normal; border-radius: 2px; } .scale i { padding: 0 .35em; display: inline-block; }
+.scale { margin: .3em 0; }
 .inserted { background: var(--grey); color: var(--dim); border-radius: 4px; padding: .2em .4em; }
 .score { border-radius: 4px; padding: 0 .4em; font-size: .9em; font-variant-numeric: tabular-nums; }
 .re, .rn { background: var(--grey); color: var(--dim); }
