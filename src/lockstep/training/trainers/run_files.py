@@ -7,6 +7,7 @@ docs/report.md lists the files. The proofs write `receipt.jsonl` themselves.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ from lockstep.training.run_files.shown_rollouts import shown_generation, shown_r
 
 if TYPE_CHECKING:
     from lockstep.training.trainers.online import OnlineTrainer
+
+_logger = logging.getLogger(__name__)
 
 # Generations of a run whose rollouts the report shows, and held-out rollouts that it shows turn by turn.
 _SHOWN_GENERATIONS, _SHOWN_TURNS = 10, 4
@@ -187,8 +190,13 @@ class RunFiles(TrainerCallback):
         self._took = self._written - began
 
     def _write_now_and_then(self) -> None:
-        if self._took <= _SHARE_OF_TIME * (time.monotonic() - self._written):
+        if self._took > _SHARE_OF_TIME * (time.monotonic() - self._written):
+            return
+        try:
             self.write_report()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            # The training goes on without a page about it.
+            _logger.warning("report.html could not be written (%s: %s)", type(error).__name__, error)
 
     # ---- rollouts ---------------------------------------------------------------------------------------------------
 
