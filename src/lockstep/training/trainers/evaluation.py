@@ -75,7 +75,7 @@ class EvaluatesBySampling(TRLNames):
         """
         check_open(self._is_closed)
         with self.noting_failure():
-            found = self._evaluate(eval_dataset, metric_key_prefix)
+            found = self._evaluate_sets(eval_dataset, metric_key_prefix)
         if self._writes_files and eval_dataset is None:
             self.files.evaluated(found)
         return found
@@ -88,7 +88,7 @@ class EvaluatesBySampling(TRLNames):
         """A context in which an error is written into the run's files, unless the user has removed `RunFiles`."""
         return self.files.noting_failure() if self._writes_files else nullcontext()
 
-    def _evaluate(self, eval_dataset: Any, metric_key_prefix: str) -> dict[str, float]:
+    def _evaluate_sets(self, eval_dataset: Any, metric_key_prefix: str) -> dict[str, float]:
         self.last_eval_groups = []
         found: dict[str, float] = {}
         for name, prompts in self._evaluated(eval_dataset).items():
