@@ -202,7 +202,7 @@ def _row(proof: Measured) -> str:
     bar = f"<span class='meter'><span class='{kind}' style='width:{min(proof.share, 1) * 100:.1f}%'></span></span>"
     return (
         f"<tr><td><code>{html.escape(proof.name)}</code></td><td>{html.escape(proof.what)}</td>"
-        f"<td>{number(proof.figure)} <small>{proof.unit}</small>{bar}</td><td class='figure'>{number(proof.limit)}</td>"
+        f"<td>{number(proof.figure, 3)} <small>{proof.unit}</small>{bar}</td><td class='figure'>{number(proof.limit, 3)}</td>"
         f"<td>{margin}</td><td class='said'>{html.escape(proof.where)}</td></tr>"
     )
 

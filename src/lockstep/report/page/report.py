@@ -67,7 +67,7 @@ def verdict_of(run: RunRecord) -> Verdict:
     """How the run has ended, and what its proofs say."""
     end, proven = run.end, run.proven
     steps = run.last_step
-    passed = f"All proofs of {len(proven)} generations passed" if proven else "No step has been proven"
+    passed = f"All proofs of {_generations(len(proven))} passed" if proven else "No step has been proven"
     total = end.get("max_steps") or run.about.get("max_steps")
     of = f" of {total}" if total else ""
     if end.get("ended") == "failed" and "check" in end:
@@ -91,6 +91,10 @@ def verdict_of(run: RunRecord) -> Verdict:
         return Verdict("good", f"All proofs passed; finished after {steps} steps", more)
     line = f"Not at its end: step {steps}{of}"
     return Verdict("near", line, f"{passed}. This page was written while the run trained; a killed run stays so.")
+
+
+def _generations(count: int) -> str:
+    return "1 generation" if count == 1 else f"{count} generations"
 
 
 def _before_rollouts(run: RunRecord) -> str:

@@ -58,7 +58,7 @@ def line_chart(series: Sequence[Series], limits: Sequence[Limit] = (), *, log: b
         y = axis.place(limit.value)
         parts.append(f"<line class='limit' x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
         label = f"<text x='{_WIDTH - _RIGHT}' y='{y + 12:.1f}' text-anchor='end'>"
-        parts.append(f"{label}{html.escape(limit.name)} {number(limit.value)}</text>")
+        parts.append(f"{label}{html.escape(limit.name)} {number(limit.value, 3)}</text>")
     for place, s, points in known:
         drawn = [(across(x), axis.place(y)) for x, y in _thinned(points)]
         if s.dots or len(drawn) == 1:
@@ -195,12 +195,12 @@ def _ticks(low: float, high: float, *, whole: bool = False) -> list[tuple[float,
     return [(i * size, number(i * size)) for i in range(first, math.floor(high / size + 1e-9) + 1)]
 
 
-def number(value: float) -> str:
-    """A number in few characters."""
+def number(value: float, digits: int = 6) -> str:
+    """A number in few characters, with at most so many digits."""
     if value and not 1e-3 <= abs(value) < 1e5:
-        digits, _, power = f"{value:.2e}".partition("e")
-        return f"{float(digits):g}e{int(power)}"
-    return f"{value:.6g}"
+        leading, _, power = f"{value:.2e}".partition("e")
+        return f"{float(leading):g}e{int(power)}"
+    return f"{value:.{digits}g}"
 
 
 def _across(first: float, last: float) -> Callable[[float], float]:
