@@ -17,6 +17,7 @@ _COLOURS = (
     "#56d364",
     "#c9d1d9",
     "#0a3069",
+    "#9a6700",
 )
 _WIDTH, _HEIGHT, _BAR, _MARGIN = 760, 320, 70, 30
 

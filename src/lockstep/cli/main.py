@@ -28,6 +28,7 @@ COMMANDS = {
     "ppo": "train with PPO",
     "serve": "run vLLM's own server for training, behind a key (lockstep serve MODEL)",
     "gateway": "run an agent on a dataset and write its rollouts with their ids, without learning",
+    "report": "make a run's report again, or put several runs side by side (lockstep report RUN [RUN ...])",
     "verify": "prove that trainer and engine agree on a model, before a long run",
 }
 _USAGE = """usage: lockstep COMMAND [--config FILE] [--field value …]
@@ -76,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"lockstep: {_no_command(words[0])}", file=sys.stderr)
         return 2
     given = [underscored(word) for word in words[1:]]
-    if words[0] != "serve" and asks_for_help(given):
+    if words[0] not in ("serve", "report") and asks_for_help(given):
         print(help_text(words[0], COMMANDS[words[0]], given), end="")
         return 0
     if argv is None:

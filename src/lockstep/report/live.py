@@ -20,6 +20,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
+from lockstep.report.durations import clock
+
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDEST = 100
 # A gap above this share of its limit is shown in yellow.
@@ -261,10 +263,3 @@ def sparkline(values: list[float], width: int = 32) -> str:
     low, high = min(shown), max(shown)
     span = (high - low) or 1.0
     return "".join(_BLOCKS[round((value - low) / span * (len(_BLOCKS) - 1))] for value in shown)
-
-
-def clock(seconds: float) -> str:
-    """Minutes and seconds, with hours if there are any."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

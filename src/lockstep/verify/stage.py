@@ -36,6 +36,7 @@ from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.data.prompt_order import MicroBatch
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.trainers.grpo import GRPOTrainer
+from lockstep.training.trainers.run_files import RunFiles
 from lockstep.verify.sizes import SIZES
 
 _SCALES = (0.05, 0.1, 0.2, 0.4, 0.8)
@@ -290,6 +291,8 @@ def open_stage(
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         config.output_dir, config.reward_weights = folder, None
         trainer = GRPOTrainer(model, _alternating, config, datasets.Dataset.from_list(rows), engine=engine)
+        # Nobody reads the files of these runs.
+        trainer.remove_callback(RunFiles)
         try:
             trainer.begin_training()
             # Foreign ids would move the placeholders.

@@ -18,6 +18,7 @@ from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.parity.receipt import RECEIPT
+from lockstep.report.page.run_record import AFTER, END, REPORT, SUMMARY
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.run_files.checkpoints import (
     checkpoint_step,
@@ -29,9 +30,9 @@ from lockstep.training.run_files.checkpoints import (
 from lockstep.training.run_files.run_identity import changed_fields, follows_length, longer
 from lockstep.training.run_files.whole_run import check_checkpoint, restore_metrics
 
-SETTINGS, SUMMARY = "run.json", "summary.json"
+SETTINGS = "run.json"
 # Files that a run writes at its end.
-_END = (SUMMARY, "report.html", "after.json")
+_END = (SUMMARY, REPORT, AFTER, END)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +185,3 @@ def _settings_in(folder: Path) -> dict[str, Any]:
             "another output_dir"
         ) from error
     return found
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Entries of a `.jsonl` file; an empty list if there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -12,8 +12,7 @@ from typing import Any
 from lockstep.errors import InputError
 from lockstep.parity.receipt import DIGESTS, RECEIPT, check_chain, lines_up_to, replace_text
 from lockstep.parity.resume.checkpoint import check_sealed
-
-METRICS = "metrics.jsonl"
+from lockstep.report.page.run_record import METRICS
 
 
 def check_checkpoint(checkpoint: Path, step: int, receipt: Path) -> dict[str, Any]:
