@@ -1266,6 +1266,20 @@ MUTATIONS = [
         "tests/gateway/test_recording.py::TestConversations",
     ),
     Mutation(
+        "attention over packs leaves out the cap of the scores",
+        "training/forward/attention/tree_attention.py",
+        'kwargs.get("scaling"), kwargs.get("softcap")), None',
+        'kwargs.get("scaling"), None), None',
+        "tests/training/test_transformed_logits.py::test_scores_and_gradients_are_those_of_the_models_own_logits",
+    ),
+    Mutation(
+        "attention over plain rows leaves out the cap of the scores",
+        "training/forward/attention/tree_attention.py",
+        "if not window and cap is not None:",
+        "if False:",
+        "tests/training/test_transformed_logits.py::test_a_cap_on_attention_is_that_of_the_models_own_definition",
+    ),
+    Mutation(
         "a required call counts as made although the turn has none",
         "gateway/wishes.py",
         "not (self.call in called if self.call else called)",

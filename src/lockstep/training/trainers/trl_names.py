@@ -12,9 +12,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, Trainer
 
 from lockstep.models.reward_model import RewardModel
+from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.scores.rewards import Scorer, reward_name
 from lockstep.training.forward.reference import Reference
 from lockstep.training.generate.engine import vllm_installed
+from lockstep.training.generate.source import RolloutSource
 from lockstep.training.run_files.step_log import StepLog
 
 
@@ -25,6 +27,8 @@ class TRLNames(Trainer):
     method: ClassVar[str]
     reference: Reference | None
     step_log: StepLog
+    ranks: Ranks
+    source: RolloutSource
     _scorer: Scorer
     # Figures that a callback or a reward function adds to the next evaluation.
     _eval_notes: dict[str, list[float]]
@@ -101,6 +105,8 @@ class TRLNames(Trainer):
     @property
     def use_vllm(self) -> bool:
         """Whether vLLM samples, in this process or on servers."""
+        if self.ranks.owner:
+            return self.source.engine.settings().engine != "transformers"
         return vllm_installed() if self.config.use_vllm is None else self.config.use_vllm
 
     @property
