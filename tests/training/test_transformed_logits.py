@@ -47,10 +47,12 @@ def test_a_cap_on_attention_is_that_of_the_models_own_definition(window: int | N
     made.set_attn_implementation("sdpa")
     assert (made(ids).logits - own).abs().max() > 1e-3, "the cap changes nothing"
     adopt_tree_attention(made)
-    torch.testing.assert_close(made(ids, use_cache=False).logits, own)
+    # The definition rounds the shares of attention to float32.
+    near = {"atol": 1e-5, "rtol": 0.0}
+    torch.testing.assert_close(made(ids, use_cache=False).logits, own, **near)
     padded = torch.ones_like(ids)
     padded[1, -4:] = 0
-    torch.testing.assert_close(made(ids, attention_mask=padded, use_cache=False).logits[0], own[0])
+    torch.testing.assert_close(made(ids, attention_mask=padded, use_cache=False).logits[0], own[0], **near)
 
 
 def test_an_attention_that_leaves_a_cap_out_is_refused_with_the_name_of_the_field() -> None:
