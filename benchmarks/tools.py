@@ -1,6 +1,8 @@
 """Measure what rollouts with tools cost beside their floors, and a training step with tools beside TRL's.
 
-    make tools                                   (two cores: some twenty minutes; quiet machine)
+    make tools                                   (two cores, on a quiet machine)
+    make tools ARGS="--parts waits turns --rounds 2"
+    make tools ARGS="--parts step --seconds 0 --rounds 1 --json runs/bench/tools_step.json"
     make tools ARGS="--size tiny --parts waits turns"
 
 Real vLLM in this process. The model calls a tool at the end of every turn (`tools_model.py`), and all turns have the same length.
@@ -65,6 +67,7 @@ def main() -> None:
         "--size", choices=SIZES, default="135m", help="the model: of the packaged model's shape, or tiny"
     )
     words.add_argument("--rounds", type=int, default=3, help="measured rounds; one more goes before them")
+    words.add_argument("--seconds", nargs="*", default=["0", "0.1"], help="part step: seconds that a call takes")
     words.add_argument("--json", type=Path, default=Path("runs/bench/tools.json"))
     asked = words.parse_args()
     found: dict[str, Any] = {
@@ -79,7 +82,7 @@ def main() -> None:
         model = make_tool_model(Path(folder) / "model", asked.size)
         for part in asked.parts:
             if part == "step":
-                rounds = steps(model, asked.rounds, Path(folder))
+                rounds = steps(model, asked.rounds, asked.seconds, Path(folder))
                 figures: Any = {seconds: step_figures(own) for seconds, own in rounds.items()}
             else:
                 with playing(model) as play:
@@ -264,10 +267,10 @@ def inserted_ids(play: Play) -> int:
 # ---- steps ------------------------------------------------------------------------------------------------------------
 
 
-def steps(model: str, rounds: int, folder: Path) -> dict[str, list[Round]]:
+def steps(model: str, rounds: int, calls: Sequence[str], folder: Path) -> dict[str, list[Round]]:
     """Steps of both trainers in turn, by the seconds of a call. The first step of each is left out."""
     found: dict[str, list[Round]] = {}
-    for seconds in ("0", "0.1"):
+    for seconds in calls:
         players = {}
         for program in ("lockstep", "trl"):
             own = folder / f"{program}-{seconds}"

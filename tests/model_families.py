@@ -46,6 +46,10 @@ FAMILIES = {
         "Gemma2Config",
         {**_HEADS_OF_32, "query_pre_attn_scalar": 32, "final_logit_softcapping": 3.0, "attn_logit_softcapping": None},
     ),
+    # Scores of a tiny model are small. Without the cap it would compute other log-probs.
+    "gemma2, with a low cap": Family(
+        "Gemma2Config", {**_HEADS_OF_32, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 0.5}
+    ),
     "gemma3": Family("Gemma3TextConfig", {**_HEADS_OF_32, **_WINDOW, "query_pre_attn_scalar": 32}),
     "phi": Family("PhiConfig", _USUAL),
     "phi3": Family("Phi3Config", _GROUPED),

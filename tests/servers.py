@@ -176,16 +176,16 @@ def serve(
 @contextmanager
 def impatient(engine: VLLMServer, limit: float) -> Iterator[None]:
     """A short time limit for calls that are not answered, so that they are not waited for longer."""
-    usual = engine._timeout
+    usual = engine._timeout, engine._generation_timeouts
     try:
-        _set_limit(engine, limit)
+        _set_limit(engine, limit, 1.0)
         yield
     finally:
-        _set_limit(engine, usual)
+        _set_limit(engine, *usual)
 
 
-def _set_limit(engine: VLLMServer, limit: float) -> None:
-    engine._timeout = limit
+def _set_limit(engine: VLLMServer, limit: float, generation_timeouts: float) -> None:
+    engine._timeout, engine._generation_timeouts = limit, generation_timeouts
     for calls in engine._servers:
         calls.timeout = limit
 

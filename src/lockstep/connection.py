@@ -115,6 +115,7 @@ def connect(
     *,
     key_file: str | None = None,
     timeout: float = 600.0,
+    generation_timeouts: float = 1.0,
     transport: str = "auto",
     group_host: str = "127.0.0.1",
     group_port: int = 0,
@@ -126,6 +127,7 @@ def connect(
         key_file: file with the servers' key. Default: the variable LOCKSTEP_SERVER_KEY, or the key that a server on this
             machine saved.
         timeout: seconds that any call may take, and that the trainer waits for a server.
+        generation_timeouts: how many of these time limits one request for a completion may take.
         transport: `shared_memory` (one machine), `gloo` (TCP), or `auto`: the fastest that all servers support.
         group_host: this machine's address as servers on other machines reach it. Gloo listens on it and on no other.
         group_port: port that gloo listens on; 0 means a free port.
@@ -144,4 +146,6 @@ def connect(
     def choose(servers: Sequence[ServerCalls]) -> WeightTransport:
         return choose_transport(transport, servers, group_host, group_port, timeout)
 
-    return Connection(VLLMServer(urls, keys, timeout=timeout, transport=choose))
+    return Connection(
+        VLLMServer(urls, keys, timeout=timeout, transport=choose, generation_timeouts=generation_timeouts)
+    )

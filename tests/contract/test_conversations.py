@@ -112,6 +112,31 @@ def test_every_turn_continues_its_branch_id_for_id_and_is_scored_in_it(
     }
 
 
+def test_the_same_sampled_ids_give_the_same_rollouts_in_every_engine(driver: Driver, pushed: PreTrainedModel) -> None:
+    """Every engine takes the likeliest token here, so that all of them sample the ids of a plain forward of the model."""
+
+    def likeliest(ids: list[int], most: int) -> list[int]:
+        sampled: list[int] = []
+        while len(sampled) < most and (not sampled or sampled[-1] != 0):
+            with torch.no_grad():
+                sampled.append(int(pushed(torch.tensor([[*ids, *sampled]])).logits[0, -1].argmax()))
+        return sampled
+
+    greedy = starts_for(PROMPTS, Sampling(60, top_k=1), num_generations=1, run_seed=1, version=7)
+    found = driver.run(greedy, three_turns)
+    for start in greedy:
+        prompt = start.prompt.ids.tolist()
+        first = likeliest(prompt, 6)
+        second = likeliest([*prompt, *first, *INSERTED], 8)
+        whole, branch = found[start.key].branches
+        assert whole.token_ids.tolist() == [*first, *INSERTED, *second]
+        inserted = range(len(first), len(first) + len(INSERTED))
+        assert np.flatnonzero(~whole.sampled).tolist() == list(inserted)  # type: ignore[operator]
+        after = [*prompt, *first, 90, 91]
+        assert branch.prompt_ids.tolist() == after
+        assert branch.token_ids.tolist() == [INSERTED[0], *likeliest([*after, INSERTED[0]], 5)]
+
+
 def is_idle(engine: Engine, request: pytest.FixtureRequest) -> bool:
     if isinstance(engine, VLLMInProcess):
         return not engine.llm.llm_engine.has_unfinished_requests()

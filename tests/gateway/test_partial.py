@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.gateway.calls import Partial
 from lockstep.gateway.partial import certain_part
+from lockstep.gateway.wishes import Wishes
 from lockstep.rollouts.driver import decoding
 from lockstep.tokens.arrays import Ids
 
@@ -39,12 +40,15 @@ PIECES = [
 ]
 
 
-def parts(name: str, ids: Ids, *, offers_tools: bool) -> tuple[list[Partial], Partial]:
+STOPS = st.sampled_from([(), ("look",), ("a <", "look_up", "\n")])
+
+
+def parts(name: str, ids: Ids, *, offers_tools: bool, stop: tuple[str, ...] = ()) -> tuple[list[Partial], Partial]:
     """What is certain after each token, and the finished answer."""
-    extension = extension_of(name)
-    certain = [certain_part(extension, ids[:n], offers_tools=offers_tools) for n in range(1, len(ids) + 1)]
+    extension, wishes = extension_of(name), Wishes(reads_calls=offers_tools, stop=stop)
+    certain = [certain_part(extension, ids[:n], wishes) for n in range(1, len(ids) + 1)]
     answer = extension.read(ids, calls_are_text=not offers_tools)
-    return certain, Partial(answer.reasoning, answer.content)
+    return certain, Partial(answer.reasoning, wishes.before_stop(answer.content))
 
 
 def sampled(data: st.DataObject, name: str) -> Ids:
@@ -58,16 +62,16 @@ def sampled(data: st.DataObject, name: str) -> Ids:
 
 @pytest.mark.parametrize("name", _GROWING)
 def test_what_is_streamed_is_a_beginning_of_the_answer_and_thinking_is_whole_before_content(name: str) -> None:
-    def check(data: st.DataObject, offers_tools: bool) -> None:
+    def check(data: st.DataObject, offers_tools: bool, stop: tuple[str, ...]) -> None:
         ids = sampled(data, name)
-        certain, answer = parts(name, ids, offers_tools=offers_tools)
+        certain, answer = parts(name, ids, offers_tools=offers_tools, stop=stop)
         for partial in certain:
             assert partial.reasoning is None or str(answer.reasoning).startswith(partial.reasoning)
             assert answer.content.startswith(partial.content)
             if partial.content:
                 assert partial.reasoning == answer.reasoning
 
-    hold(name, 25, check, data=st.data(), offers_tools=st.booleans())
+    hold(name, 25, check, data=st.data(), offers_tools=st.booleans(), stop=STOPS)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +108,11 @@ def test_a_call_is_text_for_a_client_without_tools() -> None:
     text = 'I look. <tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>'
     certain, answer = parts("qwen3", ids_of("qwen3", text), offers_tools=False)
     assert certain[-1].content == answer.content == text
+
+
+def test_no_part_of_a_stop_string_is_sent() -> None:
+    certain, answer = parts(
+        "qwen3", ids_of("qwen3", "Done. Observation: 3"), offers_tools=False, stop=("Observation:",)
+    )
+    assert answer.content == "Done. "
+    assert max((partial.content for partial in certain), key=len) == "Done."

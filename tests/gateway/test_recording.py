@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion
+from lockstep.engines.protocol import Completion, Sampling
 from lockstep.errors import InputError, ProofError
 from lockstep.rollouts.group import Rollout
 
@@ -185,6 +186,63 @@ class TestConversations:
         assert [m["role"] for m in rollout.notes["messages"]].count("assistant") == 3
 
 
+class TestWishes:
+    """Stop strings, several answers and log-probs of one call."""
+
+    def test_a_turn_ends_at_a_stop_string_of_its_call_and_the_next_turn_extends_its_ids(
+        self, runs: Runs, watched: Watched, talkative_dir: str
+    ) -> None:
+        letters = list("abcdefghijklmnopqrstuvwxyz ")
+        answers: list[Any] = []
+
+        def agent(base_url: str, api_key: str, row: Any) -> None:
+            client = sdk(base_url, api_key)
+            answers.append(ask(client, HELLO, 60, stop=letters[:16]))
+            ask(client, [*HELLO, answers[0].to_dict(), NEXT], 4)
+
+        (rollout,) = runs(agent, max_tokens=160)
+        first, second = watched.requests
+        assert (first.own_stop, second.own_stop) == (tuple(letters[:16]), ())
+        (whole,) = branches(rollout)
+        check_ids(watched, whole, [0, 1])
+        ended = watched.completions[0]
+        assert (ended.finish_reason, rollout.notes["agent"]["extended"]) == ("stop", 1)
+        text = runs.tokenizer.decode(ended.token_ids)
+        assert any(stop in text for stop in letters[:16])
+        # The client's text has no stop string; the ids have it, and it is learned from.
+        assert text.startswith(answers[0].content)
+        assert not any(stop in answers[0].content for stop in letters[:16])
+        assert largest_gap(talkative_dir, whole) < 1e-4
+
+    def test_several_answers_are_turns_of_their_own_and_each_can_be_extended(
+        self, runs: Runs, watched: Watched
+    ) -> None:
+        runs.engine = watched = Watched(Scripted(["one", "two", "three", "on"]))  # type: ignore[arg-type]
+
+        def agent(base_url: str, api_key: str, row: Any) -> None:
+            client = sdk(base_url, api_key)
+            found = client.chat.completions.create(model="any", messages=HELLO, max_tokens=8, n=3)
+            assert [choice.message.content for choice in found.choices] == ["one", "two", "three"]
+            ask(client, [*HELLO, found.choices[1].message.to_dict(), NEXT])
+
+        (rollout,) = runs(agent)
+        assert len(branches(rollout)) == 3
+        for branch, calls in zip(branches(rollout), ([0], [1, 3], [2]), strict=True):
+            check_ids(watched, branch, calls)
+
+    def test_log_probs_that_an_agent_asks_for_are_those_of_the_sampled_ids(self, runs: Runs, watched: Watched) -> None:
+        found: list[Any] = []
+
+        def agent(base_url: str, api_key: str, row: Any) -> None:
+            found.append(
+                sdk(base_url, api_key).chat.completions.create(model="any", messages=HELLO, max_tokens=8, logprobs=True)
+            )
+
+        runs(agent)
+        told = [token.logprob for token in found[0].choices[0].logprobs.content]
+        assert told == watched.completions[0].logprobs.tolist()
+
+
 class TestBranches:
     def test_a_rewritten_history_is_a_branch(self, watched: Watched, runs: Runs) -> None:
         def agent(base_url: str, api_key: str, row: Any) -> None:
@@ -294,6 +352,51 @@ class TestTools:
         assert answers[0].tool_calls is None
         assert "{oops" in answers[0].content
         assert rollout.notes["agent"]["malformed"] == 1
+
+    def test_a_required_call_is_sampled_freely_and_its_absence_is_counted(self, runs: Runs, watched: Watched) -> None:
+        runs.engine = watched = Watched(Scripted(["I think.", CALL]))  # type: ignore[arg-type]
+
+        def agent(base_url: str, api_key: str, row: Any) -> None:
+            client, messages = sdk(base_url, api_key), list(HELLO)
+            answer = ask(client, messages, 96, tools=TOOLS, tool_choice="required")
+            assert (answer.content, answer.tool_calls) == ("I think.", None)
+            messages += [answer.to_dict(), NEXT]
+            assert ask(client, messages, 96, tools=TOOLS, tool_choice="required").tool_calls
+
+        (rollout,) = runs(agent, max_tokens=200)
+        assert (rollout.notes["agent"]["unmet"], rollout.notes["agent"]["answered"]) == (1, 2)
+        (whole,) = branches(rollout)
+        check_ids(watched, whole, [0, 1])
+        # Nothing is forced: both calls have the run's own distribution.
+        assert {replace(request.sampling, max_tokens=1) for request in watched.requests} == {Sampling(1)}
+
+    def test_a_call_where_none_may_be_made_is_text_and_the_next_call_extends_it(self, runs: Runs) -> None:
+        runs.engine = Scripted([CALL, "3"])
+
+        def agent(base_url: str, api_key: str, row: Any) -> None:
+            client = sdk(base_url, api_key)
+            answer = ask(client, HELLO, 96, tools=TOOLS, tool_choice="none")
+            assert (answer.content, answer.tool_calls) == (CALL, None)
+            ask(client, [*HELLO, answer.to_dict(), NEXT], tools=TOOLS)
+
+        (rollout,) = runs(agent, max_tokens=300)
+        assert rollout.notes["agent"]["extended"] == 1
+
+    def test_of_several_calls_an_agent_that_wants_one_gets_the_first(self, runs: Runs) -> None:
+        runs.engine = watched = Watched(Scripted([CALL + CALL, "3"]))  # type: ignore[arg-type]
+
+        def agent(base_url: str, api_key: str, row: Any) -> None:
+            client = sdk(base_url, api_key)
+            answer = ask(client, HELLO, 160, tools=TOOLS, parallel_tool_calls=False)
+            (call,) = answer.tool_calls
+            result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+            ask(client, [*HELLO, answer.to_dict(), result], tools=TOOLS)
+
+        (rollout,) = runs(agent, max_tokens=400)
+        assert (rollout.notes["agent"]["unmet"], rollout.notes["agent"]["extended"]) == (1, 1)
+        (whole,) = branches(rollout)
+        # The turn stays as it was sampled, with both calls.
+        check_ids(watched, whole, [0, 1])
 
     def test_without_tools_a_call_is_text(self, runs: Runs) -> None:
         runs.engine = Scripted([CALL])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,13 +49,7 @@ class TestRefusals:
             ("presence_penalty", 1),
             ("frequency_penalty", 0.5),
             ("logit_bias", {"5": 10}),
-            ("seed", 3),
-            ("n", 2),
-            ("stop", ["\n"]),
-            ("logprobs", True),
-            ("response_format", {"type": "json_object"}),
-            ("tool_choice", "required"),
-            ("parallel_tool_calls", False),
+            ("top_logprobs", 5),
             ("reasoning_effort", "low"),
             ("best_of_all", 1),
             ("temperature", True),
@@ -73,6 +68,7 @@ class TestRefusals:
             {"stop": "END"},
             {"stop": []},
             {"n": 1, "seed": None, "logprobs": False, "tool_choice": "auto", "logit_bias": {}},
+            {"seed": 3, "parallel_tool_calls": True, "response_format": {"type": "text"}},
             {"user": "me", "metadata": {"a": "b"}, "store": True, "stream_options": {"include_usage": True}},
         ],
     )
@@ -94,6 +90,32 @@ class TestRefusals:
     def test_messages_that_cannot_be_rendered_are_refused_by_place(self, messages: Any, param: str) -> None:
         assert refusal({"messages": messages}).param == param
 
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("stop", [""]),
+            ("stop", 3),
+            ("stop", ["x"] * 17),
+            ("tool_choice", "any"),
+            ("tool_choice", {"type": "function"}),
+            ("tool_choice", {"type": "allowed_tools"}),
+            ("parallel_tool_calls", "no"),
+            ("logprobs", 5),
+            ("response_format", {"type": "grammar"}),
+            ("n", 0),
+            ("n", True),
+            ("n", 1000),
+        ],
+    )
+    def test_a_wish_without_a_meaning_is_refused_by_name(self, field: str, value: Any) -> None:
+        assert refusal({"messages": [HELLO], "tools": [TOOL], field: value}).param == field
+
+    def test_a_call_that_must_be_made_needs_a_tool(self) -> None:
+        assert refusal({"messages": [HELLO], "tool_choice": "required"}).param == "tool_choice"
+
+    def test_several_answers_are_not_streamed(self) -> None:
+        assert "stream" in refusal({"messages": [HELLO], "n": 2, "stream": True}).message
+
     @pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
     def test_a_token_limit_is_a_whole_number_above_zero(self, value: Any) -> None:
         assert refusal({"messages": [HELLO], "max_tokens": value}).param == "max_tokens"
@@ -111,6 +133,58 @@ class TestRefusals:
 
     def test_items_of_other_kinds_are_refused(self) -> None:
         assert refusal({"input": [{"type": "web_search_call", "id": "w"}]}, responses).param == "input[0]"
+
+
+class TestWishes:
+    """What a request asks of its turn, and when a turn has it."""
+
+    def wishes(self, api: Any = chat, **fields: Any) -> Any:
+        asked = {"messages": [HELLO]} if api is chat else {"input": "hello"}
+        return api.read_call({**asked, "tools": [TOOL], **fields}, LIMITS).wishes
+
+    @pytest.mark.parametrize(
+        ("fields", "content", "called", "met"),
+        [
+            ({}, "3", [], True),
+            ({"tool_choice": "required"}, "3", [], False),
+            ({"tool_choice": "required"}, "", ["other"], True),
+            ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "", ["other"], False),
+            ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "", ["other", "add"], True),
+            ({"parallel_tool_calls": False}, "", ["add"], True),
+            ({"parallel_tool_calls": False}, "", ["add", "add"], False),
+            ({"response_format": {"type": "json_object"}}, '{"a": 1}', [], True),
+            ({"response_format": {"type": "json_schema", "json_schema": {}}}, "{oops", [], False),
+            # A turn that calls a tool is no answer yet.
+            ({"response_format": {"type": "json_object"}}, "I look", ["add"], True),
+        ],
+    )
+    def test_a_turn_has_what_was_asked_for(
+        self, fields: dict[str, Any], content: str, called: list[str], met: bool
+    ) -> None:
+        assert self.wishes(**fields).are_met(content, called) is met
+
+    def test_both_apis_name_a_function_in_their_own_form(self) -> None:
+        named = {"type": "function", "name": "add"}
+        assert self.wishes(tool_choice={"type": "function", "function": {"name": "add"}}).call == "add"
+        assert self.wishes(responses, tool_choice=named).call == "add"
+        assert self.wishes(responses, text={"format": {"type": "json_schema", "name": "x", "schema": {}}}).is_json
+
+    def test_calls_are_text_where_none_may_be_made(self) -> None:
+        assert self.wishes().reads_calls
+        assert not self.wishes(tool_choice="none").reads_calls
+        assert not chat.read_call({"messages": [HELLO]}, LIMITS).wishes.reads_calls
+
+    def test_the_runs_stop_strings_hold_beside_those_of_the_call(self) -> None:
+        assert self.wishes().stop == ("END",)
+        assert self.wishes(stop=["Obs:", "END", "Obs:"]).stop == ("END", "Obs:")
+        assert self.wishes(stop="Obs:").before_stop("so Obs: and END") == "so "
+
+    def test_what_nothing_forces_is_said_once(self, capsys: pytest.CaptureFixture[str]) -> None:
+        limits = RunLimits("tiny", Sampling(max_tokens=8))
+        for _ in range(3):
+            chat.read_call({"messages": [HELLO], "tools": [TOOL], "tool_choice": "required", "seed": 1}, limits)
+        said = capsys.readouterr().out
+        assert said.count("tool_choice='required'") == said.count("sends a seed") == 1
 
 
 class TestCalls:
@@ -150,17 +224,17 @@ class TestCalls:
         assert by_items.tools == by_chat.tools == (TOOL,)
 
     def test_an_answer_that_is_sent_back_is_the_same_message(self) -> None:
-        message = chat.whole({}, TURN, LIMITS)["choices"][0]["message"]
+        message = chat.whole({}, [TURN], LIMITS)["choices"][0]["message"]
         whole = TURN.as_message() | {"reasoning_content": "hm"}
         assert chat.read_call({"messages": [HELLO, message]}, LIMITS).messages[1] == whole
-        items = responses.whole({}, TURN, LIMITS)["output"]
+        items = responses.whole({}, [TURN], LIMITS)["output"]
         assert responses.read_call({"input": items}, LIMITS).messages == (whole,)
 
 
 class TestAnswers:
     @pytest.mark.parametrize(("answer", "reason"), [(TURN, "tool_calls"), (CUT, "length")])
     def test_a_stream_of_chunks_says_what_the_whole_completion_says(self, answer: Answer, reason: str) -> None:
-        whole = ChatCompletion.model_validate(chat.whole({}, answer, LIMITS), strict=True)
+        whole = ChatCompletion.model_validate(chat.whole({}, [answer], LIMITS), strict=True)
         lines = streamed_at_once(chat, {"stream_options": {"include_usage": True}}, answer).decode().split("\n\n")
         assert lines[-2:] == ["data: [DONE]", ""]
         chunks = [ChatCompletionChunk.model_validate_json(line[6:]) for line in lines[:-2]]
@@ -175,7 +249,7 @@ class TestAnswers:
     @pytest.mark.parametrize(("answer", "status"), [(TURN, "completed"), (CUT, "incomplete")])
     def test_a_stream_of_events_says_what_the_whole_response_says(self, answer: Answer, status: str) -> None:
         request = {"input": "hello", "tools": [{"type": "function", **TOOL["function"], "strict": False}]}
-        whole = Response.model_validate(responses.whole(request, answer, LIMITS))
+        whole = Response.model_validate(responses.whole(request, [answer], LIMITS))
         lines = streamed_at_once(responses, request, answer).decode().strip().split("\n\n")
         read = TypeAdapter(ResponseStreamEvent).validate_json
         found = [read(line.split("data: ")[1]) for line in lines]
@@ -186,6 +260,25 @@ class TestAnswers:
         assert [json.loads(i.arguments) for i in whole.output if i.type == "function_call"] == [
             json.loads(call.arguments) for call in answer.calls
         ]
+
+
+class TestSeveralAnswers:
+    def test_each_answer_is_a_choice_and_the_prompt_counts_once(self) -> None:
+        whole = ChatCompletion.model_validate(chat.whole({}, [TURN, CUT], LIMITS), strict=True)
+        assert [(c.index, c.finish_reason) for c in whole.choices] == [(0, "tool_calls"), (1, "length")]
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (11, 10)
+
+    def test_log_probs_are_those_of_the_sampled_ids_whole_and_streamed(self) -> None:
+        answer = replace(CUT, logprobs=(("and", -0.5), (" th", -1.25)))
+        whole = ChatCompletion.model_validate(chat.whole({}, [answer], LIMITS), strict=True)
+        found = [(token.token, token.logprob) for token in whole.choices[0].logprobs.content]
+        assert found == [("and", -0.5), (" th", -1.25)]
+        lines = streamed_at_once(chat, {}, answer).decode().split("\n\n")
+        chunks = [ChatCompletionChunk.model_validate_json(line[6:]).choices[0] for line in lines[:-2]]
+        streamed = [token.logprob for c in chunks if c.logprobs for token in c.logprobs.content]
+        assert streamed == [-0.5, -1.25]
+        assert whole.choices[0].logprobs is not None
+        assert chat.whole({}, [CUT], LIMITS)["choices"][0]["logprobs"] is None
 
 
 class TestJoining:

@@ -290,7 +290,7 @@ def test_an_evaluation_between_steps_is_of_the_policy_as_it_is(untied_dir: str, 
     engine.serve = noted
     train(trainer)
     # The evaluation waits behind two generations, so its time limit includes theirs.
-    assert limits == {3 * trainer.config.vllm_server_timeout}
+    assert limits == {3 * trainer.config.generation_timeout}
     versions = {v for g in trainer.last_eval_groups for r in g.rollouts for v in r.completion.weight_versions.tolist()}
     assert versions == {4}
     assert [log["step"] for log in trainer.state.log_history if "eval_reward" in log] == [2, 4]

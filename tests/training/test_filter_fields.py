@@ -33,6 +33,7 @@ def test_by_default_nothing_changes_the_distribution() -> None:
         ({"generation_kwargs": {"top_k": 50, "presence_penalty": 0.5}}, {"top_k": 50, "presence_penalty": 0.5}),
         ({"top_k": 50, "generation_kwargs": '{"top_k": 50}'}, {"top_k": 50}),
         ({"generation_kwargs": {"do_sample": True, "num_beams": 1, "top_k": 50}}, {"top_k": 50}),
+        ({"top_k": 40, "generation_kwargs": {"do_sample": False}}, {"top_k": 1}),
         (
             {"repetition_penalty": 1.1, "frequency_penalty": -0.5},
             {"repetition_penalty": 1.1, "frequency_penalty": -0.5},
@@ -68,7 +69,7 @@ def test_engines_get_what_the_fields_say(given: dict[str, Any], wanted: dict[str
         ({"logit_bias": {1: 101.0}}, "logit_bias of token 1"),
         ({"allowed_token_ids": []}, "allowed_token_ids is empty"),
         ({"allowed_token_ids": [4, 4]}, "allowed_token_ids has a token id twice"),
-        ({"generation_kwargs": {"do_sample": False}}, "do_sample=False; only True is taken: greedy decoding"),
+        ({"generation_kwargs": {"do_sample": "no"}}, "do_sample='no'; it must be true or false"),
         ({"generation_kwargs": {"num_beams": 2}}, "num_beams=2; only 1 is taken: a beam search"),
         ({"generation_kwargs": {"beam_width": 2}}, "unknown key 'beam_width'"),
         ({"generation_kwargs": {"temperature": 0.5}}, "use the field temperature"),

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from caller import Product, multiply
 from conftest import VLLM
 from datasets import Dataset
+from methods import StopAfter, logs, parameters
 
 import lockstep
 from lockstep.engines.vllm.in_process import VLLMInProcess
@@ -52,7 +54,7 @@ def make(caller_dir: str, tmp_path: Path) -> Any:
         base = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "bf16": False, "disable_tqdm": True}
         base |= {"use_vllm": False, "learning_rate": 1e-3, "report_to": [], "seed": 3}
         config = getattr(lockstep, f"{method}Config")(
-            output_dir=str(tmp_path / "run"),
+            output_dir=str(tmp_path / given.pop("output_dir", "run")),
             **{"per_device_train_batch_size": CONFIGS[method], **fields, **base, **given},
         )
         kind = getattr(lockstep, f"{method}Trainer")
@@ -209,6 +211,24 @@ def test_the_last_entry_of_the_log_repeats_nothing_that_was_logged_on_time(make:
     run = make(tools=[multiply], max_steps=2, logging_steps=2)
     run.train()
     assert "reward" not in run.state.log_history[-1]
+
+
+@pytest.mark.parametrize(
+    "given", [{"tools": [multiply]}, {"environment_factory": Product}], ids=["tools", "environments"]
+)
+def test_a_run_with_tools_that_was_stopped_goes_on_to_the_same_bits(given: dict[str, Any], make: Make) -> None:
+    fields = {**given, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = make(**fields)
+    whole.train()
+    expected, curve = parameters(whole.model), logs(whole)
+    assert sum(line["tools/call_frequency"] for line in curve) > 0
+    stopped = make(**fields, output_dir="cut")
+    stopped.add_callback(StopAfter(2))
+    stopped.train()
+    resumed = make(**fields, output_dir="cut")
+    resumed.train(resume_from_checkpoint=str(Path(resumed.args.output_dir) / "checkpoint-2"))
+    assert all(torch.equal(found, expected[name]) for name, found in parameters(resumed.model).items())
+    assert logs(resumed)[-2:] == curve[-2:]
 
 
 def test_an_environment_alone_may_give_reward_and_data(make: Make) -> None:

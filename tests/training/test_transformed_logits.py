@@ -21,7 +21,7 @@ from lockstep.training.forward.scoring import check_scorable
 CAPPED = "gemma2, attention without a cap"
 
 
-@pytest.fixture(scope="module", params=["cohere", "granite", CAPPED])
+@pytest.fixture(scope="module", params=["cohere", "granite", CAPPED, "gemma2, with a low cap"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     made = make_family(request.param).double()
     adopt_tree_attention(made)
@@ -36,18 +36,41 @@ def test_scores_and_gradients_are_those_of_the_models_own_logits(model: PreTrain
     check(model, Sampling(8, temperature=0.8, **ALONE[name]), rows=False, chunk=5, seed=3)
 
 
-def test_a_cap_on_attention_is_refused_with_the_name_of_the_field() -> None:
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_cap_on_attention_is_that_of_the_models_own_definition(window: int | None) -> None:
+    """Over plain rows, with a window too. The definition is transformers' eager attention."""
+    fields = {"attn_logit_softcapping": 0.5, "sliding_window": window or 64}
+    made = make_family("gemma2", **fields).double().eval()
+    ids = torch.randint(3, 300, (2, 23), generator=torch.Generator().manual_seed(0))
+    made.set_attn_implementation("eager")
+    own = made(ids).logits
+    made.set_attn_implementation("sdpa")
+    assert (made(ids).logits - own).abs().max() > 1e-3, "the cap changes nothing"
+    adopt_tree_attention(made)
+    # The definition rounds the shares of attention to float32.
+    near = {"atol": 1e-5, "rtol": 0.0}
+    torch.testing.assert_close(made(ids, use_cache=False).logits, own, **near)
+    padded = torch.ones_like(ids)
+    padded[1, -4:] = 0
+    torch.testing.assert_close(made(ids, attention_mask=padded, use_cache=False).logits[0], own[0], **near)
+
+
+def test_an_attention_that_leaves_a_cap_out_is_refused_with_the_name_of_the_field() -> None:
+    made = make_family("gemma2")
+    made.config._attn_implementation = "flex_attention"
     with pytest.raises(InputError, match=r"attn_logit_softcapping=50\.0"):
-        check_scorable(make_family("gemma2"))
+        check_scorable(made)
 
 
 @pytest.mark.parametrize(
     ("family", "use_vllm"),
     [
         (CAPPED, False),
+        ("gemma2, with a low cap", False),
         pytest.param("cohere", True, marks=[*VLLM, pytest.mark.long]),
         pytest.param("granite", True, marks=[*VLLM, pytest.mark.long]),
         pytest.param(CAPPED, True, marks=[*VLLM, pytest.mark.long]),
+        pytest.param("gemma2, with a low cap", True, marks=[*VLLM, pytest.mark.long]),
     ],
 )
 def test_engine_and_trainer_agree_in_a_step(family: str, use_vllm: bool, tmp_path: Path) -> None:

@@ -35,6 +35,10 @@ def test_the_attributes_that_scripts_read(untied_dir: str, tmp_path: Path, hf_en
     )
     assert run.max_completion_length == 6
     assert run.temperature == run.config.temperature
+    assert (run.top_p, run.top_k, run.min_p, run.repetition_penalty) == (1.0, 0, None, 1.0)
+    assert (run.use_vllm, run.vllm_mode) == (False, "colocate")
+    assert (run.generation_config.max_new_tokens, run.generation_config.do_sample) == (6, True)
+    assert run.generation_config.temperature == run.temperature
     assert run.beta == {"GRPO": 0.0, "RLOO": 0.05, "OnlineDPO": 0.1, "ReinforcePP": 0.01, "PPO": 0.05}[method]
     if run.beta:
         assert run.ref_model is not run.model

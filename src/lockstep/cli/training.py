@@ -93,7 +93,7 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict
         raise InputError("reward_funcs is not set, and data of one's own has no reward function of its own")
     resolve_model(model)
     settings = {"method": kind.method, **settings_of(arguments), **curve_settings(config)}
-    ranks = Ranks(config.vllm_server_timeout)
+    ranks = Ranks(config.generation_timeout)
     with open_run_together(ranks, config.output_dir, settings) as place:
         moved = log.move_to(place.folder)
         if ranks.owner:

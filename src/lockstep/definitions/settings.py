@@ -69,6 +69,8 @@ def wanted(fields: Mapping[str, Any]) -> Wanted:
     """
     # TRL's `generation_kwargs` sets the same fields in another way.
     given = {**fields, **(fields.get("generation_kwargs") or {})}
+    if given.get("do_sample") is False:
+        given["top_k"] = 1
     most, least = given["max_thinking_length"], given["min_thinking_length"]
     allowed = given["allowed_token_ids"]
     return Wanted(

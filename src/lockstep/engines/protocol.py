@@ -50,6 +50,7 @@ class GenerationRequest(ArrayFields):
     Attributes:
         prompt_ids: (P,) int64. The constructor accepts any sequence of integers.
         pictures: the pictures whose placeholders are in the prompt; None: there are none.
+        own_stop: stop strings that only this call has. They are the last ones of `sampling.stop`; the run's own come before them.
 
     Raises:
         BadValues: a prompt id is no integer.
@@ -60,6 +61,7 @@ class GenerationRequest(ArrayFields):
     sampling: Sampling
     seed: int
     pictures: PromptPictures | None = None
+    own_stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self._set("prompt_ids", whole_numbers(self.prompt_ids))

@@ -103,6 +103,9 @@ class TransformersEngine:
             self._model: PreTrainedModel = loaded.from_pretrained(model, dtype=dtype).eval()
         except (OSError, ValueError) as error:
             raise InputError(f"transformers cannot load {model}: {error}") from error
+        if getattr(self._model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+            # PyTorch's attention cannot cap scores, and transformers would leave the cap out.
+            self._model.set_attn_implementation("eager")
         if torch.cuda.is_available():
             self._model.to("cuda")
         self._model.requires_grad_(False)

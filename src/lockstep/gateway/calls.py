@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lockstep.engines.protocol import FinishReason
+from lockstep.gateway.wishes import NO_WISHES, Wishes
 from lockstep.tokens.chat import Message
 
 
@@ -20,6 +21,7 @@ class Call:
     Attributes:
         messages: new messages, in the form of chat templates.
         tools: functions that the agent offers, in the form of chat templates.
+        wishes: what the agent asks of the turn.
         max_tokens: most tokens that the turn may have; None: as many as the rollout has room for.
         instructions: a system message that stands before all others, also before those of `previous`.
         previous: id of an earlier answer whose messages come before `messages`.
@@ -29,6 +31,7 @@ class Call:
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    wishes: Wishes = NO_WISHES
     max_tokens: int | None = None
     stream: bool = False
     instructions: Message | None = None
@@ -61,6 +64,7 @@ class Answer:
         reasoning: the thinking. None: there is none, or it is part of the content because the chat template has no field for it.
         prompt_tokens: number of ids before the turn.
         completion_tokens: number of sampled ids, the end token included.
+        logprobs: the text and the log-prob of each sampled id, in order. None: the agent did not ask for them.
     """
 
     name: str
@@ -71,6 +75,7 @@ class Answer:
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
+    logprobs: tuple[tuple[str, float], ...] | None = None
 
     def as_message(self) -> Message:
         """The turn as a client sends it back."""

@@ -6,15 +6,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.gateway.calls import Answer, Call
 from lockstep.gateway.messages import THINKING, function_tools, template_message
 from lockstep.gateway.parameters import RunLimits, check_parameters, flag, token_limit
 from lockstep.gateway.refusals import bad_value
+from lockstep.gateway.wishes import read_wishes
 
-_UNDERSTOOD = {"messages", "model", "tools", "stream", "max_tokens", "max_completion_tokens"}
+_UNDERSTOOD = {
+    "messages", "model", "tools", "stream", "max_tokens", "max_completion_tokens", "n",
+    "tool_choice", "parallel_tool_calls", "response_format", "stop", "logprobs",
+}  # fmt: skip
+_MOST_CHOICES = 128
 
 
 def read_call(request: Mapping[str, Any], limits: RunLimits) -> Call:
@@ -24,29 +29,57 @@ def read_call(request: Mapping[str, Any], limits: RunLimits) -> Call:
         Refused: a field is missing, has a wrong value, or asks for another distribution than the run's.
     """
     check_parameters(request, _UNDERSTOOD, limits)
+    choices_of(request)
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise bad_value("messages", "messages must be a list with at least one message")
+    tools = function_tools(request.get("tools"))
     return Call(
         messages=tuple(template_message(message, f"messages[{i}]") for i, message in enumerate(messages)),
-        tools=function_tools(request.get("tools")),
+        tools=tools,
+        wishes=read_wishes(request, limits, bool(tools)),
         max_tokens=token_limit(request, "max_tokens", "max_completion_tokens"),
         stream=flag(request, "stream"),
     )
 
 
-def whole(request: Mapping[str, Any], answer: Answer, limits: RunLimits) -> dict[str, Any]:
-    """The answer as a chat completion."""
+def choices_of(request: Mapping[str, Any]) -> int:
+    """Number of answers that a request asks for (`n`).
+
+    Raises:
+        Refused: it is no such number, or there are several and they are to be streamed.
+    """
+    count = request.get("n")
+    if count is None or (count == 1 and not isinstance(count, bool)):
+        return 1
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_CHOICES:
+        raise bad_value("n", f"n={count!r:.80}; it must be a whole number from 1 to {_MOST_CHOICES}")
+    if request.get("stream"):
+        raise bad_value("n", f"n={count} is not supported for a stream; send one call for each answer")
+    return count
+
+
+def whole(request: Mapping[str, Any], answers: Sequence[Answer], limits: RunLimits) -> dict[str, Any]:
+    """The answers as a chat completion with one choice for each."""
+    first = answers[0]
+    return {
+        **_head(first.name, first.created, "chat.completion", limits),
+        "choices": [_choice(place, answer) for place, answer in enumerate(answers)],
+        "usage": _usage(answers),
+    }
+
+
+def _choice(place: int, answer: Answer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None, "annotations": []}
     if answer.reasoning is not None:
         message[THINKING] = answer.reasoning
     if answer.calls:
         message |= {"content": answer.content or None, "tool_calls": _calls(answer)}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(answer)}
     return {
-        **_head(answer.name, answer.created, "chat.completion", limits),
-        "choices": [choice],
-        "usage": _usage(answer),
+        "index": place,
+        "message": message,
+        "logprobs": _logprobs(answer),
+        "finish_reason": _finish_reason(answer),
     }
 
 
@@ -77,13 +110,15 @@ class Events:
         """What follows after all text of the answer has been sent."""
         for i, call in enumerate(_calls(answer)):
             yield self._chunk({"tool_calls": [{"index": i, **call}]})
-        yield self._chunk({}, _finish_reason(answer))
+        yield self._chunk({}, _finish_reason(answer), _logprobs(answer))
         if self._counted:
-            yield _event({**self._head, "choices": [], "usage": _usage(answer)})
+            yield _event({**self._head, "choices": [], "usage": _usage([answer])})
         yield b"data: [DONE]\n\n"
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(
+        self, delta: dict[str, Any], finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return _event({**self._head, "choices": [choice], **({"usage": None} if self._counted else {})})
 
 
@@ -102,12 +137,20 @@ def _finish_reason(answer: Answer) -> str:
     return "tool_calls" if answer.calls and answer.finish_reason == "stop" else answer.finish_reason
 
 
-def _usage(answer: Answer) -> dict[str, int]:
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": answer.completion_tokens,
-        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
-    }
+def _logprobs(answer: Answer) -> dict[str, Any] | None:
+    if answer.logprobs is None:
+        return None
+    # One id may be a part of a character. Then its text is no text of its own, and OpenAI's field for its bytes stays empty.
+    tokens: list[dict[str, Any]] = [
+        {"token": text, "logprob": value, "bytes": None, "top_logprobs": []} for text, value in answer.logprobs
+    ]
+    return {"content": tokens, "refusal": None}
+
+
+def _usage(answers: Sequence[Answer]) -> dict[str, int]:
+    """The prompt counts once, as in OpenAI's API."""
+    before, sampled = answers[0].prompt_tokens, sum(answer.completion_tokens for answer in answers)
+    return {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}
 
 
 def _event(value: dict[str, Any]) -> bytes:

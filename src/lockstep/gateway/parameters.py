@@ -1,42 +1,34 @@
 """Checks the fields of a request that would change what is sampled.
 
 A run samples from one distribution and trains the same one. A field that asks for another distribution is therefore refused, and
-so is every field that the gateway does not know. `gateway/chat.py` and `gateway/responses.py` call it.
+so is every field that the gateway does not know. `gateway/chat.py` and `gateway/responses.py` call it. Fields that ask something of
+the turn without another distribution are read by `gateway/wishes.py`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.engines.protocol import Sampling
 from lockstep.gateway.refusals import Refused, bad_value
 
-# These fields do not change what is sampled.
+# These fields do not change what is sampled. A seed would make all rollouts of a group equal if it had an effect.
 _WITHOUT_EFFECT = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "stream_options",
+    "prompt_cache_retention", "stream_options", "seed",
 }  # fmt: skip
 
 # The only values that the gateway can serve, for fields that do not belong to the run's config.
 _ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
     "top_logprobs": (0,),
-    "tool_choice": ("auto",),
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
-    "text": ({"format": {"type": "text"}}, {}),
     "modalities": (["text"],),
     "truncation": ("disabled",),
     "background": (False,),
     "include": ([],),
     "logit_bias": ({},),
-}
-
-_WHY = {
-    "tool_choice": ": it would force or forbid a tool call in this turn, and all turns of a run have one distribution"
 }
 
 # Fields of the run's config, by the names that requests give them.
@@ -56,6 +48,16 @@ class RunLimits:
 
     model: str
     sampling: Sampling
+    _told: set[str] = field(default_factory=set, repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def tell(self, what: str, text: str) -> None:
+        """Print a line the first time that `what` is met."""
+        with self._lock:
+            if what in self._told:
+                return
+            self._told.add(what)
+        print(f"lockstep: {text}", flush=True)
 
 
 def check_parameters(request: Mapping[str, Any], understood: set[str], limits: RunLimits) -> None:
@@ -72,14 +74,11 @@ def check_parameters(request: Mapping[str, Any], understood: set[str], limits: R
             continue
         if name in _OF_THE_RUN:
             _check_of_the_run(name, value, limits.sampling)
-        elif name == "stop":
-            _check_stop(value, limits.sampling)
         elif name not in _ONLY:
             raise Refused(400, f"{name} is not supported; leave it out", "unsupported_parameter", name)
         elif value not in _ONLY[name]:
-            why = _WHY.get(name, "")
             raise Refused(
-                400, f"{name}={value!r:.80} is not supported{why}; leave it out, or set it to {_ONLY[name][0]!r}",
+                400, f"{name}={value!r:.80} is not supported; leave it out, or set it to {_ONLY[name][0]!r}",
                 "unsupported_value", name,
             )  # fmt: skip
 
@@ -118,16 +117,4 @@ def _check_of_the_run(name: str, value: Any, sampling: Sampling) -> None:
             f"same one. Leave {name} out of the request, or change it in the run's config",
             "unsupported_value",
             name,
-        )
-
-
-def _check_stop(value: Any, sampling: Sampling) -> None:
-    given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list) or (given and set(given) != set(sampling.stop)):
-        raise Refused(
-            400,
-            f"stop={value!r:.80} is not the run's ({list(sampling.stop)!r:.80}); leave it out of the request, or set stop_strings "
-            "in the run's config",
-            "unsupported_value",
-            "stop",
         )

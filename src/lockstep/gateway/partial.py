@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from lockstep.gateway.calls import Listener, Partial
+from lockstep.gateway.wishes import Wishes
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.conversation.extension import Extension
 from lockstep.tokens.conversation.tool_formats import text_before_calls, without_beginning
@@ -31,7 +32,7 @@ class Teller:
 
     Args:
         loop: the event loop in which the turn is read. The engine's thread only copies the ids.
-        extension, offers_tools: as in `certain_part`.
+        extension, wishes: as in `certain_part`.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class Teller:
         listener: Listener,
         loop: asyncio.AbstractEventLoop,
         *,
-        offers_tools: bool,
+        wishes: Wishes,
     ) -> None:
-        self._extension, self._offers_tools = extension, offers_tools
+        self._extension, self._wishes = extension, wishes
         self._listener, self._loop = listener, loop
         self._next = 0.0
 
@@ -55,18 +56,18 @@ class Teller:
 
     def _tell(self, ids: Ids) -> None:
         begun = time.monotonic()
-        self._listener.said(certain_part(self._extension, ids, offers_tools=self._offers_tools))
+        self._listener.said(certain_part(self._extension, ids, self._wishes))
         took = time.monotonic() - begun
         self._next = max(self._next, begun + took / _SHARE)
 
 
-def certain_part(extension: Extension, ids: Ids, *, offers_tools: bool) -> Partial:
+def certain_part(extension: Extension, ids: Ids, wishes: Wishes) -> Partial:
     """The certain part of the answer that begins with the sampled ids (N,).
 
     Args:
-        offers_tools: whether the call offers tools. If it does not, tool calls are text.
+        wishes: of the call. They say whether tool calls are text, and which strings end the text.
     """
-    how, turn = extension.conventions, extension.read(ids, calls_are_text=not offers_tools)
+    how, turn = extension.conventions, extension.read(ids, calls_are_text=not wishes.reads_calls)
     if turn.calls or turn.errors or how.content_mark:
         return Partial(None, "")
     reasoning, content = turn.reasoning, turn.content
@@ -75,6 +76,9 @@ def certain_part(extension: Extension, ids: Ids, *, offers_tools: bool) -> Parti
         reasoning = _OPEN.sub("", without_beginning(reasoning, how.thinking[1]))
     if how.thinking_field is not None and turn.reasoning is None and how.thinking[0].startswith(content.lstrip()):
         content = ""
-    if how.tool_format is not None and offers_tools:
+    if how.tool_format is not None and wishes.reads_calls:
         content = text_before_calls(content, how.tool_format)
+    content = wishes.before_stop(content)
+    for stop in wishes.stop:
+        content = without_beginning(content, stop)
     return Partial(reasoning, _OPEN.sub("", content))

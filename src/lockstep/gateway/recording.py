@@ -49,6 +49,7 @@ class Counts:
         refused: calls that got an error.
         aborted: calls whose client went away before the answer.
         malformed: tool calls in sampled turns that could not be read.
+        unmet: sampled turns that lack what their call asked for: a tool call, one call at most, or JSON (`gateway/wishes.py`).
     """
 
     answered: int = 0
@@ -58,6 +59,7 @@ class Counts:
     refused: int = 0
     aborted: int = 0
     malformed: int = 0
+    unmet: int = 0
 
 
 class Recording:
@@ -157,9 +159,9 @@ class Recording:
             progress = None
             if listener is not None:
                 listener.begun(name, created)
-                teller = Teller(extension, listener, self._loop, offers_tools=bool(call.tools))
+                teller = Teller(extension, listener, self._loop, wishes=call.wishes)
                 progress = teller.progress
-            turn = await branch.sample(call.max_tokens, progress)
+            turn = await branch.sample(call.max_tokens, progress, call.wishes.stop)
         except OutOfRoom as error:
             # Frameworks look for the words "context length" and then take the conversation as cut.
             raise no_room(
@@ -214,25 +216,35 @@ class Recording:
     def _written(
         self, call: Call, extension: Extension, turn: Turn, parsed: ParsedTurn, name: str, created: int, before: int
     ) -> Answer:
-        self.counts.malformed += len(parsed.errors) if call.tools else 0
+        wishes = call.wishes
+        self.counts.malformed += len(parsed.errors) if wishes.reads_calls else 0
         # A client that offers no tools reads a call as text.
-        shown = parsed if call.tools else extension.read(turn.token_ids, calls_are_text=True)
+        shown = parsed if wishes.reads_calls else extension.read(turn.token_ids, calls_are_text=True)
+        calls = parsed.calls if wishes.reads_calls else ()
+        content = wishes.before_stop(shown.content)
+        self.counts.unmet += not wishes.are_met(content, [c.name for c in calls])
         answer = Answer(
             name=name,
             created=created,
-            content=shown.content,
+            content=content,
             reasoning=shown.reasoning,
             calls=tuple(
                 # Some models write ids of their own, which their templates expect to see again.
                 AnsweredCall(c.id or self._made_up(f"call {i}", 9), c.name, json.dumps(c.arguments, ensure_ascii=False))
-                for i, c in enumerate(parsed.calls if call.tools else ())
+                for i, c in enumerate(calls[:1] if wishes.one_call else calls)
             ),
             finish_reason=turn.finish_reason,
             prompt_tokens=before,
             completion_tokens=len(turn.token_ids),
+            logprobs=self._logprobs(turn) if wishes.logprobs else None,
         )
         self.counts.answered += 1
         return answer
+
+    def _logprobs(self, turn: Turn) -> tuple[tuple[str, float], ...]:
+        """Text and log-prob of each id of a turn. End tokens and other special tokens have no text."""
+        texts = [self._conversation.decode(turn.token_ids[i : i + 1]) for i in range(len(turn.token_ids))]
+        return tuple(zip(texts, map(float, turn.logprobs), strict=True))
 
     def _made_up(self, use: str, length: int) -> str:
         """An id of letters and digits. It depends on the rollout's seed and the number of the turn only, because templates show the
@@ -283,8 +295,9 @@ def _as_text(arguments: Any) -> str:
 
 
 def _with_ids(message: Message, answer: Answer) -> Message:
-    """A sampled turn with the ids of its calls that the client knows."""
+    """A sampled turn with the ids of its calls that the client knows. The client may know only the first call."""
     if not (message.get("tool_calls") and answer.calls):
         return message
-    calls = [{**call, "id": own.id} for call, own in zip(message["tool_calls"], answer.calls, strict=True)]
-    return {**message, "tool_calls": calls}
+    sampled = message["tool_calls"]
+    known = [{**call, "id": own.id} for call, own in zip(sampled, answer.calls, strict=False)]
+    return {**message, "tool_calls": [*known, *sampled[len(known) :]]}

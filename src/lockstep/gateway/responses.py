@@ -7,16 +7,20 @@ that follow it are one message.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.gateway.calls import Answer, Call
 from lockstep.gateway.messages import THINKING, function_tools, template_call, template_message, text_of
 from lockstep.gateway.parameters import RunLimits, check_parameters, flag, token_limit
 from lockstep.gateway.refusals import bad_value
+from lockstep.gateway.wishes import read_wishes
 from lockstep.tokens.chat import Message
 
-_UNDERSTOOD = {"input", "instructions", "model", "tools", "stream", "max_output_tokens", "previous_response_id"}
+_UNDERSTOOD = {
+    "input", "instructions", "model", "tools", "stream", "max_output_tokens", "previous_response_id",
+    "tool_choice", "parallel_tool_calls", "text",
+}  # fmt: skip
 _PREFIX = "resp_"
 
 
@@ -36,9 +40,11 @@ def read_call(request: Mapping[str, Any], limits: RunLimits) -> Call:
         raise bad_value("instructions", "instructions must be a text")
     if not isinstance(previous, str | None):
         raise bad_value("previous_response_id", "previous_response_id must be the id of an earlier response")
+    tools = function_tools(request.get("tools"))
     return Call(
         messages=tuple(messages_of(items)),
-        tools=function_tools(request.get("tools")),
+        tools=tools,
+        wishes=read_wishes(request, limits, bool(tools)),
         max_tokens=token_limit(request, "max_output_tokens"),
         stream=flag(request, "stream"),
         instructions={"role": "system", "content": instructions} if instructions else None,
@@ -79,8 +85,14 @@ def messages_of(items: list[Any]) -> list[Message]:
     return messages
 
 
-def whole(request: Mapping[str, Any], answer: Answer, limits: RunLimits) -> dict[str, Any]:
+def choices_of(request: Mapping[str, Any]) -> int:
+    """Number of answers that a request asks for: the API knows one only."""
+    return 1
+
+
+def whole(request: Mapping[str, Any], answers: Sequence[Answer], limits: RunLimits) -> dict[str, Any]:
     """The answer as a response."""
+    (answer,) = answers
     cut = answer.finish_reason == "length"
     return {
         **_head(request, answer.name, answer.created, limits),
@@ -125,7 +137,7 @@ class Events:
 
     def end(self, answer: Answer) -> Iterator[bytes]:
         """What follows after all text of the answer has been sent."""
-        finished = whole(self._request, answer, self._limits)
+        finished = whole(self._request, [answer], self._limits)
         for item in finished["output"][self._index :]:
             if item["type"] == "function_call":
                 yield from self._call(item)
@@ -192,11 +204,11 @@ def _head(request: Mapping[str, Any], name: str, created: int, limits: RunLimits
         "instructions": request.get("instructions"),
         "max_output_tokens": request.get("max_output_tokens"),
         "metadata": request.get("metadata") or {},
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": request.get("parallel_tool_calls") is not False,
         "previous_response_id": request.get("previous_response_id"),
         "temperature": limits.sampling.temperature,
-        "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
+        "text": request.get("text") or {"format": {"type": "text"}},
+        "tool_choice": request.get("tool_choice") or "auto",
         "tools": request.get("tools") or [],
         "top_p": limits.sampling.top_p,
         "truncation": "disabled",

@@ -158,23 +158,33 @@ class Gateway:
         rollout = self._rollout(request)
         body = await _body(request)
         call = _named(api.read_call(body, self._limits), request, body)
-        heard = Heard(asyncio.get_running_loop()) if call.stream else None
+        if not call.stream:
+            answers = await self._whole(rollout, call, api.choices_of(body), request)
+            return JSONResponse(api.whole(body, answers, self._limits))
+        heard = Heard(asyncio.get_running_loop())
         future = rollout.submit(call, heard)
         answer = asyncio.wrap_future(future)
         try:
-            if heard is not None:
-                await _wait(request, answer, heard.begins())
-            else:
-                await _wait(request, answer)
-            if answer.done() or heard is None:
-                found = await _settled(answer)
+            await _wait(request, answer, heard.begins())
+            if answer.done():
+                await _settled(answer)
         except BaseException:
             future.cancel()
             raise
-        if heard is not None:
-            sent = self._events(api, body, future, answer, heard)
-            return StreamingResponse(sent, media_type="text/event-stream")
-        return JSONResponse(api.whole(body, found, self._limits))
+        return StreamingResponse(self._events(api, body, future, answer, heard), media_type="text/event-stream")
+
+    async def _whole(self, rollout: AnsweringRollout, call: Call, count: int, request: Request) -> list[Answer]:
+        """The answers of a call that is not streamed. Each is a turn of its own, in a branch of its own."""
+        calls = [call, *(replace(call, name=f"{call.name} choice {i}") for i in range(1, count))]
+        futures = [rollout.submit(one) for one in calls]
+        try:
+            answers = [asyncio.wrap_future(future) for future in futures]
+            await _wait(request, asyncio.gather(*answers, return_exceptions=True))
+            return [await _settled(answer) for answer in answers]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
 
     async def _events(
         self,

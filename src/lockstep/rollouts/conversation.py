@@ -115,11 +115,14 @@ class Branch:
     def _added(self) -> int:
         return sum(len(_ids_of(part)) for part in self._parts)
 
-    async def sample(self, max_tokens: int | None = None, progress: Progress | None = None) -> Turn:
+    async def sample(
+        self, max_tokens: int | None = None, progress: Progress | None = None, stop: Sequence[str] = ()
+    ) -> Turn:
         """Let the engine continue this branch.
 
         Args:
             max_tokens: largest number of ids of this turn; None: as many as there is room for.
+            stop: strings that end this turn, beside the run's stop strings.
             progress: is called with the ids of the turn so far while it is sampled, in the engine's thread; only by engines that
                 report progress (`engines/inbox.py`).
 
@@ -137,7 +140,7 @@ class Branch:
         most = room if max_tokens is None else min(room, max_tokens)
         self._busy = True
         try:
-            answer = await self._conversation.call(self.ids, most, progress)
+            answer = await self._conversation.call(self.ids, most, progress, stop)
         finally:
             self._busy = False
         if self._key is None:
@@ -305,7 +308,7 @@ class Conversation:
         self.branches.append(Branch(self, whole_numbers(prompt_ids)))
         return self.branches[-1]
 
-    async def call(self, ids: Ids, most: int, progress: Progress | None = None) -> Completion:
+    async def call(self, ids: Ids, most: int, progress: Progress | None = None, stop: Sequence[str] = ()) -> Completion:
         """The engine's answer to the next call of this rollout. Used by its branches.
 
         Each call has a seed of its own. It depends on nothing but the rollout's seed and the number of the call.
@@ -316,7 +319,10 @@ class Conversation:
             seed = derived_seed(seed, "going on")
         self._calls, self._seed_of_last_call = number + 1, seed
         sampling = self.sampling if most == self.sampling.max_tokens else replace(self.sampling, max_tokens=most)
-        request = GenerationRequest(self.key._replace(call=number), ids, sampling, seed, self.prompt.pictures)
+        own = tuple(dict.fromkeys(text for text in stop if text not in sampling.stop))
+        if own:
+            sampling = replace(sampling, stop=(*sampling.stop, *own))
+        request = GenerationRequest(self.key._replace(call=number), ids, sampling, seed, self.prompt.pictures, own)
         self._reserved += most
         try:
             return await self._ask(request, progress)

@@ -99,9 +99,19 @@ def test_a_request_with_a_setting_that_nobody_asked_for_is_refused(tmp_path: Pat
             proof.check_request(request(Sampling(256, **extra)))  # type: ignore[arg-type]
 
 
+def test_a_call_may_have_stop_strings_of_its_own_beside_all_of_the_runs(tmp_path: Path) -> None:
+    proof = proof_of(tmp_path, stop_strings=["END"])
+    proof.check_request(replace(request(Sampling(256, stop=("END", "Obs:"))), own_stop=("Obs:",)))
+    for stop, own in [(("END", "Obs:"), ()), (("Obs:",), ("Obs:",)), (("Obs:", "END"), ("Obs:",))]:
+        with pytest.raises(ProofError, match="settings"):
+            proof.check_request(replace(request(Sampling(256, stop=stop)), own_stop=own))
+
+
 def test_the_settings_of_every_way_to_ask_are_read(tmp_path: Path) -> None:
     asked = wanted(vars(config(tmp_path, generation_kwargs={"top_k": 5, "logit_bias": {"3": 2}})))
     assert (asked.numbers["top_k"], asked.logit_bias) == (5, {3: 2.0})
+    greedy = wanted(vars(config(tmp_path, top_k=5, generation_kwargs={"do_sample": False})))
+    assert greedy.numbers["top_k"] == 1
     pairs = wanted(vars(OnlineDPOConfig(output_dir=str(tmp_path), bf16=False, max_new_tokens=9)))
     assert pairs.max_tokens == 9
 

@@ -50,7 +50,8 @@ class VLLMServer:
     Args:
         urls: base URL of each server.
         keys: key of each server; None for a server without a guard.
-        timeout: seconds that a call, one `generate`, or the wait for a server may take.
+        timeout: seconds that a call or the wait for a server may take.
+        generation_timeouts: how many of these time limits one request for a completion may take, and the wait for requests.
         transport: chooses how weights are sent, after the servers have answered.
 
     Raises:
@@ -59,9 +60,15 @@ class VLLMServer:
     """
 
     def __init__(
-        self, urls: Sequence[str], keys: Sequence[str | None], *, timeout: float, transport: TransportChoice
+        self,
+        urls: Sequence[str],
+        keys: Sequence[str | None],
+        *,
+        timeout: float,
+        transport: TransportChoice,
+        generation_timeouts: float = 1.0,
     ) -> None:
-        self._timeout = timeout
+        self._timeout, self._generation_timeouts = timeout, generation_timeouts
         self._loop = CallLoop()
         self._servers = [
             ServerCalls(url, key, timeout, self._loop, self.recover) for url, key in zip(urls, keys, strict=True)
@@ -122,7 +129,8 @@ class VLLMServer:
             since = len(self._committed) - 1
             return lambda: self._committed[since:]
 
-        self._requests.serve(inbox, self._loop, begun, self._timeout, self._settings.vocab_size)
+        limit = self._timeout * self._generation_timeouts
+        self._requests.serve(inbox, self._loop, begun, limit, self._settings.vocab_size)
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         return self.submit_scores(sequences).result()

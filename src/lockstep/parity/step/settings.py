@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,10 @@ class SettingsProof:
         Raises:
             ProofError: a setting is not what the user has asked for, or the request may have more tokens than a completion.
         """
-        self.check_sampling(request.sampling, f"request {request.key}")
+        stop, own = request.sampling.stop, request.own_stop
+        # An agent may end its turns at further strings. The run's own must all be there.
+        of_run = stop[: -len(own)] if own and stop[-len(own) :] == own else stop
+        self.check_sampling(replace(request.sampling, stop=of_run), f"request {request.key}")
         if request.sampling.max_tokens > self.wanted.max_tokens:
             raise _wrong_limit(
                 f"request {request.key} allows {request.sampling.max_tokens} tokens; the user's limit is {self.wanted.max_tokens}"

@@ -7,6 +7,7 @@ from this distribution, and the trainer scores the same one.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -47,7 +48,6 @@ _ELSEWHERE = {
 }
 # Keys of transformers' `generate` that are taken with this value only, and why not with another.
 _PLAIN = {
-    "do_sample": (True, "greedy decoding leaves no distribution to learn from"),
     "num_beams": (
         1,
         "a beam search keeps other tokens than the policy's probabilities would, so no log-prob belongs to them",
@@ -120,6 +120,9 @@ class FilterFields:
         for name, value in given.items():
             if name in _ELSEWHERE:
                 raise InputError(f"generation_kwargs has {name!r}; use the field {_ELSEWHERE[name]}")
+            if name == "do_sample":
+                self._take_do_sample(value)
+                continue
             if name in _PLAIN:
                 plain, why = _PLAIN[name]
                 if value != plain:
@@ -132,6 +135,22 @@ class FilterFields:
                     f"{name} is {getattr(self, name)!r}, and {value!r} in generation_kwargs; give it in one place"
                 )
             setattr(self, name, value)
+
+    def _take_do_sample(self, value: Any) -> None:
+        if value not in (True, False):
+            raise InputError(f"generation_kwargs has do_sample={value!r}; it must be true or false")
+        if not value:
+            print(
+                "lockstep: generation_kwargs has do_sample=False: the likeliest token is always taken, as with top_k=1. All "
+                "completions of a prompt are equal then, and nothing can be learned from them",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken. This is the distribution of `top_k=1`, and it is scored as that."""
+        return isinstance(self.generation_kwargs, Mapping) and self.generation_kwargs.get("do_sample") is False
 
     def check_filters(self, limit: int, *, interrupted: bool) -> None:
         """Check the fields.
@@ -186,7 +205,7 @@ class FilterFields:
         try:
             return {
                 "top_p": float(self.top_p),
-                "top_k": int(self.top_k),
+                "top_k": 1 if self.is_greedy else int(self.top_k),
                 "min_p": float(self.min_p or 0.0),
                 "repetition_penalty": float(self.repetition_penalty),
                 "presence_penalty": float(self.presence_penalty),

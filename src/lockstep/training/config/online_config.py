@@ -112,7 +112,9 @@ class OnlineConfig(
     vllm_server_base_url: str | None = field(
         default=None, metadata=doc("URL of the server, or several separated by commas. Setting it implies server mode.")
     )
-    vllm_server_host: str = field(default="127.0.0.1", metadata=doc("The server's host, if no URL is given."))
+    vllm_server_host: str = field(
+        default="0.0.0.0", metadata=doc("The server's host, if no URL is given; 0.0.0.0: this machine.")
+    )
     vllm_server_port: int = field(default=8000, metadata=doc("The server's port, if no URL is given."))
     vllm_server_key_file: str | None = field(
         default=None,
@@ -132,7 +134,8 @@ class OnlineConfig(
     )
     vllm_max_num_seqs: int = field(default=64, metadata=doc("Largest number of sequences that are decoded together."))
     vllm_server_timeout: float = field(
-        default=600.0, metadata=doc("Seconds for one generation, one call, or the wait for a server.")
+        default=240.0,
+        metadata=doc("Seconds for one call or the wait for a server; a generation may take 2.5 times as long."),
     )
     max_staleness: int = field(
         default=0,
@@ -336,6 +339,12 @@ class OnlineConfig(
             if not isinstance(getattr(self, name), dict | None):
                 raise InputError(f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}')
         check_init_kwargs(self.model_init_kwargs or {})  # type: ignore[arg-type]
+
+    @property
+    def generation_timeout(self) -> float:
+        """Seconds that the engine may take for one request, and that it waits for a request. With TRL's default of
+        `vllm_server_timeout`, which is meant for a server's start, long completions on a CPU would be cut off."""
+        return 2.5 * self.vllm_server_timeout
 
     @property
     def server_urls(self) -> list[str]:

@@ -56,13 +56,14 @@ def check_scorable(model: PreTrainedModel) -> None:
     """Refuse models for which this module would compute wrong log-probs.
 
     Raises:
-        InputError: the model caps its attention scores, or its attention cannot use a tree.
+        InputError: the model caps its attention scores and has an attention that does not, or its attention cannot use a tree.
     """
     config = model.config.get_text_config()
-    if (cap := getattr(config, "attn_logit_softcapping", None)) is not None:
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is not None and (config._attn_implementation not in ("sdpa", TREE) or not model._supports_attention_backend):
         raise InputError(
-            f"the model's config has attn_logit_softcapping={cap}: vLLM caps attention scores, and PyTorch's attention here does "
-            "not, so that they would compute different models; use another model, such as Gemma 3"
+            f"the model's config has attn_logit_softcapping={cap}, and its attention {config._attn_implementation!r} does not cap "
+            "scores here; leave attn_implementation out"
         )
     attends_in_trees = not _keeps_state(model) and model._supports_attention_backend
     if attends_in_trees and config._attn_implementation not in ("sdpa", TREE, FLEX):

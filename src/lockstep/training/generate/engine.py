@@ -43,6 +43,7 @@ def start_engine(
                 config.server_urls,
                 key_file=config.vllm_server_key_file,
                 timeout=config.vllm_server_timeout,
+                generation_timeouts=config.generation_timeout / config.vllm_server_timeout,
                 transport=config.vllm_weight_transport,
                 group_host=config.vllm_group_host,
                 group_port=config.vllm_group_port,
@@ -65,7 +66,7 @@ def start_engine(
         fp32_head=config.engine_head_dtype != config.engine_torch_dtype,
         max_model_len=max_model_len,
         max_num_seqs=config.vllm_max_num_seqs,
-        timeout=config.vllm_server_timeout,
+        timeout=config.generation_timeout,
     )
 
 

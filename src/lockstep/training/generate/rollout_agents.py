@@ -146,8 +146,8 @@ def agent_of(agent: Any, timeout: float) -> Agent:
 def _check(config: OnlineConfig) -> None:
     if config.max_thinking_length is not None:
         raise InputError("max_thinking_length is not supported together with an agent; leave one of them out")
-    if config.agent_timeout >= config.vllm_server_timeout:
+    if config.agent_timeout >= config.generation_timeout:
         raise InputError(
-            f"agent_timeout={config.agent_timeout:g} must be below vllm_server_timeout={config.vllm_server_timeout:g}, the time "
-            "for which the engine waits while no agent asks anything"
+            f"agent_timeout={config.agent_timeout:g} must be below {config.generation_timeout:g} s, the time for which the engine "
+            "waits while no agent asks anything; raise vllm_server_timeout"
         )

@@ -198,7 +198,7 @@ class RolloutSource:
     @property
     def _limit_ahead(self) -> float:
         """Time limit, in seconds, of work that waits in the engine behind generations that began earlier."""
-        return self._config.vllm_server_timeout * (self._config.generations_ahead + 1)
+        return self._config.generation_timeout * (self._config.generations_ahead + 1)
 
     def _distrust(self) -> None:
         self.proofs.distrust()

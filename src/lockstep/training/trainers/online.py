@@ -72,8 +72,8 @@ from lockstep.training.trainers.setup import (
 from lockstep.training.trainers.step_events import StepEvents
 from lockstep.training.trainers.steps import StepHooks
 
-# Number of server timeouts that a rank waits for the rank with the engine. The longest wait is for a generation that is lost and
-# repeated.
+# A rank waits for the rank with the engine this many times as long as a generation may take. The longest wait is for a generation
+# that is lost and repeated.
 _LONGEST_CALL = 12
 
 
@@ -148,7 +148,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self._is_closed = False
         check_kinds(model, processing_class, callbacks, optimizers, engine)
         check_reference(model, ref_model, args, peft_config)
-        self.ranks = Ranks(_LONGEST_CALL * args.vllm_server_timeout * (args.generations_ahead + 1))
+        self.ranks = Ranks(_LONGEST_CALL * args.generation_timeout * (args.generations_ahead + 1))
         found: list[GivenData] = []
         acting = any(part for part in (tools, environment_factory, rollout_func, agent))
         in_use = unsupported_with_images(args, acting=acting)

@@ -9,11 +9,14 @@ from collections import defaultdict
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel, Trainer
+from transformers import GenerationConfig, PreTrainedModel, Trainer
 
 from lockstep.models.reward_model import RewardModel
+from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.scores.rewards import Scorer, reward_name
 from lockstep.training.forward.reference import Reference
+from lockstep.training.generate.engine import vllm_installed
+from lockstep.training.generate.source import RolloutSource
 from lockstep.training.run_files.step_log import StepLog
 
 
@@ -24,6 +27,8 @@ class TRLNames(Trainer):
     method: ClassVar[str]
     reference: Reference | None
     step_log: StepLog
+    ranks: Ranks
+    source: RolloutSource
     _scorer: Scorer
     # Figures that a callback or a reward function adds to the next evaluation.
     _eval_notes: dict[str, list[float]]
@@ -76,6 +81,51 @@ class TRLNames(Trainer):
     def temperature(self) -> float:
         """The sampling temperature."""
         return self.config.temperature
+
+    @property
+    def top_p(self) -> float:
+        """The filter of this name."""
+        return self.config.top_p
+
+    @property
+    def top_k(self) -> int:
+        """The filter of this name."""
+        return self.config.top_k
+
+    @property
+    def min_p(self) -> float | None:
+        """The filter of this name."""
+        return self.config.min_p
+
+    @property
+    def repetition_penalty(self) -> float:
+        """The penalty of this name."""
+        return self.config.repetition_penalty
+
+    @property
+    def use_vllm(self) -> bool:
+        """Whether vLLM samples, in this process or on servers."""
+        if self.ranks.owner:
+            return self.source.engine.settings().engine != "transformers"
+        return vllm_installed() if self.config.use_vllm is None else self.config.use_vllm
+
+    @property
+    def vllm_mode(self) -> str:
+        """`colocate` or `server`."""
+        return self.config.vllm_mode
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """What the run samples with, in transformers' form. It is made anew at each use: a change of it changes nothing."""
+        return GenerationConfig(
+            max_new_tokens=self.max_completion_length,
+            do_sample=not self.config.is_greedy,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
 
     @property
     def beta(self) -> float:

@@ -31,6 +31,7 @@ from lockstep.training.forward.attention.attention_plan import (
     visible,
     window_ends,
 )
+from lockstep.training.forward.attention.capped_attention import capped_attention
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -88,19 +89,25 @@ class TreeAttention:
         return cls(plan, tuple(masks))
 
     def __call__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        cap: float | None = None,
     ) -> torch.Tensor:
         """Compute attention.
 
         Args:
             query, key, value: (B, heads, T, width). Keys and values may have fewer heads. Values may have another width.
+            cap: bound of the scores (`capped_attention.py`); None: they have none.
 
         Returns:
             (B, heads, T, width of the values).
         """
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        if query.device.type != "cpu":
-            return _Recomputed.apply(query, key, value, self, scale)
+        if query.device.type != "cpu" or cap is not None:
+            return _Recomputed.apply(query, key, value, self, scale, cap)
         # The kernel needs equal widths. Zeros at the end do not change the products.
         width = value.shape[-1]
         widest = max(width, query.shape[-1])
@@ -199,16 +206,23 @@ class _Merged(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """Attention on other devices: PyTorch's public function computes each block, and the backward computes it again."""
+    """Attention on other devices, and with capped scores: each block is computed by itself, and the backward computes it again."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeAttention, scale: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        tree: TreeAttention,
+        scale: float,
+        cap: float | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.tree, ctx.scale = tree, scale
+        ctx.tree, ctx.scale, ctx.cap = tree, scale, cap
         blocks = zip(tree.plan.blocks, tree.masks, strict=True)
-        return torch.cat([_block(_parts(query, key, value, block), block, mask, scale) for block, mask in blocks], 2)
+        parts = [_block(_parts(query, key, value, block), block, mask, scale, cap) for block, mask in blocks]
+        return torch.cat(parts, 2)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -218,12 +232,12 @@ class _Recomputed(torch.autograd.Function):
         for block, mask in zip(ctx.tree.plan.blocks, ctx.tree.masks, strict=True):
             parts = tuple(part.detach().requires_grad_() for part in _parts(query, key, value, block))
             with torch.enable_grad():
-                out = _block(parts, block, mask, ctx.scale)
+                out = _block(parts, block, mask, ctx.scale, ctx.cap)
             of_q, of_k, of_v = torch.autograd.grad(out, parts, of_out[:, :, block.start : block.stop])
             found[0][:, :, block.start : block.stop] = of_q
             _add(found[1], _all_columns(block), of_k)
             _add(found[2], _all_columns(block), of_v)
-        return (*found, None, None)
+        return (*found, None, None, None)
 
 
 def _all_columns(block: Block) -> tuple[Run, ...]:
@@ -235,9 +249,13 @@ def _parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: B
     return query[:, :, block.start : block.stop], _columns(key, columns), _columns(value, columns)
 
 
-def _block(parts: tuple[torch.Tensor, ...], block: Block, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+def _block(
+    parts: tuple[torch.Tensor, ...], block: Block, mask: torch.Tensor | None, scale: float, cap: float | None
+) -> torch.Tensor:
     """Attention of a block's rows to its columns."""
     query, key, value = parts
+    if cap is not None:
+        return capped_attention(query, key, value, None if mask is None else _hiding(mask, key), scale, cap)
     groups = query.shape[1] // key.shape[1]
     attend = torch.nn.functional.scaled_dot_product_attention
     if mask is None and not block.above and (groups == 1 or query.dtype in _HALF):
@@ -250,8 +268,13 @@ def _block(parts: tuple[torch.Tensor, ...], block: Block, mask: torch.Tensor | N
     if mask is None:
         # Causal attention in which the last row sees all columns. GPU kernels have this option.
         return attend(query, key, value, attn_mask=causal_lower_right(rows, columns), scale=scale)
-    hiding = torch.cat([mask.new_ones(1, 1, rows, columns - mask.shape[-1]), mask], -1)
-    return attend(query, key, value, attn_mask=hiding, scale=scale)
+    return attend(query, key, value, attn_mask=_hiding(mask, key), scale=scale)
+
+
+def _hiding(mask: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A block's mask as bool, with the columns before those of `mask`, which all rows see."""
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    return torch.cat([seen.new_ones(1, 1, seen.shape[2], key.shape[2] - seen.shape[-1]), seen], -1)
 
 
 def _mask(ends: Ints, block: Block) -> torch.Tensor:

@@ -20,6 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from lockstep.errors import InputError
 from lockstep.training.forward.attention.block_attention import TreeAttention
+from lockstep.training.forward.attention.capped_attention import capped_attention
 
 # The name in transformers' registry.
 TREE = "lockstep_tree"
@@ -85,7 +86,7 @@ def tree_attention_forward(
     if tree is None:
         return attend_without_tree(module, query, key, value, attention_mask, **kwargs)
     check_nothing_added(module, attention_mask, kwargs)
-    return _attend(tree, query, key, value, kwargs.get("scaling")), None
+    return _attend(tree, query, key, value, kwargs.get("scaling"), kwargs.get("softcap")), None
 
 
 def attend_without_tree(
@@ -96,13 +97,18 @@ def attend_without_tree(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as by 'sdpa', except for windows: `window_or_mask` makes no mask for them."""
+    """Attention as by 'sdpa', except for windows, for which `window_or_mask` makes no mask, and for capped scores."""
     window = attention_mask.shape[-1] if attention_mask is not None and not attention_mask.numel() else 0
+    cap, scale = kwargs.get("softcap"), kwargs.get("scaling")
+    if not window and cap is not None:
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        found = capped_attention(query, key, value, attention_mask, scale, cap)
+        return found.transpose(1, 2).contiguous(), None
     if not window:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     check_nothing_added(module, attention_mask, kwargs)
     plan = _window(window, query.shape[2], query.device, value.dtype, query.dtype)
-    return _attend(plan, query, key, value, kwargs.get("scaling")), None
+    return _attend(plan, query, key, value, scale, cap), None
 
 
 @lru_cache(maxsize=4)
@@ -111,7 +117,12 @@ def _window(window: int, size: int, device: torch.device, *dtypes: torch.dtype) 
 
 
 def _attend(
-    tree: TreeAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    tree: TreeAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    cap: float | None,
 ) -> torch.Tensor:
     if query.device.type == "cpu":
         # On a CPU the half-precision backward takes twice as long as the float32 backward.
@@ -120,7 +131,7 @@ def _attend(
         query, key, value = in_one_dtype(query, key, value)
         dtype = value.dtype
     with torch.autocast(query.device.type, enabled=False):
-        return tree(query, key, value, scale).to(dtype).transpose(1, 2).contiguous()
+        return tree(query, key, value, scale, cap).to(dtype).transpose(1, 2).contiguous()
 
 
 def in_one_dtype(*parts: torch.Tensor) -> list[torch.Tensor]:
