@@ -8,19 +8,14 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from lockstep.cli.fields.inputs import check_model
 from lockstep.cli.process.quiet import quiet_libraries
+from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
 from lockstep.training.config.checks import CONTEXT, COUNT, PORT, SHARE, check_bounds
 
 _EPILOG = "Any other argument goes to vLLM's server as it is (vllm serve --help lists them)."
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
 
 
 def run(words: list[str]) -> int:
@@ -98,7 +93,7 @@ def run(words: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="lockstep serve", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
+    parser = WordParser(prog="lockstep serve", description=__doc__, epilog=_EPILOG)
     parser.add_argument("model", metavar="MODEL", help="name, directory or hub id, as in training")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; others than this machine's need a key"

@@ -1,0 +1,1 @@
+"""Commands that read the directories of runs: `compare` and `rollouts`."""
