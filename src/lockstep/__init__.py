@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.other_builds import hide_other_builds
+from lockstep.terminal_log import show_messages
 
 if TYPE_CHECKING:
     from lockstep.training.generate.rollout_func import generate_rollout_completions
@@ -63,3 +64,4 @@ def __dir__() -> list[str]:
 
 
 hide_other_builds()
+show_messages()

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import time
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ from lockstep.training.run_files.run_directory import SUMMARY, RunPlace, read_li
 from lockstep.training.run_files.shown_rollouts import live_sample, shown_rollout
 from lockstep.training.stop_signals import StopSignals, interrupted
 from lockstep.training.trainers.online import OnlineTrainer
+
+_logger = logging.getLogger(__name__)
 
 _SHOWN_ROLLOUTS, _SHOWN_TURNS = 12, 4
 
@@ -196,7 +199,7 @@ def _evaluation(trainer: OnlineTrainer, path: Path, *, again: bool, late: bool =
         return earlier
     if late:
         if ranks.owner:
-            print(f"lockstep: {path} is gone; the report has no evaluation from before training", flush=True)
+            _logger.warning(f"{path} is gone; the report has no evaluation from before training")
         return None
     metrics = trainer.evaluate()
     found = {"metrics": metrics, "rollouts": [_shown(group) for group in trainer.last_eval_groups[:_SHOWN_ROLLOUTS]]}
@@ -207,7 +210,7 @@ def _evaluation(trainer: OnlineTrainer, path: Path, *, again: bool, late: bool =
             shown_rollout(group.rollouts[0], trainer.processing_class, proofs.token_gaps)
             for group in trainer.last_eval_groups[:_SHOWN_TURNS]
         ]
-        print(f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}", flush=True)
+        _logger.info(f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}")
         replace_text(path, json.dumps(found, indent=1) + "\n")
     return found
 

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
+
+_logger = logging.getLogger(__name__)
 
 
 class UnscoredGenerations:
@@ -45,9 +48,8 @@ class UnscoredGenerations:
                 "max_unscored_generations"
             )
         if self._owner:
-            print(
-                f"lockstep: none of {names} scored any of the {len(rollouts)} completions of this generation: no reward is "
-                f"learned from it (this is generation {self._in_a_row} in a row; the run ends at {self._limit})",
-                flush=True,
+            _logger.warning(
+                f"none of {names} scored any of the {len(rollouts)} completions of this generation: no reward is "
+                f"learned from it (this is generation {self._in_a_row} in a row; the run ends at {self._limit})"
             )
         return {"rewards/unscored_generations": 1.0}

@@ -6,6 +6,7 @@ The trainer saves the checkpoints. A run that is started again in the same direc
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from safetensors import SafetensorError
 from lockstep.errors import InputError, LockstepError
 from lockstep.parity.receipt import RECEIPT, lines_up_to, replace_text
 from lockstep.parity.resume.checkpoint import TRAINER_STATE
+
+_logger = logging.getLogger(__name__)
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
@@ -53,7 +56,7 @@ def set_damaged_aside(output_dir: str | Path) -> None:
     for path in damaged:
         aside = free_name(path.with_name(f"damaged-{path.name}"))
         path.rename(aside)
-        print(f"lockstep: {path.name} cannot be read ({TRAINER_STATE} is damaged); it is now {aside}", flush=True)
+        _logger.warning(f"{path.name} cannot be read ({TRAINER_STATE} is damaged); it is now {aside}")
 
 
 def free_name(wanted: Path) -> Path:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ from lockstep.training.generate.source import RolloutSource
 from lockstep.training.loop import TrainingLoop
 from lockstep.training.trainers.argument_kinds import check_open
 from lockstep.training.trainers.trl_names import TRLNames
+
+_logger = logging.getLogger(__name__)
 
 
 class EvaluatesBySampling(TRLNames):
@@ -122,7 +125,7 @@ class EvaluatesBySampling(TRLNames):
         ):
             groups, proven = self.loop.evaluate(prompts, lambda: digest or self.inputs["data"][f"{name} data"])
         if self.ranks.owner and not any(rollout.scored for group in groups for rollout in group.rollouts):
-            print(f"lockstep: no completion of this evaluation ({prefix}) has a score: its reward is NaN", flush=True)
+            _logger.warning(f"no completion of this evaluation ({prefix}) has a score: its reward is NaN")
         measured = self.source.metrics(groups, self.state.global_step) | proven | seen
         return groups, evaluation_metrics(groups, measured, prefix)
 

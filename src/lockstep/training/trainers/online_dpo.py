@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from typing import Any
 
 from datasets import Dataset
@@ -13,6 +13,8 @@ from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.training.data.rehearsal import rehearse_judge
 from lockstep.training.methods.online_dpo import OnlineDPOConfig, OnlineDPOObjective
 from lockstep.training.trainers.online import OnlineTrainer
+
+_logger = logging.getLogger(__name__)
 
 
 class OnlineDPOTrainer(OnlineTrainer):
@@ -88,11 +90,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
         path = self.config.reward_model_path
         if reward_funcs is not None and path is not None and self.ranks.owner:
-            print(
-                f"lockstep: reward_model_path={path!r} has no effect: reward_funcs are given",
-                file=sys.stderr,
-                flush=True,
-            )
+            _logger.warning(f"reward_model_path={path!r} has no effect: reward_funcs are given")
         given = {
             "judge": self._judge,
             "reward_funcs": reward_funcs,
