@@ -1,7 +1,9 @@
-"""Shows the messages of Lockstep's loggers: notes on standard output, warnings on standard error, each as a line of text.
+"""Shows the messages of Lockstep's loggers on standard output, beside a run's own lines.
 
-Every module writes to the logger of its own name. A program that handles logs itself removes the handler:
-`logging.getLogger("lockstep").handlers.clear()` and `.propagate = True`. `lockstep/__init__.py` installs the handler.
+Standard error is for the error that ends a run. There is one exception: messages about settings go to standard error, because
+`--dry_run` writes a config to standard output. Every module writes to the logger of its own name. A program that handles logs
+itself removes the handler: `logging.getLogger("lockstep").handlers.clear()` and `.propagate = True`. `lockstep/__init__.py`
+installs the handler.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 
+_ABOUT_SETTINGS = ("lockstep.training.config.", "lockstep.training.methods.")
 _FORM = logging.Formatter("lockstep: %(message)s")
 
 
@@ -16,7 +19,7 @@ class TerminalHandler(logging.Handler):
     """Writes to the streams that `sys` has at that moment: a live panel and a notebook replace them."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        stream = sys.stderr if record.name.startswith(_ABOUT_SETTINGS) else sys.stdout
         try:
             stream.write(_FORM.format(record) + "\n")
             stream.flush()

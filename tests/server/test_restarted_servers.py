@@ -111,7 +111,7 @@ def test_a_server_restarted_after_a_push_is_found_out_by_its_greeting(
     found = train(trainer, restart)
     assert not restart.left
     assert trainer.source.losses == 1
-    assert "was started again (at /inference/v1/generate); waiting for it" in capfd.readouterr().err
+    assert "was started again (at /inference/v1/generate); waiting for it" in capfd.readouterr().out
     assert equal(found, expected)
     check_key(keyless, home)
 

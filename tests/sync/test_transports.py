@@ -189,7 +189,7 @@ def test_auto_goes_over_to_gloo_and_says_so_when_shared_memory_is_too_small(
         transport.send(weights(seed), [worker])
         assert arrived_whole(worker, weights(seed))
     transport.close()
-    said = "".join(capsys.readouterr())
+    said = capsys.readouterr().out
     assert said.count("lockstep: shared memory has no room for") == 1
     assert "over gloo" in said
 

@@ -140,7 +140,7 @@ def test_an_interrupted_run_may_become_longer_and_not_shorter(
     open_run(tmp_path / "run", settings())
     good = checkpoint(tmp_path / "run", 5)
     assert open_run(tmp_path / "run", settings(max_steps=20)).checkpoint == good
-    said = "".join(capsys.readouterr())
+    said = capsys.readouterr().out
     assert "max_steps was 10, is 20" in said
     assert "learning rate (linear) follows the new length from step 6 on" in said
     with pytest.raises(InputError, match=r"other settings \(max_steps was 20, is 10\)"):
@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_beside_a_good_one_is_set_aside_and_kept(
     checkpoint(tmp_path / "run", 2, whole=False)
     (checkpoint(tmp_path / "run", 10) / "trainer_state.json").write_text('{"global_st')
     assert open_run(tmp_path / "run", {}).checkpoint == good
-    said = "".join(capsys.readouterr())
+    said = capsys.readouterr().out
     for step in (2, 10):
         aside = tmp_path / "run" / f"damaged-checkpoint-{step}"
         assert (aside / "model.safetensors").read_text() == "weights"

@@ -111,7 +111,7 @@ def test_an_evaluation_without_any_score_is_nan_and_says_so(
     found = run.evaluate(OTHERS)
     assert math.isnan(found["eval_reward"])
     assert found["eval_rewards/unscored"] == found["eval_samples"] == 4
-    assert "no completion of this evaluation (eval) has a score" in "".join(capsys.readouterr())
+    assert "no completion of this evaluation (eval) has a score" in capsys.readouterr().out
 
 
 def test_what_a_callback_appends_for_an_evaluation_is_logged_with_it(

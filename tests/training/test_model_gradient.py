@@ -207,11 +207,11 @@ def test_a_forward_that_is_too_coarse_is_said_and_no_error(
     real = differences.Drawn.total
     with patch.object(differences.Drawn, "total", lambda self, moves: real(self, moves) + 1e-3 * draws.normal()):
         assert checked(policy_of(model), tmp_path) is None
-    assert "not proven at this step: finite differences" in "".join(capsys.readouterr())
+    assert "not proven at this step: finite differences" in capsys.readouterr().out
 
     def fails(self: Any, moves: Any) -> float:
         raise NotImplementedError("no kernel for float64")
 
     with patch.object(differences.Drawn, "total", fails):
         assert checked(policy_of(model), tmp_path) is None
-    assert "no kernel for float64" in "".join(capsys.readouterr())
+    assert "no kernel for float64" in capsys.readouterr().out

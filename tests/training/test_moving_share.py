@@ -48,7 +48,7 @@ def test_bf16_weights_that_mostly_stand_still_are_said_with_their_share_and_the_
     # The engine holds another model. The handshake finds this after the message of this test.
     with pytest.raises(ProofError, match="handshake"):
         make("GRPO", model, tmp_path, hf_engine, IN_BF16)
-    said = "".join(capsys.readouterr())
+    said = capsys.readouterr().out
     assert "learning_rate=1e-06 can move 2.00% of the trained weights" in said
     assert "held in bfloat16" in said
     assert "leave dtype out of model_init_kwargs" in said
@@ -83,4 +83,4 @@ def test_nothing_is_said_where_steps_are_not_lost(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     make("GRPO", untied_dir, tmp_path, hf_engine, {**IN_BF16, **fields}, **arguments)
-    assert "can move" not in "".join(capsys.readouterr())
+    assert "can move" not in capsys.readouterr().out

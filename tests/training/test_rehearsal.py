@@ -126,7 +126,7 @@ def test_a_function_that_raises_at_made_up_text_is_told_of_and_no_reason_to_stop
     ):
         with pytest.raises(InputError, match="/no/such/model does not exist"):
             make(method, NOWHERE, tmp_path, ENGINE, FIELDS[method], **arguments)
-    said = "".join(capsys.readouterr())
+    said = capsys.readouterr().out
     assert "reward function parsed raised JSONDecodeError" in said
     assert "judge Raising raised KeyError" in said
     assert said.count("raised in training, it ends the run") == 2

@@ -33,12 +33,13 @@ COMMANDS = {
     "init": "write a commented config and a reward file to start from",
     "compare": "show two or more runs side by side",
     "rollouts": "page through the rollouts of a run",
+    "merge": "add an adapter to its model, and write the whole model",
 }
 # The modules of commands that are not named after them.
-_WHERE = {"compare": "past_runs.compare", "rollouts": "past_runs.rollouts"}
+_WHERE = {"compare": "past_runs.compare", "rollouts": "past_runs.rollouts", "merge": "past_runs.merge"}
 # They have few arguments and no fields.
 _LIGHT = ("init", "compare", "rollouts")
-_WITH_OWN_HELP = ("serve", *_LIGHT)
+_WITH_OWN_HELP = ("serve", "merge", *_LIGHT)
 _USAGE = """usage: lockstep COMMAND [--config FILE | --recipe NAME] [--field value …]
 
 commands:

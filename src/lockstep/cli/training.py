@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lockstep
@@ -62,6 +64,13 @@ def _run(given: Given, command: str, log: LibraryLog) -> int:
         if config.process_index == 0:
             print(resolved(arguments, config), end="")
         return 0
+    if given.recipe == "arithmetic" and os.environ.get("RANK", "0") == "0":
+        import torch
+
+        from lockstep.cli.estimate import estimated_seconds, product_rate, said
+
+        rate = product_rate(torch.bfloat16 if config.bf16 else torch.float32)
+        print(said(estimated_seconds(max(config.max_steps, 0), arguments.eval_size, rate)), flush=True)
     try:
         with run_to_its_end():
             return _train(kind, arguments, config, adapter, log)
@@ -113,7 +122,36 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict
         )
     if ranks.owner:
         _show(finished)
+        for line in next_lines(place.folder, adapter=arguments.use_peft):
+            print(line)
     return 0
+
+
+def next_lines(folder: Path, *, adapter: bool) -> list[str]:
+    """Where the trained model is, and the commands that go on from it.
+
+    Args:
+        adapter: whether the run trained an adapter, which other programs want merged into its model.
+    """
+    from lockstep.training.run_files.checkpoints import last_checkpoint
+
+    checkpoint = last_checkpoint(folder)
+    rollouts = f"next             lockstep rollouts {_word(folder)}   reads what the model wrote"
+    if checkpoint is None:
+        return ["model            not saved: there is no checkpoint (save_strategy is no)", rollouts]
+    lines, model = [f"{'adapter' if adapter else 'model':<17}{checkpoint}", rollouts], checkpoint
+    if adapter:
+        model = folder / "merged"
+        lines.append(f"                 lockstep merge {_word(checkpoint)} {_word(model)}   makes a whole model of it")
+    return [
+        *lines,
+        f"                 lockstep verify --model {_word(model)}   proves that an engine runs it as the trainer does",
+        f"                 lockstep serve {_word(model)}   serves it with vLLM, behind a key",
+    ]
+
+
+def _word(path: Path) -> str:
+    return shlex.quote(str(path))
 
 
 def acting_arguments(arguments: AdaptedRunArguments, modules: dict[Any, Any]) -> dict[str, Any]:

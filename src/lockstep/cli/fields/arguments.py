@@ -86,11 +86,13 @@ class Given:
         words: the fields of the file and then the words that the user typed, all as `--field value` words.
         values: the values of these words, by field name. Fields that are not named are absent.
         dry_run: whether the command only prints the fields.
+        recipe: the recipe whose config was read; None: there is none.
     """
 
     words: tuple[str, ...]
     values: dict[str, Any]
     dry_run: bool
+    recipe: str | None = None
 
 
 def read(words: list[str], command: str) -> Given:
@@ -118,7 +120,7 @@ def read(words: list[str], command: str) -> Given:
     check_names([w[2:].split("=")[0] for w in rest if w.startswith("--")], fields, "the command line")
     together = [*_words(content), *rest]
     _check_text(together)
-    return Given(tuple(together), check_words(together, fields), known.dry_run)
+    return Given(tuple(together), check_words(together, fields), known.dry_run, (known.recipe or [None])[0])
 
 
 def _check_text(words: list[str]) -> None:

@@ -1,1 +1,1 @@
-"""Commands that read the directories of runs: `compare` and `rollouts`."""
+"""Commands that read the directories of runs: `compare`, `rollouts` and `merge`."""
