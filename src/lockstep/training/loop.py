@@ -49,7 +49,7 @@ from lockstep.training.generate.evaluation import check_evaluated, drawn_sequenc
 from lockstep.training.generate.rows import check_rows
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.generate.unscored import UnscoredGenerations
-from lockstep.training.methods.objective import Objective
+from lockstep.training.methods.objective import Objective, Scores
 from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import check_same_weights, share_of
 from lockstep.training.step.generation import Generation, Preparation, branches_of
@@ -125,7 +125,7 @@ class TrainingLoop:
             InputError: the run was resumed in the middle of a generation.
         """
         if batch.part == 0:
-            self.generation = self._next_generation(batch.prompts)
+            self._next_generation(batch.prompts)
         generation = self.generation
         if generation is None or generation.prompt_ids != tuple(p.prompt_id for p in batch.prompts):
             raise InputError(
@@ -146,6 +146,8 @@ class TrainingLoop:
 
     def _next_generation(self, prompts: Sequence[Prompt]) -> Generation:
         version, number = self._state().global_step, self.generation_number
+        # If a proof fails from here on, what is at hand belongs to this generation and to no earlier one.
+        self.generation, self._step = None, OptimizerStep(self.objective, self.clock, self.ranks)
         groups = self.rollout(prompts, self.config.group_size, self._generations_ahead())
         rows = {p.prompt_id: p for p in prompts}
         check_rows(groups, rows, self.source.decode, (self.config.seed, number))
@@ -153,7 +155,7 @@ class TrainingLoop:
 
         self.objective.epoch = int(self._state().epoch or 0)
         generation, scored = self.preparation.generation(self.policy(), groups, version)
-
+        self.generation = generation
         self._sampled = sampled_tokens(
             groups,
             scored.logps if scored is not None else None,
@@ -174,6 +176,19 @@ class TrainingLoop:
                 ),
             )
         return generation
+
+    def policy_logps(self) -> Scores:
+        """The policy's log-probs of the generation at hand before its first step, by name of the branch.
+
+        If no pass has scored the generation before its first step, those of branches that another rank has learned from, or that
+        were left aside, are missing.
+        """
+        if self.generation is None:
+            return {}
+        scored = {
+            s.name: s.old_logps for batch in self.generation.micro_batches for s in batch if s.old_logps is not None
+        }
+        return {**self._step.logps(), **scored}
 
     def _ask_again(self, groups: Sequence[RolloutGroup], rows: Mapping[str, Prompt], number: int) -> None:
         # The rank that has asked first asks again, because functions may keep something between their calls.

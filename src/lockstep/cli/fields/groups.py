@@ -65,7 +65,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "logging": (
         "logging_steps", "report_to", "log_completions", "num_completions_to_print", "log_unique_prompts", "run_name",
-        "project", "logging_strategy", "logging_first_step", "logging_nan_inf_filter", "log_level",
+        "rollouts_size_limit", "project", "logging_strategy", "logging_first_step", "logging_nan_inf_filter", "log_level",
     ),
     "saving": (
         "output_dir", "save_steps", "save_total_limit", "save_strategy", "save_only_model", "load_best_model_at_end",

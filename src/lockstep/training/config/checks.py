@@ -78,6 +78,7 @@ BOUNDS: dict[str, Bounds] = {
     "seed": SEED,
     "data_seed": SEED,
     "logging_steps": Bounds(0, above=True),
+    "rollouts_size_limit": Bounds(0),
     "save_steps": Bounds(0, above=True),
     "eval_steps": Bounds(0, above=True),
     "save_total_limit": COUNT,

@@ -164,6 +164,13 @@ class OnlineConfig(AgentFields, FilterFields, ToolFields, InterruptionFields, On
         default=None, metadata=doc("How many completions to print; default: all.")
     )
     log_unique_prompts: bool = field(default=False, metadata=doc("Print only one completion per prompt."))
+    rollouts_size_limit: float = field(
+        default=1.0,
+        metadata=doc(
+            "Gigabytes of training rollouts that output_dir/rollouts keeps. If there are more, steps between others are removed. "
+            "0: none are kept."
+        ),
+    )
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 - read as a class attribute by TrainingArguments
         *TrainingArguments._VALID_DICT_FIELDS,

@@ -107,7 +107,7 @@ class RolloutSource:
         self._config, self._clock, self._ranks = config, clock, ranks
         self.policy, self._settings, self._images = policy, settings, images
         interruption = interruption_of(config, tokenizer)
-        self._one_turn: Program = single_turn if interruption is None else interrupted(interruption, self._sampling)
+        self._one_turn: Program = single_turn if interruption is None else interrupted(interruption, self.sampling)
         # The program that makes every rollout.
         self.program = self._one_turn
         self._tools, self.rollout_function = tools, function
@@ -132,9 +132,9 @@ class RolloutSource:
         self._engine = engine
         try:
             dtypes, shown = (config.engine_torch_dtype, config.engine_head_dtype), self._images is not None
-            shake_hands(engine, self.policy, model_path, dtypes[0], longest, dtypes[1], self._sampling, pictures=shown)
+            shake_hands(engine, self.policy, model_path, dtypes[0], longest, dtypes[1], self.sampling, pictures=shown)
             self._proofs = Proofs(
-                self.policy, engine, config, self._tokenizer, self._clock, self._settings, self._sampling
+                self.policy, engine, config, self._tokenizer, self._clock, self._settings, self.sampling
             )
             if self._tools is not None:
                 self.program = self._tools.start()
@@ -157,7 +157,7 @@ class RolloutSource:
             raise
 
     @property
-    def _sampling(self) -> Sampling:
+    def sampling(self) -> Sampling:
         """The distribution that the engine samples from."""
         banned = self._images.banned_ids if self._images is not None else ()
         return sampling_of(self._config, self._tokenizer, banned)
@@ -293,7 +293,7 @@ class RolloutSource:
 
     def _starts(self, prompts: Sequence[Prompt], num_generations: int, version: int) -> list[Start]:
         seed = self._config.seed
-        starts = starts_for(prompts, self._sampling, num_generations=num_generations, run_seed=seed, version=version)
+        starts = starts_for(prompts, self.sampling, num_generations=num_generations, run_seed=seed, version=version)
         self._seeds.check({start.key: start.seed for start in starts}, version)
         return starts
 

@@ -1,6 +1,7 @@
-"""Rollouts as plain values for `report/`: turns with their tokens and gaps, inserted text, tool calls and results.
+"""Rollouts as plain values for `report/`: turns with their tokens, gaps and advantages, inserted text, tool calls and results.
 
-`training/run.py` makes them from evaluated groups, whose tokens the policy of that moment has sampled.
+`training/trainers/run_files.py` makes them from evaluated groups, whose tokens the policy of that moment has sampled, and from one
+group of some generations of training.
 """
 
 from __future__ import annotations
@@ -14,16 +15,24 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.engines.protocol import Completion
 from lockstep.rollouts.group import Rollout, RolloutGroup
+from lockstep.training.methods.objective import Scores
+from lockstep.training.step.generation import Generation
 
-# Gives the gap of each sampled token.
-Gaps = Callable[[Completion], list[float]]
+# Gives one value per sampled token of a branch; None: the values are not known.
+PerToken = Callable[[Completion], list[float] | None]
+_SHOWN_ROLLOUTS = 4
+# Ids of a branch that are shown.
+_LONGEST = 1000
 
 
-def shown_rollout(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, gaps: Gaps) -> dict[str, Any]:
+def shown_rollout(
+    rollout: Rollout, tokenizer: PreTrainedTokenizerBase, gaps: PerToken, advantages: PerToken = lambda branch: None
+) -> dict[str, Any]:
     """One rollout: `name`, `reward` (None: it has none), `failed`, `finish_reasons`, `calls`, and `branches`.
 
-    A branch has its `prompt` as text, its `finish_reason`, and `spans`: a sampled span is one turn and has `tokens`, one gap for
-    each in `gaps`, and the `finish_reason` of the turn; an inserted span has `text`.
+    A branch has its `prompt` as text, its `finish_reason`, `left_out` (the number of ids after the last shown one) and `spans`. A
+    sampled span is one turn. It has `tokens`, `gaps` and `advantages` with one value per token (None: they are not known), and the
+    `finish_reason` of the turn. An inserted span has `text`.
     """
     return {
         "name": str(rollout.key),
@@ -35,10 +44,50 @@ def shown_rollout(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, gaps: Ga
             {
                 "prompt": tokenizer.decode(branch.prompt_ids.tolist()),
                 "finish_reason": branch.finish_reason,
-                "spans": list(_spans(rollout, number, tokenizer, gaps)),
+                "spans": list(_spans(rollout, number, tokenizer, gaps, advantages)),
+                "left_out": max(len(branch.token_ids) - _LONGEST, 0),
             }
             for number, branch in enumerate(rollout.branches)
         ],
+    }
+
+
+def shown_generation(
+    generation: Generation, tokenizer: PreTrainedTokenizerBase, policy_logps: Scores, *, worst: bool = False
+) -> dict[str, Any]:
+    """Rollouts of one group of a generation.
+
+    Args:
+        policy_logps: log-probs of the trainer, by name of the branch; branches may be missing.
+        worst: choose the group with the largest gap; else the first group whose rewards differ.
+
+    Returns:
+        `step`, the optimizer step that learns from them first; `rewards` of the whole group; `rollouts`, as `shown_rollout` makes them.
+    """
+    advantages = {s.name: s.advantages for batch in generation.micro_batches for s in batch if len(s.advantages)}
+
+    def gaps(branch: Completion) -> list[float] | None:
+        own = policy_logps.get(str(branch.key))
+        return None if own is None else (branch.sampled_logprobs - own).tolist()
+
+    def learned(branch: Completion) -> list[float] | None:
+        own = advantages.get(str(branch.key))
+        return None if own is None else own.tolist()
+
+    group = next((g for g in generation.groups if len(set(g.given_rewards)) > 1), generation.groups[0])
+    rollouts = list(group.rollouts)
+    if worst:
+        largest = {
+            id(r): max((abs(gap) for b in r.branches for gap in gaps(b) or ()), default=0.0)
+            for g in generation.groups
+            for r in g.rollouts
+        }
+        group = max(generation.groups, key=lambda g: max(largest[id(r)] for r in g.rollouts))
+        rollouts = sorted(group.rollouts, key=lambda r: -largest[id(r)])
+    return {
+        "step": generation.version + 1,
+        "rewards": [rollout.reward if rollout.scored else None for rollout in group.rollouts],
+        "rollouts": [shown_rollout(r, tokenizer, gaps, learned) for r in rollouts[:_SHOWN_ROLLOUTS]],
     }
 
 
@@ -59,22 +108,25 @@ def live_sample(group: RolloutGroup | None) -> tuple[float, list[tuple[str, str]
     ]
 
 
-def _spans(rollout: Rollout, number: int, tokenizer: PreTrainedTokenizerBase, gaps: Gaps) -> Iterator[dict[str, Any]]:
+def _spans(
+    rollout: Rollout, number: int, tokenizer: PreTrainedTokenizerBase, gaps: PerToken, advantages: PerToken
+) -> Iterator[dict[str, Any]]:
     branch = rollout.branches[number]
-    ids = branch.token_ids.tolist()
+    ids = branch.token_ids[:_LONGEST].tolist()
     if not ids:
         return
-    sampled = np.ones(len(ids), np.bool_) if branch.sampled is None else branch.sampled
-    found = gaps(branch) if sampled.any() else []
-    reasons = {turn.end: turn.finish_reason for turn in rollout.turns if turn.branch == number}
+    sampled = np.ones(len(ids), np.bool_) if branch.sampled is None else branch.sampled[: len(ids)]
+    values = {"gaps": gaps(branch), "advantages": advantages(branch)} if sampled.any() else {}
+    reasons = {t.end: t.finish_reason for t in rollout.turns if t.branch == number and t.end <= len(ids)}
     # Two turns may follow each other without anything between them.
     edges = {0, *(np.flatnonzero(np.diff(sampled)) + 1).tolist(), len(ids), *reasons}
     done = 0
     for start, end in pairwise(sorted(edges)):
         part = ids[start:end]
         if sampled[start]:
-            tokens, own = [tokenizer.decode([i]) for i in part], found[done : done + len(part)]
-            yield {"tokens": tokens, "gaps": own, "finish_reason": reasons.get(end)}
+            tokens = [tokenizer.decode([i]) for i in part]
+            own = {name: found and found[done : done + len(part)] for name, found in values.items()}
+            yield {"tokens": tokens, **own, "finish_reason": reasons.get(end)}
             done += len(part)
         else:
             yield {"text": tokenizer.decode(part)}

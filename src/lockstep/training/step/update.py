@@ -20,12 +20,13 @@ from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats
 from lockstep.parity.step.settings import SettingsProof
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.tokens.arrays import cut, reals
 from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.scoring import TokenScores, score_pack
-from lockstep.training.methods.objective import Objective, TokenBatch
+from lockstep.training.methods.objective import Objective, Scores, TokenBatch
 from lockstep.training.step.distributed import sum_gradients
 from lockstep.training.step.drawn_rows import DrawnRows, hidden_states
 from lockstep.training.step.loss_gradient import LossGradient
@@ -239,6 +240,14 @@ class OptimizerStep:
                 raise
             self._failure = error
             return 0.0
+
+    def logps(self) -> Scores:
+        """The log-probs that this rank's forwards gave so far, where no pass had scored the tokens before the step."""
+        return {
+            s.name: reals(part)
+            for sequences, logps in self._sums.logps
+            for s, part in zip(sequences, cut(logps.float().cpu().numpy(), [s.length for s in sequences]), strict=True)
+        }
 
     def finish(self, prove: Callable[[UpdateSums], None], trained: Sequence[torch.nn.Parameter]) -> UpdateSums:
         """Do everything between the last backward and the optimizer. Every rank must call this.

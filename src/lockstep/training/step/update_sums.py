@@ -40,6 +40,7 @@ class UpdateSums:
         aside: number of tokens that were left aside.
         tally: values to log. `_drift` is |log-prob now − at sampling time| of the policy, over the tokens that went through
             the model in this step. It is 0 if the policy has not changed since.
+        logps: sequences and (N,) log-probs of each pack whose tokens no pass has scored before. They stay on this rank.
     """
 
     loss: float = 0.0
@@ -50,9 +51,10 @@ class UpdateSums:
     kept_sets: KeptSetStats = field(default_factory=KeptSetStats)
     aside: int = 0
     tally: Tally = field(default_factory=Tally)
+    logps: list[tuple[Sequence[TrainingSequence], torch.Tensor]] = field(default_factory=list)
 
     def data(self) -> dict[str, Any]:
-        """The whole content, as JSON types."""
+        """The whole content but `logps`, as JSON types."""
         return {
             "loss": self.loss,
             "gap": asdict(self.gap),
@@ -156,6 +158,8 @@ def measure(batch: TokenBatch, scores: TokenScores, sums: UpdateSums, stands_for
     if batch.sequences[0].old_logps is not None:
         names, lengths = [s.name for s in batch.sequences], [s.length for s in batch.sequences]
         sums.repeated = sums.repeated + measure_gap(batch.old_logps, batch.logps, names, lengths)
+    else:
+        sums.logps.append((batch.sequences, batch.old_logps))
     if batch.support is not None:
         sums.tally.mean("sampling/forced_share", (batch.support == 1).float(), weight=stands_for)
     _note(batch.sequences, batch.behaviour_logps, batch.old_logps, batch.entropies, sums, stands_for)

@@ -56,6 +56,7 @@ from lockstep.training.trainers.evaluation import EvaluatesBySampling
 from lockstep.training.trainers.foreign_hooks import RefusesForeignHooks
 from lockstep.training.trainers.images import check_images, image_prompts, unsupported_with_images
 from lockstep.training.trainers.resuming import WholeCheckpoints
+from lockstep.training.trainers.run_files import RunFiles
 from lockstep.training.trainers.setup import (
     check_reference,
     check_reference_model,
@@ -230,6 +231,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.clock = PhaseClock()
         self.add_callback(StepEvents(self))
         self.add_callback(ResumableSaves(args, owner=self.ranks.owner))
+        self.add_callback(RunFiles(self))
         for part in (self.reference, self.critic):
             if part is not None:
                 part.to(self.args.device)

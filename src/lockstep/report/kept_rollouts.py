@@ -1,0 +1,206 @@
+"""Reads the rollouts that a run keeps: one Parquet file per generation under `RUN/rollouts/`.
+
+`training/run_files/rollout_files.py` writes the files. The report, `lockstep rollouts` and `lockstep audit` read them with
+`read_rollouts`. docs/report.md describes every column. `datasets.load_dataset("parquet", data_files="RUN/rollouts/*.parquet")`
+reads them too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lockstep.errors import InputError
+
+FOLDER = "rollouts"
+# The key of a file's metadata under which the facts of its generation stand, as JSON.
+FACTS = b"lockstep"
+# Columns that are not read as they stand: arrays per token, and texts that are JSON.
+PER_TOKEN = {
+    "prompt_ids": np.dtype(np.int32),
+    "completion_ids": np.dtype(np.int32),
+    "sampled": np.dtype(np.bool_),
+    "logprobs": np.dtype(np.float32),
+    "policy_logprobs": np.dtype(np.float32),
+    "weight_versions": np.dtype(np.int32),
+    "advantages": np.dtype(np.float32),
+}
+JSON_COLUMNS = ("prompt", "messages", "extra")
+# The columns of scores begin so, as the metrics of reward functions do.
+SCORE = "rewards/"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRollout:
+    """One branch of a rollout. Most rollouts have one branch; the branches of one rollout have the same prompt id and sample.
+
+    The C ids of the completion are sampled ones, and inserted ones between them (results of tools, turns of the user).
+
+    Attributes:
+        step: the optimizer step that learned from the rollout first.
+        prompt_id, sample: which prompt, and which of its rollouts.
+        branch: index of the branch in its rollout.
+        prompt: text, or messages.
+        completion: the text of the whole rollout.
+        messages: what was said after the prompt, in a conversation; else None.
+        prompt_ids: (P,) int32.
+        completion_ids: (C,) int32.
+        sampled: (C,) bool; the other ids were inserted.
+        logprobs: (C,) float32 natural-log probability of each sampled id, from the engine; 0 at inserted ids.
+        policy_logprobs: (C,) float32, the same from the trainer's forward, before the policy changed. None: that forward was not
+            made on the rank that wrote the file, or the tokens were left aside.
+        weight_versions: (C,) int32, the version of the weights that sampled each id.
+        advantages: (C,) float32; 0 at inserted ids. None: nothing could be learned from the rollout.
+        advantage: mean advantage of the rollout's sampled ids; None if it has none.
+        reward: weighted sum of the scores; None: there is none.
+        scores: score per reward function, by name; None: the function gave none.
+        extra: values that reward functions logged with `log_extra`.
+        finish_reason: why the branch ended: `stop` or `length`.
+        finish_reasons: the reason of each sampled turn of this branch; `turn_ends` are the numbers of completion ids up to the end
+            of each.
+        failed: why the rollout could not be finished; None if it was.
+    """
+
+    step: int
+    prompt_id: str
+    sample: int
+    branch: int
+    prompt: Any
+    completion: str
+    messages: list[dict[str, Any]] | None
+    prompt_ids: npt.NDArray[np.int32]
+    completion_ids: npt.NDArray[np.int32]
+    sampled: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32]
+    policy_logprobs: npt.NDArray[np.float32] | None
+    weight_versions: npt.NDArray[np.int32]
+    advantages: npt.NDArray[np.float32] | None
+    advantage: float | None
+    reward: float | None
+    scores: Mapping[str, float | None]
+    extra: Mapping[str, Any]
+    finish_reason: str
+    finish_reasons: Sequence[str]
+    turn_ends: Sequence[int]
+    failed: str | None
+
+    @property
+    def name(self) -> str:
+        """Prompt id and sample, as proofs name the rollout."""
+        return f"{self.prompt_id}#{self.sample}"
+
+    @property
+    def gaps(self) -> npt.NDArray[np.float32] | None:
+        """(C,) parity gap of each id: the engine's log-prob minus the trainer's. None: the trainer's are not known."""
+        return None if self.policy_logprobs is None else self.logprobs - self.policy_logprobs
+
+
+class RolloutFile(NamedTuple):
+    """A file of rollouts, and the optimizer step that learned from them first."""
+
+    step: int
+    path: Path
+
+
+def file_name(step: int) -> str:
+    """Name of the file with the rollouts that optimizer step `step` (counted from 1) learned from first."""
+    return f"rollouts_{step:06d}.parquet"
+
+
+def rollout_files(run: Path) -> list[RolloutFile]:
+    """The files of a run, ordered by step. Files that are still being written are not among them."""
+    found = []
+    for path in (run / FOLDER).glob("rollouts_*.parquet"):
+        number = path.stem.removeprefix("rollouts_")
+        if number.isdigit():
+            found.append(RolloutFile(int(number), path))
+    return sorted(found)
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """What is true of all rollouts of one file.
+
+    Returns:
+        `format` (1), `step`, `version` (the engine's weight version at that step), `method`, `model`, `sampling` (temperature,
+        filters, stop strings, …, as the engine got them), and `seed`.
+
+    Raises:
+        InputError: the file is damaged, or was not written by Lockstep.
+    """
+    with _readable(path) as file:
+        facts = (file.schema_arrow.metadata or {}).get(FACTS)
+    if facts is None:
+        raise InputError(f"{path} was not written by Lockstep: it has no facts about its rollouts")
+    found: dict[str, Any] = json.loads(facts)
+    return found
+
+
+def read_rollouts(run: Path, steps: Iterable[int] | None = None) -> Iterator[KeptRollout]:
+    """The rollouts of a run, in the order of steps, prompts, samples and branches. One file at a time is in memory.
+
+    Args:
+        run: the run's output directory.
+        steps: only the files of these steps; None: all.
+
+    Raises:
+        InputError: a file is damaged or is not of this format, or a step was asked for that is not there.
+    """
+    files = rollout_files(run)
+    if steps is not None:
+        by_step = dict(files)
+        wanted = list(steps)
+        if missing := [step for step in wanted if step not in by_step]:
+            raise InputError(f"{run / FOLDER} has no rollouts of step {missing[0]}; it has those of {_steps(by_step)}")
+        files = [RolloutFile(step, by_step[step]) for step in wanted]
+    for _, path in files:
+        yield from read_file(path)
+
+
+def read_file(path: Path) -> Iterator[KeptRollout]:
+    """The rollouts of one file.
+
+    Raises:
+        InputError: as in `read_rollouts`.
+    """
+    with _readable(path) as file:
+        try:
+            table = file.read()
+            arrays = {name: _per_token(table[name].combine_chunks(), kind) for name, kind in PER_TOKEN.items()}
+            plain = {name: table[name].to_pylist() for name in table.column_names if name not in PER_TOKEN}
+        except (pa.ArrowException, KeyError) as error:
+            raise InputError(f"{path} is not a file of rollouts that this version can read ({error})") from error
+    scores = {name.removeprefix(SCORE): plain.pop(name) for name in list(plain) if name.startswith(SCORE)}
+    for name in JSON_COLUMNS:
+        plain[name] = [None if text is None else json.loads(text) for text in plain[name]]
+    for row in range(table.num_rows):
+        fields = {name: values[row] for name, values in {**plain, **arrays}.items()}
+        yield KeptRollout(**fields, scores={name: given[row] for name, given in scores.items()})
+
+
+def _per_token(column: Any, kind: np.dtype[Any]) -> list[npt.NDArray[Any] | None]:
+    """A column of lists as one array per row; None for a row without a list."""
+    column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+    values = column.values.to_numpy(zero_copy_only=False).astype(kind, copy=False)
+    values.flags.writeable = False
+    edges, given = column.offsets.to_numpy(), column.is_valid().to_numpy(zero_copy_only=False)
+    return [values[edges[i] : edges[i + 1]] if there else None for i, there in enumerate(given)]
+
+
+def _readable(path: Path) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(path)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{path} cannot be read ({error}); delete it to go on without it") from error
+
+
+def _steps(files: Iterable[int]) -> str:
+    known = sorted(files)
+    return f"{len(known)} steps, {known[0]} to {known[-1]}" if known else "no step"
