@@ -9,12 +9,14 @@ from typing import Literal, get_args
 from lockstep.algorithms.advantages import ScaleRewards
 from lockstep.algorithms.policy_loss import ImportanceLevel, LossType
 from lockstep.errors import InputError
+from lockstep.training.config.documented import documented
 from lockstep.training.config.group_config import GroupConfig
 from lockstep.training.config.trl_fields import doc
 
 _logger = logging.getLogger(__name__)
 
 
+@documented
 @dataclass
 class GRPOConfig(GroupConfig):
     """Configuration of `GRPOTrainer`.

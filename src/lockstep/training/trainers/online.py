@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from lockstep.definitions.settings import wanted
@@ -74,7 +74,11 @@ from lockstep.training.trainers.steps import StepHooks
 _LONGEST_CALL = 12
 
 
-class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCheckpoints):
+Config = TypeVar("Config", bound=OnlineConfig)
+Data: TypeAlias = Dataset | IterableDataset
+
+
+class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCheckpoints, Generic[Config]):
     """The base of all trainers.
 
     Args:
@@ -115,9 +119,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self,
         model: str | PreTrainedModel,
         reward_funcs: Given | list[Given] | None = None,
-        args: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        args: Config | None = None,
+        train_dataset: Data | None = None,
+        eval_dataset: Data | Mapping[str, Data] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: ProcessingClasses = None,
         callbacks: list[TrainerCallback] | None = None,
