@@ -21,14 +21,15 @@ from lockstep.errors import InputError, LockstepError, names_path
 from lockstep.parity.receipt import RECEIPT, replace_text
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.html import render_report
-from lockstep.report.live import About, LiveView
+from lockstep.report.live import LiveView
 from lockstep.report.summary import summarise
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.run_files.checkpoints import TRAINER_STATE, checkpoint_step
 from lockstep.training.run_files.run_directory import SUMMARY, RunPlace, read_lines
-from lockstep.training.run_files.shown_rollouts import live_sample, shown_rollout
+from lockstep.training.run_files.shown_rollouts import shown_rollout
 from lockstep.training.stop_signals import StopSignals, interrupted
+from lockstep.training.trainers.live_views import view_of
 from lockstep.training.trainers.online import OnlineTrainer
 
 _logger = logging.getLogger(__name__)
@@ -119,21 +120,7 @@ def _train_in_view(trainer: OnlineTrainer, place: RunPlace, before: dict[str, An
     """Train. Write every log into `metrics.jsonl`, and show it in the live view."""
     # The evaluations before and after training are not in this file. They have separate files.
     metrics_file = MetricsFile(place.folder / "metrics.jsonl")
-    limit = trainer.source.limit
-    view = LiveView(
-        About(
-            f"{trainer.method} · {trainer.engine.settings().engine} in lockstep",
-            model=Path(trainer.model_path).name,
-            folder=str(place.folder),
-            gap_limits=(
-                limit.mean,
-                limit.largest(trainer.config.completions_per_step * trainer.config.completion_limit),
-            ),
-        ),
-        trainer.clock.progress,
-        trainer.step_log.latest,
-        lambda: live_sample(trainer.source.shown_group),
-    )
+    view = view_of(trainer, LiveView)
     if before:
         view.on_evaluate(trainer.args, trainer.state, trainer.control, before["metrics"])
     for callback in (metrics_file, view):

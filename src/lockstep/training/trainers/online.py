@@ -55,6 +55,7 @@ from lockstep.training.trainers.argument_kinds import check_kinds, check_open
 from lockstep.training.trainers.evaluation import EvaluatesBySampling
 from lockstep.training.trainers.foreign_hooks import RefusesForeignHooks
 from lockstep.training.trainers.images import check_images, image_prompts, unsupported_with_images
+from lockstep.training.trainers.live_views import show_in_notebook
 from lockstep.training.trainers.resuming import WholeCheckpoints
 from lockstep.training.trainers.run_files import RunFiles
 from lockstep.training.trainers.setup import (
@@ -275,6 +276,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self.step_log,
             self.settings,
         )
+        self._notebook_view = show_in_notebook(self)
 
     def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
         """Call the reward functions once on made-up completions, so that their errors appear before a model is loaded."""
@@ -341,6 +343,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.source.abandon_pending()
+            if self._notebook_view is not None:
+                self._notebook_view.stop()
 
     def training_step(self, model: torch.nn.Module, inputs: MicroBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Learn from one part of the current generation: see `TrainingLoop.micro_step`.
