@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env dev environments train train-agent train-images test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load tied-head
+.PHONY: env dev environments train train-agent train-images test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load tied-head newcomer
 
 # Makes the environment once, and again when pyproject.toml or the script changes. `env` has what runs need; `dev` has also what
 # tests, linters and benchmarks need, 1.5 GB more.
@@ -100,6 +100,10 @@ server-load: dev
 # Shows a defect of vLLM that only the proofs detect.
 tied-head: env
 	@$(BIN)/python examples/tied_head.py $(ARGS)
+
+# Plays somebody who installs the wheel and types every command of README's "Start here" (ARGS=--reuse: in minutes less).
+newcomer: dev
+	@$(BIN)/python scripts/newcomer.py $(ARGS)
 
 # Two workers, because most tests use only one core. At the end pytest prints the seconds of each folder and the slowest tests.
 PYTEST := $(BIN)/python -m pytest --dist loadfile --durations 20

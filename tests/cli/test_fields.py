@@ -118,4 +118,4 @@ def test_help_names_each_common_field_once_and_nothing_that_is_refused(
     )
     assert len(common) < 45
     # The fields that only this command has come first.
-    assert common[2] == ("model" if command == "verify" else "model_name_or_path")
+    assert common[3] == ("model" if command == "verify" else "model_name_or_path")

@@ -126,7 +126,7 @@ def test_a_run_ends_with_the_path_of_its_model_and_commands_that_exist(tmp_path:
     assert "not saved" in next_lines(tmp_path, adapter=False)[0]
     checkpoint = tmp_path / "checkpoint-3"
     checkpoint.mkdir()
-    (checkpoint / "trainer_state.json").write_text("{}")
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
     (checkpoint / "model.safetensors").touch()
     said = "\n".join(next_lines(tmp_path, adapter=True))
     assert said.startswith(f"adapter          {checkpoint}\n")

@@ -23,7 +23,7 @@ from lockstep.training.forward.reference import Reference
 from lockstep.training.run_files.step_log import StepLog
 
 # The base class of all errors of a call to the hub. Which HTTP library has it depends on the version of huggingface_hub.
-_HTTP_ERROR = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+_HTTP_ERROR: type[Exception] = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
 
 
 @contextmanager
