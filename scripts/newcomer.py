@@ -63,6 +63,10 @@ def steps(count: int) -> list[Step]:
         Step(f"demo {short}", says="lockstep rollouts runs/arithmetic"),
         Step("verify --explain runs/arithmetic", answers=True, says="tokens checked"),
         Step("verify --receipt runs/arithmetic/receipt.jsonl", answers=True, says="PASS"),
+        Step(
+            "evaluate --recipe arithmetic --eval_size 4 --model_name_or_path runs/arithmetic/checkpoint-" + str(count),
+            says="held-out reward",
+        ),
         Step("init mine", answers=True, says="wrote mine/config.yaml"),
         Step(f"grpo --config mine/config.yaml {short}", says="checkpoint-"),
         Step("compare runs/arithmetic runs/mine", answers=True, says="settings that differ"),

@@ -71,6 +71,8 @@ def test_help_and_early_errors_import_nothing_heavy(tmp_path: Path) -> None:
         (["verify", "--explain", str(tmp_path)], 0, "2 tokens checked"),
         (["verify", "--receipt", str(tmp_path / "receipt.jsonl")], 0, "PASS"),
         (["serve", "/no/such"], 2, "model directory /no/such does not exist"),
+        (["evaluate", "--help"], 0, "usage: lockstep evaluate "),
+        (["evaluate", *run[1:], "arithmetic"], 2, "there is nothing to evaluate on"),
         (["demo", "--help"], 0, "lockstep grpo --recipe arithmetic"),
         (["demo", "--max_stepz", "3"], 2, "did you mean 'max_steps'?"),
         (["grpo", "--recipe", "agents"], 2, "did you mean 'agent'?"),

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.cli.main import main
 from lockstep.cli.past_runs.compare import differing, read_run, sections
-from lockstep.cli.training import next_lines
+from lockstep.cli.past_runs.next_commands import next_lines
 from lockstep.models.policy import load_policy
 
 PARITY = {"checked_tokens": 9, "failed": 0, "mean_abs_gap": 1e-6, "max_abs_gap": 1e-5}
@@ -128,7 +128,11 @@ def test_a_run_ends_with_the_path_of_its_model_and_commands_that_exist(tmp_path:
     checkpoint.mkdir()
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
     (checkpoint / "model.safetensors").touch()
-    said = "\n".join(next_lines(tmp_path, adapter=True))
+    typed = ("--recipe", "agent", "--model_name_or_path", "m", "--use_peft", "--reward_funcs", "a b.py:f")
+    said = "\n".join(next_lines(tmp_path, adapter=True, typed=typed))
+    assert (
+        f"lockstep evaluate --recipe agent --reward_funcs 'a b.py:f' --model_name_or_path {tmp_path / 'merged'}" in said
+    )
     assert said.startswith(f"adapter          {checkpoint}\n")
     assert f"lockstep merge {checkpoint} {tmp_path / 'merged'}" in said
     assert f"lockstep serve {tmp_path / 'merged'}" in said

@@ -29,6 +29,7 @@ COMMANDS = {
     "ppo": "train with PPO",
     "serve": "run vLLM's own server for training, behind a key (lockstep serve MODEL)",
     "gateway": "run an agent on a dataset and write its rollouts with their ids, without learning",
+    "evaluate": "sample held-out problems with a model, and print its mean reward",
     "verify": "prove that trainer and engine agree on a model, before a long run",
     "init": "write a commented config and a reward file to start from",
     "compare": "show two or more runs side by side",
@@ -36,7 +37,12 @@ COMMANDS = {
     "merge": "add an adapter to its model, and write the whole model",
 }
 # The modules of commands that are not named after them.
-_WHERE = {"compare": "past_runs.compare", "rollouts": "past_runs.rollouts", "merge": "past_runs.merge"}
+_WHERE = {
+    "compare": "past_runs.compare",
+    "rollouts": "past_runs.rollouts",
+    "merge": "past_runs.merge",
+    "evaluate": "past_runs.evaluate",
+}
 # They have few arguments and no fields.
 _LIGHT = ("init", "compare", "rollouts")
 _WITH_OWN_HELP = ("serve", "merge", *_LIGHT)

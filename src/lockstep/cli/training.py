@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import shlex
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import lockstep
 from lockstep.cli.fields.adapter import AdaptedRunArguments, adapter_arguments, check_adapter, settings_of
 from lockstep.cli.fields.arguments import Given, build, read, resolved, said_of
 from lockstep.cli.fields.inputs import check_inputs, check_sizes, factory_names
+from lockstep.cli.past_runs.next_commands import next_lines
 from lockstep.cli.process.guard import run_to_its_end
 from lockstep.cli.process.library_log import LibraryLog, libraries_aside
 from lockstep.cli.process.quiet import quiet_libraries
@@ -67,18 +66,20 @@ def _run(given: Given, command: str, log: LibraryLog) -> int:
     if given.recipe == "arithmetic" and os.environ.get("RANK", "0") == "0":
         import torch
 
-        from lockstep.cli.estimate import estimated_seconds, product_rate, said
+        from lockstep.cli.process.estimate import estimated_seconds, product_rate, said
 
         rate = product_rate(torch.bfloat16 if config.bf16 else torch.float32)
         print(said(estimated_seconds(max(config.max_steps, 0), arguments.eval_size, rate)), flush=True)
     try:
         with run_to_its_end():
-            return _train(kind, arguments, config, adapter, log)
+            return _train(kind, arguments, config, adapter, log, given)
     finally:
         _leave_ranks()
 
 
-def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict[str, Any], log: LibraryLog) -> int:
+def _train(
+    kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict[str, Any], log: LibraryLog, given: Given
+) -> int:
     from lockstep.cli.fields.data import data_of
     from lockstep.models.resolve import resolve_model
     from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -122,36 +123,10 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict
         )
     if ranks.owner:
         _show(finished)
-        for line in next_lines(place.folder, adapter=arguments.use_peft):
+        evaluated = data.evaluation is not None and kind.method == "GRPO"
+        for line in next_lines(place.folder, adapter=arguments.use_peft, typed=given.typed if evaluated else None):
             print(line)
     return 0
-
-
-def next_lines(folder: Path, *, adapter: bool) -> list[str]:
-    """Where the trained model is, and the commands that go on from it.
-
-    Args:
-        adapter: whether the run trained an adapter, which other programs want merged into its model.
-    """
-    from lockstep.training.run_files.checkpoints import last_checkpoint
-
-    checkpoint = last_checkpoint(folder)
-    rollouts = f"next             lockstep rollouts {_word(folder)}   reads what the model wrote"
-    if checkpoint is None:
-        return ["model            not saved: there is no checkpoint (save_strategy is no)", rollouts]
-    lines, model = [f"{'adapter' if adapter else 'model':<17}{checkpoint}", rollouts], checkpoint
-    if adapter:
-        model = folder / "merged"
-        lines.append(f"                 lockstep merge {_word(checkpoint)} {_word(model)}   makes a whole model of it")
-    return [
-        *lines,
-        f"                 lockstep verify --model {_word(model)}   proves that an engine runs it as the trainer does",
-        f"                 lockstep serve {_word(model)}   serves it with vLLM, behind a key",
-    ]
-
-
-def _word(path: Path) -> str:
-    return shlex.quote(str(path))
 
 
 def acting_arguments(arguments: AdaptedRunArguments, modules: dict[Any, Any]) -> dict[str, Any]:

@@ -87,12 +87,14 @@ class Given:
         values: the values of these words, by field name. Fields that are not named are absent.
         dry_run: whether the command only prints the fields.
         recipe: the recipe whose config was read; None: there is none.
+        typed: the words that the user typed.
     """
 
     words: tuple[str, ...]
     values: dict[str, Any]
     dry_run: bool
     recipe: str | None = None
+    typed: tuple[str, ...] = ()
 
 
 def read(words: list[str], command: str) -> Given:
@@ -120,7 +122,9 @@ def read(words: list[str], command: str) -> Given:
     check_names([w[2:].split("=")[0] for w in rest if w.startswith("--")], fields, "the command line")
     together = [*_words(content), *rest]
     _check_text(together)
-    return Given(tuple(together), check_words(together, fields), known.dry_run, (known.recipe or [None])[0])
+    return Given(
+        tuple(together), check_words(together, fields), known.dry_run, (known.recipe or [None])[0], tuple(words)
+    )
 
 
 def _check_text(words: list[str]) -> None:

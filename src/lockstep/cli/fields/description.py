@@ -25,6 +25,8 @@ from lockstep.training.config.trl_fields import (
 )
 
 FIELDS_FILE = Path(__file__).with_name("fields.json")
+# Commands that take the fields of another one.
+_SAME = {"evaluate": "grpo"}
 _HELP = ("-h", "--help", "--help_all")
 _NAMES = {"int": "N", "float": "X", "text": "TEXT", "bool": "YES/NO", "choice": "NAME", "other": "VALUE"}
 _TRUTH = {"yes": True, "true": True, "t": True, "y": True, "1": True}
@@ -35,7 +37,7 @@ _LONGEST_CHOICES = 60
 def fields_of(command: str) -> dict[str, dict[str, Any]]:
     """The entry of each field of a command: `type`, `help`, and if they apply `default`, `choices`, `nargs`."""
     described = json.loads(FIELDS_FILE.read_text())
-    return {**described["shared"], **described[command]}
+    return {**described["shared"], **described[_SAME.get(command, command)]}
 
 
 def underscored(word: str) -> str:

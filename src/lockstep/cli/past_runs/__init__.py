@@ -1,1 +1,1 @@
-"""Commands that read the directories of runs: `compare`, `rollouts` and `merge`."""
+"""Commands that go on from finished runs and from their models: `compare`, `rollouts`, `merge` and `evaluate`."""
