@@ -35,16 +35,12 @@ COMMANDS = {
     "compare": "show two or more runs side by side",
     "rollouts": "page through the rollouts of a run",
     "merge": "add an adapter to its model, and write the whole model",
+    "completion": "print a script with which bash or zsh completes commands and fields",
 }
-# The modules of commands that are not named after them.
-_WHERE = {
-    "compare": "past_runs.compare",
-    "rollouts": "past_runs.rollouts",
-    "merge": "past_runs.merge",
-    "evaluate": "past_runs.evaluate",
-}
+# The modules of commands that stand in a room of their own.
+_WHERE = {name: f"past_runs.{name}" for name in ("compare", "rollouts", "merge", "evaluate")}
 # They have few arguments and no fields.
-_LIGHT = ("init", "compare", "rollouts")
+_LIGHT = ("init", "compare", "rollouts", "completion")
 _WITH_OWN_HELP = ("serve", "merge", *_LIGHT)
 _USAGE = """usage: lockstep COMMAND [--config FILE | --recipe NAME] [--field value …]
 
