@@ -40,7 +40,7 @@ def runs(tmp_path: Path) -> list[str]:
     same = {"model_name_or_path": "m", "seed": 1}
     first = write_run(tmp_path / "one", {**same, "beta": 0.0, "loss_type": "dapo"}, [0.0, 0.5, 1.0])
     second = write_run(
-        tmp_path / "two", {**same, "beta": 0.1, "lora_r": 4, "loss_type": "dapo"}, [0.0, 0.0], ended=False
+        tmp_path / "two", {**same, "beta": 0.1, "lora_r": 4, "loss_type": "dapo"}, [0.0, 0.5], ended=False
     )
     return [str(first), str(second)]
 
@@ -56,7 +56,7 @@ def test_compare_shows_results_and_curves_on_one_scale(runs: list[str]) -> None:
     assert cells["held-out reward after"] == ["0.500 ± 0.020", "–"]
     assert cells["state"] == ["finished", "not finished"]
     assert cells["steps"] == ["3", "2"]
-    assert dict(curves)["reward"] == ["▁▅█ 0 → 1", "▁▁ 0 → 0"]
+    assert dict(curves)["reward"] == ["▁▅█ 0 → 1", "▁▅ 0 → 0.5"]
 
 
 def test_compare_prints_a_table_and_refuses_what_is_no_run(
