@@ -5,7 +5,7 @@
     .venv/bin/python scripts/newcomer.py --reuse      (CI: installs only the wheel; heavy packages are those of this environment)
 
 Each command runs on a terminal of its own, in an empty folder without the clone. Printed are its exit code, wall seconds, CPU
-seconds, and the longest time without any output. Runs are shortened to `--steps`. Exit code 1: a command ended otherwise than it
+seconds, and the longest time without any output. Runs are shortened to `--steps` steps of 16 completions. Exit code 1: a command ended otherwise than it
 should, or a command that only answers took more than one CPU second.
 """
 
@@ -52,7 +52,7 @@ class Step:
 
 def steps(count: int) -> list[Step]:
     """The commands in the order of README.md, and the mistakes that people make on the way."""
-    short = f"--max_steps {count} --save_steps {count} --eval_size 4"
+    short = f"--max_steps {count} --save_steps {count} --eval_size 4 --per_device_train_batch_size 16"
     return [
         Step("--version", answers=True, says="lockstep "),
         Step("", answers=True, says="what to do next"),
