@@ -5,8 +5,8 @@
     .venv/bin/python scripts/newcomer.py --reuse      (CI: installs only the wheel; heavy packages are those of this environment)
 
 Each command runs on a terminal of its own, in an empty folder without the clone. Printed are its exit code, wall seconds, CPU
-seconds, and the longest time without any output. Runs are shortened to `--steps` steps of 16 completions. Exit code 1: a command ended otherwise than it
-should, or a command that only answers took more than one CPU second.
+seconds, and the longest time without any output. Runs are shortened to `--steps` steps of 16 completions. Exit code 1: a command
+ended otherwise than it should, or a command that only answers took more than one CPU second.
 """
 
 from __future__ import annotations
