@@ -120,10 +120,10 @@ def clean_steps(
     """
     import datasets
     import tiny
-    from transformers import PrinterCallback
 
     from lockstep.errors import ProofError
     from lockstep.parity.receipt import RECEIPT, read_receipt
+    from lockstep.report.log_lines import LogLines
     from lockstep.training.trainers.grpo import GRPOTrainer
     from lockstep.verify.stage import stage_config
 
@@ -135,7 +135,7 @@ def clean_steps(
         config = stage_config(folder, bf16=dtype == "bfloat16", shuffle_dataset=True, **changes)
         data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {7 * i}" for i in range(60)]})
         trainer = GRPOTrainer(path, _alternating, config, data)
-        trainer.remove_callback(PrinterCallback)
+        trainer.remove_callback(LogLines)
         trainer.add_callback(_fault_after(trainer.engine, count, fault))
         sets = KeptSetRecord(trainer.proofs)
         trainer.add_callback(sets.callback())

@@ -57,6 +57,7 @@ from lockstep.training.generate.rows import check_rows
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.run_files.completion_log import rows_of
+from lockstep.training.run_files.rollout_files import keep_rollouts
 from lockstep.training.step import update_sums
 from lockstep.training.step.generation import Preparation
 from lockstep.training.step.learned import sampled_tokens
@@ -80,6 +81,7 @@ ROWS = (
     "columns, loss, gap",
     "bets on draws",
     "receipt and log",
+    "kept rollouts",
 )
 _GROUP, _PROMPT, _VERSION = 8, 128, 3
 
@@ -307,6 +309,8 @@ def learn(groups: list[RolloutGroup], config: GRPOConfig, watch: Watch, folder: 
         check_count(total.difference, generation.sampled_tokens, _VERSION)
         Receipt(folder / "receipt.jsonl", 0).append({"tokens": total.gap.tokens, "gap": total.gap.mean_abs})
         rows_of(generation)
+    with watch.row("kept rollouts"):
+        keep_rollouts(folder, generation, scored.logps, {}, 1.0)
 
 
 def made_up_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -140,9 +140,9 @@ def logs(method: str, model: str, folder: Path, steps: int, fields: Mapping[str,
         fields: fields of its config, beside those that all runs share.
     """
     from datasets import Dataset
-    from transformers import PrinterCallback
 
     import lockstep
+    from lockstep.report.log_lines import LogLines
 
     draw = random.Random(0)
     data = Dataset.from_dict({"prompt": [draw.choice(LETTERS) for _ in range(256)]})
@@ -151,7 +151,7 @@ def logs(method: str, model: str, folder: Path, steps: int, fields: Mapping[str,
     config = getattr(lockstep, f"{method}Config")(output_dir=str(folder), max_steps=steps, **{**shared, **fields})
     trainer = getattr(lockstep, f"{method}Trainer")(model=model, reward_funcs=repeats, args=config, train_dataset=data)
     # One line per method is enough.
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(LogLines)
     trainer.train()
     trainer.close()
     return [entry for entry in trainer.state.log_history if "reward" in entry]

@@ -55,11 +55,12 @@ def measure(steps: int, folder: str, filters: list[str]) -> list[dict[str, Any]]
     Args:
         filters: words of the command line that set a filter.
     """
-    from transformers import PrinterCallback, TrainerCallback
+    from transformers import TrainerCallback
 
     from lockstep.cli.fields.arguments import RunArguments, build, read
     from lockstep.cli.fields.data import data_of
     from lockstep.cli.process.quiet import quiet_libraries
+    from lockstep.report.log_lines import LogLines
     from lockstep.training.methods.grpo_config import GRPOConfig
     from lockstep.training.trainers.grpo import GRPOTrainer
 
@@ -87,7 +88,7 @@ def measure(steps: int, folder: str, filters: list[str]) -> list[dict[str, Any]]
         stack.enter_context(seconds.counted())
         trainer = GRPOTrainer(arguments.model_name_or_path, list(data.rewards), config, data.train)
         stack.callback(trainer.close)
-        trainer.remove_callback(PrinterCallback)
+        trainer.remove_callback(LogLines)
         trainer.add_callback(Steps())
         trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -33,7 +33,6 @@ from transformers import (
     Idefics3ForConditionalGeneration,
     Idefics3Processor,
     PreTrainedTokenizerFast,
-    PrinterCallback,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -89,7 +88,6 @@ def main(given: list[str] | None = None) -> tuple[float, float]:
             train_dataset=rows(TRAINED, asked.seed),
             eval_dataset=rows(asked.held_out, asked.seed + 1),
         )
-        trainer.remove_callback(PrinterCallback)
         try:
             before = trainer.evaluate()
             print(f"held-out reward before: {shown(before)}", flush=True)

@@ -122,6 +122,9 @@ CALLED = ("rollouts/scores/guarded_call.py", "tests/input/test_bad_reward_files.
 READING, PICTURE_PACKS = "tests/images/test_reading_pictures.py", "tests/images/test_packs_with_pictures.py"
 PICTURE_RUNS = "tests/images/test_pictures_in_training.py"
 SENT_PICTURES = ("engines/http/server_pictures.py", "tests/images/test_sending_pictures.py")
+KEPT_ROLLOUTS = ("training/run_files/rollout_files.py", "tests/training/test_rollout_files.py")
+RUN_FILES = ("training/trainers/run_files.py", "tests/training/test_run_files.py")
+PAGE, SAFE = "tests/report/test_page.py", "tests/report/test_page.py::test_hostile_text_stays_text_everywhere"
 GENERATION = ("training/step/generation.py", "tests/training/test_prompts_and_generation.py")
 LOGPS = ("training/forward/token_logps.py", "tests/training/test_token_logps.py")
 SCORES = "tests/training/test_filtered_scores.py"
@@ -1606,5 +1609,110 @@ MUTATIONS = [
         "inputs, chosen.to(weights.device),",
         "inputs, 0 * chosen.to(weights.device),",
         EXPERTS,
+    ),
+    Mutation(
+        "values of sampled ids land on inserted ones in kept rollouts",
+        KEPT_ROLLOUTS[0],
+        "whole[branch.sampled] = own",
+        "whole[: len(own)] = own",
+        f"{KEPT_ROLLOUTS[1]}::test_inserted_ids_have_zeros_and_each_branch_has_its_own_turns",
+    ),
+    Mutation(
+        "the first steps of kept rollouts go first",
+        KEPT_ROLLOUTS[0],
+        "files.pop(1 + min(",
+        "files.pop(0 + min(",
+        f"{KEPT_ROLLOUTS[1]}::test_over_the_limit_the_first_the_last_and_evenly_spread_files_stay",
+    ),
+    Mutation(
+        "a write that fails leaves a part of a file of rollouts",
+        KEPT_ROLLOUTS[0],
+        "        beside.unlink(missing_ok=True)\n        raise",
+        "        raise",
+        f"{KEPT_ROLLOUTS[1]}::test_a_write_that_fails_leaves_no_part_of_a_file",
+    ),
+    Mutation(
+        "the engine's log-probs are kept as the trainer's",
+        "training/step/update_sums.py",
+        "sums.logps.append((batch.sequences, batch.old_logps))",
+        "sums.logps.append((batch.sequences, batch.behaviour_logps))",
+        f"{KEPT_ROLLOUTS[1]}::test_the_trainers_log_probs_are_those_of_the_weights_that_sampled",
+    ),
+    Mutation(
+        "a failed run leaves no word about it",
+        RUN_FILES[0],
+        "if self._failure is not error and self._trainer.ranks.owner:",
+        "if False:",
+        f"{RUN_FILES[1]}::test_a_failed_proof_leaves_its_report_and_its_rollouts",
+    ),
+    Mutation(
+        "the rollouts on which a proof has failed are not kept",
+        RUN_FILES[0],
+        "self._keep_generation(failed=isinstance(error, ProofError))",
+        "pass",
+        f"{RUN_FILES[1]}::test_a_failed_proof_leaves_its_report_and_its_rollouts",
+    ),
+    Mutation(
+        "lines of an earlier run stay in the metrics",
+        RUN_FILES[0],
+        "for name in (METRICS, SHOWN):",
+        "for name in (SHOWN,):",
+        f"{RUN_FILES[1]}::test_a_script_leaves_the_files_of_the_command_line",
+    ),
+    Mutation(
+        "a token's text is markup in the report",
+        "report/page/rollouts.py",
+        "{html.escape(text[:_TOKEN])}</i>",
+        "{text[:_TOKEN]}</i>",
+        SAFE,
+    ),
+    Mutation(
+        "settings are markup in the report",
+        "report/page/report.py",
+        "{html.escape(_short(value))}",
+        "{_short(value)}",
+        SAFE,
+    ),
+    Mutation(
+        "the error of a failed proof is markup in the report",
+        "report/page/proofs.py",
+        "<td class='said'>{html.escape(text)}</td></tr>",
+        "<td class='said'>{text}</td></tr>",
+        SAFE,
+    ),
+    Mutation(
+        "the best score of a group has the color of the worst",
+        "report/page/rollouts.py",
+        "sum(r < reward for r in given)",
+        "sum(r > reward for r in given)",
+        f"{PAGE}::test_scores_are_colored_by_rank_within_their_group",
+    ),
+    Mutation(
+        "a finished run with unproven steps is called good",
+        "report/page/report.py",
+        "if unproven or not proven:",
+        "if not proven:",
+        f"{PAGE}::test_a_finished_run_with_unproven_steps_is_not_called_good",
+    ),
+    Mutation(
+        "a curve loses its peaks",
+        "report/page/svg.py",
+        "{min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}",
+        "{min(part, key=lambda p: p[1])}",
+        f"{PAGE}::test_curves_keep_their_peaks_and_draw_limits",
+    ),
+    Mutation(
+        "a report may be larger than a megabyte",
+        "report/page/report.py",
+        "if len(page.encode()) < LARGEST:",
+        "if True:",
+        f"{PAGE}::test_a_page_of_a_long_run_with_long_rollouts_is_below_a_megabyte",
+    ),
+    Mutation(
+        "text of a model is markup in TensorBoard",
+        "training/run_files/completion_tables.py",
+        'for sign in "|*_`[]#~":',
+        'for sign in "":',
+        "tests/training/test_completion_log.py::test_a_table_has_trls_columns_and_its_text_is_no_markup",
     ),
 ]

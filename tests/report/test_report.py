@@ -1,4 +1,4 @@
-"""The report shows the numbers of the run's files, and text from a model cannot break the page."""
+"""The summary and the live view show the numbers of the run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from plotly import graph_objects
 from rich.console import Console
 from transformers import TrainerState
 
-from lockstep.report import html
 from lockstep.report.busy import busy, watched_by
-from lockstep.report.html import render_report
 from lockstep.report.live import About, LiveView, clock, sparkline
 from lockstep.report.phases import PhaseClock
 from lockstep.report.status import StatusLine
@@ -60,12 +57,6 @@ RECEIPT = [
 BEFORE = {"eval_reward": 0.4, "eval_reward_ci95": 0.05, "eval_samples": 800.0, "eval_problems": 200.0}
 
 
-@pytest.mark.parametrize("figure", [html._rewards, html._lengths, html._gaps, html._times])
-def test_plotly_knows_every_property_of_the_figures(figure: Callable[..., html.Figure]) -> None:
-    # The report is made without this check, which takes longer than the report.
-    graph_objects.Figure(figure([line(1), line(2)]))
-
-
 def test_the_summary_adds_up_its_files() -> None:
     summary = summarise(
         [{"step": 0, "eval_reward": 0.4}, line(1), line(2)], RECEIPT, BEFORE, {**BEFORE, "eval_reward": 0.9}, 12.34
@@ -100,16 +91,6 @@ def test_a_run_without_evaluation_has_a_summary_too() -> None:
     summary = summarise([line(1)], RECEIPT[:2], None, None, 5.0)
     assert "eval_reward_before" not in summary
     assert summary_lines(summary)[0].startswith("parity")
-
-
-def test_the_page_is_self_contained_and_escapes_what_a_model_wrote() -> None:
-    rollout = {"prompt": "1 < 2?", "completions": ["<script>alert(1)</script>", "yes"], "rewards": [0.0, 1.0]}
-    page = render_report("t", summarise([line(1)], RECEIPT, None, None, 1.0), [line(1), line(2)], [rollout], [rollout])
-    assert "<script>alert(1)</script>" not in page
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    assert 'src="http' not in page
-    for title in ("Reward of the training rollouts", "Length of completions", "Parity gap", "Where the time goes"):
-        assert title in page
 
 
 SAMPLE = [("sample", "[b]The answer\nis " + "42 " * 60)]
@@ -285,14 +266,6 @@ def test_small_helpers() -> None:
     assert clock(3725) == "1:02:05"
 
 
-def test_a_rollout_without_a_reward_is_shown_as_such_and_is_not_the_best() -> None:
-    entry = {"prompt": "q", "completions": ["first", "second", "third"], "rewards": [None, 0.5, 0.25]}
-    page = render_report("t", {}, [], [entry], [{**entry, "rewards": [None, None, None]}])
-    assert "<span class='bad'>first</span> (no score)" in page
-    assert "<span class='good'>second</span> (0.5)" in page
-    assert page.count("(no score)") == 4
-
-
 def test_the_panel_shows_turns_and_results_up_to_six() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     said = [(label, f"{label} says\n{n}") for n in range(4) for label in ("assistant", "tool")]
@@ -303,52 +276,3 @@ def test_the_panel_shows_turns_and_results_up_to_six() -> None:
     assert "assistant says 3" not in text
     assert "2 more turns and results" in text
     assert {len(row) for row in page} == {80}
-
-
-TURNS = {
-    "name": "eval/0#0",
-    "reward": None,
-    "failed": "the game <died>",
-    "finish_reasons": ["length", "stop"],
-    "calls": ["call f({'a': '<b>'})", "result f: 7"],
-    "branches": [
-        {
-            "prompt": "<|user|>two",
-            "finish_reason": "stop",
-            "spans": [
-                {"tokens": ["a<", "b"], "gaps": [0.0, -3e-4], "finish_reason": "length"},
-                {"text": "<|end|>7"},
-                {"tokens": ["c"], "gaps": [2.0], "finish_reason": "stop"},
-            ],
-        },
-        {
-            "prompt": "again",
-            "finish_reason": "length",
-            "spans": [{"tokens": ["d"], "gaps": [1e-6], "finish_reason": None}],
-        },
-    ],
-}
-
-
-def test_the_page_marks_what_was_sampled_with_its_gaps_and_what_was_inserted() -> None:
-    page = render_report("t", {}, [], [], [], [TURNS])
-    for words in (
-        "title='gap -3.00e-04'>b</span>",
-        ">a&lt;</span>",
-        "<pre class='inserted'>&lt;|end|&gt;7</pre>",
-        "turn 1, sampled: 2 tokens, largest gap 3.0e-04, finish reason length<",
-        "turn 2, sampled: 1 tokens, largest gap 2.0e+00, finish reason stop<",
-        "largest gap 1.0e-06, finish reason unknown<",
-        "branch 2 of 2",
-        "no reward",
-        "failed: the game &lt;died&gt;",
-        "<li>result f: 7</li>",
-        "length, stop",
-        "ends with: length",
-    ):
-        assert words in page, words
-    assert page.count("class='sampled'") == 3
-    # A larger gap has another colour than a small one.
-    colours = [part.split("'")[0] for part in page.split("<pre class='sampled'><span style='background:")[1:]]
-    assert [colour != colours[0] for colour in colours] == [False, True, True]
-    assert "Turns of held-out" not in render_report("t", {}, [], [], [])

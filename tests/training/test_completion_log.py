@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import CONTEXT
 
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
+from lockstep.report.completions import Row
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.run_files.completion_log import rows_of
+from lockstep.training.run_files.completion_tables import markdown_of, table_of
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(4)]})
 
@@ -69,13 +73,42 @@ def test_nothing_is_shown_unasked_and_one_row_a_prompt_where_asked(
     assert capsys.readouterr().out.count(" of them") == 2
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_completions_to_print": 0}, "num_completions_to_print=0"),
-        ({"log_completions": True, "report_to": ["wandb"]}, "log_completions .* wandb"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        GRPOConfig(output_dir="unused", **fields)
+def test_tensorboard_gets_all_rows_as_a_table(
+    untied_dir: str, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    made = run(
+        untied_dir, tmp_path, engine, log_completions=True, num_completions_to_print=1, report_to="tensorboard", max_steps=1,
+        logging_steps=1,
+    )  # fmt: skip
+    assert made.loop.generation is not None
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    (event,) = board.Tensors("completions/text_summary")
+    assert event.step == 1
+    head, line, *rows = event.tensor_proto.string_val[0].decode().splitlines()
+    assert head == "| step | prompt | completion | by\\_length | tokens | advantage |"
+    assert set(line) == set("| -")
+    assert len(rows) == 8
+    first = rows_of(made.loop.generation)[0]
+    assert f"| {first.scores['by_length']:.4g} | {first.extra['tokens']} | {first.advantage:.4g} |" in rows[0]
+
+
+def test_a_table_has_trls_columns_and_its_text_is_no_markup() -> None:
+    messages = [{"role": "user", "content": "a|b"}]
+    rows = [
+        Row(messages, "one\ntwo <b>|</b> *x*", {"f": 0.5, "g": None}, 0.25, {"seen": [1, 2]}),
+        Row("plain", "c", {"f": None, "g": 1.0}, -1.0),
+    ]
+    columns, data = table_of(rows, 7)
+    assert columns == ["step", "prompt", "completion", "f", "g", "seen", "advantage"]
+    assert data[0] == [7, json.dumps(messages), "one\ntwo <b>|</b> *x*", 0.5, None, "[1, 2]", 0.25]
+    assert data[1] == [7, "plain", "c", None, 1.0, None, -1.0]
+    shown = markdown_of(columns, data).splitlines()
+    assert len(shown) == 4
+    assert "one<br>two &lt;b&gt;\\|&lt;/b&gt; \\*x\\*" in shown[2]
+
+
+def test_fewer_than_one_row_cannot_be_printed() -> None:
+    with pytest.raises(InputError, match="num_completions_to_print=0"):
+        GRPOConfig(output_dir="unused", num_completions_to_print=0)

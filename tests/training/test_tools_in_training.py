@@ -16,7 +16,7 @@ from datasets import Dataset
 import lockstep
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, ProofError
-from lockstep.report.html import render_report
+from lockstep.report.page.rollouts import turns_section
 from lockstep.training.run_files.shown_rollouts import live_sample, shown_rollout
 from lockstep.training.trainers.online import OnlineTrainer
 
@@ -433,7 +433,7 @@ def test_the_report_of_a_run_with_tools_shows_turns_results_and_the_gap_of_each_
         result = next(m["content"] for m in rollout.notes["messages"] if m["role"] == "tool")
         assert result in inserted[0]
         assert any(result in line for line in shown["calls"])
-        page = render_report("t", {}, [], [], [], [shown])
+        page = turns_section([shown])
         assert page.count("title='gap ") == len(gaps)
     talking = next(group for group in groups if group.rollouts[0].notes["tool_calls"])
     _, said = live_sample(talking) or (0.0, [])

@@ -19,6 +19,7 @@ _OWN = {
     "--gpu_memory_utilization --dry_run",
     "init": "",
     "compare": "",
+    "report": "--output",
     "rollouts": "--step --best --worst --text --all",
     "merge": "",
     "completion": "bash zsh",

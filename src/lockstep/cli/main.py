@@ -30,6 +30,7 @@ COMMANDS = {
     "serve": "run vLLM's own server for training, behind a key (lockstep serve MODEL)",
     "gateway": "run an agent on a dataset and write its rollouts with their ids, without learning",
     "evaluate": "sample held-out problems with a model, and print its mean reward",
+    "report": "make a run's report again, or put several runs side by side (lockstep report RUN [RUN ...])",
     "verify": "prove that trainer and engine agree on a model, before a long run",
     "init": "write a commented config and a reward file to start from",
     "compare": "show two or more runs side by side",
@@ -38,9 +39,9 @@ COMMANDS = {
     "completion": "print a script with which bash or zsh completes commands and fields",
 }
 # The modules of commands that stand in a room of their own.
-_WHERE = {name: f"past_runs.{name}" for name in ("compare", "rollouts", "merge", "evaluate")}
+_WHERE = {name: f"past_runs.{name}" for name in ("compare", "rollouts", "merge", "evaluate", "report")}
 # They have few arguments and no fields.
-_LIGHT = ("init", "compare", "rollouts", "completion")
+_LIGHT = ("init", "report", "compare", "rollouts", "completion")
 _WITH_OWN_HELP = ("serve", "merge", *_LIGHT)
 _USAGE = """usage: lockstep COMMAND [--config FILE | --recipe NAME] [--field value …]
 

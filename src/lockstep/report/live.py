@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
+from lockstep.report.durations import clock
 from lockstep.report.sparkline import sparkline
 
 _WIDEST = 100
@@ -252,10 +253,3 @@ def time_shares(logs: Mapping[str, float]) -> str:
     phases = {k.removeprefix("time/"): v for k, v in logs.items() if k.startswith("time/") and k != "time/step"}
     longest = sorted(phases.items(), key=lambda item: -item[1])
     return " ".join(f"{name} {seconds:.1f}s" for name, seconds in longest if seconds >= 0.05)
-
-
-def clock(seconds: float) -> str:
-    """Minutes and seconds, with hours if there are any."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -41,16 +41,21 @@ def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, aft
 def _evaluations(before: Line | None, after: Line | None) -> Line:
     found: Line = {}
     for name, metrics in (("before", before), ("after", after)):
-        if metrics is not None:
-            found[f"eval_reward_{name}"] = metrics["eval_reward"]
-            found[f"eval_reward_{name}_ci95"] = metrics["eval_reward_ci95"]
-            found["eval_samples"] = int(metrics["eval_samples"])
-            found["eval_problems"] = int(metrics["eval_problems"])
+        for key in metrics or ():
+            # One set is `eval`; of several, each has its name behind it.
+            if not key.endswith("_reward_ci95"):
+                continue
+            assert metrics is not None
+            prefix = key.removesuffix("_reward_ci95")
+            found[f"{prefix}_reward_{name}"] = metrics[f"{prefix}_reward"]
+            found[f"{prefix}_reward_{name}_ci95"] = metrics[key]
+            found[f"{prefix}_samples"] = int(metrics[f"{prefix}_samples"])
+            found[f"{prefix}_problems"] = int(metrics[f"{prefix}_problems"])
             # Runs that began with an earlier version, and environments that make the prompts, have no such figures.
-            if "eval_parity/checked_share" in metrics:
-                found["eval_checked_share"] = metrics["eval_parity/checked_share"]
-            if "eval_seen_in_training" in metrics:
-                found["eval_seen_in_training"] = int(metrics["eval_seen_in_training"])
+            if f"{prefix}_parity/checked_share" in metrics:
+                found[f"{prefix}_checked_share"] = metrics[f"{prefix}_parity/checked_share"]
+            if f"{prefix}_seen_in_training" in metrics:
+                found[f"{prefix}_seen_in_training"] = int(metrics[f"{prefix}_seen_in_training"])
     return found
 
 

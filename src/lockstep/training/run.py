@@ -1,40 +1,34 @@
-"""A whole run: evaluate, train, evaluate again, and write the report.
+"""A whole run: evaluate, train, evaluate again, in view of the user.
 
-`cli/` or a user's script calls it. It writes into the output directory: checkpoints, `metrics.jsonl`, `receipt.jsonl`,
-`before.json`, `after.json`, `summary.json` and `report.html`.
+`cli/` or a user's script calls it. The trainer's callback `RunFiles` (`training/trainers/run_files.py`) writes the files.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PrinterCallback, TrainerCallback, TrainerState
+from rich.console import Console
+from transformers import TrainerState
 
-from lockstep.errors import InputError, LockstepError, names_path
-from lockstep.parity.receipt import RECEIPT, replace_text
+from lockstep.errors import InputError, LockstepError
 from lockstep.report.busy import busy, watched_by
-from lockstep.report.html import render_report
 from lockstep.report.live import LiveView
-from lockstep.report.summary import summarise
-from lockstep.rollouts.group import RolloutGroup
+from lockstep.report.log_lines import LogLines
+from lockstep.report.page.run_record import BEFORE, REPORT
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.run_files.checkpoints import TRAINER_STATE, checkpoint_step
-from lockstep.training.run_files.run_directory import SUMMARY, RunPlace, read_lines
-from lockstep.training.run_files.shown_rollouts import shown_rollout
+from lockstep.training.run_files.run_directory import RunPlace
+from lockstep.training.run_files.saved_evaluation import read_evaluation
 from lockstep.training.stop_signals import StopSignals, interrupted
 from lockstep.training.trainers.live_views import view_of
 from lockstep.training.trainers.online import OnlineTrainer
 
 _logger = logging.getLogger(__name__)
-
-_SHOWN_ROLLOUTS, _SHOWN_TURNS = 12, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +64,13 @@ def run_method(
             f"resume_from_checkpoint={config.resume_from_checkpoint!r} is not supported here: a run goes on from the last "
             "checkpoint of its output_dir by itself; leave it out"
         )
-    start = time.monotonic()
     config.output_dir = str(place.folder)
     config.disable_tqdm = True
     with StopSignals() as stop:
         try:
             trainer = _trainer(kind, model, config, arguments)
             try:
-                return _run(trainer, place, start, stop)
+                return _run(trainer, place, stop)
             finally:
                 trainer.close()
         except KeyboardInterrupt as error:
@@ -95,14 +88,14 @@ def _trainer(kind: type[OnlineTrainer], model: str, config: OnlineConfig, argume
         raise InputError(str(error)) from error
 
 
-def _run(trainer: OnlineTrainer, place: RunPlace, start: float, stop: StopSignals) -> FinishedRun:
+def _run(trainer: OnlineTrainer, place: RunPlace, stop: StopSignals) -> FinishedRun:
     folder, ranks = place.folder, trainer.ranks
     if place.checkpoint is not None and place.start is not None:
         trainer.checked = place.checkpoint, place.start
-    trainer.remove_callback(PrinterCallback)
-    before = _evaluation(
-        trainer, folder / "before.json", again=place.checkpoint is None, late=place.checkpoint is not None
-    )
+    # The live view prints these lines.
+    trainer.remove_callback(LogLines)
+    trainer.files.awaits_evaluation = True
+    before = _evaluate_first(trainer, folder / BEFORE, late=place.checkpoint is not None)
     stop.watch(trainer)
     if ranks.owner:
         _train_in_view(trainer, place, before)
@@ -110,53 +103,23 @@ def _run(trainer: OnlineTrainer, place: RunPlace, start: float, stop: StopSignal
         _train(trainer, place.checkpoint)
     if stop.number and trainer.state.global_step < trainer.state.max_steps:
         raise interrupted(stop.number, folder, trainer.state.global_step)
-    after = _evaluation(trainer, folder / "after.json", again=True)
-    seconds = time.monotonic() - start
-    summary = ranks.from_owner("report", lambda: _report(trainer, folder, before, after, seconds), _same, _same)
-    return FinishedRun(summary, folder / "report.html")
+    if trainer.eval_dataset is not None:
+        _say(trainer, trainer.evaluate())
+    summary = ranks.from_owner("report", trainer.files.finish, _same, _same)
+    return FinishedRun(summary, folder / REPORT)
 
 
 def _train_in_view(trainer: OnlineTrainer, place: RunPlace, before: dict[str, Any] | None) -> None:
-    """Train. Write every log into `metrics.jsonl`, and show it in the live view."""
-    # The evaluations before and after training are not in this file. They have separate files.
-    metrics_file = MetricsFile(place.folder / "metrics.jsonl")
+    """Train, and show every log in the live view."""
     view = view_of(trainer, LiveView)
     if before:
         view.on_evaluate(trainer.args, trainer.state, trainer.control, before["metrics"])
-    for callback in (metrics_file, view):
-        trainer.add_callback(callback)
+    trainer.add_callback(view)
     try:
         with watched_by(view):
             _train(trainer, place.checkpoint)
     finally:
         view.stop()
-        trainer.remove_callback(metrics_file)
-
-
-def _report(
-    trainer: OnlineTrainer, folder: Path, before: dict[str, Any] | None, after: dict[str, Any] | None, seconds: float
-) -> dict[str, Any]:
-    """Write the report and the summary of a finished run. Returns the summary."""
-    metrics = read_lines(folder / "metrics.jsonl")
-    summary = summarise(
-        metrics,
-        read_lines(folder / RECEIPT),
-        before["metrics"] if before else None,
-        after["metrics"] if after else None,
-        seconds,
-    )
-    page = render_report(
-        f"{trainer.method} on {trainer.model_path}",
-        summary,
-        metrics,
-        before["rollouts"] if before else [],
-        after["rollouts"] if after else [],
-        # A run directory of an earlier version has no turns.
-        after.get("turns", []) if after else [],
-    )
-    replace_text(folder / "report.html", page)
-    replace_text(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
-    return summary
 
 
 def _train(trainer: OnlineTrainer, checkpoint: Path | None) -> None:
@@ -171,85 +134,30 @@ def _train(trainer: OnlineTrainer, checkpoint: Path | None) -> None:
         trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
-def _evaluation(trainer: OnlineTrainer, path: Path, *, again: bool, late: bool = False) -> dict[str, Any] | None:
-    """Evaluate and save the result, or read the result that an earlier part of the run saved.
+def _evaluate_first(trainer: OnlineTrainer, path: Path, *, late: bool) -> dict[str, Any] | None:
+    """Evaluate before training, or read the result that an earlier part of the run has saved.
 
     Args:
-        again: whether to evaluate even if there is a saved result.
         late: whether the policy has moved since. Then nothing is evaluated, and a saved result that is gone stays gone.
     """
     if trainer.eval_dataset is None:
         return None
     ranks = trainer.ranks
-    earlier = ranks.from_owner("evaluation", lambda: _read(path) if not again else {}, _same, _same)
-    if earlier:
-        return earlier
+    earlier = ranks.from_owner("evaluation", lambda: read_evaluation(path) if late else {}, _same, _same)
+    if late and not earlier and ranks.owner:
+        _logger.warning(f"{path} is gone; the report has no evaluation from before training")
     if late:
-        if ranks.owner:
-            _logger.warning(f"{path} is gone; the report has no evaluation from before training")
-        return None
+        return earlier or None
     metrics = trainer.evaluate()
-    found = {"metrics": metrics, "rollouts": [_shown(group) for group in trainer.last_eval_groups[:_SHOWN_ROLLOUTS]]}
-    if ranks.owner:
-        proofs = trainer.source.proofs
-        # The policy has not moved since the evaluation.
-        found["turns"] = [
-            shown_rollout(group.rollouts[0], trainer.processing_class, proofs.token_gaps)
-            for group in trainer.last_eval_groups[:_SHOWN_TURNS]
-        ]
-        _logger.info(f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}")
-        replace_text(path, json.dumps(found, indent=1) + "\n")
-    return found
+    _say(trainer, metrics)
+    return {"metrics": metrics}
+
+
+def _say(trainer: OnlineTrainer, metrics: dict[str, float]) -> None:
+    if trainer.ranks.owner:
+        line = f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}"
+        Console().print(line, highlight=False, soft_wrap=True)
 
 
 def _same(found: dict[str, Any]) -> dict[str, Any]:
     return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A saved evaluation; empty if there is none.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text())
-        if not found["metrics"] or not isinstance(found["rollouts"], list):
-            raise ValueError("it holds no evaluation")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} cannot be read ({error}); delete it to go on without it") from error
-    return found
-
-
-def _shown(group: RolloutGroup) -> dict[str, Any]:
-    source = group.prompt.source
-    return {
-        "prompt": source if isinstance(source, str) else _said(source[-1]["content"]),
-        "completions": [rollout.text for rollout in group.rollouts],
-        # JSON has no NaN.
-        "rewards": [rollout.reward if rollout.scored else None for rollout in group.rollouts],
-    }
-
-
-def _said(content: Any) -> Any:
-    """The content of a message. Of parts, it is the text, with a word in place of each picture."""
-    if not isinstance(content, list):
-        return content
-    return "".join(part.get("text") or "<image>" for part in content)
-
-
-class MetricsFile(TrainerCallback):
-    """Writes every log of a step or an evaluation as a line of `metrics.jsonl`.
-
-    Only keys under `time/`, and `step_time`, depend on the clock.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        if logs and ("loss" in logs or "eval_reward" in logs):
-            with names_path(self._path), self._path.open("a") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")

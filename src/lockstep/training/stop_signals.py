@@ -68,6 +68,7 @@ class StopSignals(TrainerCallback):
             return
         self.number = max(self._trainer.ranks.share("stop", lambda: self.number))
         if self.number:
+            self._trainer.files.interrupted_by = signal.Signals(self.number).name
             control.should_training_stop = True
             control.should_save = self._saves
             # Checkpoints do not contain the sums of the next log. So the trainer logs them now.
@@ -86,6 +87,8 @@ class StopSignals(TrainerCallback):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self.number = bool(self.number), number
+        if self._trainer is not None:
+            self._trainer.files.interrupted_by = signal.Signals(number).name
         if again or not self._training:
             raise KeyboardInterrupt
         assert self._trainer is not None

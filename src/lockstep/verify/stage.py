@@ -34,6 +34,7 @@ from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.data.prompt_order import MicroBatch
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.trainers.grpo import GRPOTrainer
+from lockstep.training.trainers.run_files import RunFiles
 from lockstep.verify.sizes import SIZES
 
 _SCALES = (0.05, 0.1, 0.2, 0.4, 0.8)
@@ -275,6 +276,8 @@ def open_stage(
         trainer = GRPOTrainer(
             model, _alternating, config, datasets.Dataset.from_dict({"prompt": prompts}), engine=engine
         )
+        # Nobody reads the files of these runs.
+        trainer.remove_callback(RunFiles)
         try:
             trainer.begin_training()
             stage = Stage(trainer, _with_foreign_ids(trainer))

@@ -15,7 +15,7 @@ from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
 from lockstep.report.sparkline import sparkline
 
-SETTINGS, SUMMARY, METRICS = "run.json", "summary.json", "metrics.jsonl"
+SETTINGS = "run.json"
 # The curves, by metric, with their names.
 CURVES = {
     "reward": "reward",
@@ -55,7 +55,7 @@ def run(words: list[str]) -> int:
     parser = WordParser(prog="lockstep compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output directory of a run")
     named = parser.parse_args(words).runs
-    runs = [read_run(Path(name)) for name in named]
+    runs = [read_past_run(Path(name)) for name in named]
     from rich.console import Console
     from rich.table import Table
 
@@ -74,26 +74,24 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def read_run(folder: Path) -> PastRun:
-    """The files of a run.
+def read_past_run(folder: Path) -> PastRun:
+    """The files of a run; its settings are those of `run.json`, or of `about.json` after a run in Python.
 
     Raises:
-        InputError: the directory holds no run, or a file cannot be read.
+        InputError: the directory holds no run, or its settings cannot be read.
     """
-    if not (folder / SETTINGS).is_file():
+    from lockstep.report.page.run_record import read_run
+
+    record, path = read_run(folder), folder / SETTINGS
+    if not path.is_file() and not record.about:
         raise InputError(f"{folder} has no {SETTINGS}: is it the output directory of a run?")
     try:
-        settings = json.loads((folder / SETTINGS).read_text())
-        ended, metrics = folder / SUMMARY, folder / METRICS
-        summary = json.loads(ended.read_text()) if ended.is_file() else {}
-        # The last line of a run that is going on may be half written.
-        lines = metrics.read_text().split("\n")[:-1] if metrics.is_file() else []
-        steps = [line for line in map(json.loads, lines) if "loss" in line]
+        settings = json.loads(path.read_text()) if path.is_file() else record.about.get("settings", {})
+        if not isinstance(settings, dict):
+            raise ValueError("it holds no fields")
     except (OSError, ValueError) as error:
-        raise InputError(f"the files of {folder} cannot be read ({error})") from error
-    if not isinstance(settings, dict) or not isinstance(summary, dict):
-        raise InputError(f"{folder / SETTINGS} or {SUMMARY} holds no fields")
-    return PastRun(str(folder), settings, summary, steps)
+        raise InputError(f"{path} cannot be read ({error})") from error
+    return PastRun(str(folder), settings, record.summary, record.steps)
 
 
 def sections(runs: Sequence[PastRun]) -> dict[str, list[tuple[str, list[str]]]]:

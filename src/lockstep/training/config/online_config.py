@@ -158,7 +158,10 @@ class OnlineConfig(AgentFields, FilterFields, ToolFields, InterruptionFields, On
 
     log_completions: bool = field(
         default=False,
-        metadata=doc("Print prompts, completions, rewards and advantages of the last generation at every log."),
+        metadata=doc(
+            "Print prompts, completions, rewards and advantages of the last generation at every log, and send them to wandb, "
+            "trackio and TensorBoard as a table."
+        ),
     )
     num_completions_to_print: int | None = field(
         default=None, metadata=doc("How many completions to print; default: all.")
@@ -182,6 +185,8 @@ class OnlineConfig(AgentFields, FilterFields, ToolFields, InterruptionFields, On
     ]
 
     def __post_init__(self) -> None:
+        # transformers replaces None by a value of its own.
+        self.asks_for_progress_bar = self.disable_tqdm is False
         check_fields(self)
         if self.load_best_model_at_end and self.metric_for_best_model is None:  # type: ignore[has-type]
             # transformers would take the evaluation's loss, and an evaluation here has none.
@@ -199,7 +204,6 @@ class OnlineConfig(AgentFields, FilterFields, ToolFields, InterruptionFields, On
         self.liger_kernel_config = liger_config(self.use_liger_kernel, self.liger_kernel_config, use_cpu=self.use_cpu)
         self._check_server()
         self._check_corrections()
-        self._check_completion_log()
         self.size_generation()
         self.check_interruption(self.completion_limit, self.stop_strings or [])
         self.take_generation_kwargs()
@@ -376,14 +380,6 @@ class OnlineConfig(AgentFields, FilterFields, ToolFields, InterruptionFields, On
         if self.vllm_importance_sampling_correction and low is None and high is None:
             raise InputError(
                 "vllm_importance_sampling_correction needs a bound: set vllm_importance_sampling_clip_max, or switch it off"
-            )
-
-    def _check_completion_log(self) -> None:
-        trackers = sorted({"wandb", "trackio"} & set(self.report_to or ()))
-        if self.log_completions and trackers:
-            raise InputError(
-                f"log_completions prints completions and does not send them to {' or '.join(trackers)} yet; leave one of "
-                "the two out"
             )
 
     def _check_best_model(self) -> None:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from lockstep.errors import InputError, LockstepError
 from lockstep.parity.receipt import RECEIPT, lines_up_to, replace_text
 from lockstep.parity.resume.checkpoint import TRAINER_STATE
+from lockstep.report.page.run_record import METRICS, SHOWN
 from lockstep.training.run_files.rollout_files import remove_after
 
 _logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
         if not _is_complete(path) or (checkpoint is not None and checkpoint_step(path) > step):
             shutil.rmtree(path)
     remove_after(folder, step)
-    for name in ("metrics.jsonl", RECEIPT):
+    for name in (METRICS, SHOWN, RECEIPT):
         path = folder / name
         if checkpoint is None:
             path.unlink(missing_ok=True)

@@ -1,13 +1,18 @@
-"""`log_completions`: at every log, print completions of the generation that the trainer learned from last.
+"""`log_completions`: at every log, show completions of the generation that the trainer learned from last.
 
-`training/trainers/online.py` calls it. The completions go to `report/completions.py` as plain rows.
+`training/trainers/online.py` calls it. The completions go to `report/completions.py` and to trackers as plain rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from transformers import TrainerCallback
+
 from lockstep.report.completions import Row, chosen_rows, print_completions
 from lockstep.training.batch.sequence import rollouts_of
 from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.run_files.completion_tables import send_completions
 from lockstep.training.step.generation import Generation
 
 
@@ -27,9 +32,15 @@ def _mean(values: list[float]) -> float:
     return sum(values) / max(len(values), 1)
 
 
-def show_generation(generation: Generation | None, config: OnlineConfig, step: int) -> None:
-    """Print the completions of a generation that `config` asks for."""
+def show_generation(
+    generation: Generation | None, config: OnlineConfig, step: int, callbacks: Sequence[TrainerCallback]
+) -> None:
+    """Print the completions of a generation that `config` asks for, and send its table to the trackers among `callbacks`.
+
+    As in TRL, `num_completions_to_print` is about what is printed; trackers get all rows.
+    """
     if generation is None or not config.log_completions:
         return
-    rows = chosen_rows(rows_of(generation), config.num_completions_to_print, unique_prompts=config.log_unique_prompts)
-    print_completions(rows, step)
+    rows, unique = rows_of(generation), config.log_unique_prompts
+    print_completions(chosen_rows(rows, config.num_completions_to_print, unique_prompts=unique), step)
+    send_completions(chosen_rows(rows, None, unique_prompts=unique), step, callbacks)

@@ -19,6 +19,7 @@ from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.parity.receipt import RECEIPT
+from lockstep.report.page.run_record import AFTER, END, REPORT, SUMMARY
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.run_files.checkpoints import (
     checkpoint_step,
@@ -32,9 +33,9 @@ from lockstep.training.run_files.whole_run import check_checkpoint, restore_metr
 
 _logger = logging.getLogger(__name__)
 
-SETTINGS, SUMMARY = "run.json", "summary.json"
+SETTINGS = "run.json"
 # Files that a run writes at its end.
-_END = (SUMMARY, "report.html", "after.json")
+_END = (SUMMARY, REPORT, AFTER, END)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +187,3 @@ def _settings_in(folder: Path) -> dict[str, Any]:
             "another output_dir"
         ) from error
     return found
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Entries of a `.jsonl` file; an empty list if there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

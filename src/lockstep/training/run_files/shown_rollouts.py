@@ -53,16 +53,17 @@ def shown_rollout(
 
 
 def shown_generation(
-    generation: Generation, tokenizer: PreTrainedTokenizerBase, policy_logps: Scores, *, worst: bool = False
+    generation: Generation, tokenizer: PreTrainedTokenizerBase, policy_logps: Scores, *, failed: bool = False
 ) -> dict[str, Any]:
     """Rollouts of one group of a generation.
 
     Args:
         policy_logps: log-probs of the trainer, by name of the branch; branches may be missing.
-        worst: choose the group with the largest gap; else the first group whose rewards differ.
+        failed: whether a proof has failed on it. Then the group has the largest gap; else it is the first whose rewards differ.
 
     Returns:
-        `step`, the optimizer step that learns from them first; `rewards` of the whole group; `rollouts`, as `shown_rollout` makes them.
+        `step`: the optimizer step that learns from them first. `failed`. `rewards`: of the whole group. `rollouts`: as of
+        `shown_rollout`.
     """
     advantages = {s.name: s.advantages for batch in generation.micro_batches for s in batch if len(s.advantages)}
 
@@ -76,7 +77,7 @@ def shown_generation(
 
     group = next((g for g in generation.groups if len(set(g.given_rewards)) > 1), generation.groups[0])
     rollouts = list(group.rollouts)
-    if worst:
+    if failed:
         largest = {
             id(r): max((abs(gap) for b in r.branches for gap in gaps(b) or ()), default=0.0)
             for g in generation.groups
@@ -86,6 +87,7 @@ def shown_generation(
         rollouts = sorted(group.rollouts, key=lambda r: -largest[id(r)])
     return {
         "step": generation.version + 1,
+        "failed": failed,
         "rewards": [rollout.reward if rollout.scored else None for rollout in group.rollouts],
         "rollouts": [shown_rollout(r, tokenizer, gaps, learned) for r in rollouts[:_SHOWN_ROLLOUTS]],
     }

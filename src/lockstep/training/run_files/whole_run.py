@@ -13,10 +13,9 @@ from typing import Any
 from lockstep.errors import InputError
 from lockstep.parity.receipt import DIGESTS, RECEIPT, check_chain, lines_up_to, replace_text
 from lockstep.parity.resume.checkpoint import check_sealed
+from lockstep.report.page.run_record import METRICS
 
 _logger = logging.getLogger(__name__)
-
-METRICS = "metrics.jsonl"
 
 
 def check_checkpoint(checkpoint: Path, step: int, receipt: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from lockstep.training.generate.metrics import evaluation_metrics
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.loop import TrainingLoop
 from lockstep.training.trainers.argument_kinds import check_open
+from lockstep.training.trainers.run_files import RunFiles
 from lockstep.training.trainers.trl_names import TRLNames
 
 _logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class EvaluatesBySampling(TRLNames):
     clock: PhaseClock
     ranks: Ranks
     last_eval_groups: list[RolloutGroup]
+    files: RunFiles
     _is_closed: bool
     inputs: dict[str, Any]
     _train_prompts: list[Prompt]
@@ -74,6 +77,21 @@ class EvaluatesBySampling(TRLNames):
             ProofError: trainer and engine do not agree, or other rows than those of the evaluation set were evaluated.
         """
         check_open(self._is_closed)
+        with self.noting_failure():
+            found = self._evaluate(eval_dataset, metric_key_prefix)
+        if self._writes_files and eval_dataset is None:
+            self.files.evaluated(found)
+        return found
+
+    @property
+    def _writes_files(self) -> bool:
+        return self.files in self.callback_handler.callbacks
+
+    def noting_failure(self) -> AbstractContextManager[None]:
+        """A context in which an error is written into the run's files, unless the user has removed `RunFiles`."""
+        return self.files.noting_failure() if self._writes_files else nullcontext()
+
+    def _evaluate(self, eval_dataset: Any, metric_key_prefix: str) -> dict[str, float]:
         self.last_eval_groups = []
         found: dict[str, float] = {}
         for name, prompts in self._evaluated(eval_dataset).items():

@@ -8,8 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from transformers import PrinterCallback, ProgressCallback
-
 from lockstep.report.live import About, LiveView
 from lockstep.report.notebook import NotebookView, in_notebook
 from lockstep.training.run_files.shown_rollouts import live_sample
@@ -33,13 +31,9 @@ def view_of(trainer: OnlineTrainer, kind: type[View]) -> View:
 
 
 def show_in_notebook(trainer: OnlineTrainer) -> NotebookView | None:
-    """In a notebook, add the panel to the trainer, instead of the progress bars of transformers. Elsewhere: None."""
-    if not in_notebook() or not trainer.ranks.owner or trainer.args.disable_tqdm:
+    """In a notebook, add the panel to the trainer, unless the user asks for transformers' progress bar. Elsewhere: None."""
+    if not in_notebook() or not trainer.ranks.owner or trainer.config.asks_for_progress_bar:
         return None
-    from transformers.utils.notebook import NotebookProgressCallback
-
-    for theirs in (NotebookProgressCallback, ProgressCallback, PrinterCallback):
-        trainer.remove_callback(theirs)
     view = view_of(trainer, NotebookView)
     trainer.add_callback(view)
     return view

@@ -6,6 +6,7 @@ It checks the user's arguments, loads the policy, makes the parts of the run, an
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
@@ -13,7 +14,8 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 import torch
 from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from lockstep.definitions.settings import wanted
 from lockstep.engines.protocol import Engine
@@ -21,6 +23,8 @@ from lockstep.errors import InputError
 from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
 from lockstep.parity.step.settings import SettingsProof
+from lockstep.report.log_lines import LogLines
+from lockstep.report.notebook import in_notebook
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import RolloutGroup
@@ -138,6 +142,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         ref_model: PreTrainedModel | None = None,
         **refused: Any,
     ) -> None:
+        began = time.monotonic()
         refuse_arguments(refused)
         args = args if args is not None else self.config_class()
         if not isinstance(args, self.config_class):
@@ -220,6 +225,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         rows = {"train": self._train_prompts, **(self._eval_prompts or {SINGLE: []})}
         self.inputs = {}
         self.ranks.on_owner("inputs", lambda: self.inputs.update(run_inputs(rows, code, args)))
+        self.rows = {part: len(prompts) for part, prompts in rows.items() if prompts}
         self._seen = {name: self.count_seen(prompts) for name, prompts in self._eval_prompts.items()}
         self._method_state = MethodState(self.objective, self.reference if follows else None, self.critic, self._order)
 
@@ -234,9 +240,14 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         )
         leave_unwrapped(self.accelerator)
         self.clock = PhaseClock()
-        self.add_callback(StepEvents(self))
-        self.add_callback(ResumableSaves(args, owner=self.ranks.owner))
-        self.add_callback(RunFiles(self))
+        self.files = RunFiles(self, began)
+        for callback in (self.files, StepEvents(self), ResumableSaves(args, owner=self.ranks.owner)):
+            self.add_callback(callback)
+        if not args.asks_for_progress_bar:
+            for printer in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
+                self.remove_callback(printer)
+            if not in_notebook():
+                self.add_callback(LogLines())
         for part in (self.reference, self.critic):
             if part is not None:
                 part.to(self.args.device)
@@ -340,7 +351,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             resume_from_checkpoint = self.args.resume_from_checkpoint
         self.check_resume(resume_from_checkpoint)
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            with self.noting_failure():
+                return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.source.abandon_pending()
             if self._notebook_view is not None:
@@ -377,7 +389,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
                 logs["engine/losses"] = self.source.losses
             logs["num_tokens"] = self.state.num_input_tokens_seen
             if self.is_world_process_zero():
-                show_generation(self.loop.generation, self.config, self.state.global_step)
+                callbacks = self.callback_handler.callbacks
+                show_generation(self.loop.generation, self.config, self.state.global_step, callbacks)
         elif "train_runtime" in logs and self.state.global_step % max(int(self.state.logging_steps), 1):
             logs |= self.step_log.taken
         super().log(logs, start_time)

@@ -1,54 +1,238 @@
-"""Writes what a run leaves in its output directory while it trains.
+"""Writes what a run leaves in its output directory, from the first step to its end, whatever the end is.
 
 `RunFiles` is a callback that every trainer has; `trainer.remove_callback(RunFiles)` takes it away. It reads the trainer's parts.
+docs/report.md lists the files. The proofs write `receipt.jsonl` themselves.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from lockstep.errors import ProofError, names_path
+from lockstep.parity.receipt import lines_up_to, replace_text
+from lockstep.report.page.report import render_report
+from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, REPORT, SHOWN, SUMMARY, read_run
+from lockstep.report.summary import summarise
+from lockstep.training.run_files.about_run import about_run
 from lockstep.training.run_files.rollout_files import keep_rollouts, remove_after
+from lockstep.training.run_files.saved_evaluation import save_evaluation
+from lockstep.training.run_files.shown_rollouts import shown_generation, shown_rollout
 
 if TYPE_CHECKING:
     from lockstep.training.trainers.online import OnlineTrainer
 
+# Generations of a run whose rollouts the report shows, and held-out rollouts that it shows turn by turn.
+_SHOWN_GENERATIONS, _SHOWN_TURNS = 10, 4
+# The report is written again during training if that has taken at most this share of the time since.
+_SHARE_OF_TIME = 0.01
+
 
 class RunFiles(TrainerCallback):
-    """The files of a run, on the rank that holds the engine."""
+    """The files of a run, on the rank that holds the engine.
 
-    def __init__(self, trainer: OnlineTrainer) -> None:
-        self._trainer = trainer
+    Attributes:
+        awaits_evaluation: whether an evaluation follows the training. The run is not finished before.
+        interrupted_by: the name of the signal that ends the run; empty if there is none.
+    """
+
+    def __init__(self, trainer: OnlineTrainer, began: float) -> None:
+        """`began` is the `time.monotonic()` at which the making of the trainer began."""
+        self._trainer, self._began = trainer, began
+        self.awaits_evaluation = False
+        self.interrupted_by = ""
+        self._is_training = self._has_trained = self._has_before = False
         # The weight version whose generation was kept last.
         self._kept = -1
+        self._written, self._took = -math.inf, 0.0
+        self._failure: BaseException | None = None
 
     @property
     def folder(self) -> Path:
         """The output directory."""
         return Path(self._trainer.args.output_dir or ".")
 
+    # ---- while the run trains ---------------------------------------------------------------------------------------
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._trainer.ranks.owner:
-            self._kept = -1
-            remove_after(self.folder, state.global_step)
+        if not self._trainer.ranks.owner:
+            return
+        folder, self._kept, self._is_training = self.folder, -1, True
+        self._has_trained, self._failure = False, None
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_after(folder, state.global_step)
+        for name in (METRICS, SHOWN):
+            _cut(folder / name, state.global_step)
+        # An evaluation of an earlier run in this directory does not belong to this one.
+        stale = (BEFORE,) if state.global_step == 0 and not self._has_before else ()
+        for name in (END, SUMMARY, AFTER, *stale):
+            (folder / name).unlink(missing_ok=True)
+        replace_text(
+            folder / ABOUT, json.dumps({**self._about(), "max_steps": state.max_steps}, indent=1, default=str) + "\n"
+        )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._trainer.ranks.owner:
-            self._keep_rollouts()
+            self._keep_generation()
 
-    def _keep_rollouts(self) -> None:
-        trainer = self._trainer
-        generation, limit = trainer.loop.generation, trainer.config.rollouts_size_limit
-        if generation is None or generation.version == self._kept or not limit:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if not self._is_training or not logs or not ("loss" in logs or any(name.startswith("eval_") for name in logs)):
             return
-        facts = {
-            "method": trainer.method,
-            "model": trainer.model_path,
-            "seed": trainer.config.seed,
-            "sampling": asdict(trainer.source.sampling),
+        path = self.folder / METRICS
+        with names_path(path), path.open("a") as file:
+            file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+        self._write_now_and_then()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_training:
+            self._write_now_and_then()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._is_training:
+            return
+        self._is_training, self._has_trained = False, True
+        if self.interrupted_by and state.global_step < state.max_steps:
+            self._end({"ended": "interrupted", "signal": self.interrupted_by})
+        elif not self.awaits_evaluation:
+            self.finish()
+
+    # ---- evaluations and ends ---------------------------------------------------------------------------------------
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        """Keep an evaluation that came before or after training. Metrics of other evaluations are in `metrics.jsonl`."""
+        trainer = self._trainer
+        if not trainer.ranks.owner or self._is_training or not all(name.startswith("eval_") for name in metrics):
+            return
+        state = trainer.state
+        # A run that goes on from the checkpoint of its last step only lacks this evaluation.
+        after = self._has_trained or 0 < state.max_steps <= state.global_step
+        if not after and state.global_step:
+            return
+        groups, turns = trainer.last_eval_groups, []
+        if after:
+            # The policy has not moved since the evaluation.
+            first = [group.rollouts[0] for group in groups[:_SHOWN_TURNS]]
+            turns = [shown_rollout(r, trainer.processing_class, trainer.proofs.token_gaps) for r in first]
+        self._has_before |= not after
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_evaluation(self.folder / (AFTER if after else BEFORE), metrics, groups, turns)
+        if after and not self.awaits_evaluation:
+            self.finish()
+
+    def finish(self) -> dict[str, Any]:
+        """Write the summary and the report of a finished run. Returns the summary."""
+        self._end({"ended": "finished"}, report=False)
+        run = read_run(self.folder)
+        summary = summarise(
+            run.metrics, run.receipt, run.before and run.before["metrics"], run.after and run.after["metrics"],
+            time.monotonic() - self._began,
+        )  # fmt: skip
+        replace_text(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
+        self.write_report()
+        return summary
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """If the block raises, write how the run has ended, and the report. The error goes on unchanged."""
+        try:
+            yield
+        except BaseException as error:
+            if self._failure is not error and self._trainer.ranks.owner:
+                self._failure = error
+                # Whatever goes wrong with these files must not hide the error itself.
+                with suppress(Exception):
+                    self._fail(error)
+            self._is_training = False
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(error, KeyboardInterrupt):
+            self._end({"ended": "interrupted", "signal": self.interrupted_by or "SIGINT"})
+            return
+        found = {"ended": "failed", "error": type(error).__name__, "message": str(error)}
+        if isinstance(error, ProofError):
+            found |= {"check": error.check, "found": error.found, "cause": error.cause, "fix": error.fix}
+        self._end(found, report=False)
+        with suppress(OSError):
+            self._keep_generation(failed=isinstance(error, ProofError))
+        self.write_report()
+
+    def _end(self, how: dict[str, Any], *, report: bool = True) -> None:
+        state = self._trainer.state
+        how |= {
+            "step": state.global_step,
+            "max_steps": state.max_steps,
+            "seconds": round(time.monotonic() - self._began, 1),
         }
-        keep_rollouts(self.folder, generation, trainer.loop.policy_logps(), facts, limit)
-        self._kept = generation.version
+        replace_text(self.folder / END, json.dumps(how, indent=1) + "\n")
+        if report:
+            self.write_report()
+
+    # ---- the report -------------------------------------------------------------------------------------------------
+
+    def write_report(self) -> None:
+        """Write `report.html` from the files of the run."""
+        began = time.monotonic()
+        replace_text(self.folder / REPORT, render_report(read_run(self.folder)))
+        self._written = time.monotonic()
+        self._took = self._written - began
+
+    def _write_now_and_then(self) -> None:
+        if self._took <= _SHARE_OF_TIME * (time.monotonic() - self._written):
+            self.write_report()
+
+    # ---- rollouts ---------------------------------------------------------------------------------------------------
+
+    def _keep_generation(self, *, failed: bool = False) -> None:
+        trainer, config = self._trainer, self._trainer.config
+        generation, limit = trainer.loop.generation, config.rollouts_size_limit
+        if generation is None or (generation.version == self._kept and not failed):
+            return
+        is_new, self._kept = generation.version != self._kept, generation.version
+        logps = trainer.loop.policy_logps()
+        if limit and is_new:
+            facts = {
+                "method": trainer.method,
+                "model": trainer.model_path,
+                "seed": config.seed,
+                "sampling": asdict(trainer.source.sampling),
+            }
+            keep_rollouts(self.folder, generation, logps, facts, limit)
+        number = generation.version // config.steps_a_generation
+        every = max(trainer.state.max_steps // config.steps_a_generation // _SHOWN_GENERATIONS, 1)
+        if failed or number % every == 0:
+            shown = shown_generation(generation, trainer.processing_class, logps, failed=failed)
+            path = self.folder / SHOWN
+            with names_path(path), path.open("a") as file:
+                file.write(json.dumps(shown) + "\n")
+
+    def _about(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return about_run(
+            trainer.method,
+            trainer.model_path,
+            asdict(trainer.engine.settings()),
+            trainer.config,
+            trainer.rows,
+            trainer.inputs.get("data", {}),
+        )
+
+
+def _cut(path: Path, step: int) -> None:
+    """Remove the lines of later steps. The lines of an earlier run, from step 0 on, go to a file beside it."""
+    if not path.exists():
+        return
+    if step == 0:
+        path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
+        return
+    kept = lines_up_to(path.read_text().splitlines(), step)
+    replace_text(path, "".join(f"{line}\n" for line in kept))

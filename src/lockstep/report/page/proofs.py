@@ -1,0 +1,230 @@
+"""The proofs of a run in its report: each with what it compared, its limit and its margin; and the page of a proof that failed."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lockstep.report.page.charts import DRAWS_LIMIT
+from lockstep.report.page.run_record import Line, RunRecord
+from lockstep.report.page.svg import number
+
+
+class Measured(NamedTuple):
+    """A proof with a figure.
+
+    Attributes:
+        figure: the figure that came closest to its limit.
+        where: at which step, in which request or module.
+    """
+
+    name: str
+    what: str
+    figure: float
+    limit: float
+    where: str
+    unit: str = "nats"
+
+    @property
+    def share(self) -> float:
+        """The figure's share of the limit."""
+        return self.figure / self.limit if self.limit else 0.0
+
+
+# The proofs without a figure: bytes, ids and formulas must be the same.
+EXACT = {
+    "handshake": "the engine's settings are those that training assumes",
+    "echo, keys, logprobs": "every request has one answer, to the ids that were sent, with one log-prob per token",
+    "version, staleness": "every token was sampled by the weights that were pushed last, or within max_staleness",
+    "manifest, digest, live": "the bytes that the engine received are those of the trained parameters",
+    "caches": "the engine keeps nothing that was computed from older weights",
+    "settings, limits, temperature": "requests and losses use the temperature, filters and limits that the user asked for",
+    "ends, interruption": "every completion ended where its request says",
+    "samples": "the completions of a group are independent draws",
+    "turns, template, tool_results": "conversations have the right turns, and tools' results belong to their calls",
+    "rows, learned": "every loss has the ids, places and log-probs that the engine sampled, of the right row",
+    "forward": "later steps of a generation compute the log-probs of a plain forward",
+    "rewards, advantages, scores": "rewards are the sums of scores, and advantages are those of a second implementation",
+    "loss_gradient, model_gradient": "the gradients are the derivatives of the formulas, and the model's backward is right",
+    "accumulation, clipping": "gradients add up, and the clip uses their true norm",
+    "learning_rate, update": "drawn elements of every tensor become what AdamW in float64 makes of them",
+    "reference": "the reference model stays as it was",
+    "checkpoint": "a run goes on with the files, data and settings with which it stopped",
+}
+
+
+def measured_proofs(run: RunRecord) -> list[Measured]:
+    """The proofs with a figure, each at the step that came closest to the limit."""
+    limits, steps = run.start.get("limits", {}), run.proven
+    compared = [line for line in steps if line.get("checked_tokens")]
+    found = list(_at_start(run))
+    if compared and "mean" in limits:
+        worst = max(compared, key=lambda s: s["sum_abs_gap"] / s["checked_tokens"])
+        mean = worst["sum_abs_gap"] / worst["checked_tokens"]
+        found.append(
+            Measured("gap, mean", "engine's and trainer's log-prob of every token", mean, limits["mean"], _at(worst))
+        )
+        worst = max(compared, key=lambda s: s["max_abs_gap"] / s.get("max_allowed", limits["max"]))
+        allowed, where = worst.get("max_allowed", limits["max"]), f"{_at(worst)}, request {worst['worst_request']}"
+        found.append(Measured("gap, largest", "the same, the worst token", worst["max_abs_gap"], allowed, where))
+        worst = max(compared, key=lambda s: s["sum_k3"] / s["checked_tokens"])
+        k3 = worst["sum_k3"] / worst["checked_tokens"]
+        found.append(Measured("gap, k3", "the same, as an estimate of the KL divergence", k3, limits["k3"], _at(worst)))
+    for name in dict.fromkeys(key for line in steps for key, value in line.items() if _is_gap(value)):
+        own = [line for line in steps if _is_gap(line.get(name)) and line[name]["tokens"]]
+        if own and "max" in limits:
+            worst = max(own, key=lambda s: s[name]["max_abs_gap"])
+            figure, what = worst[name]["max_abs_gap"], "sequences scored again with the current weights"
+            found.append(Measured(name.replace("_", " "), what, figure, limits["max"], _at(worst)))
+    probed = [line for line in steps if "worst_module" in line]
+    if probed and "module_probe" in limits:
+        worst = max(probed, key=lambda s: s["worst_module"]["error"])
+        module = worst["worst_module"]
+        where = f"{_at(worst)}, {module['name']}"
+        found.append(
+            Measured(
+                "module_probe",
+                "outputs of the engine's modules",
+                module["error"],
+                limits["module_probe"],
+                where,
+                "of rms",
+            )
+        )
+    logged = [line for line in run.steps if "parity/draws_log10_evidence" in line]
+    if logged:
+        last = max(logged, key=lambda s: s["parity/draws_log10_evidence"])
+        figure = max(last["parity/draws_log10_evidence"], 0.0)
+        what = "tokens are draws from the reported distribution; evidence against it"
+        found.append(Measured("draws", what, figure, DRAWS_LIMIT, _at(last), "power of ten"))
+    return found
+
+
+def proofs_section(run: RunRecord) -> str:
+    """The table of all proofs."""
+    rows = "".join(map(_row, measured_proofs(run)))
+    tokens, steps = _counts(run.proven), len(run.proven)
+    failed = {name.strip() for name in str(run.end.get("check", "")).split(",")} - {""}
+    exact = "".join(
+        f"<tr><td><code>{name}</code></td><td>{what}</td><td>{_exact_mark(name, failed, steps)}</td></tr>"
+        for name, what in EXACT.items()
+    )
+    table = (
+        "<div class='wide'><table class='proofs'><tr><th>proof</th><th>compares</th><th>closest to its limit</th><th>limit</th>"
+        f"<th>margin</th><th>where</th></tr>{rows}</table></div>"
+        if rows
+        else "<p>No proof with a figure has been written yet.</p>"
+    )
+    return (
+        f"<h2 id='proofs'>Proofs</h2><p>{tokens}</p>{table}"
+        f"<details><summary>Proofs that compare exactly</summary><div class='wide'><table>{exact}</table></div></details>"
+    )
+
+
+def failure_section(run: RunRecord) -> str:
+    """What failed, where, and what to do; empty if nothing has failed."""
+    end = run.end
+    if end.get("ended") != "failed":
+        return ""
+    rows: list[tuple[str, str]] = []
+    if "check" in end:
+        rows = [
+            ("proof", str(end["check"])),
+            (
+                "step",
+                f"optimizer step {end['step'] + 1}, which was not taken; the weights are those after step {end['step']}",
+            ),
+            ("what was found", str(end["found"])),
+            ("likely cause", str(end["cause"])),
+            ("what to do", str(end["fix"])),
+        ]
+    else:
+        rows = [
+            ("error", str(end.get("error", ""))),
+            ("after step", str(end.get("step"))),
+            ("message", str(end.get("message", ""))),
+        ]
+    table = "".join(f"<tr><th>{name}</th><td class='said'>{html.escape(text)}</td></tr>" for name, text in rows)
+    title = (
+        f"Proof <code>{html.escape(str(end['check']))}</code> has failed" if "check" in end else "The run has failed"
+    )
+    return (
+        f"<section class='failure' id='failure'><h2>{title}</h2><div class='wide'><table>{table}</table></div>"
+        f"{_worst_tokens(run)}</section>"
+    )
+
+
+def _worst_tokens(run: RunRecord) -> str:
+    """The tokens with the largest gaps of the step that failed."""
+    if run.end.get("check") != "gap":
+        return ""
+    failing = [line for line in run.shown if line.get("failed")]
+    tokens: list[tuple[float, str, int, str]] = []
+    for rollout in (r for line in failing[-1:] for r in line["rollouts"]):
+        for branch in rollout["branches"]:
+            place = 0
+            for span in branch["spans"]:
+                for text, gap in zip(span.get("tokens", ()), span.get("gaps") or (), strict=False):
+                    tokens.append((gap, rollout["name"], place, text))
+                    place += 1
+    if not tokens:
+        return ""
+    tokens.sort(key=lambda found: -abs(found[0]))
+    rows = "".join(
+        f"<tr><td><code>{html.escape(name)}</code></td><td>{place}</td><td><code>{html.escape(repr(text))}</code></td><td>{gap:+.2e}</td></tr>"
+        for gap, name, place, text in tokens[:10]
+    )
+    return (
+        "<h3>The tokens with the largest gaps</h3><p>Of the shown group. The gap is the engine's log-prob minus the trainer's; the "
+        "place counts sampled tokens from 0.</p><div class='wide'><table><tr><th>rollout</th><th>place</th><th>token</th>"
+        f"<th>gap in nats</th></tr>{rows}</table></div>"
+    )
+
+
+def _at_start(run: RunRecord) -> Iterator[Measured]:
+    start, limits = run.start, run.start.get("limits", {})
+    if "canary" in start and "max" in limits:
+        figure, what = start["canary"]["max_abs_gap"], "fixed sequences, scored by both sides before training"
+        yield Measured("canary", what, figure, limits["max"], "start")
+    if "worst_module" in start and "module_probe" in limits:
+        module, count = start["worst_module"], start.get("modules", {}).get("probed", 0)
+        what = f"outputs of all {count} modules before training"
+        yield Measured(
+            "module_probe", what, module["error"], limits["module_probe"], f"start, {module['name']}", "of rms"
+        )
+
+
+def _row(proof: Measured) -> str:
+    kind = "bad" if proof.share > 1 else "near" if proof.share > 0.5 else "good"
+    times = 1 / proof.share if proof.share > 0 else 0.0
+    margin = f"{times:,.0f} times below" if times >= 10 else f"{times:.1f} times below" if times else "nothing found"
+    bar = f"<span class='meter'><span class='{kind}' style='width:{min(proof.share, 1) * 100:.1f}%'></span></span>"
+    return (
+        f"<tr><td><code>{html.escape(proof.name)}</code></td><td>{html.escape(proof.what)}</td>"
+        f"<td>{number(proof.figure)} <small>{proof.unit}</small>{bar}</td><td class='figure'>{number(proof.limit)}</td>"
+        f"<td>{margin}</td><td class='said'>{html.escape(proof.where)}</td></tr>"
+    )
+
+
+def _exact_mark(names: str, failed: set[str], steps: int) -> str:
+    if failed & {name.strip() for name in names.split(",")}:
+        return "<b class='badtext'>failed</b>"
+    return "<span class='goodtext'>no failure</span>" if steps else "not reached"
+
+
+def _counts(steps: Sequence[Line]) -> str:
+    sampled, checked = (sum(s.get(name, 0) for s in steps) for name in ("sampled_tokens", "checked_tokens"))
+    stale, aside = (sum(s.get(name, 0) for s in steps) for name in ("stale_tokens", "aside_tokens"))
+    others = [f"{stale} are of older weights"] if stale else []
+    others += [f"{aside} have no gradient and were not drawn"] if aside else []
+    more = f" ({', '.join(others)})" if others else ""
+    return f"{checked} of {sampled} sampled tokens were compared with the trainer{more}."
+
+
+def _at(line: Line) -> str:
+    return f"step {line['step']}"
+
+
+def _is_gap(value: object) -> bool:
+    return isinstance(value, dict) and "max_abs_gap" in value and "tokens" in value

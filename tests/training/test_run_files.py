@@ -1,0 +1,174 @@
+"""What a trainer in a script leaves in its output directory: the files of the command line, also when the run fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny import CONTEXT
+from transformers import ProgressCallback, TrainerCallback
+
+from lockstep import GRPOConfig, GRPOTrainer
+from lockstep.engines.protocol import Engine
+from lockstep.engines.transformers_engine import TransformersEngine
+from lockstep.errors import ProofError
+from lockstep.report.kept_rollouts import rollout_files
+from lockstep.report.log_lines import LogLines
+from lockstep.report.page.run_record import read_run
+from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.training.run_files.whole_run import METRICS
+from lockstep.training.trainers.run_files import RunFiles
+
+PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
+HELD_OUT = Dataset.from_dict({"prompt": [f"how much is {i} + {i}" for i in range(3)]})
+
+
+def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(len(ids) + ids[0] % 7) for ids in completion_ids]
+
+
+@pytest.fixture(scope="module")
+def engine(untied_dir: str) -> Engine:
+    return TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT)
+
+
+@pytest.fixture
+def make(untied_dir: str, tmp_path: Path, engine: Engine) -> Callable[..., GRPOTrainer]:
+    def made(data: Any = None, **fields: Any) -> GRPOTrainer:
+        base: dict[str, Any] = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8}
+        base |= {"max_steps": 3, "logging_steps": 1, "save_strategy": "no", "bf16": False, "learning_rate": 1e-3}
+        base |= {"report_to": "none", "num_generations_eval": 2, "recheck_rewards": False}
+        config = GRPOConfig(str(tmp_path / "run"), **{**base, **fields})
+        return GRPOTrainer(untied_dir, by_length, config, PROMPTS, data, engine=engine)
+
+    return made
+
+
+class Seen(TrainerCallback):
+    """Calls a function after each step."""
+
+    def __init__(self, look: Callable[[int], None]) -> None:
+        self._look = look
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._look(state.global_step)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_script_leaves_the_files_of_the_command_line(
+    make: Callable[..., GRPOTrainer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, folder = make(HELD_OUT), tmp_path / "run"
+    before = run.evaluate()
+    pages: dict[int, str] = {}
+    run.add_callback(Seen(lambda step: pages.update({step: (folder / "report.html").read_text()} if step > 1 else {})))
+    run.train()
+    after = run.evaluate()
+    assert names(folder) == {
+        "about.json", "after.json", "before.json", "end.json", "metrics.jsonl", "receipt.jsonl", "report.html", "rollouts",
+        "shown_rollouts.jsonl", "summary.json",
+    }  # fmt: skip
+    record = read_run(folder)
+    # From the first log on there is a report.
+    assert "Not at its end: step 1 of 3" in pages[2]
+    assert [line["step"] for line in record.steps] == [1, 2, 3]
+    assert len(record.metrics) == 3
+    assert (record.before or {})["metrics"]["eval_reward"] == before["eval_reward"]
+    assert record.summary["eval_reward_after"] == after["eval_reward"]
+    assert (record.summary["steps"], record.end["ended"]) == (3, "finished")
+    assert record.about["rows"] == {"train": 8, "eval": 3}
+    assert "learning_rate" in record.about["chosen"]
+    assert "All proofs passed; finished after 3 steps" in (folder / "report.html").read_text()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("step ", "held-out"))]
+    assert [line.split("  ")[0] for line in lines if "gap" in line] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert all(len(line) < 200 for line in lines)
+    assert lines[0].startswith(f"held-out reward {before['eval_reward']:.3f}")
+    # Trained anew in the same directory: the earlier lines are kept beside the new ones.
+    again = make(max_steps=1)
+    again.train()
+    assert len(read_run(folder).steps) == 1
+    assert len((folder / "metrics.previous.jsonl").read_text().splitlines()) == 3
+    assert [step for step, _ in rollout_files(folder)] == [1]
+    assert not (folder / "after.json").exists()
+    assert not (folder / "before.json").exists()
+
+
+def test_a_failed_proof_leaves_its_report_and_its_rollouts(
+    make: Callable[..., GRPOTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        if run.state.global_step == 1:
+            raise ProofError("gap", "mean 0.5 <b>", "the weights differ", "look")
+
+    monkeypatch.setattr(run.source, "prove", fail)
+    with pytest.raises(ProofError, match="the weights differ"):
+        run.train()
+    record, page = read_run(tmp_path / "run"), (tmp_path / "run" / "report.html").read_text()
+    assert (record.end["ended"], record.end["check"], record.end["step"]) == ("failed", "gap", 1)
+    assert record.summary == {}
+    # The rollouts of the step that was not taken are there, with the trainer's own log-probs.
+    assert [step for step, _ in rollout_files(tmp_path / "run")] == [1, 2]
+    for words in ("before optimizer step 2 of 3", "mean 0.5 &lt;b&gt;", "The tokens with the largest gaps"):
+        assert words in page
+    # The next run begins without the failure.
+    monkeypatch.undo()
+    make(max_steps=1).train()
+    assert read_run(tmp_path / "run").end["ended"] == "finished"
+
+
+def test_an_interrupt_and_another_error_are_named_and_nothing_hides_them(
+    make: Callable[..., GRPOTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(error: BaseException) -> Callable[[int], None]:
+        def look(step: int) -> None:
+            if step == 2:
+                raise error
+
+        return look
+
+    run = make()
+    run.add_callback(Seen(stop(KeyboardInterrupt())))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert "Interrupted (SIGINT) after step 2 of 3" in (tmp_path / "run" / "report.html").read_text()
+    run = make()
+    run.add_callback(Seen(stop(ZeroDivisionError("mine"))))
+    monkeypatch.setattr(RunFiles, "write_report", lambda self: (_ for _ in ()).throw(OSError("no room")))
+    monkeypatch.setattr(RunFiles, "_write_now_and_then", lambda self: None)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        run.train()
+    assert read_run(tmp_path / "run").end["message"] == "mine"
+
+
+def test_the_files_can_be_switched_off_and_the_progress_bar_can_be_asked_for(
+    make: Callable[..., GRPOTrainer], tmp_path: Path
+) -> None:
+    run = make(disable_tqdm=False, max_steps=1)
+    kinds = [type(callback) for callback in run.callback_handler.callbacks]
+    assert ProgressCallback in kinds
+    assert LogLines not in kinds
+    run.remove_callback(RunFiles)
+    run.train()
+    assert names(tmp_path / "run") == {"receipt.jsonl"}
+    kinds = [type(callback) for callback in make().callback_handler.callbacks]
+    assert ProgressCallback not in kinds
+    assert LogLines in kinds
+
+
+def test_several_evaluation_sets_are_in_the_summary_by_name(make: Callable[..., GRPOTrainer], tmp_path: Path) -> None:
+    run = make({"easy": HELD_OUT, "hard": HELD_OUT}, max_steps=1)
+    run.train()
+    found = run.evaluate()
+    summary = read_run(tmp_path / "run").summary
+    assert summary["eval_hard_reward_after"] == found["eval_hard_reward"]
+    assert summary["eval_easy_problems"] == 3
+    assert METRICS in names(tmp_path / "run")
