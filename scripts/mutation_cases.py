@@ -161,6 +161,55 @@ def _of(place: tuple[str, str], about: str, old: str, new: str) -> Mutation:
 
 
 MUTATIONS = [
+    Mutation(
+        "torchvision of another build than torch is not hidden",
+        "other_builds.py",
+        '_build(name).startswith("cu")',
+        "False",
+        "tests/cli/test_install.py::test_only_packages_that_were_built_for_another_torch_are_hidden",
+    ),
+    Mutation(
+        "any file of the packaged model's name is taken",
+        "models/packaged.py",
+        "if hashlib.sha256(content).hexdigest() != _DIGEST:",
+        "if False:",
+        "tests/cli/test_install.py::test_another_file_of_the_same_name_is_refused",
+    ),
+    Mutation(
+        "a user's own handler of logs is joined by ours",
+        "terminal_log.py",
+        "if not logger.handlers and logger.level == logging.NOTSET:",
+        "if True:",
+        "tests/cli/test_terminal_log.py::test_a_program_that_handles_logs_itself_gets_no_lines_from_us",
+    ),
+    Mutation(
+        "a message about settings mixes with the config that --dry_run prints",
+        "terminal_log.py",
+        "sys.stderr if record.name.startswith(_ABOUT_SETTINGS) else sys.stdout",
+        "sys.stdout",
+        "tests/cli/test_terminal_log.py::test_messages_are_lines_on_standard_output_and_those_about_settings_on_standard_error",
+    ),
+    Mutation(
+        "compare lists every setting",
+        "cli/past_runs/compare.py",
+        "if len(set(cells)) > 1]",
+        "]",
+        "tests/cli/test_past_runs.py::test_compare_lists_only_the_settings_that_differ",
+    ),
+    Mutation(
+        "each curve of a comparison has a scale of its own",
+        "cli/past_runs/compare.py",
+        "low, high = min(every), max(every)",
+        "low, high = None, None",
+        "tests/cli/test_past_runs.py::test_compare_shows_results_and_curves_on_one_scale",
+    ),
+    Mutation(
+        "merge writes the base model without the adapter",
+        "cli/past_runs/merge.py",
+        "model.merge_and_unload()",
+        "model.unload()",
+        "tests/cli/test_past_runs.py::test_merge_writes_the_model_that_the_adapter_makes",
+    ),
     # tokens
     _of(
         CHAT,

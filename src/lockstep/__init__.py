@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.other_builds import hide_other_builds
+from lockstep.terminal_log import show_messages
 
 if TYPE_CHECKING:
     from lockstep.training.generate.rollout_func import generate_rollout_completions
@@ -55,3 +57,11 @@ def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(import_module(f"lockstep.training.{_WHERE[name]}"), name)
     raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+hide_other_builds()
+show_messages()

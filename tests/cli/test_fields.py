@@ -71,6 +71,15 @@ def test_help_and_early_errors_import_nothing_heavy(tmp_path: Path) -> None:
         (["verify", "--explain", str(tmp_path)], 0, "2 tokens checked"),
         (["verify", "--receipt", str(tmp_path / "receipt.jsonl")], 0, "PASS"),
         (["serve", "/no/such"], 2, "model directory /no/such does not exist"),
+        (["evaluate", "--help"], 0, "usage: lockstep evaluate "),
+        (["evaluate", *run[1:], "arithmetic"], 2, "there is nothing to evaluate on"),
+        (["demo", "--help"], 0, "lockstep grpo --recipe arithmetic"),
+        (["demo", "--max_stepz", "3"], 2, "did you mean 'max_steps'?"),
+        (["grpo", "--recipe", "agents"], 2, "did you mean 'agent'?"),
+        (["compare", "/no/such"], 2, "has no run.json"),
+        (["rollouts", "/no/such"], 2, "is no directory"),
+        (["merge", "/no/such", "x"], 2, "has no adapter_config.json"),
+        (["init", "--fast"], 2, "unrecognized arguments"),
     ]
     words = json.dumps([case[0] for case in cases])
     done = subprocess.run([sys.executable, "-c", PROBE, words], capture_output=True, text=True, timeout=120, check=True)
@@ -105,10 +114,10 @@ def test_help_names_each_common_field_once_and_nothing_that_is_refused(
         return [line.split()[0][2:] for line in lines if line.startswith("  --")]
 
     common, every = flags("--help"), flags("--help-all")
-    assert sorted(common) == sorted({"config", "dry_run", *(COMMON & known.keys())})
+    assert sorted(common) == sorted({"config", "recipe", "dry_run", *(COMMON & known.keys())})
     assert sorted(every) == sorted(
-        {"config", "dry_run", *(known.keys() - ONE_VALUE.keys() - UNSUPPORTED.keys() - WITHOUT_EFFECT.keys())}
+        {"config", "recipe", "dry_run", *(known.keys() - ONE_VALUE.keys() - UNSUPPORTED.keys() - WITHOUT_EFFECT.keys())}
     )
     assert len(common) < 45
     # The fields that only this command has come first.
-    assert common[2] == ("model" if command == "verify" else "model_name_or_path")
+    assert common[3] == ("model" if command == "verify" else "model_name_or_path")

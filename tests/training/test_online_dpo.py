@@ -124,7 +124,7 @@ def test_reward_functions_given_beside_a_reward_models_path_are_the_rewards(
 ) -> None:
     fields = {**PAIRS, "max_steps": 1, "reward_model_path": "a/model-that-nobody-loads"}
     run = make("OnlineDPO", untied_dir, tmp_path, hf_engine, fields)
-    assert "reward_model_path='a/model-that-nobody-loads' has no effect" in capsys.readouterr().err
+    assert "reward_model_path='a/model-that-nobody-loads' has no effect" in capsys.readouterr().out
     run.train()
     assert [name for name in logs(run)[0] if name.endswith("/std")] == ["rewards/by_length/std"]
 

@@ -8,14 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+import transformers
 from huggingface_hub import HfApi
 from huggingface_hub.utils import filter_repo_objects
 from methods import FIELDS, PROMPTS, by_length, lora, make, parameters
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from lockstep.engines.protocol import Engine
+from lockstep.errors import InputError
 
 
 class Listener(TrainerCallback):
@@ -125,6 +128,21 @@ def test_push_to_hub_uploads_weights_tokenizer_and_a_model_card(
         assert (folder / "adapter_model.safetensors").exists()
     else:
         assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == run.model.num_parameters()
+
+
+@pytest.mark.parametrize("offline", [True, False], ids=["offline mode", "no network"])
+def test_a_push_without_a_hub_says_what_is_wrong_and_that_nothing_is_lost(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, offline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing listens on port 9 of this machine.
+    api = huggingface_hub.HfApi(endpoint="http://127.0.0.1:9", token="none")
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: api)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    run = make("GRPO", untied_dir, tmp_path / "mine", hf_engine, {**FIELDS["GRPO"], "max_steps": 1})
+    with pytest.raises(InputError, match=r"push_to_hub: .* cannot be used \(.*Nothing on disk is lost"):
+        run.push_to_hub()
+    with pytest.raises(InputError, match="push_to_hub"):
+        make("GRPO", untied_dir, tmp_path / "other", hf_engine, {**FIELDS["GRPO"], "push_to_hub": True})
 
 
 @pytest.mark.parametrize("method", ["GRPO", "OnlineDPO"])

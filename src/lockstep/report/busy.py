@@ -44,8 +44,18 @@ def busy(text: str, detail: Callable[[], str] = str) -> Iterator[None]:
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
     """Within the block, this watcher gets the calls instead of an outer watcher."""
-    _watchers.append(watcher)
+    busy_seen_by(watcher)
     try:
         yield
     finally:
-        _watchers.remove(watcher)
+        unseen(watcher)
+
+
+def busy_seen_by(watcher: Watcher) -> None:
+    """From now on, until `unseen`, this watcher gets the calls instead of an earlier watcher."""
+    _watchers.append(watcher)
+
+
+def unseen(watcher: Watcher) -> None:
+    """End what `busy_seen_by` began."""
+    _watchers.remove(watcher)

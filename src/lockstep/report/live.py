@@ -21,8 +21,8 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from lockstep.report.durations import clock
+from lockstep.report.sparkline import sparkline
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDEST = 100
 # A gap above this share of its limit is shown in yellow.
 _CLOSE = 0.5
@@ -253,13 +253,3 @@ def time_shares(logs: Mapping[str, float]) -> str:
     phases = {k.removeprefix("time/"): v for k, v in logs.items() if k.startswith("time/") and k != "time/step"}
     longest = sorted(phases.items(), key=lambda item: -item[1])
     return " ".join(f"{name} {seconds:.1f}s" for name, seconds in longest if seconds >= 0.05)
-
-
-def sparkline(values: list[float], width: int = 32) -> str:
-    """The last `width` values as block characters of eight heights."""
-    shown = [value for value in values[-width:] if value == value]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    span = (high - low) or 1.0
-    return "".join(_BLOCKS[round((value - low) / span * (len(_BLOCKS) - 1))] for value in shown)

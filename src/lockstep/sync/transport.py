@@ -6,6 +6,7 @@ acknowledgement and the comparison are the same for all transports (`sync/push.p
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from urllib.parse import urlsplit
 
@@ -15,6 +16,8 @@ from lockstep.errors import InputError
 from lockstep.sync.chunks import Named
 from lockstep.sync.gloo import GlooTransport
 from lockstep.sync.shared_memory import NoRoom, SharedMemoryTransport, sees_this_memory
+
+_logger = logging.getLogger(__name__)
 
 TRANSPORTS = ("auto", "shared_memory", "gloo")
 
@@ -74,7 +77,7 @@ class FirstThatFits:
         except NoRoom as error:
             self._used.close()
             self._used = self._other()
-            print(f"lockstep: {error}. Until then weights travel over gloo, which is slower", flush=True)
+            _logger.warning(f"{error}. Until then weights travel over gloo, which is slower")
             self._used.send(tensors, servers)
 
     def forget(self) -> None:

@@ -1,16 +1,30 @@
 """Entry point that vLLM calls in every process it starts (group `vllm.general_plugins` in pyproject.toml)."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND
 from lockstep.engines.vllm.kept_ids import carry_kept_ids
 
+Result = TypeVar("Result")
 _CLASSES = {IN_PROCESS_BACKEND: "InProcessWeightTransfer", SERVER_BACKEND: "ServerWeightTransfer"}
+
+
+def _run_here(function: Callable[[], Result]) -> Result:
+    return function()
 
 
 def register() -> None:
     """Register our weight transfers with vLLM, and let it carry kept ids. vLLM calls this more than once; that is safe."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.models import registry
+
+    # vLLM looks at a model's class in a process of its own, so that CUDA is not started too early. A CPU build has no CUDA, and
+    # that process would import all of vLLM again, without `lockstep.other_builds`.
+    if torch.version.cuda is None and torch.version.hip is None:
+        registry._run_in_subprocess = _run_here
 
     # Linux lets a process use AMX only after it has asked. oneDNN asks; vLLM's own bf16 kernels do not. If a model uses only
     # those kernels, as small models do, the worker died of an illegal instruction (vLLM 0.32.0).

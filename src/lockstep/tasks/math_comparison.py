@@ -8,6 +8,7 @@ of JSON. If the worker does not answer in time, it is killed, and the next pair 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import subprocess
@@ -18,6 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.errors import LockstepError
+
+_logger = logging.getLogger(__name__)
 
 # Seconds that math-verify may take for one expression and for one comparison.
 _PARSE_LIMIT, _COMPARE_LIMIT = 10, 5
@@ -85,10 +88,9 @@ class _Worker:
             if found is not None:
                 return Compared(**found)
             self._stop()
-        print(
-            f"lockstep: comparing an answer with {reference!r:.80} took longer than {_PAIR_LIMIT:g} s or ended the process that "
-            f"compares; it scores 0: {text[-80:]!r}",
-            flush=True,
+        _logger.warning(
+            f"comparing an answer with {reference!r:.80} took longer than {_PAIR_LIMIT:g} s or ended the process that "
+            f"compares; it scores 0: {text[-80:]!r}"
         )
         return Compared(reference, TIMED_OUT, 0.0)
 

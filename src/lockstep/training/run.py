@@ -5,26 +5,30 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from transformers import TrainerState
 
 from lockstep.errors import InputError, LockstepError
 from lockstep.report.busy import busy, watched_by
-from lockstep.report.live import About, LiveView
+from lockstep.report.live import LiveView
 from lockstep.report.log_lines import LogLines
 from lockstep.report.page.run_record import BEFORE, REPORT
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.run_files.checkpoints import TRAINER_STATE, checkpoint_step
 from lockstep.training.run_files.run_directory import RunPlace
 from lockstep.training.run_files.saved_evaluation import read_evaluation
-from lockstep.training.run_files.shown_rollouts import live_sample
 from lockstep.training.stop_signals import StopSignals, interrupted
+from lockstep.training.trainers.live_views import view_of
 from lockstep.training.trainers.online import OnlineTrainer
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +111,7 @@ def _run(trainer: OnlineTrainer, place: RunPlace, stop: StopSignals) -> Finished
 
 def _train_in_view(trainer: OnlineTrainer, place: RunPlace, before: dict[str, Any] | None) -> None:
     """Train, and show every log in the live view."""
-    limit = trainer.source.limit
-    view = LiveView(
-        About(
-            f"{trainer.method} · {trainer.engine.settings().engine} in lockstep",
-            model=Path(trainer.model_path).name,
-            folder=str(place.folder),
-            gap_limits=(
-                limit.mean,
-                limit.largest(trainer.config.completions_per_step * trainer.config.completion_limit),
-            ),
-        ),
-        trainer.clock.progress,
-        trainer.step_log.latest,
-        lambda: live_sample(trainer.source.shown_group),
-    )
+    view = view_of(trainer, LiveView)
     if before:
         view.on_evaluate(trainer.args, trainer.state, trainer.control, before["metrics"])
     trainer.add_callback(view)
@@ -155,7 +145,7 @@ def _evaluate_first(trainer: OnlineTrainer, path: Path, *, late: bool) -> dict[s
     ranks = trainer.ranks
     earlier = ranks.from_owner("evaluation", lambda: read_evaluation(path) if late else {}, _same, _same)
     if late and not earlier and ranks.owner:
-        print(f"lockstep: {path} is gone; the report has no evaluation from before training", flush=True)
+        _logger.warning(f"{path} is gone; the report has no evaluation from before training")
     if late:
         return earlier or None
     metrics = trainer.evaluate()
@@ -165,7 +155,8 @@ def _evaluate_first(trainer: OnlineTrainer, path: Path, *, late: bool) -> dict[s
 
 def _say(trainer: OnlineTrainer, metrics: dict[str, float]) -> None:
     if trainer.ranks.owner:
-        print(f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}", flush=True)
+        line = f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}"
+        Console().print(line, highlight=False, soft_wrap=True)
 
 
 def _same(found: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from pathlib import Path
@@ -17,6 +18,8 @@ from transformers.trainer_utils import IntervalStrategy
 from lockstep.errors import Interrupted
 from lockstep.training.run_files.checkpoints import last_checkpoint
 from lockstep.training.trainers.online import OnlineTrainer
+
+_logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -94,7 +97,7 @@ class StopSignals(TrainerCallback):
         step = min((self._done // self._every + 1) * self._every, self._last)
         where = f"step {step}" + (", where its generation ends" if self._every > 1 else "")
         how = "with a checkpoint" if self._saves else "without a checkpoint (save_strategy is no)"
-        print(f"\n{signal.Signals(number).name}: stopping after {where}, {how}; again to stop at once", flush=True)
+        _logger.info(f"{signal.Signals(number).name}: stopping after {where}, {how}; again to stop at once")
 
 
 def interrupted(number: int, folder: Path, step: int | None = None) -> Interrupted:

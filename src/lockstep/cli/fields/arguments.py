@@ -16,6 +16,7 @@ import yaml
 
 from lockstep.cli.fields.config_file import read_file
 from lockstep.cli.fields.description import check_names, check_words, fields_of, underscored
+from lockstep.cli.fields.recipes import recipe_file
 from lockstep.errors import InputError
 
 
@@ -85,11 +86,15 @@ class Given:
         words: the fields of the file and then the words that the user typed, all as `--field value` words.
         values: the values of these words, by field name. Fields that are not named are absent.
         dry_run: whether the command only prints the fields.
+        recipe: the recipe whose config was read; None: there is none.
+        typed: the words that the user typed.
     """
 
     words: tuple[str, ...]
     values: dict[str, Any]
     dry_run: bool
+    recipe: str | None = None
+    typed: tuple[str, ...] = ()
 
 
 def read(words: list[str], command: str) -> Given:
@@ -102,20 +107,24 @@ def read(words: list[str], command: str) -> Given:
     _check_text(words)
     switches = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     switches.add_argument("--config", action="append")
+    switches.add_argument("--recipe", action="append")
     switches.add_argument("--dry_run", action="store_true")
     try:
         known, rest = switches.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise InputError(str(error)) from error
     fields = fields_of(command)
-    if len(known.config or ()) > 1:
-        raise InputError("--config may be given once; the command line wins over the file")
-    content = read_file(known.config[0]) if known.config else {}
-    check_names(list(content), fields, known.config[0] if known.config else "")
+    files = [*(known.config or ()), *map(str, map(recipe_file, known.recipe or ()))]
+    if len(files) > 1:
+        raise InputError("give --config or --recipe once; the command line wins over the file")
+    content = read_file(files[0]) if files else {}
+    check_names(list(content), fields, files[0] if files else "")
     check_names([w[2:].split("=")[0] for w in rest if w.startswith("--")], fields, "the command line")
     together = [*_words(content), *rest]
     _check_text(together)
-    return Given(tuple(together), check_words(together, fields), known.dry_run)
+    return Given(
+        tuple(together), check_words(together, fields), known.dry_run, (known.recipe or [None])[0], tuple(words)
+    )
 
 
 def _check_text(words: list[str]) -> None:

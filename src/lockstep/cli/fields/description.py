@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.cli.fields.groups import COMMON, GROUPS, OTHERS
+from lockstep.cli.fields.recipes import recipe_names
 from lockstep.errors import InputError
 from lockstep.training.config.trl_fields import (
     ONE_VALUE,
@@ -24,6 +25,8 @@ from lockstep.training.config.trl_fields import (
 )
 
 FIELDS_FILE = Path(__file__).with_name("fields.json")
+# Commands that take the fields of another one.
+_SAME = {"evaluate": "grpo"}
 _HELP = ("-h", "--help", "--help_all")
 _NAMES = {"int": "N", "float": "X", "text": "TEXT", "bool": "YES/NO", "choice": "NAME", "other": "VALUE"}
 _TRUTH = {"yes": True, "true": True, "t": True, "y": True, "1": True}
@@ -34,7 +37,7 @@ _LONGEST_CHOICES = 60
 def fields_of(command: str) -> dict[str, dict[str, Any]]:
     """The entry of each field of a command: `type`, `help`, and if they apply `default`, `choices`, `nargs`."""
     described = json.loads(FIELDS_FILE.read_text())
-    return {**described["shared"], **described[command]}
+    return {**described["shared"], **described[_SAME.get(command, command)]}
 
 
 def underscored(word: str) -> str:
@@ -87,7 +90,7 @@ def help_text(command: str, about: str, words: list[str]) -> str:
     whole = "--help_all" in words
     parser = _Parser(
         prog=f"lockstep {command}",
-        usage=f"lockstep {command} [--config FILE] [--field value …]",
+        usage=f"lockstep {command} [--config FILE | --recipe NAME] [--field value …]",
         description=about,
         add_help=False,
         formatter_class=_Formatter,
@@ -97,6 +100,7 @@ def help_text(command: str, about: str, words: list[str]) -> str:
     )
     general = parser.add_argument_group("command")
     general.add_argument("--config", metavar="FILE", help="YAML file of fields; the command line wins.")
+    general.add_argument("--recipe", metavar="NAME", help=f"Read the config of a recipe ({', '.join(recipe_names())}).")
     general.add_argument("--dry_run", action="store_true", help="Print every field with its value, and stop.")
     fields, refused = fields_of(command), {*ONE_VALUE, *UNSUPPORTED, *WITHOUT_EFFECT}
     for title, names in _grouped(fields).items():

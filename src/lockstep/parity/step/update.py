@@ -7,6 +7,7 @@ the end of the step before it, so that a change between two steps is seen as wel
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from lockstep.parity.step.accumulation import AccumulationProof
 from lockstep.parity.step.drawn import Drawn
 from lockstep.parity.step.optimizer_rules import Expected, OptimizerRule, State
 from lockstep.parity.step.rates import Rates
+
+_logger = logging.getLogger(__name__)
 
 # Steps that may pass before every trained tensor has had a gradient and has moved.
 PATIENCE = 10
@@ -279,10 +282,7 @@ class UpdateProof:
                     "give the tensor to the optimizer, freeze it, or raise learning_rate",
                 )
             self._named.add(name)
-            print(
-                f"lockstep: no drawn element of {name} moved in {PATIENCE} steps: {dtype} rounds its updates away",
-                flush=True,
-            )
+            _logger.warning(f"no drawn element of {name} moved in {PATIENCE} steps: {dtype} rounds its updates away")
 
     def _figures(self, found: State) -> dict[str, float]:
         """Sizes over all trained tensors, estimated from the drawn elements."""

@@ -7,6 +7,7 @@ signals of their own (math-verify does), which only the main thread can.
 from __future__ import annotations
 
 import ctypes
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from typing import TypeVar
 import torch
 
 from lockstep.errors import InputError
+
+_logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -130,6 +133,4 @@ def _torch_as_before(name: str) -> Iterator[None]:
 def _say(name: str, what: str) -> None:
     if (name, what) not in _SAID:
         _SAID.add((name, what))
-        print(
-            f"lockstep: reward function {name} changed {what} for the whole process; it is as before again", flush=True
-        )
+        _logger.warning(f"reward function {name} changed {what} for the whole process; it is as before again")

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields
 from typing import Any, NamedTuple, get_type_hints
 
 from lockstep.errors import InputError
+
+_logger = logging.getLogger(__name__)
 
 
 class Bounds(NamedTuple):
@@ -207,7 +209,7 @@ def _check_number(name: str, value: float) -> None:
     _check_within(name, value, bounds)
     low, high = bounds.usual
     if not low <= value <= high:
-        print(f"lockstep: {name}={value:g} is unusual (usually {low:g} to {high:g})", file=sys.stderr, flush=True)
+        _logger.warning(f"{name}={value:g} is unusual (usually {low:g} to {high:g})")
 
 
 def _check_mapping(name: str, value: Any) -> None:

@@ -5,11 +5,15 @@ It takes a config and its tokenizer. The result goes to `rollouts/programs/inter
 
 from __future__ import annotations
 
+import logging
+
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.rollouts.programs.interruptions import Interruption
 from lockstep.training.config.online_config import OnlineConfig
+
+_logger = logging.getLogger(__name__)
 
 
 def interruption_of(config: OnlineConfig, tokenizer: PreTrainedTokenizerBase) -> Interruption | None:
@@ -42,8 +46,7 @@ def check_end_of_thinking(config: OnlineConfig, tokenizer: PreTrainedTokenizerBa
     """
     found = interruption_of(config, tokenizer)
     if found is not None and len(found.end_ids) > 1:
-        print(
-            f"lockstep: end_of_thinking={config.end_of_thinking!r} is {len(found.end_ids)} tokens of this tokenizer; a completion "
-            "that writes it with other tokens counts as still thinking",
-            flush=True,
+        _logger.warning(
+            f"end_of_thinking={config.end_of_thinking!r} is {len(found.end_ids)} tokens of this tokenizer; a "
+            "completion that writes it with other tokens counts as still thinking"
         )

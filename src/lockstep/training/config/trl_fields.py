@@ -6,11 +6,13 @@ line says that it has no effect. `training/config/online_config.py` inherits the
 
 from __future__ import annotations
 
-import sys
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.errors import InputError
+
+_logger = logging.getLogger(__name__)
 
 
 def doc(text: str, **metadata: Any) -> dict[str, Any]:
@@ -126,5 +128,5 @@ class OneValueFields:
         for name, (neutral, why) in WITHOUT_EFFECT.items():
             given = getattr(self, name)
             if given not in (neutral, None) and owner:
-                print(f"lockstep: {name}={given!r} has no effect here: {why}", file=sys.stderr, flush=True)
+                _logger.warning(f"{name}={given!r} has no effect here: {why}")
             setattr(self, name, neutral)

@@ -7,6 +7,7 @@ them in the dataset's order.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.chat import is_conversational, render_prompt, template_of, with_joined_text
 from lockstep.tokens.conversation.template import Template
 from lockstep.training.config.online_config import OnlineConfig
+
+_logger = logging.getLogger(__name__)
 
 # What reward functions get beside the columns.
 _ARGUMENTS = frozenset(
@@ -190,11 +193,10 @@ def _tell_guarded(prompts: Sequence[Prompt], template: Template | None) -> None:
         p.prompt_id for p in prompts if template and is_conversational(p.source) and template.is_guarded(p.source)
     ]
     if guarded:
-        print(
-            f"lockstep: in {len(guarded)} of {len(prompts)} prompts ({guarded[0]} first), a message contains text that looks like "
+        _logger.info(
+            f"in {len(guarded)} of {len(prompts)} prompts ({guarded[0]} first), a message contains text that looks like "
             "a control token of this tokenizer: it stays text. (TRL makes the control token of it. If you mean the token, give the "
-            "prompt as text instead of messages)",
-            flush=True,
+            "prompt as text instead of messages)"
         )
 
 

@@ -6,6 +6,7 @@ sample. The answers are checked and thrown away.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from lockstep.rollouts.scores.rewards import EnvironmentOf, RewardRaised, call_f
 from lockstep.tokens.arrays import filled, whole_numbers
 from lockstep.tokens.chat import with_joined_text
 from lockstep.training.config.online_config import OnlineConfig
+
+_logger = logging.getLogger(__name__)
 
 
 def rehearse_functions(
@@ -95,7 +98,7 @@ def _named() -> Iterator[None]:
         told = isinstance(error, RewardRaised) and isinstance(error.__cause__, Exception)
         if not told or isinstance(error.__cause__, TypeError):
             raise InputError(f"{error} ({where}; rehearse_rewards=False skips this)") from error
-        print(f"lockstep: {error} ({where}); raised in training, it ends the run", flush=True)
+        _logger.warning(f"{error} ({where}); raised in training, it ends the run")
 
 
 def _text(source: Any) -> str | None:

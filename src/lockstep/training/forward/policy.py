@@ -5,7 +5,7 @@ The trainer's constructor gives a loaded model or a name. `training/trainers/onl
 
 from __future__ import annotations
 
-import sys
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from lockstep.training.config.interruption import check_end_of_thinking
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.attention.flex_attention import ASKED, adopt_flex_attention
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def open_policy(
     if isinstance(model, str):
         path = at_revision(path, (args.model_init_kwargs or {}).get("revision"))  # type: ignore[union-attr]
     elif args.model_init_kwargs and args.process_index == 0:
-        print("lockstep: model_init_kwargs have no effect: the model is loaded already", file=sys.stderr, flush=True)
+        _logger.warning("model_init_kwargs have no effect: the model is loaded already")
     guarded = guard_tokenizer(tokenizer) if tokenizer is not None else load_tokenizer(path)
     check_end_of_thinking(args, guarded)
     if isinstance(model, str):

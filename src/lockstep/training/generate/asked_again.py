@@ -6,6 +6,7 @@ arguments of the functions are put together here a second time, beside `rollouts
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -22,6 +23,8 @@ from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.scores.coroutines import is_coroutine_function
 from lockstep.rollouts.scores.guarded_call import call_within
 from lockstep.rollouts.scores.rewards import RewardFunction, RewardScorer, Scorer, reward_name
+
+_logger = logging.getLogger(__name__)
 
 # Share of a run's time that may be spent on asking again, after the first time.
 SHARE = 0.01
@@ -121,9 +124,7 @@ class AskedAgain:
 
     def _leave_out(self, function: RewardFunction, why: str) -> None:
         self._functions.remove(function)
-        print(
-            f"lockstep: reward function {reward_name(function)} {why}; its scores are not compared any more", flush=True
-        )
+        _logger.warning(f"reward function {reward_name(function)} {why}; its scores are not compared any more")
 
     def _ask(
         self, function: RewardFunction, groups: Sequence[RolloutGroup], rows: Mapping[str, Prompt], state: Any

@@ -5,6 +5,7 @@ Comes from: `OnlineConfig` and the policy. Goes to: `training/generate/source.py
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.report.busy import busy
 from lockstep.training.config.online_config import OnlineConfig
+
+_logger = logging.getLogger(__name__)
 
 
 def start_engine(
@@ -92,7 +95,7 @@ def start_here(
         with busy("starting vLLM"):
             return VLLMInProcess(model_path, **vllm_arguments, **common)
     why = "use_vllm is false" if use_vllm is False else "vLLM is not installed here"
-    print(f"engine: transformers ({why}); the proofs are the same, generation is slower", flush=True)
+    _logger.info(f"engine: transformers ({why}); the proofs are the same, generation is slower")
     return TransformersEngine(model_path, tokenizer, **common)
 
 

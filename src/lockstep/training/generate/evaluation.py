@@ -6,6 +6,7 @@ training.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ from lockstep.parity.resume.inputs import data_digest
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.step.generation import sequences_of
+
+_logger = logging.getLogger(__name__)
 
 # Completions that are scored again: one in so many, and at least so many.
 _ONE_IN, _AT_LEAST = 4, 64
@@ -58,10 +61,9 @@ def count_seen(train: Sequence[Prompt], evaluation: Sequence[Prompt], *, tell: b
     known = {_content(prompt) for prompt in train}
     seen = [prompt.prompt_id for prompt in evaluation if _content(prompt) in known]
     if seen and tell:
-        print(
-            f"lockstep: WARNING: {len(seen)} of {len(evaluation)} evaluation prompts are training prompts too ({seen[0]} first), "
-            "so the evaluation is not held out: remove them from one of the two datasets",
-            flush=True,
+        _logger.warning(
+            f"{len(seen)} of {len(evaluation)} evaluation prompts are training prompts too ({seen[0]} first), "
+            "so the evaluation is not held out: remove them from one of the two datasets"
         )
     return len(seen)
 

@@ -6,12 +6,15 @@ knows what a lost call left behind. Every request has a seed of its own, so repe
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from lockstep.errors import EngineLost, LockstepError
 from lockstep.report.busy import busy
+
+_logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 # How often one piece of work may lose its engine. Without a bound, work that kills the engine would be repeated forever.
@@ -41,14 +44,12 @@ class Recovery:
             except EngineLost as error:
                 lost = error
             self.losses += 1
-            _say(f"{lost}; waiting for it")
+            _logger.warning(f"{lost}; waiting for it")
             start = time.monotonic()
             with busy("waiting for the engine"):
                 lost.recover()
             self._distrust()
-            _say(f"the engine answers again after {time.monotonic() - start:.0f} s; giving it the weights anew")
+            _logger.warning(
+                f"the engine answers again after {time.monotonic() - start:.0f} s; giving it the weights anew"
+            )
         raise LockstepError(f"the engine was lost {_LOSSES} times in one piece of work, the last time: {lost}")
-
-
-def _say(line: str) -> None:
-    print(f"lockstep: {line}", flush=True)

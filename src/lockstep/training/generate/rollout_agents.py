@@ -6,6 +6,7 @@ holds the engine serves the gateway and runs the agents.
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.chat import render_prompt
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
+
+_logger = logging.getLogger(__name__)
 
 
 class RolloutAgents:
@@ -78,7 +81,7 @@ class RolloutAgents:
         config = self._config
         limits = RunLimits(self._model, sampling_of(config, self._tokenizer))
         self._gateway = Gateway(limits, config.gateway_host, config.gateway_port)
-        print(f"lockstep: agents call the gateway at {self._gateway.url}", flush=True)
+        _logger.info(f"agents call the gateway at {self._gateway.url}")
         return AgentProgram(self._agent, self._gateway, self._extensions)
 
     def prompt_ids(self, row: Mapping[str, Any]) -> Ids:

@@ -8,6 +8,7 @@ their schemas.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,8 @@ from lockstep.tokens.conversation.extension import Extension
 from lockstep.tokens.conversation.extension_proof import BRANCHES, REFUSED, USER_TURN
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.generate.metrics import tool_metrics
+
+_logger = logging.getLogger(__name__)
 
 # Seconds beyond the limits of its calls in which all environments must have been tried.
 _PROBING = 60.0
@@ -146,10 +149,9 @@ class RolloutTools:
         (extension, *_) = self._extensions.values()
         branching = [case for case, outcome in extension.cases.items() if outcome.startswith(BRANCHES)]
         if branching:
-            print(
-                f"lockstep: after some turns ({'; '.join(branching)}) the chat template shows earlier turns differently: rollouts "
-                "branch there",
-                flush=True,
+            _logger.info(
+                f"after some turns ({'; '.join(branching)}) the chat template shows earlier turns differently: rollouts "
+                "branch there"
             )
 
     @property

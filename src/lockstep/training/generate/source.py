@@ -6,6 +6,7 @@ engine and samples for all ranks. Reward functions run on every rank, each on it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -51,6 +52,8 @@ from lockstep.training.step.generation import Generation, branches_of
 if TYPE_CHECKING:
     # It needs the libraries of a web server.
     from lockstep.training.generate.rollout_agents import RolloutAgents
+
+_logger = logging.getLogger(__name__)
 
 _MOST_TOLD = 20
 
@@ -146,10 +149,7 @@ class RolloutSource:
                 # An engine in this process samples a generation when it is begun, and the trainer waits for it.
                 at_once = not isinstance(engine, VLLMServer)
                 if at_once:
-                    print(
-                        "lockstep: max_staleness saves no time without a server: engine and trainer take turns",
-                        flush=True,
-                    )
+                    _logger.info("max_staleness saves no time without a server: engine and trainer take turns")
                 self._ahead = GenerationsAhead(self._driver, self._limit_ahead, at_once=at_once)
             self._recovery = Recovery(self._distrust)
         except BaseException:
@@ -442,7 +442,7 @@ class RolloutSource:
         for said in dict.fromkeys(r.failed for group in groups for r in group.rollouts if r.failed is not None):
             if said not in self._told and self._ranks.owner and len(self._told) < _MOST_TOLD:
                 self._told.add(said)
-                print(f"lockstep: {said}; nothing is learned from its rollout", flush=True)
+                _logger.warning(f"{said}; nothing is learned from its rollout")
 
     def abandon_pending(self) -> None:
         """Abandon the generations that the engine is sampling ahead. They are sampled again where they are needed."""

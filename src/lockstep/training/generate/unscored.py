@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 
-_LOGGER = logging.getLogger(__name__)
-# Without a handler, Python would print what the line says already.
-_LOGGER.addHandler(logging.NullHandler())
+_logger = logging.getLogger(__name__)
 
 
 class UnscoredGenerations:
@@ -50,15 +48,11 @@ class UnscoredGenerations:
                 "max_unscored_generations"
             )
         if self._owner:
-            print(
-                f"lockstep: none of {names} scored any of the {len(rollouts)} completions of this generation: no reward is "
-                f"learned from it (this is generation {self._in_a_row} in a row; the run ends at {self._limit})",
-                flush=True,
-            )
-            # The line is for people. A program that reads logs finds TRL's words, and a row.
             prompt = groups[0].prompt
-            _LOGGER.warning(
-                "All reward functions returned None for the following kwargs:\n%s",
-                {"prompt": prompt.source, **prompt.columns},
+            # The second sentence is TRL's, which programs that read its logs look for.
+            _logger.warning(
+                f"none of {names} scored any of the {len(rollouts)} completions of this generation: no reward is "
+                f"learned from it (this is generation {self._in_a_row} in a row; the run ends at {self._limit}). "
+                f"All reward functions returned None for the following kwargs:\n{ {'prompt': prompt.source, **prompt.columns} }"
             )
         return {"rewards/unscored_generations": 1.0}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from lockstep.algorithms.advantages import ScaleRewards
 from lockstep.algorithms.policy_loss import ImportanceLevel, LossType
 from lockstep.errors import InputError
+from lockstep.training.config.documented import documented
 from lockstep.training.config.group_config import GroupConfig
 from lockstep.training.config.trl_fields import doc
 
+_logger = logging.getLogger(__name__)
 
+
+@documented
 @dataclass
 class GRPOConfig(GroupConfig):
     """Configuration of `GRPOTrainer`.
@@ -103,4 +107,4 @@ class GRPOConfig(GroupConfig):
         elif level != "token" and loss == "vespo":
             said = "VESPO weighs completions itself: leave importance_sampling_level out"
         if said is not None:
-            print(f"lockstep: importance_sampling_level={level}: {said}", file=sys.stderr, flush=True)
+            _logger.warning(f"importance_sampling_level={level}: {said}")

@@ -18,11 +18,13 @@ from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import filled
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.config.documented import documented
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.trl_fields import doc
 from lockstep.training.methods.objective import Objective, TokenBatch
 
 
+@documented
 @dataclass
 class OnlineDPOConfig(OnlineConfig):
     """Configuration of `OnlineDPOTrainer`. `per_device_train_batch_size` counts prompts, as in TRL.

@@ -22,11 +22,13 @@ from lockstep.algorithms.tally import Tally
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import cut, flags, reals
 from lockstep.training.batch.sequence import TrainingSequence, column
+from lockstep.training.config.documented import documented
 from lockstep.training.config.group_config import GroupConfig
 from lockstep.training.config.trl_fields import doc
 from lockstep.training.methods.objective import Objective, TokenBatch, clipped_tokens
 
 
+@documented
 @dataclass
 class PPOConfig(GroupConfig):
     """Configuration of `PPOTrainer`.

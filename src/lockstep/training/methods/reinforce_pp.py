@@ -25,11 +25,13 @@ from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import cut, reals
 from lockstep.training.batch.sequence import TrainingSequence, column
+from lockstep.training.config.documented import documented
 from lockstep.training.config.group_config import GroupConfig
 from lockstep.training.config.trl_fields import doc
 from lockstep.training.methods.objective import Objective, TokenBatch, clipped_tokens
 
 
+@documented
 @dataclass
 class ReinforcePPConfig(GroupConfig):
     """Configuration of `ReinforcePPTrainer`.

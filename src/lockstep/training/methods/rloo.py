@@ -18,11 +18,13 @@ from lockstep.algorithms.tally import Tally
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.config.documented import documented
 from lockstep.training.config.group_config import GroupConfig
 from lockstep.training.config.trl_fields import doc
 from lockstep.training.methods.objective import Objective, TokenBatch, note_clipping, with_one_advantage
 
 
+@documented
 @dataclass
 class RLOOConfig(GroupConfig):
     """Configuration of `RLOOTrainer`.

@@ -6,6 +6,7 @@ The trainer saves the checkpoints. A run that is started again in the same direc
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from lockstep.parity.receipt import RECEIPT, lines_up_to, replace_text
 from lockstep.parity.resume.checkpoint import TRAINER_STATE
 from lockstep.report.page.run_record import METRICS, SHOWN
 from lockstep.training.run_files.rollout_files import remove_after
+
+_logger = logging.getLogger(__name__)
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
@@ -55,7 +58,7 @@ def set_damaged_aside(output_dir: str | Path) -> None:
     for path in damaged:
         aside = free_name(path.with_name(f"damaged-{path.name}"))
         path.rename(aside)
-        print(f"lockstep: {path.name} cannot be read ({TRAINER_STATE} is damaged); it is now {aside}", flush=True)
+        _logger.warning(f"{path.name} cannot be read ({TRAINER_STATE} is damaged); it is now {aside}")
 
 
 def free_name(wanted: Path) -> Path:

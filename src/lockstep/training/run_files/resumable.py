@@ -6,6 +6,7 @@ resumed from another step would give different results.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from lockstep.training.config.online_config import OnlineConfig
+
+_logger = logging.getLogger(__name__)
 
 
 class ResumableSaves(TrainerCallback):
@@ -33,20 +36,18 @@ class ResumableSaves(TrainerCallback):
         # Computed again, because a state from a checkpoint has the intervals of the run that wrote it.
         state.compute_steps(args, state.max_steps)
         if args.save_strategy != SaveStrategy.NO and state.max_steps % self._steps and self._owner:
-            print(
-                f"lockstep: the run ends at step {state.max_steps}, inside a generation of {self._steps} steps; its last "
-                f"checkpoint has the final weights, and a run can go on from the one of step {self._last_whole(state)}",
-                flush=True,
+            _logger.info(
+                f"the run ends at step {state.max_steps}, inside a generation of {self._steps} steps; its last "
+                f"checkpoint has the final weights, and a run can go on from the one of step {self._last_whole(state)}"
             )
         if args.save_strategy != SaveStrategy.STEPS or state.save_steps <= 0:
             return
         wanted = int(state.save_steps)
         state.save_steps = math.ceil(wanted / self._steps) * self._steps
         if state.save_steps != wanted and self._owner:
-            print(
-                f"lockstep: save_steps={args.save_steps:g} is a checkpoint every {wanted} steps, which can fall inside a "
-                f"generation of {self._steps}, where no run can be resumed exactly; there is one every {state.save_steps} instead",
-                flush=True,
+            _logger.info(
+                f"save_steps={args.save_steps:g} is a checkpoint every {wanted} steps, which can fall inside a "
+                f"generation of {self._steps}, where no run can be resumed exactly; there is one every {state.save_steps} instead"
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from lockstep.training.run_files.checkpoints import (
 )
 from lockstep.training.run_files.run_identity import changed_fields, follows_length, longer
 from lockstep.training.run_files.whole_run import check_checkpoint, restore_metrics
+
+_logger = logging.getLogger(__name__)
 
 SETTINGS = "run.json"
 # Files that a run writes at its end.
@@ -145,7 +148,7 @@ def _is_finished(folder: Path) -> bool:
         raise InputError(
             f"{path} cannot be read, so that nobody can tell whether the run there has ended; give another output_dir"
         )
-    print(f"lockstep: {path} cannot be read; the run goes on from its last checkpoint and writes it again", flush=True)
+    _logger.warning(f"{path} cannot be read; the run goes on from its last checkpoint and writes it again")
     return False
 
 
@@ -162,12 +165,11 @@ def _is_extended(folder: Path, settings: dict[str, Any]) -> bool:
 def _lengthen(folder: Path, earlier: dict[str, Any], settings: dict[str, Any], step: int) -> None:
     """Rename the files that the run wrote at its earlier end, and print what changes with the new length."""
     for name in longer(earlier, settings):
-        print(f"lockstep: the run in {folder} goes on: {name} was {earlier[name]}, is {settings[name]}", flush=True)
+        _logger.info(f"the run in {folder} goes on: {name} was {earlier[name]}, is {settings[name]}")
         if follows_length(settings):
-            print(
-                f"lockstep: its learning rate ({settings.get('lr_scheduler_type')}) follows the new length from step {step + 1} "
-                "on; the steps before were taken with the old one",
-                flush=True,
+            _logger.info(
+                f"its learning rate ({settings.get('lr_scheduler_type')}) follows the new length from step {step + 1} "
+                "on; the steps before were taken with the old one"
             )
         for path in (folder / left for left in _END):
             if path.exists():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from lockstep.errors import InputError
 from lockstep.parity.receipt import DIGESTS, RECEIPT, check_chain, lines_up_to, replace_text
 from lockstep.parity.resume.checkpoint import check_sealed
 from lockstep.report.page.run_record import METRICS
+
+_logger = logging.getLogger(__name__)
 
 
 def check_checkpoint(checkpoint: Path, step: int, receipt: Path) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def restore_metrics(folder: Path, checkpoint: Path, step: int) -> None:
     if path.exists():
         path.replace(path.with_name("metrics.damaged.jsonl"))
     replace_text(path, "".join(json.dumps({"step": entry["step"], **entry}) + "\n" for entry in wanted))
-    print(f"lockstep: {METRICS} lacked lines; they were restored from {checkpoint.name}", flush=True)
+    _logger.info(f"{METRICS} lacked lines; they were restored from {checkpoint.name}")
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ run's time allows. It changes neither weights nor random numbers, and leaves no 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,6 +26,8 @@ from lockstep.tokens.arrays import filled, places_of, whole_numbers
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.step.update import Policy
+
+_logger = logging.getLogger(__name__)
 
 # Share of a run's time that the checks after the first one may take.
 SHARE = 0.01
@@ -139,7 +142,7 @@ class ModelGradient:
     def _say(self, why: str) -> None:
         if why not in self._told:
             self._told.add(why)
-            print(f"lockstep: the model's backward is not proven at this step: {why}", flush=True)
+            _logger.warning(f"the model's backward is not proven at this step: {why}")
 
     def _gradients(
         self,

@@ -7,6 +7,7 @@ proof can find this.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +15,8 @@ from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
 from lockstep.training.config.online_config import OnlineConfig
+
+_logger = logging.getLogger(__name__)
 
 # Below this share almost nothing is learned, and the run is refused.
 REFUSED_BELOW = 0.01
@@ -73,4 +76,4 @@ def check_steps_move(policy: PreTrainedModel, args: OnlineConfig) -> None:
     if share < REFUSED_BELOW:
         raise InputError(f"{found}. Nothing would be learned; {cure}")
     if args.process_index == 0:
-        print(f"lockstep: {found}. The others stand still, though every proof passes; {cure}", flush=True)
+        _logger.warning(f"{found}. The others stand still, though every proof passes; {cure}")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -28,6 +29,8 @@ from lockstep.training.loop import TrainingLoop
 from lockstep.training.trainers.argument_kinds import check_open
 from lockstep.training.trainers.run_files import RunFiles
 from lockstep.training.trainers.trl_names import TRLNames
+
+_logger = logging.getLogger(__name__)
 
 
 class EvaluatesBySampling(TRLNames):
@@ -140,7 +143,7 @@ class EvaluatesBySampling(TRLNames):
         ):
             groups, proven = self.loop.evaluate(prompts, lambda: digest or self.inputs["data"][f"{name} data"])
         if self.ranks.owner and not any(rollout.scored for group in groups for rollout in group.rollouts):
-            print(f"lockstep: no completion of this evaluation ({prefix}) has a score: its reward is NaN", flush=True)
+            _logger.warning(f"no completion of this evaluation ({prefix}) has a score: its reward is NaN")
         measured = self.source.metrics(groups, self.state.global_step) | proven | seen
         return groups, evaluation_metrics(groups, measured, prefix)
 

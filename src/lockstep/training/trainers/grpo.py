@@ -7,10 +7,22 @@ from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.trainers.online import OnlineTrainer
 
 
-class GRPOTrainer(OnlineTrainer):
+class GRPOTrainer(OnlineTrainer[GRPOConfig]):
     """Group Relative Policy Optimization with an engine that provably holds the policy's weights.
 
-    Arguments and errors: `lockstep.training.trainers.online.OnlineTrainer`.
+    Example:
+        ```python
+        def short(completions, **columns):
+            return [-float(len(text)) for text in completions]
+
+        config = GRPOConfig(output_dir="out", max_steps=20, max_completion_length=64)
+        trainer = GRPOTrainer("Qwen/Qwen3-0.6B", short, config, dataset)  # a dataset with a column `prompt`
+        trainer.train()
+        trainer.end()
+        ```
+
+    The arguments and errors are those of `lockstep.training.trainers.online.OnlineTrainer`: a model, reward functions, `args` (a
+    `GRPOConfig`), data, and what a rollout may use: tools, environments, or an agent.
     """
 
     config_class = GRPOConfig

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
@@ -24,6 +24,7 @@ from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
 from lockstep.parity.step.settings import SettingsProof
 from lockstep.report.log_lines import LogLines
+from lockstep.report.notebook import in_notebook
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import RolloutGroup
@@ -58,6 +59,7 @@ from lockstep.training.trainers.argument_kinds import check_kinds, check_open
 from lockstep.training.trainers.evaluation import EvaluatesBySampling
 from lockstep.training.trainers.foreign_hooks import RefusesForeignHooks
 from lockstep.training.trainers.images import check_images, image_prompts, unsupported_with_images
+from lockstep.training.trainers.live_views import show_in_notebook
 from lockstep.training.trainers.resuming import WholeCheckpoints
 from lockstep.training.trainers.run_files import RunFiles
 from lockstep.training.trainers.setup import (
@@ -77,7 +79,11 @@ from lockstep.training.trainers.steps import StepHooks
 _LONGEST_CALL = 12
 
 
-class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCheckpoints):
+Config = TypeVar("Config", bound=OnlineConfig)
+Data: TypeAlias = Dataset | IterableDataset
+
+
+class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCheckpoints, Generic[Config]):
     """The base of all trainers.
 
     Args:
@@ -118,9 +124,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self,
         model: str | PreTrainedModel,
         reward_funcs: Given | list[Given] | None = None,
-        args: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        args: Config | None = None,
+        train_dataset: Data | None = None,
+        eval_dataset: Data | Mapping[str, Data] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: ProcessingClasses = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -240,7 +246,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         if not args.asks_for_progress_bar:
             for printer in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
                 self.remove_callback(printer)
-            self.add_callback(LogLines())
+            if not in_notebook():
+                self.add_callback(LogLines())
         for part in (self.reference, self.critic):
             if part is not None:
                 part.to(self.args.device)
@@ -280,6 +287,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self.step_log,
             self.settings,
         )
+        self._notebook_view = show_in_notebook(self)
 
     def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
         """Call the reward functions once on made-up completions, so that their errors appear before a model is loaded."""
@@ -347,6 +355,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
                 return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.source.abandon_pending()
+            if self._notebook_view is not None:
+                self._notebook_view.stop()
 
     def training_step(self, model: torch.nn.Module, inputs: MicroBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Learn from one part of the current generation: see `TrainingLoop.micro_step`.

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import sys
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
+from lockstep.gateway.agents import AgentFunction
+from lockstep.rollouts.programs.environments import Factory
 from lockstep.rollouts.scores.judges import JudgeScorer
+from lockstep.rollouts.scores.reward_functions import Given, ProcessingClasses
 from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.training.data.rehearsal import rehearse_judge
+from lockstep.training.generate.rollout_func import RolloutFunc
 from lockstep.training.methods.online_dpo import OnlineDPOConfig, OnlineDPOObjective
-from lockstep.training.trainers.online import OnlineTrainer
+from lockstep.training.trainers.online import Data, OnlineTrainer
+
+_logger = logging.getLogger(__name__)
 
 
-class OnlineDPOTrainer(OnlineTrainer):
+class OnlineDPOTrainer(OnlineTrainer[OnlineDPOConfig]):
     """Online Direct Preference Optimization with an engine that provably holds the policy's weights.
 
     Args:
@@ -32,28 +42,28 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     def __init__(
         self,
-        model: Any,
-        ref_model: Any = None,
-        reward_funcs: Any = None,
+        model: str | PreTrainedModel,
+        ref_model: PreTrainedModel | None = None,
+        reward_funcs: Given | list[Given] | None = None,
         args: OnlineDPOConfig | None = None,
         data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
+        train_dataset: Data | None = None,
+        eval_dataset: Data | Mapping[str, Data] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: ProcessingClasses = None,
         peft_config: Any = None,
         compute_metrics: Any = None,
-        callbacks: Any = None,
-        optimizers: tuple[Any, Any] = (None, None),
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         preprocess_logits_for_metrics: Any = None,
         *,
         judge: Any = None,
-        engine: Any = None,
+        engine: Engine | None = None,
         quantization_config: Any = None,
-        tools: Any = None,
-        rollout_func: Any = None,
-        environment_factory: Any = None,
-        agent: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: Factory | Mapping[str, Factory] | None = None,
+        agent: AgentFunction | str | None = None,
     ) -> None:
         self._judge = judge
         super().__init__(
@@ -88,11 +98,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
         path = self.config.reward_model_path
         if reward_funcs is not None and path is not None and self.ranks.owner:
-            print(
-                f"lockstep: reward_model_path={path!r} has no effect: reward_funcs are given",
-                file=sys.stderr,
-                flush=True,
-            )
+            _logger.warning(f"reward_model_path={path!r} has no effect: reward_funcs are given")
         given = {
             "judge": self._judge,
             "reward_funcs": reward_funcs,

@@ -12,11 +12,23 @@ from lockstep.training.methods.ppo import PPOConfig, PPOObjective
 from lockstep.training.trainers.online import OnlineTrainer
 
 
-class PPOTrainer(OnlineTrainer):
+class PPOTrainer(OnlineTrainer[PPOConfig]):
     """Proximal Policy Optimization with an engine that provably holds the policy's weights.
 
     The value head is trained with the policy. Checkpoints contain it in a separate file, and it is never sent to the engine.
-    Arguments and errors: `lockstep.training.trainers.online.OnlineTrainer`.
+    Example:
+        ```python
+        def short(completions, **columns):
+            return [-float(len(text)) for text in completions]
+
+        config = PPOConfig(output_dir="out", max_steps=20, max_completion_length=64)
+        trainer = PPOTrainer("Qwen/Qwen3-0.6B", short, config, dataset)  # a dataset with a column `prompt`
+        trainer.train()
+        trainer.end()
+        ```
+
+    The arguments and errors are those of `lockstep.training.trainers.online.OnlineTrainer`: a model, reward functions, `args` (a
+    `PPOConfig`), data, and what a rollout may use: tools, environments, or an agent.
     """
 
     config_class = PPOConfig

@@ -6,10 +6,22 @@ from lockstep.training.methods.rloo import RLOOConfig, RLOOObjective
 from lockstep.training.trainers.online import OnlineTrainer
 
 
-class RLOOTrainer(OnlineTrainer):
+class RLOOTrainer(OnlineTrainer[RLOOConfig]):
     """REINFORCE leave-one-out with an engine that provably holds the policy's weights.
 
-    Arguments and errors: `lockstep.training.trainers.online.OnlineTrainer`.
+    Example:
+        ```python
+        def short(completions, **columns):
+            return [-float(len(text)) for text in completions]
+
+        config = RLOOConfig(output_dir="out", max_steps=20, max_completion_length=64)
+        trainer = RLOOTrainer("Qwen/Qwen3-0.6B", short, config, dataset)  # a dataset with a column `prompt`
+        trainer.train()
+        trainer.end()
+        ```
+
+    The arguments and errors are those of `lockstep.training.trainers.online.OnlineTrainer`: a model, reward functions, `args` (a
+    `RLOOConfig`), data, and what a rollout may use: tools, environments, or an agent.
     """
 
     config_class = RLOOConfig

@@ -5,6 +5,7 @@ The constructors of the trainers call these functions.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ from lockstep.training.generate.rollout_tools import RolloutTools
 
 if TYPE_CHECKING:
     from lockstep.training.generate.rollout_agents import RolloutAgents
+
+_logger = logging.getLogger(__name__)
 
 # Arguments of TRL's trainers that Lockstep does not support yet.
 _KNOWN = {"data_collator", "compute_metrics", "preprocess_logits_for_metrics"}
@@ -144,7 +147,7 @@ def needs_plain_rows(models: Sequence[PreTrainedModel], max_length: int) -> bool
     """Whether one of the models cannot attend within a tree. If so, prints that prompts are not shared."""
     reasons = [why for model in models if (why := why_plain_rows(causal_model(model), max_length))]
     if reasons:
-        print(f"lockstep: the model learns from a row a completion, prompts are not shared: {reasons[0]}", flush=True)
+        _logger.info(f"the model learns from a row a completion, prompts are not shared: {reasons[0]}")
     return bool(reasons)
 
 

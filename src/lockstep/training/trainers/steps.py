@@ -6,6 +6,7 @@ have no place in `transformers.Trainer` itself.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from lockstep.training.loop import TrainingLoop
 from lockstep.training.run_files.method_state import MethodState
 from lockstep.training.step.update import Policy
 from lockstep.training.trainers.update_proof import update_proof
+
+_logger = logging.getLogger(__name__)
 
 
 class StepHooks(Trainer):
@@ -112,10 +115,7 @@ class StepHooks(Trainer):
             self._freeze()
         used_up = self.loop.is_used_up()
         if used_up and self.ranks.owner:
-            print(
-                f"lockstep: training ends at step {self.state.global_step}: too few prompts are left unsolved",
-                flush=True,
-            )
+            _logger.info(f"training ends at step {self.state.global_step}: too few prompts are left unsolved")
         return not used_up
 
     def _freeze(self) -> None:

@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from transformers import GenerationConfig, PreTrainedModel, Trainer
 
+from lockstep.errors import InputError
+from lockstep.models.policy import first_line
 from lockstep.models.reward_model import RewardModel
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.scores.rewards import Scorer, reward_name
@@ -18,6 +24,21 @@ from lockstep.training.forward.reference import Reference
 from lockstep.training.generate.engine import vllm_installed
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.run_files.step_log import StepLog
+
+# The base class of all errors of a call to the hub. Which HTTP library has it depends on the version of huggingface_hub.
+_HTTP_ERROR: type[Exception] = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+
+
+@contextmanager
+def _hub_errors(folder: str | None) -> Iterator[None]:
+    try:
+        yield
+    except (OfflineModeIsEnabled, LocalTokenNotFoundError, _HTTP_ERROR) as error:
+        hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        raise InputError(
+            f"push_to_hub: {hub} cannot be used ({first_line(error)}). Check the network, HF_HUB_OFFLINE and 'hf auth login'. "
+            f"Nothing on disk is lost: call push_to_hub() later, or upload what is in {folder} with 'hf upload'"
+        ) from error
 
 
 class TRLNames(Trainer):
@@ -143,6 +164,24 @@ class TRLNames(Trainer):
         means = {f"{prefix}_{name}": sum(own) / len(own) for name, own in self._eval_notes.items() if own}
         self._eval_notes = defaultdict(list)
         return means
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Make the repository on the hub, as the base class does: at the start of a run that pushes, or at the first push.
+
+        Raises:
+            InputError: the hub cannot be reached, or refuses.
+        """
+        with _hub_errors(self.args.output_dir):
+            super().init_hf_repo(token)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload the model, its tokenizer and a model card, as the base class does.
+
+        Raises:
+            InputError: the hub cannot be reached, or refuses.
+        """
+        with _hub_errors(self.args.output_dir):
+            return super().push_to_hub(*args, **kwargs)
 
     def create_model_card(
         self,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
 from lockstep.parity.receipt import replace_text
 from lockstep.report.page.comparison import render_comparison
@@ -20,7 +20,7 @@ def run(words: list[str]) -> int:
     Raises:
         InputError: a directory is not the output directory of a run.
     """
-    parser = argparse.ArgumentParser("lockstep report", description=__doc__)
+    parser = WordParser(prog="lockstep report", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output directory of a run")
     parser.add_argument(
         "--output",
