@@ -26,6 +26,7 @@ class Mutation(NamedTuple):
     tests: str
 
 
+AUDIT = "tests/audit/test_audit.py"
 EXPERTS = "tests/models/test_checkpoint_names.py"
 ADVANTAGES = ("algorithms/advantages.py", "tests/algorithms/test_advantages.py")
 CORRECTIONS = ("algorithms/corrections.py", "tests/algorithms/test_corrections.py")
@@ -1869,5 +1870,26 @@ MUTATIONS = [
         'for sign in "|*_`[]#~":',
         'for sign in "":',
         "tests/training/test_completion_log.py::test_a_table_has_trls_columns_and_its_text_is_no_markup",
+    ),
+    Mutation(
+        "an audit forgets that inserted ids are nobody's",
+        "audit/evidence.py",
+        "if rollout.sampled[place + i]]",
+        "]",
+        AUDIT,
+    ),
+    Mutation(
+        "an audit takes the log-probs of OpenRLHF one place too late",
+        "audit/dumps.py",
+        "np.concatenate([[0.0], found]) if len(found) == tokens - 1 else found",
+        "np.concatenate([found, [0.0]]) if len(found) == tokens - 1 else found",
+        AUDIT,
+    ),
+    Mutation(
+        "an audit lets equal rollouts pass",
+        "audit/findings.py",
+        "if twin is not None:",
+        "if False:",
+        AUDIT,
     ),
 ]

@@ -54,7 +54,7 @@ class Precision:
 @torch.no_grad()
 def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Precision = Precision()) -> torch.Tensor:
     """(len(ids), V) float32 logits of one sequence, in evaluation mode. They are in one tensor, without a limit on its size."""
-    return torch.cat(list(_logit_chunks(model, ids, 0, precision)))
+    return torch.cat(list(logit_chunks(model, ids, 0, precision)))
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def completion_logps(
         return _tempered(model, prompt, tokens, distribution.sampling.temperature, precision, pictures)
     masks = distribution.masks(tokens)
     scores: list[torch.Tensor] = []
-    for logits in _logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
+    for logits in logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
         for row in logits.cpu():
             position = len(scores)
             logps = distribution.logprobs(row, prompt, tokens[:position], masks, kept)
@@ -110,7 +110,7 @@ def _tempered(
 ) -> torch.Tensor:
     """`completion_logps` where nothing but the temperature shapes the logits: many rows at a time, on the model's device."""
     targets, scores = torch.tensor(tokens), []
-    for logits in _logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
+    for logits in logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
         own, targets = targets[: len(logits)].to(logits.device), targets[len(logits) :]
         scores.append((logits / temperature).log_softmax(-1).gather(1, own[:, None])[:, 0].cpu())
     return torch.cat(scores)
@@ -148,7 +148,7 @@ def sets_of_all(completion: Completion) -> KeptIds | None:
     return joined_kept_ids(sets)
 
 
-def _logit_chunks(
+def logit_chunks(
     model: PreTrainedModel,
     ids: Sequence[int],
     first: int,
