@@ -18,7 +18,7 @@ def digest_of(*parts: str | npt.NDArray[Any]) -> str:
     digest = xxhash.xxh3_128()
     for part in parts:
         # xxhash reads the memory of an array itself, without a copy.
-        data = part.encode() if isinstance(part, str) else np.ascontiguousarray(part)
-        digest.update((len(data) if isinstance(data, bytes) else data.nbytes).to_bytes(8, "little"))
+        data = memoryview(part.encode()) if isinstance(part, str) else np.ascontiguousarray(part).data
+        digest.update(data.nbytes.to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()
