@@ -331,7 +331,7 @@ MUTATIONS = [
     _of(KEPT_PROOF, "any rounding in the mean", "if self.mean_rounding > largest:", "if False:"),
     _of(DRAWN_SETS, "sets of older weights", "before_steps and fresh))", "before_steps))"),
     _of(DRAWN_SETS, "sets of a later step", "before_steps and fresh))", "fresh))"),
-    _of(ASIDE, "groups without a gradient that all go through the model", "replace(sequence, aside=True)", "sequence"),
+    _of(ASIDE, "groups without a gradient that all go through the model", "sequence.but(aside=True)", "sequence"),
     _of(
         ASIDE,
         "tokens that are left out of a count",
@@ -611,7 +611,7 @@ MUTATIONS = [
         "if stats.tokens != expected_tokens:",
         "if stats.tokens > expected_tokens:",
     ),
-    _of(GAP, "log-probs that are not finite", "if not bool(finite.all()):", "if False:"),
+    _of(GAP, "log-probs that are not finite", "if not math.isfinite(total):", "if False:"),
     _of(
         HANDSHAKE,
         "raw log-probs of the engine",
