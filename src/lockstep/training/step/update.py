@@ -156,10 +156,14 @@ def _learn(
     proofs: StepProofs,
 ) -> float:
     config = objective.config
-    moving = [s for s in sequences if objective.has_gradient(s)]
-    still = [s for s in sequences if not objective.has_gradient(s)]
+    moving: list[TrainingSequence] = []
+    still: list[TrainingSequence] = []
+    for s in sequences:
+        (moving if objective.has_gradient(s) else still).append(s)
     before, rows = sums.loss, policy.drawn_rows()
     repeated: list[TokenBatch] = []
+    learned: list[tuple[TokenBatch, TokenScores]] = []
+    flow = LossGradient(objective)
     with clock.phase("forward_backward"):
         for pack in policy.packs(moving, config):
             scores = policy.score(
@@ -171,24 +175,27 @@ def _learn(
             )
             batch = TokenBatch.of(pack, scores)
             proofs.check_loss(batch)
-            flow = LossGradient(objective, batch)
+            flow.watch(batch)
             loss = objective.loss(batch, sums.tally)
             sums.loss += loss.item()
             policy.backward(loss)
-            flow.check()
+            learned.append((batch, scores))
             if proofs.repeats(batch):
                 repeated.append(batch)
-            measure(batch, scores, sums)
+        flow.check()
+        measure(learned, sums)
     with clock.phase("verify"), torch.no_grad():
         proofs.check_aside(still)
         sums.aside += sum(s.length for s in still if s.aside)
         verified = [s for s in still if s.entropies is None and not s.aside]
         stands_for = _share(still, verified)
+        scored: list[tuple[TokenBatch, TokenScores]] = []
         for pack in policy.packs(verified, config):
             scores = policy.score(pack, config, rows, before_steps=True)
             batch = TokenBatch.of(pack, scores)
             proofs.check_tokens(batch)
-            measure(batch, scores, sums, stands_for)
+            scored.append((batch, scores))
+        measure(scored, sums, stands_for)
         # A wrong temperature is named as such before the forward as a whole is compared.
         found = policy.check_rows(rows, config)
         sums.kept_sets = sums.kept_sets + found
