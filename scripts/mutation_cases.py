@@ -1825,8 +1825,8 @@ MUTATIONS = [
     Mutation(
         "the engine's log-probs are kept as the trainer's",
         "training/step/update_sums.py",
-        "sums.logps.append((batch.sequences, batch.old_logps))",
-        "sums.logps.append((batch.sequences, batch.behaviour_logps))",
+        "sums.logps += [(batch.sequences, batch.old_logps) for batch, _ in packs]",
+        "sums.logps += [(batch.sequences, batch.behaviour_logps) for batch, _ in packs]",
         f"{KEPT_ROLLOUTS[1]}::test_the_trainers_log_probs_are_those_of_the_weights_that_sampled",
     ),
     Mutation(
