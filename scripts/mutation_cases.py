@@ -28,6 +28,7 @@ class Mutation(NamedTuple):
 
 AUDIT = "tests/audit/test_audit.py"
 EXPERTS = "tests/models/test_checkpoint_names.py"
+SHARDS = ("shards/model.py", "tests/shards/test_model.py")
 ADVANTAGES = ("algorithms/advantages.py", "tests/algorithms/test_advantages.py")
 CORRECTIONS = ("algorithms/corrections.py", "tests/algorithms/test_corrections.py")
 POLICY = ("algorithms/policy_loss.py", "tests/algorithms/test_policy_loss.py")
@@ -1926,5 +1927,54 @@ MUTATIONS = [
         "if twin is not None:",
         "if False:",
         AUDIT,
+    ),
+    Mutation(
+        "a sharded model stays gathered after a forward, so that a push reads weights of before the step",
+        SHARDS[0],
+        "        self._units[0].reset_iter_state()",
+        "        pass",
+        SHARDS[1],
+    ),
+    Mutation(
+        "a gathered parameter is not noticed",
+        SHARDS[0],
+        "now.get(name) is not p or not is_sharded(p)",
+        "False",
+        f"{SHARDS[1]}::test_a_model_that_is_left_gathered_is_refused",
+    ),
+    Mutation(
+        "the gradients of a sharded model are divided by the number of ranks",
+        SHARDS[0],
+        "            unit.set_gradient_divide_factor(1.0)",
+        "            unit.set_gradient_divide_factor(2.0)",
+        f"{SHARDS[1]}::test_forward_and_gradients_are_those_of_the_whole_model",
+    ),
+    Mutation(
+        "after a failure between forward and backward, the other ranks wait for the backward",
+        SHARDS[0],
+        "                (self._hidden.sum() * 0.0).backward()",
+        "                pass",
+        f"{SHARDS[1]}::test_a_failure_leaves_nothing_gathered",
+    ),
+    Mutation(
+        "the hooks of the accumulation proof see the reduced gradient of a sharded model",
+        "parity/step/accumulation.py",
+        "self._hooked = [gathered(p) for p in self._parameters]",
+        "self._hooked = list(self._parameters)",
+        f"{SHARDS[1]}::test_what_a_backward_adds_is_compared_with_the_gradient",
+    ),
+    Mutation(
+        "accelerate wraps the model a second time",
+        "shards/settings.py",
+        "environment.pop(_SWITCH, None) is not None",
+        "_SWITCH in environment",
+        "tests/shards/test_settings.py",
+    ),
+    Mutation(
+        "FSDP1 is taken for FSDP2",
+        "shards/settings.py",
+        'if version != "2":',
+        'if version not in ("1", "2"):',
+        "tests/shards/test_settings.py",
     ),
 ]

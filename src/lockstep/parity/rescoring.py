@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from lockstep.errors import LockstepError
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.models.adapters import causal_model, head_name
 from lockstep.models.logits import transformed_logits
+from lockstep.models.policy import fp32_head_product
 from lockstep.parity.distributions import Distribution
 from lockstep.parity.tolerances import Tolerance, tolerance
+from lockstep.shards.model import sharded
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.arrays import Ids, small_ids, whole_numbers
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
@@ -162,19 +165,20 @@ def logit_chunks(
     """
     inner = causal_model(model)
     row = torch.tensor([list(ids)], device=inner.device)
-    was_training = model.training
+    was_training, shards = model.training, sharded(model)
     model.eval()
     try:
-        with _autocast(inner, precision):
-            shown = {} if pictures is None else model_inputs([pictures], row)
-            hidden = inner.base_model(input_ids=row, use_cache=False, **shown).last_hidden_state[0]
-            hidden = hidden[first:]
-        product = _head_product(model, precision)
-        vocabulary = inner.get_output_embeddings().weight.shape[0]
-        for rows in hidden.split(max(1, LOGITS_BYTES // (4 * vocabulary))):
+        with nullcontext() if shards is None else shards.looking():
             with _autocast(inner, precision):
-                logits = product(rows)
-            yield transformed_logits(inner.config.get_text_config(), logits).float()
+                shown = {} if pictures is None else model_inputs([pictures], row)
+                hidden = inner.base_model(input_ids=row, use_cache=False, **shown).last_hidden_state[0]
+                hidden = hidden[first:]
+            product = _head_product(model, precision)
+            vocabulary = inner.get_output_embeddings().weight.shape[0]
+            for rows in hidden.split(max(1, LOGITS_BYTES // (4 * vocabulary))):
+                with _autocast(inner, precision):
+                    logits = product(rows)
+                yield transformed_logits(inner.config.get_text_config(), logits).float()
     finally:
         model.train(was_training)
 
@@ -185,8 +189,12 @@ def _autocast(model: PreTrainedModel, precision: Precision) -> AbstractContextMa
 
 def _head_product(model: PreTrainedModel, precision: Precision) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that computes (rows, V) logits from (rows, width) hidden states."""
+    head = causal_model(model).get_output_embeddings()
     if precision.head is None:
-        return causal_model(model).get_output_embeddings()
+        return head
+    if sharded(model) is not None:
+        # The head is whole here, and a source would gather it on the owner only.
+        return partial(fp32_head_product, head)
     source, name = weights_of(model), head_name(model)
     weight, beside = source.tensor(name).to(precision.head), name.removesuffix("weight") + "bias"
     bias = source.tensor(beside).to(precision.head) if beside in source.names else None
