@@ -231,7 +231,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self._method_state = MethodState(self.objective, self.reference if follows else None, self.critic, self._order)
 
         if args.shards is not None:
-            shard_models(self.ranks, policy, self.reference, args, plain_rows=self._plain_rows)
+            shard_models(
+                self.ranks, policy, self.reference, args, plain_rows=self._plain_rows, images=images is not None
+            )
         super().__init__(
             model=policy,
             args=args,

@@ -23,7 +23,13 @@ from lockstep.training.step.distributed import check_same_weights
 
 
 def shard_models(
-    ranks: Ranks, policy: PreTrainedModel, reference: Reference | None, args: OnlineConfig, *, plain_rows: bool
+    ranks: Ranks,
+    policy: PreTrainedModel,
+    reference: Reference | None,
+    args: OnlineConfig,
+    *,
+    plain_rows: bool,
+    images: bool,
 ) -> None:
     """Shard the policy, and a reference model of its own, in place. Every rank calls this with equal models.
 
@@ -33,7 +39,7 @@ def shard_models(
     """
     if not torch.distributed.is_initialized():
         raise InputError("FSDP is asked for, and this is a single process: start it with torchrun or accelerate launch")
-    _refuse(policy, args)
+    _refuse(policy, args, images=images)
     inner, passes = causal_model(policy), ranks.share_passes()
     check_same_weights(ranks, [policy], 0)
     autocast = args.precision.autocast
@@ -55,9 +61,11 @@ def shard_models(
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
 
-def _refuse(policy: PreTrainedModel, args: OnlineConfig) -> None:
+def _refuse(policy: PreTrainedModel, args: OnlineConfig, *, images: bool) -> None:
     optimizer = str(getattr(args.optim, "value", args.optim))
     for name, refused in {
+        # A rank whose pack has no picture would not compute the vision tower.
+        "an image": images,
         "a mixture of experts": bool(expert_names(policy)),
         "a model in 4 bits": any(is_quantised(p) for p in policy.parameters()),
         "sync_ref_model=True": getattr(args, "sync_ref_model", False),
