@@ -60,7 +60,7 @@ class ShardedModel:
         self._model, self._passes = model, passes
         self._units: list[Any] = [model, *layers]
         self._shard(layers, device, autocast)
-        self.parameters = dict(model.named_parameters())
+        self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         self._places = {id(p): i for i, p in enumerate(self.parameters.values())}
         self._hidden: torch.Tensor | None = None
         self._backward_began = False
