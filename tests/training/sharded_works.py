@@ -1,7 +1,7 @@
 """The pieces of work of `sharded.py`, by number of ranks."""
 
-METHODS = ("grpo-grpo", "grpo-full", "rloo", "dpo-sigmoid", "reinforce++", "ppo", "interrupted", "scalerl")
-ADAPTED = ("grpo-lora", "rloo-lora")
+METHODS = ("grpo-grpo", "grpo-full", "rloo", "dpo-sigmoid", "reinforce++", "ppo", "scalerl")
+ADAPTED = ("grpo-lora",)
 ALONE = (*METHODS, *ADAPTED, "memory")
 # The work that breaks the group comes last.
 TWO = (
