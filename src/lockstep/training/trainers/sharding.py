@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import torch
@@ -20,6 +21,8 @@ from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.passes import plays_learning
 from lockstep.training.forward.reference import Reference
 from lockstep.training.step.distributed import check_same_weights
+
+_logger = logging.getLogger(__name__)
 
 
 def shard_models(
@@ -50,10 +53,9 @@ def shard_models(
         ShardedModel(reference.own, passes, args.device, autocast)
     if ranks.owner:
         whole = sum(p.numel() for p in inner.parameters())
-        print(
-            f"lockstep: the policy is sharded over {ranks.count} ranks (FSDP2); rank 0 holds {shards.elements:,} of {whole:,} "
-            "weights",
-            flush=True,
+        _logger.info(
+            f"the policy is sharded over {ranks.count} ranks (FSDP2); rank 0 holds {shards.elements:,} of {whole:,} "
+            "weights"
         )
 
 
