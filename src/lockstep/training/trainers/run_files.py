@@ -1,7 +1,7 @@
 """Writes what a run leaves in its output directory, from the first step to its end, whatever the end is.
 
 `RunFiles` is a callback that every trainer has; `trainer.remove_callback(RunFiles)` takes it away. It reads the trainer's parts.
-docs/report.md lists the files. The proofs write `receipt.jsonl` themselves.
+docs/reference/report.md lists the files. The proofs write `receipt.jsonl` themselves.
 """
 
 from __future__ import annotations
