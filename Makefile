@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env dev environments train train-agent train-images test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load tied-head newcomer
+.PHONY: env dev environments train train-agent train-images test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load tied-head docs newcomer
 
 # Makes the environment once, and again when pyproject.toml or the script changes. `env` has what runs need; `dev` has also what
 # tests, linters and benchmarks need, 1.5 GB more.
@@ -15,11 +15,11 @@ dev:
 train: env
 	@$(BIN)/lockstep demo $(ARGS)
 
-# Trains the same model to use a calculator tool (docs/conversations.md).
+# Trains the same model to use a calculator tool (docs/internals/conversations.md).
 train-agent: env
 	@$(BIN)/lockstep grpo --config recipes/agent.yaml $(ARGS)
 
-# Trains a tiny model on a question that only a picture answers, and prints its held-out reward before and after (docs/images.md).
+# Trains a tiny model on a question that only a picture answers, and prints its held-out reward before and after (docs/internals/images.md).
 train-images: env
 	@$(BIN)/python examples/red_half.py $(ARGS)
 
@@ -27,19 +27,19 @@ train-images: env
 verify: env
 	@$(BIN)/lockstep verify --config recipes/arithmetic.yaml $(ARGS)
 
-# Verifies a tiny random model of each of some forty families on vLLM (docs/models-and-tokens.md).
+# Verifies a tiny random model of each of some forty families on vLLM (docs/internals/models-and-tokens.md).
 families: dev
 	@$(BIN)/python benchmarks/vllm_families.py $(ARGS)
 
-# Compares a whole step, and its learning half, with TRL on the same work. Measures scaling and lower bounds (docs/speed.md).
+# Compares a whole step, and its learning half, with TRL on the same work. Measures scaling and lower bounds (docs/internals/speed.md).
 bench: dev
 	@$(BIN)/python benchmarks/against_trl/run.py $(ARGS)
 
-# Measures the cost of a step without the model and the engine, per sampled token (docs/speed.md).
+# Measures the cost of a step without the model and the engine, per sampled token (docs/internals/speed.md).
 host-cost: dev
 	@$(BIN)/python benchmarks/host_cost.py $(ARGS)
 
-# Measures on a borrowed GPU machine without network (docs/speed.md): needs no environment, only a Python with PyTorch.
+# Measures on a borrowed GPU machine without network (docs/internals/speed.md): needs no environment, only a Python with PyTorch.
 # gpu-day-wheels collects the packages that this Python lacks, on a machine with a registry.
 gpu-day:
 	@$(PYTHON) benchmarks/gpu_day.py $(ARGS)
@@ -51,7 +51,7 @@ gpu-day-wheels: dev
 sampling: dev
 	@$(BIN)/python benchmarks/sampling.py $(ARGS)
 
-# Measures rollouts with tools against their floors, and a training step with tools beside TRL's (docs/conversations.md).
+# Measures rollouts with tools against their floors, and a training step with tools beside TRL's (docs/internals/conversations.md).
 tools: dev
 	@$(BIN)/python benchmarks/tools.py $(ARGS)
 
@@ -82,7 +82,7 @@ proof-overhead: dev
 false-alarms: dev
 	@$(BIN)/python benchmarks/false_alarms.py $(ARGS)
 
-# Prints how many tokens the draws proof needs to notice each fault of sampling (docs/proof.md).
+# Prints how many tokens the draws proof needs to notice each fault of sampling (docs/internals/proof.md).
 draws: dev
 	@$(BIN)/python benchmarks/draws.py $(ARGS)
 
@@ -134,3 +134,9 @@ mutations: dev
 lint: dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && \
 		$(BIN)/python scripts/mutations.py --fit
+
+# Builds the site of docs/ in build/site, and fails on a link to a page or heading that does not exist. Takes seconds.
+# ZENSICAL=… names another installation of the builder.
+ZENSICAL ?= $(BIN)/zensical
+docs: dev
+	@$(ZENSICAL) build --strict --clean --config-file mkdocs.yml && $(BIN)/python scripts/site_hosts.py build/site

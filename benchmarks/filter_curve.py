@@ -6,7 +6,7 @@
 The task is that of `benchmarks/learning.py`: repeat the letter that the prompt names. Here a completion has 32 tokens. The first
 arm is Lockstep as it is. The second arm is a trainer that does not know the filters: the log-probs of the whole vocabulary are put
 in the place of its scores, and its proofs are switched off by patches of this file. With `--regex`, every fourth token must be an
-`h`, and the second arm learns without the expression. Prints one table per arm. (docs/methods.md)
+`h`, and the second arm learns without the expression. Prints one table per arm. (docs/internals/methods-measured.md)
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 The packaged 135M model samples 8 completions at temperature 1. Its hidden states before the sampled tokens are the input: 512 rows.
 Each filter keeps the ids that it would keep in an engine. Both ways take turns, and the smallest of `--repeats` times counts. The
 gradient of the head's weight, a whole matrix, is part of both. "Learning" is the forward and backward of the whole model over the
-same completions, in one pack, as a training step computes it. (docs/methods.md)
+same completions, in one pack, as a training step computes it. (docs/internals/methods-measured.md)
 """
 
 from __future__ import annotations

@@ -332,7 +332,7 @@ def _played(start: Callable[[], Any], repeats: int) -> Row:
 def host(sizes: Sizes) -> Iterator[Row]:
     """Microseconds of processor time per sampled token, without model and engine (`benchmarks/host_cost.py`).
 
-    The tokenizer is the small one of the tests, so "decoding to text" is not the figure of docs/speed.md.
+    The tokenizer is the small one of the tests, so "decoding to text" is not the figure of docs/internals/speed.md.
     """
     import tiny
     from host_cost import Tokenizer, measured, total

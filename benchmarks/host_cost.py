@@ -351,7 +351,7 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--sizes", default=SIZES, help="completions x tokens of each, with commas between")
     words.add_argument("--json", type=Path, default=Path("runs/bench/host_cost.json"))
-    words.add_argument("--plot", type=Path, help="where to draw the table (docs/host_cost.svg)")
+    words.add_argument("--plot", type=Path, help="where to draw the table (docs/figures/host_cost.svg)")
     asked = words.parse_args()
     # The processor time of threads that wait for each other is no work.
     torch.set_num_threads(1)

@@ -3,7 +3,8 @@
     make learning      (two cores, no download; about five minutes; ARGS="--methods ppo" for one)
 
 The task: the prompt names a letter, and the completion should repeat this letter. The reward of a completion is the share of its
-tokens that are the letter. Writes `runs/bench/learning.json` and draws `runs/bench/learning.svg`. (docs/methods.md)
+tokens that are the letter. Writes `runs/bench/learning.json` and draws `runs/bench/learning.svg`.
+(docs/internals/methods-measured.md)
 
     make learning ARGS="--runs runs/rloo runs/online_dpo runs/scalerl runs/lora"
 

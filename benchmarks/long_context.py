@@ -10,7 +10,7 @@ operations is computed: 6 per weight and position (2 forward, 4 backward), and 1
 (2 products forward; 5 backward, because scores are computed again). The reference scores each sequence in a separate row with
 PyTorch's causal attention.
 
-Prints a table and writes `runs/bench/long_context.json` and `.svg`. (docs/speed.md)
+Prints a table and writes `runs/bench/long_context.json` and `.svg`. (docs/internals/speed.md)
 """
 
 from __future__ import annotations

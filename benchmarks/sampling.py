@@ -7,7 +7,7 @@ Each setting has a Lockstep engine in a process of its own (`sampling_engine.py`
 engines of a part then sample the same requests in turn; each waits while another one works. The model is SmolLM2-135M with an end
 token that it never samples, in the dtype that training chooses on this machine, on a CPU. Every round begins with an empty prefix
 cache, like every step after its push. Figures are medians of the rounds after the first. Prints one table per part and writes
-`runs/bench/sampling.json`. (docs/speed.md)
+`runs/bench/sampling.json`. (docs/internals/speed.md)
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Measure its memory, and its throughput beside vLLM in process.
 
 Both get the same requests with the same seeds in the same order. Both decode at most 64 requests together, with the same threads.
 First vLLM runs in a process like a trainer's. Then the server runs, over HTTP, for as many rounds as fit into the minutes.
-(docs/server.md)
+(docs/internals/server.md)
 """
 
 from __future__ import annotations

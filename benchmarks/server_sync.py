@@ -1,4 +1,4 @@
-"""Compare the time of a push to a server with the time of copying its bytes once. (docs/server.md)
+"""Compare the time of a push to a server with the time of copying its bytes once. (docs/internals/server.md)
 
     make server-sync      (real vLLM server, SmolLM2-135M; about four minutes on two cores)
 

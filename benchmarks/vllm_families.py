@@ -5,7 +5,7 @@
 
 Each family gets a process of its own, which makes the model (`tests/model_families.py`) and runs `lockstep verify` on it, in
 float32 with vLLM in the same process. A process that dies is a row too. The program prints the table of
-docs/models-and-tokens.md, and exits with 1 if a proof failed or a process died.
+docs/internals/models-and-tokens.md, and exits with 1 if a proof failed or a process died.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ The script makes an Idefics3 of two layers with random weights, its tokenizer an
 text. Every picture has one red half, left, right, top or bottom; the other half has a colour of its own, and all pixels have noise.
 vLLM samples one word per completion in this process. The reward is 1 if the word names the red half. A policy that does not look at
 the picture is right in one case of four at most. Prints the held-out reward before and after training, on pictures that no step has
-seen. (docs/images.md)
+seen. (docs/internals/images.md)
 """
 
 from __future__ import annotations

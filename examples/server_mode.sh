@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a few steps of the recipe of `make train` with vLLM in a process of its own, and then stops the server. (docs/server.md)
+# Runs a few steps of the recipe of `make train` with vLLM in a process of its own, and then stops the server. (docs/internals/server.md)
 #
 #     examples/server_mode.sh            three minutes on two CPU cores
 #

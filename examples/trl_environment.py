@@ -2,7 +2,7 @@
 
     python examples/trl_environment.py [MODEL]      (a model whose chat template shows tools; default: Qwen/Qwen3-0.6B from a hub)
 
-The environment is a counter. Its method is the model's tool, and it gives the reward itself. docs/conversations.md
+The environment is a counter. Its method is the model's tool, and it gives the reward itself. docs/internals/conversations.md
 """
 
 from __future__ import annotations

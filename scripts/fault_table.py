@@ -1,4 +1,4 @@
-"""Write the table of faults in runs into docs/proof.md, from the file that a self-test has written.
+"""Write the table of faults in runs into docs/internals/proof.md, from the file that a self-test has written.
 
     lockstep verify --model NAME_DIR_OR_ID --self-test --json self_test.json
     python scripts/fault_table.py self_test.json
@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "proof.md"
+PAGE = Path(__file__).parents[1] / "docs" / "internals" / "proof.md"
 BEGIN, END = "<!-- faults in runs: scripts/fault_table.py -->", "<!-- end of faults in runs -->"
 
 

@@ -1,4 +1,4 @@
-"""Two defects of TRL 1.16 that docs/migrating-from-trl.md names, A3 and P4, shown in TRL's own trainer beside ours."""
+"""Two defects of TRL 1.16 that docs/reference/migrating-from-trl.md names, A3 and P4, shown in TRL's own trainer beside ours."""
 
 from __future__ import annotations
 

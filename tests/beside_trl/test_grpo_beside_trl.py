@@ -53,7 +53,7 @@ ALWAYS = {
     "completions/mean_terminated_length", "completions/min_terminated_length", "completions/max_terminated_length",
 }  # fmt: skip
 LOGGED = {"cispo": {"cispo_clip_ratio"}, "vespo": {"vespo/phi_seq_mean"}, "sapo": set[str]()}
-# TRL logs the weights that it applies; Lockstep logs the raw ratios (docs/migrating-from-trl.md).
+# TRL logs the weights that it applies; Lockstep logs the raw ratios (docs/reference/migrating-from-trl.md).
 RATIOS = frozenset({"sampling/importance_sampling_ratio/"})
 
 

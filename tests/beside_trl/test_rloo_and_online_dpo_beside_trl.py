@@ -39,8 +39,8 @@ RLOO: dict[str, Any] = {
     "learning_rate": 3e-6,
 }
 REWARDS = {"reward", "reward_std", "rewards/longer/mean", "rewards/longer/std", "completions/mean_length", "num_tokens"}
-# TRL logs the loss with four decimal places, and its other figures count padding (docs/migrating-from-trl.md). The loss that TRL
-# differentiates is compared together with the gradients.
+# TRL logs the loss with four decimal places, and its other figures count padding (docs/reference/migrating-from-trl.md). The loss
+# that TRL differentiates is compared together with the gradients.
 ROUNDED = frozenset({"loss"})
 OVER_PADDING = {f"objective/{name}" for name in ("kl", "entropy", "non_score_reward", "rlhf_reward")}
 PREFERENCES = {

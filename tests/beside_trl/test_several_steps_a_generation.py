@@ -59,7 +59,7 @@ SAME = [
     for cut, fields in CUTS.items()
     if loss != "bnpo" or "gradient_accumulation_steps" not in fields
 ]
-# TRL logs these figures once, for the whole generation; Lockstep logs them for each step (docs/migrating-from-trl.md).
+# TRL logs these figures once, for the whole generation; Lockstep logs them for each step (docs/reference/migrating-from-trl.md).
 OF_THE_GENERATION = frozenset(f"sampling/{name}/" for name in ("sampling_logp_difference", "importance_sampling_ratio"))
 # In TRL these figures are means of the micro-batches' means.
 OF_MICRO_BATCHES = frozenset({"entropy", "kl", "clip_ratio/"})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = sorted(
     path for folder in ("src", "tests", "benchmarks", "examples", "scripts") for path in (ROOT / folder).rglob("*.py")
 )
@@ -57,14 +57,43 @@ def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.M)) <= targets
 
 
+# Files other than pages that may name a page of the docs: messages, help, comments, recipes, settings.
+CITING = [
+    *PROGRAMS,
+    *sorted(
+        path
+        for end in ("json", "yaml", "sh", "toml")
+        for path in ROOT.glob(f"[!.]*/**/*.{end}")
+        if "runs" not in path.parts
+    ),
+    *(ROOT / name for name in ("Makefile", "pyproject.toml", "mkdocs.yml", ".ci/run", "CONTRIBUTING.md", "README.md")),
+]
+CITED = re.compile(r"(?<![\w/])docs/([\w/-]+\.(?:md|svg))(?:#([\w-]+))?")
+
+
+def test_every_page_and_heading_of_the_docs_that_is_cited_exists() -> None:
+    cited = {
+        (path, *found)
+        for path in CITING
+        if "build" not in path.parts and path != Path(__file__)
+        for found in CITED.findall(path.read_text())
+    }
+    assert len(cited) > 40
+    wrong = [
+        (str(path.relative_to(ROOT)), name, heading)
+        for path, name, heading in cited
+        if not (ROOT / "docs" / name).exists() or (heading and heading not in headings(ROOT / "docs" / name))
+    ]
+    assert sorted(wrong) == []
+
+
 def test_every_file_that_a_docstring_or_comment_names_exists() -> None:
-    # Code may contain invented paths. A path in backticks, or one that starts with "docs/", must exist.
-    claimed = re.compile(r"`([\w-]+(?:/[\w-]+)*/[\w*-]+\.py)`|\b(docs/[\w-]+\.md)\b")
+    # Code may contain invented paths. A path in backticks must exist.
+    claimed = re.compile(r"`([\w-]+(?:/[\w-]+)*/[\w*-]+\.py)`")
     wrong = {
         f"{program.relative_to(ROOT)}: {path}"
         for program in PROGRAMS
-        for found in claimed.findall(program.read_text())
-        for path in found
-        if path and missing(path, program)
+        for path in claimed.findall(program.read_text())
+        if missing(path, program)
     }
     assert wrong == set()

@@ -250,7 +250,7 @@ class TestCommand:
 
 
 def test_what_a_server_started_by_hand_needs_is_the_same_on_the_page_and_in_errors() -> None:
-    page = " ".join((Path(__file__).parents[2] / "docs" / "server.md").read_text().split())
+    page = " ".join((Path(__file__).parents[2] / "docs" / "internals" / "server.md").read_text().split())
     needed = [word for word in shlex.split(HOW_TO_START) if word.startswith(("--", "VLLM_"))]
     assert len(needed) > 5
     assert [word for word in needed if word.rstrip(",") not in page] == []

@@ -2,7 +2,8 @@
 
 `long_schedule.py` draws the signals. It sends them to server, engine, supervisor, trainer and single ranks, in every phase.
 In turns the final weights and the metrics must be those of an undisturbed run, bit for bit. With generations ahead the ages of
-tokens depend on the clock (docs/methods.md), so that the receipt is checked instead. Another test fills the disk of such a run.
+tokens depend on the clock (docs/reference/methods.md), so that the receipt is checked instead. Another test fills
+the disk of such a run.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from lockstep.training.batch.pack import pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.passes import in_passes
-from lockstep.training.forward.scoring import score_pack
+from lockstep.training.forward.scoring import TokenScores, score_pack
 
 IDS = [3, 1, 4, 1, 5]
 
@@ -55,7 +55,12 @@ def shard(model: PreTrainedModel, passes: Passes) -> ShardedModel:
 def loss_of(model: PreTrainedModel) -> torch.Tensor:
     one = TrainingSequence("a/0", [3, 1], [4, 1, 5], [0.0] * 3)  # type: ignore[arg-type]
     (pack,) = pack_sequences([one], 64)
-    return in_passes(model, lambda: score_pack(model, pack, 1.0, 2)).logps.sum()
+    shards = sharded(model)
+
+    def compute() -> TokenScores:
+        return score_pack(model, pack, 1.0, 2)
+
+    return (compute() if shards is None else in_passes(shards, compute)).logps.sum()
 
 
 def test_forward_and_gradients_are_those_of_the_whole_model(

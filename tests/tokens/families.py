@@ -141,7 +141,7 @@ def end_ids_of(name: str) -> list[int]:
 
 
 def table() -> str:
-    """The table of docs/conversations.md: what happens in each family and case."""
+    """The table of docs/internals/conversations.md: what happens in each family and case."""
     rows = [f"| family | tool calls | {' | '.join(CASES)} |", "|---" * (len(CASES) + 2) + "|"]
     for name in FAMILIES:
         try:

@@ -223,7 +223,7 @@ def test_thinking_stays_while_tools_answer_and_a_new_user_turn_branches(name: st
 
 
 def test_the_table_of_the_docs_is_what_happens() -> None:
-    page = Path(__file__).parents[2] / "docs" / "conversations.md"
+    page = Path(__file__).parents[2] / "docs" / "internals" / "conversations.md"
     assert table() in page.read_text("utf-8")
 
 

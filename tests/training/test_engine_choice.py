@@ -100,7 +100,10 @@ def test_the_environment_fits_the_machine(
     assert calls == installed
 
 
-def test_every_package_of_the_lock_is_installed_once(make_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dev", [True, False])
+def test_every_package_of_the_lock_is_installed_once(
+    dev: bool, make_env: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     installed: list[str] = []
 
     def pip(*words: str) -> None:
@@ -108,6 +111,7 @@ def test_every_package_of_the_lock_is_installed_once(make_env: ModuleType, monke
             installed.extend(Path(words[-1]).read_text().splitlines())
 
     monkeypatch.setattr(make_env, "pip", pip)
-    assert make_env.installed_from_lock()
+    assert make_env.installed_from_lock(dev)
     lines = (ROOT / "requirements.lock").read_text().splitlines()
-    assert sorted(installed) == sorted(line for line in lines if not line.startswith("#"))
+    wanted = [line for line in lines if not line.startswith("#") and (dev or not line.endswith(make_env.DEV))]
+    assert sorted(installed) == sorted(wanted)

@@ -1,4 +1,4 @@
-"""Every row of docs/migrating-from-trl.md about a field or argument is true of TRL's code and of ours."""
+"""Every row of docs/reference/migrating-from-trl.md about a field or argument is true of TRL's code and of ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 trl = pytest.importorskip("trl")
 from trl.experimental import online_dpo  # noqa: E402
 
-PAGE = Path(__file__).parents[2] / "docs" / "migrating-from-trl.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "migrating-from-trl.md"
 # The names of the classes, by the column of the tables.
 METHODS = {"GRPO": "GRPO", "RLOO": "RLOO", "Online DPO": "OnlineDPO"}
 STATUSES = {"same", "different", "refused", "—"}

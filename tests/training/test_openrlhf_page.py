@@ -1,4 +1,4 @@
-"""The rows of docs/migrating-from-openrlhf.md are true of Lockstep's fields and commands, and of OpenRLHF's released flags.
+"""The rows of docs/reference/migrating-from-openrlhf.md are true of our fields and commands, and of OpenRLHF's released flags.
 
 `openrlhf_flags.json` has the flags of two releases with their defaults; `scripts/openrlhf_flags.py` makes it from their packages.
 """
@@ -18,7 +18,7 @@ from lockstep import PPOConfig, ReinforcePPConfig
 from lockstep.cli.fields.adapter import AdaptedRunArguments
 from lockstep.cli.main import main
 
-PAGE = Path(__file__).parents[2] / "docs" / "migrating-from-openrlhf.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "migrating-from-openrlhf.md"
 CONFIGS = (ReinforcePPConfig, PPOConfig)
 RELEASED = json.loads((Path(__file__).parent / "openrlhf_flags.json").read_text())
 OLDER, DOTTED = "0.9.10", "0.11.2"

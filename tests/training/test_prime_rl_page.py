@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.cli.fields.description import FIELDS_FILE
 
-PAGE = Path(__file__).parents[2] / "docs" / "migrating-from-prime-rl.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "migrating-from-prime-rl.md"
 
 
 def test_every_field_in_the_column_of_lockstep_exists() -> None:

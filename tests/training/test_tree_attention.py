@@ -84,7 +84,7 @@ def test_what_other_devices_compute_is_the_same(ends: torch.Tensor) -> None:
     tree = TreeAttention(plan, tuple(masks))
 
     def attend(layer: Layer, *own: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return block_attention._Recomputed.apply(*own, tree, 0.3).transpose(1, 2), None
+        return block_attention._Recomputed.apply(*own, tree, 0.3, None).transpose(1, 2), None
 
     for one, other in zip(with_gradients(attend, *parts), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
@@ -103,7 +103,7 @@ def test_on_other_devices_only_half_precision_leaves_fewer_key_heads_to_the_kern
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     query, key, value, _ = (part.to(dtype) for part in drawn(30))
-    block_attention._Recomputed.apply(query, key, value, tree_of(torch.full((30,), 30), dtype), 0.3)
+    block_attention._Recomputed.apply(query, key, value, tree_of(torch.full((30,), 30), dtype), 0.3, None)
     assert asked == [(shared, key.shape[1] if shared else query.shape[1], None)]
 
 

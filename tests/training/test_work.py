@@ -75,7 +75,7 @@ def test_a_group_that_agrees_is_learned_from_where_the_loss_has_another_part(
     assert set(work.learned().values()) == {1}
 
 
-# The number of the policy's passes without gradient over a generation, as docs/speed.md lists them.
+# The number of the policy's passes without gradient over a generation, as docs/internals/speed.md lists them.
 PASSES: list[tuple[str, dict[str, Any], int]] = [
     ("GRPO", {}, 0),
     ("GRPO", {"beta": 0.1}, 0),

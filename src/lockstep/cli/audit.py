@@ -2,7 +2,7 @@
 
 ROLLOUTS is a file (JSON Lines, JSON or Parquet) of TRL, verl, prime-rl, OpenRLHF or your own code, or the directory of a Lockstep
 run.
-Each row has prompt ids, completion ids and the log-probs that the engine reported; docs/audit.md has the columns.
+Each row has prompt ids, completion ids and the log-probs that the engine reported; docs/guides/audit.md has the columns.
 """
 
 from __future__ import annotations

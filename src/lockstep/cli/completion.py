@@ -17,6 +17,7 @@ from lockstep.training.config.trl_fields import ONE_VALUE, UNSUPPORTED, WITHOUT_
 _OWN = {
     "serve": "--host --port --key_file --dtype --cast_lm_head_to_fp32 --max_model_len --max_num_seqs --tensor_parallel_size "
     "--gpu_memory_utilization --dry_run",
+    "audit": "--model --temperature --top_k --top_p --min_p --repetition_penalty --dtype --earlier --url --max_tokens --json",
     "init": "",
     "compare": "",
     "report": "--output",

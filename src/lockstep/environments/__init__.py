@@ -1,1 +1,1 @@
-"""Environments of other libraries for rollouts: textarena, OpenEnv and verifiers (docs/conversations.md)."""
+"""Environments of other libraries for rollouts: textarena, OpenEnv and verifiers (docs/internals/conversations.md)."""

@@ -1,7 +1,7 @@
 """Environments of verifiers as agents: verifiers runs its own rollouts, against the gateway.
 
-`environment("NAME")` is an agent (docs/gateway.md). Its rubric gives the reward, and its data set gives the rows. verifiers needs
-other versions of some packages than vLLM. Therefore it runs in one process of its own, with a Python that has it
+`environment("NAME")` is an agent (docs/internals/gateway.md). Its rubric gives the reward, and its data set gives the rows.
+verifiers needs other versions of some packages than vLLM. Therefore it runs in one process of its own, with a Python that has it
 (`environments/own_process/verifiers_rollouts.py`). All rollouts of a generation run concurrently there.
 """
 

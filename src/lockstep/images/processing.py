@@ -76,7 +76,7 @@ class InTiles:
         if padded or not bool(pixels.flatten(1).any(1).all()):
             raise InputError(
                 f"a picture of {image.width} × {image.height} pixels has a tile with padding, or one whose values are all 0, which "
-                "the model takes for padding: use the model's own preprocessor_config.json (docs/images.md)"
+                "the model takes for padding: use the model's own preprocessor_config.json (docs/guides/images.md)"
             )
         rows, columns = int(found["rows"][0][0]), int(found["cols"][0][0])
         height, width = (side // self._patch for side in pixels.shape[-2:])

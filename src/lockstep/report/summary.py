@@ -17,7 +17,7 @@ def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, aft
         wall_s: wall seconds of the process that finished the run.
 
     Returns:
-        The summary; docs/report.md explains every key.
+        The summary; docs/reference/report.md explains every key.
     """
     steps = [line for line in metrics if "loss" in line]
     time = {

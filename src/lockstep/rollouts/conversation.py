@@ -304,7 +304,7 @@ class Conversation:
         An older branch can still be continued by its own methods.
         """
         if self.branches and self.prompt.pictures is not None:
-            raise LockstepError(f"rollout {self.key}: a prompt with pictures cannot branch yet (docs/images.md)")
+            raise LockstepError(f"rollout {self.key}: a prompt with pictures cannot branch yet (docs/guides/images.md)")
         self.branches.append(Branch(self, whole_numbers(prompt_ids)))
         return self.branches[-1]
 

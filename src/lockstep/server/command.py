@@ -152,7 +152,7 @@ def _path_of(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _cpu_settings(cores: int) -> dict[str, str]:
-    """Threads and memory of an engine that shares its machine with a trainer. The measurements are in docs/server.md."""
+    """Threads and memory of an engine that shares its machine with a trainer. The measurements are in docs/internals/server.md."""
     return {
         # vLLM would keep one core for its scheduler and bind its threads to the others.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -31,7 +31,8 @@ _RUN = "_lockstep_run"
 
 def sharded(model: torch.nn.Module) -> ShardedModel | None:
     """The shards of a model, with or without an adapter; None if it is whole on this rank."""
-    return vars(causal_model(model)).get(_NAME)
+    inner = model if isinstance(model, PreTrainedModel) else causal_model(model)
+    return vars(inner).get(_NAME)
 
 
 class ShardedModel:

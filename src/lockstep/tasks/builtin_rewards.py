@@ -1,6 +1,6 @@
 """The reward functions that come with Lockstep, by the names that `--reward_funcs` accepts.
 
-Each takes the arguments that it needs by keyword and ignores the others. docs/rollouts.md lists them.
+Each takes the arguments that it needs by keyword and ignores the others. docs/internals/rollouts.md lists them.
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ class RunArguments:
     )
     agent: str | None = dataclasses.field(
         default=None,
-        metadata={"help": "Function that makes a rollout by calls to the gateway: file.py:function (docs/gateway.md)."},
+        metadata={
+            "help": "Function that makes a rollout by calls to the gateway: file.py:function (docs/guides/agents.md)."
+        },
     )
     agent_command: str | None = dataclasses.field(
         default=None, metadata={"help": "Command line of such an agent; it runs once per rollout."}

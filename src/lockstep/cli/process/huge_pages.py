@@ -1,7 +1,8 @@
 """Asks the C library for huge pages. A process can do this only at its start, so a command starts itself again, once.
 
 Training and vLLM on a CPU allocate memory by the megabyte. If Linux gives it in pages of 4 KiB, the kernel takes a large part of
-a step's time (docs/speed.md has figures). Used by `cli/main.py`. The child processes of a command inherit the environment.
+a step's time (docs/internals/speed.md has figures). Used by `cli/main.py`. The child processes of a command inherit the
+environment.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def engine_arguments(
         "override_generation_config": dict(NEUTRAL_SAMPLING),
         "enable_prefix_caching": True,
         "structured_outputs_config": {"backend": GRAMMAR_BACKEND},
-        # On a CPU, compiling makes the start 40 s longer and sampling a fifth faster (docs/speed.md, `make sampling`).
+        # On a CPU, compiling makes the start 40 s longer and sampling a fifth faster (docs/internals/speed.md, `make sampling`).
         "enforce_eager": not torch.cuda.is_available(),
     }
     if not torch.cuda.is_available():

@@ -30,7 +30,7 @@ class Chart(NamedTuple):
 CHARTS = (
     Chart("KL divergence", "nats per token", {"kl": "to the reference", "objective/kl": "to the reference"}),
     Chart("Entropy", "nats per token", {"entropy": "entropy"}),
-    Chart("Loss", "", {"loss": "loss", "val/loss": "critic"}),
+    Chart("Loss", "", {"loss": "loss", "loss/value": "critic"}),
     Chart("Gradient norm", "before clipping", {"grad_norm": "norm"}),
     Chart("Learning rate", "", {"learning_rate": "rate"}),
     Chart(

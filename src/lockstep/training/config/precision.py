@@ -18,7 +18,7 @@ def has_fast_bf16() -> bool:
 
 
 def usual_token_budget() -> int:
-    """Positions of one forward that fill this machine's kernels and fit into usual memory (docs/training.md)."""
+    """Positions of one forward that fill this machine's kernels and fit into usual memory (docs/internals/training.md)."""
     return 4096 if torch.cuda.is_available() else 2048
 
 

@@ -1,7 +1,8 @@
 """Fields of TRL and transformers that support one value here, or that have no effect here.
 
 A script that sets them runs. Any other value of the first kind is refused by name. Any value of the second kind is taken, and a
-line says that it has no effect. `training/config/online_config.py` inherits the fields. docs/migrating-from-trl.md gives reasons.
+line says that it has no effect. `training/config/online_config.py` inherits the fields.
+docs/reference/migrating-from-trl.md gives reasons.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def doc(text: str, **metadata: Any) -> dict[str, Any]:
     return {"help": text, **metadata}
 
 
-_ONE_VALUE = doc("Only one value is supported; see docs/migrating-from-trl.md.")
+_ONE_VALUE = doc("Only one value is supported; see docs/reference/migrating-from-trl.md.")
 _VLLM_ARGUMENT = "give it in vllm_engine_kwargs, or to 'lockstep serve'"
 
 # Per name: the supported values, and why others are refused.

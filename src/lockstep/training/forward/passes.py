@@ -1,4 +1,4 @@
-"""Forwards of a model that may be sharded: all ranks make them together (`shards/passes.py`).
+"""Forwards of a sharded model: all ranks make them together (`shards/passes.py`).
 
 `training/step/update.py` scores packs through `in_passes`. `training/trainers/online.py` shards the models of a run.
 """
@@ -11,18 +11,15 @@ from contextlib import AbstractContextManager
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.shards.model import ShardedModel, sharded
+from lockstep.shards.model import ShardedModel
 from lockstep.tokens.arrays import reals, whole_numbers
 from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.scoring import TokenScores, score_pack
 
 
-def in_passes(model: PreTrainedModel, compute: Callable[[], TokenScores]) -> TokenScores:
-    """The scores that `compute` gives. With gradient, the caller is inside `ShardedModel.learning` if the model is sharded."""
-    shards = sharded(model)
-    if shards is None:
-        return compute()
+def in_passes(shards: ShardedModel, compute: Callable[[], TokenScores]) -> TokenScores:
+    """The scores that `compute` gives. With gradient, the caller is inside `ShardedModel.learning`."""
     if torch.is_grad_enabled():
         return shards.run(compute, _with_gradient)
     with shards.looking():

@@ -1,6 +1,6 @@
 """GRPO and the losses of its family (arXiv 2402.03300 and the papers named in `lockstep.algorithms`), with TRL's constructor.
 
-docs/migrating-from-trl.md lists the differences to the papers and to TRL, with reasons.
+docs/reference/migrating-from-trl.md lists the differences to the papers and to TRL, with reasons.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class GRPOConfig(GroupConfig):
     """
 
     loss_type: LossType = field(
-        default="dapo", metadata=doc("The loss of a token, and how tokens are averaged; see docs/methods.md.")
+        default="dapo", metadata=doc("The loss of a token, and how tokens are averaged; see docs/reference/methods.md.")
     )
     importance_sampling_level: ImportanceLevel = field(
         default="token", metadata=doc("One ratio per token, or one per completion (GSPO).")

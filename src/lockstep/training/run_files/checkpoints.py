@@ -18,7 +18,6 @@ from lockstep.errors import InputError, LockstepError
 from lockstep.parity.receipt import RECEIPT, lines_up_to, replace_text
 from lockstep.parity.resume.checkpoint import TRAINER_STATE
 from lockstep.report.page.run_record import METRICS, SHOWN
-from lockstep.training.run_files.rollout_files import remove_after
 
 _logger = logging.getLogger(__name__)
 
@@ -106,16 +105,16 @@ def guarded_save(output_dir: str | Path, step: int) -> Iterator[None]:
 
 
 def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
-    """Remove everything that a run wrote after `checkpoint`: later or incomplete checkpoints, later log lines, later rollouts.
+    """Remove everything that a run wrote after `checkpoint`: later or incomplete checkpoints, and later log lines.
 
-    If `checkpoint` is None, incomplete checkpoints, all log lines and all rollouts are removed.
+    If `checkpoint` is None, incomplete checkpoints and all log lines are removed. Later rollouts go when the run begins
+    (`training/trainers/run_files.py`), because it may still be refused.
     """
     folder = Path(output_dir)
     step = checkpoint_step(checkpoint) if checkpoint is not None else 0
     for path in _checkpoints(folder):
         if not _is_complete(path) or (checkpoint is not None and checkpoint_step(path) > step):
             shutil.rmtree(path)
-    remove_after(folder, step)
     for name in (METRICS, SHOWN, RECEIPT):
         path = folder / name
         if checkpoint is None:

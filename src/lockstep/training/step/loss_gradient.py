@@ -75,7 +75,7 @@ class LossGradient:
         """What the formulas need of a pack, by the fields of `Tokens`, and the gradients that were found."""
         zeros = torch.zeros_like(batch.logps)
         columns = {
-            "logps": batch.logps,
+            "logps": batch.logps.detach(),
             "old_logps": batch.old_logps,
             "behaviour": batch.behaviour_logps,
             "advantages": batch.advantages,

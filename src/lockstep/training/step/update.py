@@ -92,7 +92,8 @@ class Policy:
                 rules=self.rules,
                 draws=before_steps and any(s.drawn for s in pack.sequences),
             )
-            scores = in_passes(self.model, compute)
+            shards = sharded(self.model)
+            scores = compute() if shards is None else in_passes(shards, compute)
         if rows is not None:
             rows.add(pack, scores.logps.detach(), seen[-1], before_steps=before_steps)
         return scores

@@ -59,8 +59,8 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
             continue
         if found := [feature for feature, used in in_use.items() if used]:
             raise InputError(
-                f"not supported with images yet: {'; '.join(found)}. Leave it out, or drop the images (docs/images.md lists what "
-                "works)"
+                f"not supported with images yet: {'; '.join(found)}. Leave it out, or drop the images (docs/guides/images.md "
+                "lists what works)"
             )
 
 

@@ -105,8 +105,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         rollout_func: makes the rollouts itself (`lockstep.rollouts.programs.rollout_func`).
         environment_factory: makes the environment of a rollout, or a mapping of such functions by the column `environment`
             (`lockstep.rollouts.programs.environments`). `reward_funcs` may then be left out, and also the dataset.
-        agent: makes the rollouts by calls to the gateway (docs/gateway.md): a function `agent(base_url, api_key, row)`, or a
-            command line. `reward_funcs` may then be left out.
+        agent: makes the rollouts by calls to the gateway (docs/guides/agents.md): a function `agent(base_url, api_key, row)`,
+            or a command line. `reward_funcs` may then be left out.
         engine: a running engine; the trainer uses it instead of starting one, and the caller closes it.
         refused: arguments of TRL's trainers that are not supported; a value other than None is refused by name.
 

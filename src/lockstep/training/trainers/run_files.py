@@ -1,7 +1,7 @@
 """Writes what a run leaves in its output directory, from the first step to its end, whatever the end is.
 
 `RunFiles` is a callback that every trainer has; `trainer.remove_callback(RunFiles)` takes it away. It reads the trainer's parts.
-docs/report.md lists the files. The proofs write `receipt.jsonl` themselves.
+docs/reference/report.md lists the files. The proofs write `receipt.jsonl` themselves.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RunFiles(TrainerCallback):
         self._trainer, self._began = trainer, began
         self.awaits_evaluation = False
         self.interrupted_by = ""
-        self._is_training = self._has_trained = self._has_before = False
+        self._is_training = self._is_begun = self._has_trained = self._has_before = False
         # The weight version whose generation was kept last.
         self._kept = -1
         self._written, self._took = -math.inf, 0.0
@@ -71,6 +71,16 @@ class RunFiles(TrainerCallback):
         folder, self._kept, self._is_training = self.folder, -1, True
         self._has_trained, self._failure = False, None
         folder.mkdir(parents=True, exist_ok=True)
+        self._is_begun = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begin(state)
+
+    def _begin(self, state: Any) -> None:
+        """Cut what is later than the run's checkpoint. A run that is refused when it begins has lost nothing."""
+        if self._is_begun or not self._trainer.ranks.owner:
+            return
+        folder, self._is_begun = self.folder, True
         remove_after(folder, state.global_step)
         for name in (METRICS, SHOWN):
             _cut(folder / name, state.global_step)
@@ -101,6 +111,7 @@ class RunFiles(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._is_training:
             return
+        self._begin(state)
         self._is_training, self._has_trained = False, True
         if self.interrupted_by and state.global_step < state.max_steps:
             self._end({"ended": "interrupted", "signal": self.interrupted_by})

@@ -75,4 +75,6 @@ def _refuse(policy: PreTrainedModel, args: OnlineConfig, *, images: bool) -> Non
         f"optim={optimizer}": optimizer not in _OPTIMIZERS,
     }.items():
         if refused:
-            raise InputError(f"{name} is not supported with FSDP yet; leave one of the two out (docs/sharding.md)")
+            raise InputError(
+                f"{name} is not supported with FSDP yet; leave one of the two out (docs/guides/sharding.md)"
+            )

@@ -34,7 +34,7 @@ class Fault:
     """One fault.
 
     Attributes:
-        id: name of the fault in the list of known faults (docs/proof.md), or `small-…`.
+        id: name of the fault in the list of known faults (docs/reference/faults.md), or `small-…`.
         what: the fault in one line.
         inject: returns a context in which the fault happens.
         needs: why the fault cannot happen on a stage, or an empty string if it can.

@@ -57,7 +57,7 @@ def adopt_flex_attention(model: PreTrainedModel, device: torch.device, dtype: to
     if device.type == "cpu":
         raise InputError(
             f"attn_implementation is {ASKED!r}, which PyTorch cannot train with on a CPU: leave it out (packs are attended to "
-            "tree by tree then, docs/training.md)"
+            "tree by tree then, docs/internals/training.md)"
         )
     config = model.config.get_text_config()
     heads = config.num_attention_heads

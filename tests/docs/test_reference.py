@@ -1,0 +1,93 @@
+"""The reference pages say what the code has: fields, metrics, proofs, and the ids of known faults."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import reference  # noqa: E402
+
+SOURCE = ROOT / "src" / "lockstep"
+AGAIN = "run .venv/bin/python scripts/reference.py"
+# Families of figures in `metrics.jsonl`; `{name}` stands for a name that is made at run time.
+METRIC = re.compile(
+    r'"((?:parity|sampling|staleness|completions|rewards|checked|tools|environments|agent|engine|prompts|pairs|clip_ratio'
+    r'|objective|logps|val|value|loss|vespo)/[a-z_0-9/]+)"'
+)
+FAULT = re.compile(r"\b([TLWPASRGBMUEFCH])(\d{1,2})[a-z]?\b")
+
+
+@pytest.mark.parametrize("page", ["fields.md", "proofs.md", "faults.md"])
+def test_a_page_is_what_the_script_writes(page: str) -> None:
+    path = reference.REFERENCE / page
+    assert reference.pages()[path] == path.read_text(), AGAIN
+
+
+def test_every_metric_of_the_code_has_a_meaning() -> None:
+    page = (reference.REFERENCE / "metrics.md").read_text()
+    logged = {name for path in SOURCE.rglob("*.py") for name in METRIC.findall(path.read_text())}
+    assert len(logged) > 40
+    assert sorted(name for name in logged if f"`{name}`" not in page) == []
+
+
+def test_every_fault_that_code_or_docs_name_is_published() -> None:
+    page = (reference.REFERENCE / "faults.md").read_text()
+    published = {
+        f"{letter}{number}" for row in re.findall(r"^\| ([^|]+) \|", page, re.M) for letter, number in ids(row)
+    }
+    sources = [*(ROOT / "docs").rglob("*.md"), *SOURCE.rglob("*.py")]
+    cited = {
+        f"{letter}{number}" for path in sources if path.name != "faults.md" for letter, number in ids(path.read_text())
+    }
+    assert {"T4", "W5", "H8", "A1"} <= cited
+    assert sorted(cited - published) == []
+
+
+def ids(text: str) -> list[tuple[str, str]]:
+    """Letter and number of each id, and of all numbers in a range such as "R1 to R5"."""
+    found = FAULT.findall(text)
+    for letter, first, last in re.findall(r"\b([A-Z])(\d{1,2}) to \1(\d{1,2})\b", text):
+        found += [(letter, str(number)) for number in range(int(first), int(last))]
+    return found
+
+
+def test_every_family_that_was_verified_is_listed_by_name() -> None:
+    measured = (
+        (ROOT / "docs/internals/models-and-tokens.md").read_text().partition("## Families")[2].partition("\n## ")[0]
+    )
+    page = (reference.REFERENCE / "models.md").read_text()
+    passed, refused = (
+        set(re.findall(r"\w+", page.partition(f"## {title}")[2].partition("\n## ")[0]))
+        for title in ("On vLLM", "Refused on vLLM")
+    )
+    rows = re.findall(r"^\| ([^|`]+) \| (?:its own|Transformers)[^|]* \| (passes|refused)", measured, re.M)
+    assert len(rows) > 15
+    wrong = [
+        family
+        for names, result in rows
+        for family in re.findall(r"\w+", names.partition(", attention")[0].partition(", longer")[0])
+        if family not in (passed if result == "passes" else refused)
+    ]
+    assert wrong == []
+
+
+def test_every_proof_has_advice() -> None:
+    advice = (ROOT / "docs/troubleshooting/proofs.md").read_text()
+    headings = re.findall(r"^## (.*)$", (reference.REFERENCE / "proofs.md").read_text(), re.M)
+    names = {name for heading in headings for name in re.findall(r"`(\w+)`", heading)}
+    assert len(names) > 30
+    assert sorted(name for name in names - {"max_staleness"} if f"`{name}`" not in advice) == []
+
+
+def test_messages_that_the_help_quotes_stand_in_the_source() -> None:
+    # Long messages are written as several literals, one below the other.
+    joined = [re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in SOURCE.rglob("*.py")]
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/troubleshooting/messages.md").read_text(), re.M)
+    quoted = [part.strip() for row in rows for quote in re.findall(r"`([^`]+)`", row) for part in quote.split("…")]
+    assert len(quoted) > 30
+    assert [part for part in quoted if not any(part in text for text in joined)] == []
