@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from lockstep.errors import InputError, LockstepError, names_path
+from lockstep.images.reading import text_of_content
 from lockstep.parity.receipt import RECEIPT, replace_text
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.html import render_report
@@ -236,18 +237,11 @@ def _read(path: Path) -> dict[str, Any]:
 def _shown(group: RolloutGroup) -> dict[str, Any]:
     source = group.prompt.source
     return {
-        "prompt": source if isinstance(source, str) else _said(source[-1]["content"]),
+        "prompt": source if isinstance(source, str) else text_of_content(source[-1]["content"]),
         "completions": [rollout.text for rollout in group.rollouts],
         # JSON has no NaN.
         "rewards": [rollout.reward if rollout.scored else None for rollout in group.rollouts],
     }
-
-
-def _said(content: Any) -> Any:
-    """The content of a message. Of parts, it is the text, with a word in place of each picture."""
-    if not isinstance(content, list):
-        return content
-    return "".join(part.get("text") or "<image>" for part in content)
 
 
 class MetricsFile(TrainerCallback):

@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.engines.protocol import Completion
+from lockstep.images.reading import text_of_content
 from lockstep.rollouts.group import Rollout, RolloutGroup
 
 # Gives the gap of each sampled token.
@@ -87,7 +88,7 @@ def _calls(rollout: Rollout) -> Iterator[str]:
             function = call["function"]
             yield f"call {function['name']}({function['arguments']})"
         if message["role"] == "tool":
-            yield f"result {message.get('name', '')}: {message['content']}"
+            yield f"result {message.get('name', '')}: {text_of_content(message['content'])}"
 
 
 def _said(message: dict[str, Any], finish_reason: str | None) -> tuple[str, str]:
@@ -95,4 +96,4 @@ def _said(message: dict[str, Any], finish_reason: str | None) -> tuple[str, str]
         f"→ {c['function']['name']}({c['function']['arguments']})" for c in message.get("tool_calls") or ()
     )
     label = ", ".join(filter(None, [message["role"], finish_reason]))
-    return label, f"{message.get('content') or ''} {calls}".strip()
+    return label, f"{text_of_content(message.get('content'))} {calls}".strip()

@@ -24,21 +24,20 @@ from lockstep.training.forward.policy import OpenedPolicy
 
 
 def unsupported_with_images(
-    args: OnlineConfig, ranks: Ranks, model: Any, *, acting: bool, adapter: Any
+    args: OnlineConfig, ranks: Ranks, model: Any, *, makes_rollouts: bool, adapter: Any
 ) -> dict[str, bool]:
     """Features that are not supported with pictures, and whether a run uses each.
 
     Args:
         model: the trainer's argument: a name or a loaded model.
-        acting: whether rollouts are made with tools, environments, an agent or a `rollout_func`.
+        makes_rollouts: whether an agent or a `rollout_func` makes the rollouts.
         adapter: the trainer's `peft_config`.
     """
     return {
         "several trainer processes": ranks.count > 1,
         "an adapter (peft_config)": adapter is not None or (not isinstance(model, str) and is_adapted(model)),
         "use_liger_kernel": bool(args.use_liger_kernel),
-        "tools, environments, agents or a rollout_func": acting,
-        "max_thinking_length": args.max_thinking_length is not None,
+        "an agent or a rollout_func": makes_rollouts,
     }
 
 
@@ -73,26 +72,38 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
 
 
 def image_prompts(
-    opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[str, Any], engine: Any
+    opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[str, Any], engine: Any, ranks: Ranks, *, acting: bool
 ) -> ImagePrompts | None:
-    """Reads the prompts of a run with pictures; None: no dataset has pictures, or the model reads none.
+    """Reads the pictures of a run; None: it has none, or cannot show any.
 
     Args:
         engine: the engine that the caller gave, or None.
+        acting: whether rollouts have tools or environments, which may give pictures that no dataset has. Where such a run cannot
+            show pictures, a tool that gives one gives an error to the model.
 
     Raises:
         InputError: the model has no image processor, or pictures of its family cannot be sent to a server.
     """
     model, arguments = causal_model(opened.model), args.chat_template_kwargs
-    if not reads_pictures(model.config) or not any(map(has_pictures, datasets.values())):
+    in_data = any(map(has_pictures, datasets.values()))
+    if not reads_pictures(model.config) or not (in_data or acting):
         return None
     on_server = args.vllm_mode == "server" or isinstance(engine, VLLMServer)
-    if on_server and model.config.model_type not in ON_SERVERS:
+    cannot = on_server and model.config.model_type not in ON_SERVERS
+    if not in_data and (cannot or ranks.count > 1):
+        return None
+    if cannot:
         raise InputError(
             f"pictures of {model.config.model_type} cannot be sent to a server yet, only those of {', '.join(ON_SERVERS)}: set "
             "vllm_mode='colocate', or use such a model (docs/images.md)"
         )
-    return ImagePrompts(model, opened.tokenizer, opened.path, arguments)  # type: ignore[arg-type]
+    try:
+        return ImagePrompts(model, opened.tokenizer, opened.path, arguments)  # type: ignore[arg-type]
+    except InputError:
+        # A model with its text part's files only may still be trained on text.
+        if in_data:
+            raise
+        return None
 
 
 def has_pictures(data: Any) -> bool:

@@ -1,0 +1,63 @@
+"""A tiny vision-language model that calls a tool, as `tests/caller.py` makes one for text, and tools that give pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from caller import TEMPLATE, add_call_tokens, steps_of, teach_steps
+from seeing import is_in_tiles, make_seeing, make_seeing_tokenizer, picture, save_processor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+TOOL = "draw"
+
+
+def make_seeing_caller_tokenizer(family: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
+    """The tokenizer of a family's tiny model with the tokens of a call of `draw`."""
+    image = "<image>" if is_in_tiles(family) else "<|vision_start|><|image_pad|><|vision_end|>"
+    parts = (
+        "{% macro shown(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content or [] %}"
+        f"{{% if part['type'] == 'image' %}}{image}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
+        "{% endfor %}{% endif %}{% endmacro %}"
+    )
+    template = parts + TEMPLATE.replace("{{ message['content'] or '' }}", "{{ shown(message['content']) }}").replace(
+        "{{ message['content'] }}", "{{ shown(message['content']) }}"
+    )
+    return add_call_tokens(make_seeing_tokenizer(family), template, TOOL)
+
+
+def make_seeing_caller(family: str = "qwen2_5_vl") -> PreTrainedModel:
+    """The model. What stands before its last token moves its log-probs by a few tenths, pictures too."""
+    model = make_seeing(family, scale=SCALE)
+    teach_steps(model, make_seeing_caller_tokenizer(family), steps_of(TOOL))
+    return model
+
+
+SCALE = 0.08
+
+
+def save_seeing_caller(folder: Path, family: str = "qwen2_5_vl") -> str:
+    """A directory with the model, its tokenizer and its image processor."""
+    make_seeing_caller(family).save_pretrained(folder)
+    make_seeing_caller_tokenizer(family).save_pretrained(folder)
+    return save_processor(folder, family)
+
+
+def draw(a: int, b: int) -> Any:
+    """Draws two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    if a == 0:
+        return picture(b)
+    if a == 1:
+        return [{"type": "text", "text": "no file "}, {"type": "image", "image": "there is no such file.png"}]
+    if a == 2:
+        return f"<|image_pad|> <image> {b}"
+    return [
+        {"type": "text", "text": "one "},
+        {"type": "image", "image": picture(a, 16, 16)},
+        {"type": "text", "text": " and"},
+    ]
