@@ -12,6 +12,8 @@ from typing import Any
 
 import plotly.io
 
+from lockstep.report.pictures import STYLE as PICTURES_STYLE
+from lockstep.report.pictures import name_of, render_pictures
 from lockstep.report.turns import STYLE as TURNS_STYLE
 from lockstep.report.turns import render_turns
 
@@ -45,7 +47,7 @@ def render_report(
     )
     return (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{html.escape(title)}</title>"
-        f"<style>{_STYLE}{TURNS_STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
+        f"<style>{_STYLE}{TURNS_STYLE}{PICTURES_STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
         f"{_numbers(summary)}{plots}{_rollouts(before, after)}{render_turns(list(turns))}</body></html>"
     )
 
@@ -118,11 +120,12 @@ def _numbers(summary: Line) -> str:
 def _rollouts(before: list[Line], after: list[Line]) -> str:
     if not before or not after:
         return ""
-    later = {entry["prompt"]: entry for entry in after}
+    later = {name_of(entry): entry for entry in after}
     rows = "".join(
-        f"<tr><td>{html.escape(entry['prompt'])}</td><td>{_completions(entry)}</td><td>{_completions(later[entry['prompt']])}</td></tr>"
+        f"<tr><td>{render_pictures(entry)}{html.escape(entry['prompt'])}</td><td>{_completions(entry)}</td>"
+        f"<td>{_completions(later[name_of(entry)])}</td></tr>"
         for entry in before
-        if entry["prompt"] in later
+        if name_of(entry) in later
     )
     return (
         "<h2>Held-out rollouts, before and after</h2><table><tr><th>prompt</th><th>before</th><th>after</th></tr>"

@@ -9,6 +9,8 @@ import html
 import math
 from typing import Any
 
+from lockstep.report.pictures import render_pictures
+
 Line = dict[str, Any]
 
 STYLE = """
@@ -51,7 +53,7 @@ def _rollout(rollout: Line) -> str:
     reasons = ", ".join(rollout["finish_reasons"])
     return (
         f"<div class='turns'><b>{html.escape(rollout['name'])}</b> · {reward} · finish reason of each answer: {reasons}{failed}"
-        f"{branches}"
+        f"{render_pictures(rollout)}{branches}"
         f"{f'<small>tool calls and results</small><ul>{calls}</ul>' if calls else ''}</div>"
     )
 

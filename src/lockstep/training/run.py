@@ -18,6 +18,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from lockstep.errors import InputError, LockstepError, names_path
 from lockstep.images.reading import text_of_content
+from lockstep.images.thumbnails import thumbnails_of_row
 from lockstep.parity.receipt import RECEIPT, replace_text
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.html import render_report
@@ -238,6 +239,7 @@ def _shown(group: RolloutGroup) -> dict[str, Any]:
     source = group.prompt.source
     return {
         "prompt": source if isinstance(source, str) else text_of_content(source[-1]["content"]),
+        "images": thumbnails_of_row(source, group.prompt.columns),
         "completions": [rollout.text for rollout in group.rollouts],
         # JSON has no NaN.
         "rewards": [rollout.reward if rollout.scored else None for rollout in group.rollouts],

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.engines.protocol import Completion
 from lockstep.images.reading import text_of_content
+from lockstep.images.thumbnails import thumbnails_of_messages
 from lockstep.rollouts.group import Rollout, RolloutGroup
 
 # Gives the gap of each sampled token.
@@ -21,7 +22,7 @@ Gaps = Callable[[Completion], list[float]]
 
 
 def shown_rollout(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, gaps: Gaps) -> dict[str, Any]:
-    """One rollout: `name`, `reward` (None: it has none), `failed`, `finish_reasons`, `calls`, and `branches`.
+    """One rollout: `name`, `reward` (None: it has none), `failed`, `finish_reasons`, `calls`, `images`, and `branches`.
 
     A branch has its `prompt` as text, its `finish_reason`, and `spans`: a sampled span is one turn and has `tokens`, one gap for
     each in `gaps`, and the `finish_reason` of the turn; an inserted span has `text`.
@@ -32,6 +33,7 @@ def shown_rollout(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, gaps: Ga
         "failed": rollout.failed,
         "finish_reasons": list(rollout.finish_reasons),
         "calls": list(_calls(rollout)),
+        "images": thumbnails_of_messages(rollout.notes.get("messages") or ()),
         "branches": [
             {
                 "prompt": tokenizer.decode(branch.prompt_ids.tolist()),
