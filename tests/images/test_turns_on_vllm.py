@@ -42,7 +42,7 @@ def check(trainer: GRPOTrainer) -> None:
     """Two proven steps, with rollouts that have several pictures, the later ones in results."""
     assert len(gaps(trainer)) == 2
     assert max(gaps(trainer)) < LIMIT
-    shown = {g.prompt.prompt_id: g.prompt.pictures for g in trainer.rollouts()}
+    shown = {g.prompt.prompt_id: g.prompt.pictures for g in trainer.loop.generation.groups}
     own = {name: 0 if pictures is None else len(pictures.pictures) for name, pictures in shown.items()}
     later = [count(r) - own[r.key.prompt_id] for r in rollouts_of(trainer)]
     assert sum(later) > 1
