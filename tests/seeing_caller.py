@@ -27,7 +27,11 @@ def make_seeing_caller_tokenizer(family: str = "qwen2_5_vl") -> PreTrainedTokeni
 
 
 def make_seeing_caller(family: str = "qwen2_5_vl", calls: float = 0.98) -> PreTrainedModel:
-    """The model. `calls` is about the share of its turns that begin with a call. What stands before its last token moves its log-probs by a few tenths, pictures too."""
+    """The model. What stands before its last token moves its log-probs by a few tenths, pictures too.
+
+    Args:
+        calls: about the share of its turns that begin with a call.
+    """
     model = make_seeing(family, scale=SCALE)
     # A call has one argument.
     steps = steps_of(TOOL) | {digit: {LAST: 0.75, SECOND: 0.05, "<|end|>": 0.2} for digit in DIGITS}

@@ -94,8 +94,8 @@ def test_nothing_but_an_inline_picture_gets_into_the_page(url: Any) -> None:
 def test_equal_questions_on_different_pictures_are_different_rows() -> None:
     rows = [
         {"prompt": "which?", "images": [url], "completions": [text], "rewards": [1.0]}
-        for url, text in (("data:image/png;base64,AAAA", "left"), ("data:image/png;base64,BBBB", "right"))
+        for url, text in (("data:image/png;base64,AAAA", "seven"), ("data:image/png;base64,BBBB", "eight"))
     ]
     page = render_report("t", {}, [], rows, rows)
-    assert page.count("left") == page.count("right") == 2
-    assert page.index("AAAA") < page.index("left") < page.index("BBBB") < page.index("right")
+    assert page.count("seven") == page.count("eight") == 2
+    assert page.index("AAAA") < page.index("seven") < page.index("BBBB") < page.index("eight")

@@ -88,7 +88,7 @@ def completion_logps(
     distribution = sampling if isinstance(sampling, Distribution) else Distribution(sampling)
     prompt, tokens = np.asarray(prompt_ids).tolist(), np.asarray(token_ids).tolist()
     if distribution.is_tempered_only and kept is None:
-        return _tempered(model, prompt, tokens, distribution.sampling.temperature, precision)
+        return _tempered(model, prompt, tokens, distribution.sampling.temperature, precision, pictures)
     masks = distribution.masks(tokens)
     scores: list[torch.Tensor] = []
     for logits in _logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
@@ -101,11 +101,16 @@ def completion_logps(
 
 
 def _tempered(
-    model: PreTrainedModel, prompt: list[int], tokens: list[int], temperature: float, precision: Precision
+    model: PreTrainedModel,
+    prompt: list[int],
+    tokens: list[int],
+    temperature: float,
+    precision: Precision,
+    pictures: PromptPictures | None,
 ) -> torch.Tensor:
     """`completion_logps` where nothing but the temperature shapes the logits: many rows at a time, on the model's device."""
     targets, scores = torch.tensor(tokens), []
-    for logits in _logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision):
+    for logits in _logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
         own, targets = targets[: len(logits)].to(logits.device), targets[len(logits) :]
         scores.append((logits / temperature).log_softmax(-1).gather(1, own[:, None])[:, 0].cpu())
     return torch.cat(scores)
