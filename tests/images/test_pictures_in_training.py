@@ -162,7 +162,7 @@ def test_a_placeholder_that_an_engine_samples_all_the_same_is_found(
 
 REFUSED = {
     "an adapter": {"peft_config": LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")},
-    "an agent or a rollout_func": {"rollout_func": lambda prompts, trainer: {}},
+    "an agent": {"agent": lambda base_url, api_key, row: 0.0},
 }
 
 

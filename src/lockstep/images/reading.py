@@ -72,6 +72,17 @@ def parts_of_row(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     return messages, found
 
 
+def with_images(row: Mapping[str, Any]) -> list[Message]:
+    """The messages of a row's prompt, with each image in its part, as TRL's functions get them.
+
+    Args:
+        row: has messages as its prompt.
+    """
+    messages, images = parts_of_row(row)
+    left = iter(images)
+    return _each_part(messages, lambda part: {**part, "image": next(left)} if _is_image(part) else dict(part))
+
+
 def with_pictures(messages: Sequence[Message], pictures: Iterable[StandsForIds]) -> list[Message]:
     """Messages as `images_of_row` gives them, with the processed pictures in their image parts.
 

@@ -24,20 +24,20 @@ from lockstep.training.forward.policy import OpenedPolicy
 
 
 def unsupported_with_images(
-    args: OnlineConfig, ranks: Ranks, model: Any, *, makes_rollouts: bool, adapter: Any
+    args: OnlineConfig, ranks: Ranks, model: Any, *, has_agent: bool, adapter: Any
 ) -> dict[str, bool]:
     """Features that are not supported with pictures, and whether a run uses each.
 
     Args:
         model: the trainer's argument: a name or a loaded model.
-        makes_rollouts: whether an agent or a `rollout_func` makes the rollouts.
+        has_agent: whether an agent makes the rollouts.
         adapter: the trainer's `peft_config`.
     """
     return {
         "several trainer processes": ranks.count > 1,
         "an adapter (peft_config)": adapter is not None or (not isinstance(model, str) and is_adapted(model)),
         "use_liger_kernel": bool(args.use_liger_kernel),
-        "an agent or a rollout_func": makes_rollouts,
+        "an agent": has_agent,
     }
 
 
@@ -78,8 +78,8 @@ def image_prompts(
 
     Args:
         engine: the engine that the caller gave, or None.
-        acting: whether rollouts have tools or environments, which may give pictures that no dataset has. Where such a run cannot
-            show pictures, a tool that gives one gives an error to the model.
+        acting: whether rollouts have tools, environments or a function, which may give pictures that no dataset has. Where such a
+            run cannot show pictures, a tool that gives one gives an error to the model.
 
     Raises:
         InputError: the model has no image processor, or pictures of its family cannot be sent to a server.

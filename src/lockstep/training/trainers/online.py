@@ -145,8 +145,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         check_reference(model, ref_model, args, peft_config)
         self.ranks = Ranks(_LONGEST_CALL * args.vllm_server_timeout * (args.generations_ahead + 1))
         found: list[GivenData] = []
-        makes_rollouts = rollout_func is not None or agent is not None
-        in_use = unsupported_with_images(args, self.ranks, model, makes_rollouts=makes_rollouts, adapter=peft_config)
+        in_use = unsupported_with_images(args, self.ranks, model, has_agent=agent is not None, adapter=peft_config)
 
         def read() -> None:
             found.append(read_data(train_dataset, eval_dataset, args, environment_factory))
@@ -167,7 +166,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
 
         opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
-        acting = bool(tools) or environment_factory is not None
+        acting = bool(tools) or environment_factory is not None or rollout_func is not None
         images = image_prompts(opened, args, data.named, engine, self.ranks, acting=acting)
         banned = images.banned_ids if images is not None else ()
         self.settings = SettingsProof(
@@ -250,7 +249,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             longest,
             self.settings,
             tools=self.rollout_tools,
-            function=None if rollout_func is None else RolloutFunction(rollout_func, self, tokenizer, bounds),
+            function=None if rollout_func is None else RolloutFunction(rollout_func, self, tokenizer, bounds, images),
             images=images,
         )
         self.last_eval_groups = []
