@@ -1460,14 +1460,14 @@ MUTATIONS = [
         "rollouts/conversation.py",
         "pictures=self.turns[-1].answer.pictures,",
         "pictures=self.turns[0].answer.pictures,",
-        f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn",
+        f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
     ),
     Mutation(
         "a rollout may show other pictures than the engine was sent",
         "rollouts/record.py",
         "seen = request.pictures.digests if request.pictures is not None else ()",
         "seen = answer.pictures and () or ()",
-        f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn",
+        f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
     ),
     Mutation(
         "a branch may have placeholders without their pictures",
@@ -1481,7 +1481,7 @@ MUTATIONS = [
         "images/prompts.py",
         "positions, delta = self._model.base_model.get_rope_index(row, mm_token_type_ids=marks, image_grid_thw=grids)",
         "positions, delta = torch.arange(len(ids)).expand(3, 1, -1), 0",
-        f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn",
+        f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
     ),
     Mutation(
         "a ban of one token counts the ids of one call",

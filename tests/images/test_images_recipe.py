@@ -66,6 +66,9 @@ def test_the_recipe_runs_on_a_tiny_model_and_its_report_shows_the_pictures(tmp_p
     page = (tmp_path / "run" / "report.html").read_text()
     # One small picture per held-out prompt in the table, although all texts may be equal.
     assert len(re.findall(r"<img src='data:image/jpeg;base64,[^']+'", page)) == 3
+    none = ["--log_multimodal", "false", "--output_dir", str(tmp_path / "without")]
+    assert main(["grpo", "--config", str(RECIPE), *words, *none]) == 0
+    assert "<img" not in (tmp_path / "without" / "report.html").read_text()
 
 
 def test_small_pictures_are_bounded_and_show_the_picture() -> None:
@@ -94,8 +97,8 @@ def test_nothing_but_an_inline_picture_gets_into_the_page(url: Any) -> None:
 def test_equal_questions_on_different_pictures_are_different_rows() -> None:
     rows = [
         {"prompt": "which?", "images": [url], "completions": [text], "rewards": [1.0]}
-        for url, text in (("data:image/png;base64,AAAA", "seven"), ("data:image/png;base64,BBBB", "eight"))
+        for url, text in (("data:image/png;base64,AAAA", "wombat"), ("data:image/png;base64,BBBB", "quokka"))
     ]
     page = render_report("t", {}, [], rows, rows)
-    assert page.count("seven") == page.count("eight") == 2
-    assert page.index("AAAA") < page.index("seven") < page.index("BBBB") < page.index("eight")
+    assert page.count("wombat") == page.count("quokka") == 2
+    assert page.index("AAAA") < page.index("wombat") < page.index("BBBB") < page.index("quokka")

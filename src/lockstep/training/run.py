@@ -201,12 +201,13 @@ def _evaluation(trainer: OnlineTrainer, path: Path, *, again: bool, late: bool =
             print(f"lockstep: {path} is gone; the report has no evaluation from before training", flush=True)
         return None
     metrics = trainer.evaluate()
-    found = {"metrics": metrics, "rollouts": [_shown(group) for group in trainer.last_eval_groups[:_SHOWN_ROLLOUTS]]}
+    shown, images = trainer.last_eval_groups[:_SHOWN_ROLLOUTS], trainer.config.log_multimodal
+    found = {"metrics": metrics, "rollouts": [_shown(group, images=images) for group in shown]}
     if ranks.owner:
         proofs = trainer.source.proofs
         # The policy has not moved since the evaluation.
         found["turns"] = [
-            shown_rollout(group.rollouts[0], trainer.processing_class, proofs.token_gaps)
+            shown_rollout(group.rollouts[0], trainer.processing_class, proofs.token_gaps, images=images)
             for group in trainer.last_eval_groups[:_SHOWN_TURNS]
         ]
         print(f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}", flush=True)
@@ -235,11 +236,11 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _shown(group: RolloutGroup) -> dict[str, Any]:
+def _shown(group: RolloutGroup, *, images: bool) -> dict[str, Any]:
     source = group.prompt.source
     return {
         "prompt": source if isinstance(source, str) else text_of_content(source[-1]["content"]),
-        "images": thumbnails_of_row(source, group.prompt.columns),
+        "images": thumbnails_of_row(source, group.prompt.columns) if images else [],
         "completions": [rollout.text for rollout in group.rollouts],
         # JSON has no NaN.
         "rewards": [rollout.reward if rollout.scored else None for rollout in group.rollouts],

@@ -64,7 +64,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vllm_importance_sampling_clip_min",
     ),
     "logging": (
-        "logging_steps", "report_to", "log_completions", "num_completions_to_print", "log_unique_prompts", "run_name",
+        "logging_steps", "report_to", "log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts",
+        "run_name",
         "project", "logging_strategy", "logging_first_step", "logging_nan_inf_filter", "log_level",
     ),
     "saving": (

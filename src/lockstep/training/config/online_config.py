@@ -160,6 +160,9 @@ class OnlineConfig(AgentFields, FilterFields, ToolFields, InterruptionFields, On
         default=False,
         metadata=doc("Print prompts, completions, rewards and advantages of the last generation at every log."),
     )
+    log_multimodal: bool = field(
+        default=True, metadata=doc("Put small copies of the images of held-out rollouts into the report.")
+    )
     num_completions_to_print: int | None = field(
         default=None, metadata=doc("How many completions to print; default: all.")
     )

@@ -21,11 +21,14 @@ from lockstep.rollouts.group import Rollout, RolloutGroup
 Gaps = Callable[[Completion], list[float]]
 
 
-def shown_rollout(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, gaps: Gaps) -> dict[str, Any]:
+def shown_rollout(
+    rollout: Rollout, tokenizer: PreTrainedTokenizerBase, gaps: Gaps, *, images: bool = True
+) -> dict[str, Any]:
     """One rollout: `name`, `reward` (None: it has none), `failed`, `finish_reasons`, `calls`, `images`, and `branches`.
 
     A branch has its `prompt` as text, its `finish_reason`, and `spans`: a sampled span is one turn and has `tokens`, one gap for
-    each in `gaps`, and the `finish_reason` of the turn; an inserted span has `text`.
+    each in `gaps`, and the `finish_reason` of the turn; an inserted span has `text`. `images` are small copies of those that tools
+    gave, if they are wanted.
     """
     return {
         "name": str(rollout.key),
@@ -33,7 +36,7 @@ def shown_rollout(rollout: Rollout, tokenizer: PreTrainedTokenizerBase, gaps: Ga
         "failed": rollout.failed,
         "finish_reasons": list(rollout.finish_reasons),
         "calls": list(_calls(rollout)),
-        "images": thumbnails_of_messages(rollout.notes.get("messages") or ()),
+        "images": thumbnails_of_messages(rollout.notes.get("messages") or ()) if images else [],
         "branches": [
             {
                 "prompt": tokenizer.decode(branch.prompt_ids.tolist()),
