@@ -119,7 +119,12 @@ VISION_TESTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", VISION_TESTS)
+def cases() -> list[Any]:
+    """One case per method, and the others, which CI runs with the long tests."""
+    return [name if " with " not in name else pytest.param(name, marks=pytest.mark.long) for name in VISION_TESTS]
+
+
+@pytest.mark.parametrize("name", cases())
 def test_trls_vision_tests_pass_with_a_changed_import(name: str, folder: str, tmp_path: Path) -> None:
     method, fields = VISION_TESTS[name]
     trainer, moved = vision_script(lockstep, method, folder, tmp_path, **fields)

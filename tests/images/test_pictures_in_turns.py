@@ -24,7 +24,12 @@ from lockstep.rollouts.group import Rollout
 from lockstep.training.trainers.grpo import GRPOTrainer
 
 LIMIT = 1e-3
-FAMILIES = ["qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"]
+# One family with patches and one with tiles, and the others of each kind.
+FAMILIES = [
+    "qwen2_5_vl",
+    "smolvlm",
+    *(pytest.param(family, marks=pytest.mark.long) for family in ("qwen3_vl", "idefics3")),
+]
 
 
 @pytest.fixture(scope="module")
