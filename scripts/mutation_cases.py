@@ -1208,7 +1208,9 @@ MUTATIONS = [
     ),
     _of(FUNCTION, "an inserted id passes as sampled", "None if mask is None or mask.all() else mask,", "None,"),
     _of(FUNCTION, "log-probs of other tokens", "(named[sampled] != token_ids[sampled]).any()", "False"),
-    _of(FUNCTION, "a row of another rollout", "RequestKey(prompt.prompt_id, sample)", "RequestKey(prompt.prompt_id, 0)"),
+    _of(
+        FUNCTION, "a row of another rollout", "RequestKey(prompt.prompt_id, sample)", "RequestKey(prompt.prompt_id, 0)"
+    ),
     _of(FUNCTION, "ids beyond the vocabulary", "ids.max() >= vocabulary", "False"),
     Mutation(
         "a failed rollout is learned from",
