@@ -2,6 +2,9 @@
 
     make proof-overhead   (recipes/arithmetic.yaml, without its evaluations; about five minutes on two cores)
     make proof-overhead ARGS="--steps 12 --filters none top_p=0.95 top_k=50"   (the recipe with each of these filters in turn)
+    make proof-overhead ARGS="--steps 6 --tokens 1024 8192"   (steps of so many sampled tokens, in place of the recipe's 190)
+
+With `--tokens` the recipe has prompts for open text with 8 completions of up to 64 tokens, and half of the groups agree.
 
 Without `--filters` the recipe runs unchanged, on real vLLM, in this process. Nothing is switched off to make a baseline. Seconds
 are those of the run itself, by proof (`benchmarks/proof_seconds.py`). Two threads compute the transport digest during a push, and
@@ -29,6 +32,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic.yaml"
 _WARM_UP = 2
+# Tokens of a completion of open text.
+_LENGTH = 64
 
 
 def main() -> None:
@@ -36,24 +41,57 @@ def main() -> None:
     words.add_argument("--steps", type=int, default=40)
     words.add_argument("--json", type=Path, default=Path("runs/bench/proof_overhead.json"))
     words.add_argument("--filters", nargs="+", default=["none"], metavar="FIELD=VALUE", help="one run with each filter")
+    words.add_argument("--tokens", nargs="+", type=int, default=[], help="one run with steps of so many tokens")
     asked = words.parse_args()
     found: dict[str, Any] = {}
-    for name in asked.filters:
+    runs = {f"filter {name}": ([] if name == "none" else [f"--{name}"], 0) for name in asked.filters}
+    if asked.tokens:
+        runs = {f"{tokens} tokens": (_of_open_text(tokens), tokens) for tokens in asked.tokens}
+    for name, (fields, tokens) in runs.items():
         with tempfile.TemporaryDirectory() as folder:
-            rows = measure(asked.steps, folder, [] if name == "none" else [f"--{name}"])
+            rows = measure(asked.steps, folder, fields, tokens)
         figures = shares(rows[_WARM_UP:])
-        print(f"filter {name}:")
+        print(f"{name}:")
         show(figures, rows[0])
-        found[name] = {"figures": figures, "steps": rows}
+        found[name.removeprefix("filter ")] = {"figures": figures, "steps": rows}
     asked.json.parent.mkdir(parents=True, exist_ok=True)
     asked.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def measure(steps: int, folder: str, filters: list[str]) -> list[dict[str, Any]]:
+def _of_open_text(tokens: int) -> list[str]:
+    """The fields of a run whose steps sample so many tokens."""
+    completions = max(8, tokens // _LENGTH // 8 * 8)
+    sizes = {"per_device_train_batch_size": completions, "vllm_max_num_seqs": min(completions, 128)}
+    return [
+        word
+        for name, value in (sizes | {"max_completion_length": _LENGTH}).items()
+        for word in (f"--{name}", str(value))
+    ]
+
+
+def _open_text(count: int) -> Any:
+    """Prompts for open text. The completions of every second prompt get equal rewards."""
+    import datasets
+
+    subjects = ("a river", "an old house", "the sea at night", "two friends", "a long train ride", "a lost key")
+    return datasets.Dataset.from_list(
+        [
+            {"prompt": f"Write a long story, number {i}, about {subjects[i % len(subjects)]}.\n", "learned": i % 2}
+            for i in range(count)
+        ]
+    )
+
+
+def _some_differ(completion_ids: list[list[int]], learned: list[int], **_: Any) -> list[float]:
+    return [float(len(set(ids)) * learns) for ids, learns in zip(completion_ids, learned, strict=True)]
+
+
+def measure(steps: int, folder: str, fields: list[str], tokens: int = 0) -> list[dict[str, Any]]:
     """The seconds of every step of a run, by part; under `proofs` those of each proof.
 
     Args:
-        filters: words of the command line that set a filter.
+        fields: words of the command line that set fields of the run.
+        tokens: about how many tokens a step samples, of open text; 0: the recipe's own prompts.
     """
     from transformers import TrainerCallback
 
@@ -74,10 +112,13 @@ def measure(steps: int, folder: str, filters: list[str]) -> list[dict[str, Any]]
         "no",
         "--output_dir",
         folder,
-        *filters,
+        *fields,
     ]
     arguments, config = build(read([*line, "--disable_tqdm", "True"], "grpo"), GRPOConfig, RunArguments)
     data = data_of(arguments)
+    rewards, prompts = list(data.rewards), data.train
+    if tokens:
+        rewards, prompts = [_some_differ], _open_text(steps * max(1, tokens // _LENGTH // 8))
     seconds, proofs = Seconds(), []
 
     class Steps(TrainerCallback):
@@ -86,7 +127,7 @@ def measure(steps: int, folder: str, filters: list[str]) -> list[dict[str, Any]]
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(seconds.counted())
-        trainer = GRPOTrainer(arguments.model_name_or_path, list(data.rewards), config, data.train)
+        trainer = GRPOTrainer(arguments.model_name_or_path, rewards, config, prompts)
         stack.callback(trainer.close)
         trainer.remove_callback(LogLines)
         trainer.add_callback(Steps())
@@ -96,6 +137,7 @@ def measure(steps: int, folder: str, filters: list[str]) -> list[dict[str, Any]]
         {
             **{name.removeprefix("time/"): value for name, value in entry.items() if name.startswith("time/")},
             "groups_without_gradient": entry["frac_reward_zero_std"],
+            "tokens": entry["sampling/tokens"],
             "proofs": own,
         }
         for entry, own in zip(logs, proofs, strict=True)
@@ -124,6 +166,7 @@ def shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "share_of_sync": total(lambda r: of(DIGEST)(r) + of(PROBE)(r)) / syncs,
         "share_of_step": total(lambda r: sum(r["proofs"].values())) / steps,
         "groups_without_gradient": total(lambda r: r["groups_without_gradient"]) / len(rows),
+        "tokens": total(lambda r: r["tokens"]) / len(rows),
         "proofs": {name: {"median_s": median(of(name)), "share": total(of(name)) / steps} for name in names},
     }
 
@@ -136,8 +179,9 @@ def show(figures: dict[str, Any], first: dict[str, Any]) -> None:
     """
     f = figures
     print(
-        f"step {f['step_s']:.2f} s, of which sampling {f['generate_s']:.2f} s, learning {f['learn_s']:.2f} s, sync "
-        f"{f['sync_s']:.3f} s; {f['groups_without_gradient']:.0%} of the groups have no gradient\n"
+        f"{f['tokens']:.0f} tokens per step; step {f['step_s']:.2f} s, of which sampling {f['generate_s']:.2f} s, "
+        f"learning {f['learn_s']:.2f} s, sync {f['sync_s']:.3f} s\n"
+        f"{f['groups_without_gradient']:.0%} of the groups have no gradient\n"
         f"{'proof':32} {'s per step':>11} {'of a step':>10} {'first step, s':>14}"
     )
     for name, own in sorted(f["proofs"].items(), key=lambda item: -item[1]["share"]):

@@ -124,7 +124,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("learned", loop, ("sampled_tokens",)),
         ("learned", StepProofs, ("check_part", "check_tokens")),
         ("forward", StepProofs, ("check_forward",)),
-        ("loss_gradient", LossGradient, ("__init__", "check")),
+        ("loss_gradient", LossGradient, ("watch", "check")),
         ("model_gradient", ModelGradient, ("check",)),
         ("settings", DrawnRows, ("add", "check")),
         ("settings", SettingsProof, ("check_request", "check_completion", "check_reward")),

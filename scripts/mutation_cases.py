@@ -26,7 +26,9 @@ class Mutation(NamedTuple):
     tests: str
 
 
+AUDIT = "tests/audit/test_audit.py"
 EXPERTS = "tests/models/test_checkpoint_names.py"
+SHARDS = ("shards/model.py", "tests/shards/test_model.py")
 ADVANTAGES = ("algorithms/advantages.py", "tests/algorithms/test_advantages.py")
 CORRECTIONS = ("algorithms/corrections.py", "tests/algorithms/test_corrections.py")
 POLICY = ("algorithms/policy_loss.py", "tests/algorithms/test_policy_loss.py")
@@ -386,7 +388,7 @@ MUTATIONS = [
     _of(KEPT_PROOF, "any rounding in the mean", "if self.mean_rounding > largest:", "if False:"),
     _of(DRAWN_SETS, "sets of older weights", "before_steps and fresh))", "before_steps))"),
     _of(DRAWN_SETS, "sets of a later step", "before_steps and fresh))", "fresh))"),
-    _of(ASIDE, "groups without a gradient that all go through the model", "replace(sequence, aside=True)", "sequence"),
+    _of(ASIDE, "groups without a gradient that all go through the model", "sequence.but(aside=True)", "sequence"),
     _of(
         ASIDE,
         "tokens that are left out of a count",
@@ -666,7 +668,7 @@ MUTATIONS = [
         "if stats.tokens != expected_tokens:",
         "if stats.tokens > expected_tokens:",
     ),
-    _of(GAP, "log-probs that are not finite", "if not bool(finite.all()):", "if False:"),
+    _of(GAP, "log-probs that are not finite", "if not math.isfinite(total):", "if False:"),
     _of(
         HANDSHAKE,
         "raw log-probs of the engine",
@@ -1140,6 +1142,41 @@ MUTATIONS = [
         "ends[along[same:last]] = first",
         "ends[along[same:last]] = first + 1",
         "tests/training/test_packing.py",
+    ),
+    Mutation(
+        "a copy of a sequence whose values are not checked",
+        "training/batch/sequence.py",
+        "_KINDS[name](value) if value is not None and name in _KINDS else value",
+        "value",
+        "tests/training/test_branches.py::test_a_copy_with_other_values_is_the_one_that_the_constructor_makes",
+    ),
+    Mutation(
+        "derivatives of one ratio per completion that are computed over several completions",
+        "parity/step/gradient.py",
+        'whole = settings.importance_sampling_level == "sequence" or settings.loss_type == "vespo"',
+        'whole = settings.loss_type == "vespo"',
+        "tests/parity/step/test_slopes.py",
+    ),
+    Mutation(
+        "every completion with the weight of the first",
+        "parity/step/gradient.py",
+        "np.repeat([float(c.weight) for c in completions], [len(c.logps) for c in completions])",
+        "np.full(sum(len(c.logps) for c in completions), float(completions[0].weight))",
+        "tests/parity/step/test_slopes.py",
+    ),
+    Mutation(
+        "the rounding of a pack judged by all packs",
+        "parity/step/gradient.py",
+        "np.repeat([part.max(initial=0.0) for part in cut(sizes, packs)], packs)",
+        "np.full(len(sizes), sizes.max(initial=0.0))",
+        "tests/parity/step/test_slopes.py",
+    ),
+    Mutation(
+        "the gradients of the first pack alone are compared",
+        "training/step/loss_gradient.py",
+        "        self._watched.append((batch, found))",
+        "        if not self._watched:\n            self._watched.append((batch, found))",
+        "tests/parity/step/test_slopes.py",
     ),
     Mutation(
         "packs beyond the budget",
@@ -1863,8 +1900,8 @@ MUTATIONS = [
     Mutation(
         "the engine's log-probs are kept as the trainer's",
         "training/step/update_sums.py",
-        "sums.logps.append((batch.sequences, batch.old_logps))",
-        "sums.logps.append((batch.sequences, batch.behaviour_logps))",
+        "sums.logps += [(batch.sequences, batch.old_logps) for batch, _ in packs]",
+        "sums.logps += [(batch.sequences, batch.behaviour_logps) for batch, _ in packs]",
         f"{KEPT_ROLLOUTS[1]}::test_the_trainers_log_probs_are_those_of_the_weights_that_sampled",
     ),
     Mutation(
@@ -1943,5 +1980,75 @@ MUTATIONS = [
         'for sign in "|*_`[]#~":',
         'for sign in "":',
         "tests/training/test_completion_log.py::test_a_table_has_trls_columns_and_its_text_is_no_markup",
+    ),
+    Mutation(
+        "an audit forgets that inserted ids are nobody's",
+        "audit/evidence.py",
+        "if rollout.sampled[place + i]]",
+        "]",
+        AUDIT,
+    ),
+    Mutation(
+        "an audit takes the log-probs of OpenRLHF one place too late",
+        "audit/dumps.py",
+        "np.concatenate([[0.0], found]) if len(found) == tokens - 1 else found",
+        "np.concatenate([found, [0.0]]) if len(found) == tokens - 1 else found",
+        AUDIT,
+    ),
+    Mutation(
+        "an audit lets equal rollouts pass",
+        "audit/findings.py",
+        "if twin is not None:",
+        "if False:",
+        AUDIT,
+    ),
+    Mutation(
+        "a sharded model stays gathered after a forward, so that a push reads weights of before the step",
+        SHARDS[0],
+        "        self._units[0].reset_iter_state()",
+        "        pass",
+        SHARDS[1],
+    ),
+    Mutation(
+        "a gathered parameter is not noticed",
+        SHARDS[0],
+        "now.get(name) is not p or not is_sharded(p)",
+        "False",
+        f"{SHARDS[1]}::test_a_model_that_is_left_gathered_is_refused",
+    ),
+    Mutation(
+        "the gradients of a sharded model are divided by the number of ranks",
+        SHARDS[0],
+        "            unit.set_gradient_divide_factor(1.0)",
+        "            unit.set_gradient_divide_factor(2.0)",
+        f"{SHARDS[1]}::test_forward_and_gradients_are_those_of_the_whole_model",
+    ),
+    Mutation(
+        "after a failure between forward and backward, the other ranks wait for the backward",
+        SHARDS[0],
+        "                (self._hidden.sum() * 0.0).backward()",
+        "                pass",
+        f"{SHARDS[1]}::test_a_failure_leaves_nothing_gathered",
+    ),
+    Mutation(
+        "the hooks of the accumulation proof see the reduced gradient of a sharded model",
+        "parity/step/accumulation.py",
+        "self._hooked = [gathered(p) for p in self._parameters]",
+        "self._hooked = list(self._parameters)",
+        f"{SHARDS[1]}::test_what_a_backward_adds_is_compared_with_the_gradient",
+    ),
+    Mutation(
+        "accelerate wraps the model a second time",
+        "shards/settings.py",
+        "environment.pop(_SWITCH, None) is not None",
+        "_SWITCH in environment",
+        "tests/shards/test_settings.py",
+    ),
+    Mutation(
+        "FSDP1 is taken for FSDP2",
+        "shards/settings.py",
+        'if version != "2":',
+        'if version not in ("1", "2"):',
+        "tests/shards/test_settings.py",
     ),
 ]

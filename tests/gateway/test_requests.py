@@ -179,11 +179,11 @@ class TestWishes:
         assert self.wishes(stop=["Obs:", "END", "Obs:"]).stop == ("END", "Obs:")
         assert self.wishes(stop="Obs:").before_stop("so Obs: and END") == "so "
 
-    def test_what_nothing_forces_is_said_once(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_what_nothing_forces_is_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
         limits = RunLimits("tiny", Sampling(max_tokens=8))
         for _ in range(3):
             chat.read_call({"messages": [HELLO], "tools": [TOOL], "tool_choice": "required", "seed": 1}, limits)
-        said = capsys.readouterr().out
+        said = caplog.text
         assert said.count("tool_choice='required'") == said.count("sends a seed") == 1
 
 

@@ -17,6 +17,7 @@ from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.parity.receipt import RECEIPT, check_receipt
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.tokens.arrays import BadValues
 from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.generate.metrics import rollout_metrics, staleness_metrics
@@ -25,6 +26,20 @@ from lockstep.training.run_files.completion_log import rows_of
 from lockstep.training.step.generation import Generation, prepare_generation, sequences_of
 
 METHODS = {name.partition(":")[0]: variant for name, variant in reversed(VARIANTS.items())}
+
+
+def test_a_copy_with_other_values_is_the_one_that_the_constructor_makes() -> None:
+    sequence = TrainingSequence("a#0", [1, 2], [3, 4, 5], [-1.0, -2.0, -3.0], kept=[True, False, True])
+    changes = {"advantages": [1, 2, 3], "weight": 0.5, "kept": None, "fresh": [True, True, False], "unit": "a"}
+    found = sequence.but(**changes)
+    assert found == replace(sequence, **changes)
+    assert sequence.weight == 0.0
+    assert found.advantages.dtype == np.float32
+    assert not found.advantages.flags.writeable
+    with pytest.raises(BadValues):
+        sequence.but(fresh=[1.0, 2.0, 3.0])
+    with pytest.raises(AttributeError):
+        sequence.but(advantage=[1.0, 2.0, 3.0])
 
 
 def completion(

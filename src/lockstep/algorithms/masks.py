@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from lockstep.algorithms.segments import Segments
@@ -45,9 +46,10 @@ def high_entropy_mask(entropies: torch.Tensor, share: float) -> torch.Tensor:
     """
     if entropies.numel() == 0:
         return torch.zeros_like(entropies, dtype=torch.bool)
-    # torch.quantile takes at most 2**24 values.
-    ranked = entropies.float().sort().values
-    place = (1 - share) * (len(ranked) - 1)
+    # torch.quantile takes at most 2**24 values, and sorts them all.
+    values = entropies.float()
+    place = (1 - share) * (len(values) - 1)
     below = int(place)
-    above = min(below + 1, len(ranked) - 1)
+    above = min(below + 1, len(values) - 1)
+    ranked = torch.from_numpy(np.partition(values.cpu().numpy(), (below, above))).to(values.device)
     return entropies >= torch.lerp(ranked[below], ranked[above], place - below)

@@ -35,6 +35,10 @@ class Segments:
         """
         return values.new_zeros(len(self.lengths)).index_add(0, self.ids, values)
 
+    def sums_of_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """(R, B) `sums` of each row of (R, N) values."""
+        return values.new_zeros(len(values), len(self.lengths)).index_add(1, self.ids, values)
+
     def means(self, values: torch.Tensor) -> torch.Tensor:
         """(B,) mean of (N,) values over each completion; 0 for a completion without tokens."""
         return self.sums(values) / self.lengths.clamp(min=1)

@@ -30,13 +30,15 @@ class Tally:
         held[0] += weight * values
         held[1] += weight * count
 
-    def low(self, name: str, values: torch.Tensor) -> None:
-        """Include values in a minimum."""
-        self._lows[name] = _extreme(min, self._lows.get(name), float(values.min()))
+    def low(self, name: str, values: torch.Tensor | float) -> None:
+        """Include values, or the smallest of them, in a minimum."""
+        least = float(values.min()) if isinstance(values, torch.Tensor) else values
+        self._lows[name] = _extreme(min, self._lows.get(name), least)
 
-    def high(self, name: str, values: torch.Tensor) -> None:
-        """Include values in a maximum."""
-        self._highs[name] = _extreme(max, self._highs.get(name), float(values.max()))
+    def high(self, name: str, values: torch.Tensor | float) -> None:
+        """Include values, or the largest of them, in a maximum."""
+        most = float(values.max()) if isinstance(values, torch.Tensor) else values
+        self._highs[name] = _extreme(max, self._highs.get(name), most)
 
     def total(self, name: str) -> float:
         """The sum behind a mean; 0 if nothing was added."""

@@ -32,6 +32,7 @@ COMMANDS = {
     "evaluate": "sample held-out problems with a model, and print its mean reward",
     "report": "make a run's report again, or put several runs side by side (lockstep report RUN [RUN ...])",
     "verify": "prove that trainer and engine agree on a model, before a long run",
+    "audit": "judge the rollouts of another program: tokens, weights, log-probs and draws",
     "init": "write a commented config and a reward file to start from",
     "compare": "show two or more runs side by side",
     "rollouts": "page through the rollouts of a run",
@@ -42,7 +43,7 @@ COMMANDS = {
 _WHERE = {name: f"past_runs.{name}" for name in ("compare", "rollouts", "merge", "evaluate", "report")}
 # They have few arguments and no fields.
 _LIGHT = ("init", "report", "compare", "rollouts", "completion")
-_WITH_OWN_HELP = ("serve", "merge", *_LIGHT)
+_WITH_OWN_HELP = ("serve", "merge", "audit", *_LIGHT)
 _USAGE = """usage: lockstep COMMAND [--config FILE | --recipe NAME] [--field value …]
 
 commands:
@@ -72,6 +73,8 @@ what to do next
   look at finished runs
       lockstep compare runs/one runs/two
       lockstep rollouts runs/one
+  judge the rollouts of a run of another program
+      lockstep audit rollouts.jsonl --model DIRECTORY
   see where a run's gap between trainer and engine comes from
       lockstep verify --explain runs/one
 

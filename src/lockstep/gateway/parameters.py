@@ -7,6 +7,7 @@ the turn without another distribution are read by `gateway/wishes.py`.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any
 
 from lockstep.engines.protocol import Sampling
 from lockstep.gateway.refusals import Refused, bad_value
+
+_logger = logging.getLogger(__name__)
 
 # These fields do not change what is sampled. A seed would make all rollouts of a group equal if it had an effect.
 _WITHOUT_EFFECT = {
@@ -52,12 +55,12 @@ class RunLimits:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def tell(self, what: str, text: str) -> None:
-        """Print a line the first time that `what` is met."""
+        """Log a line the first time that `what` is met."""
         with self._lock:
             if what in self._told:
                 return
             self._told.add(what)
-        print(f"lockstep: {text}", flush=True)
+        _logger.warning(text)
 
 
 def check_parameters(request: Mapping[str, Any], understood: set[str], limits: RunLimits) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from lockstep.errors import LockstepError
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.models.adapters import causal_model, head_name
 from lockstep.models.logits import transformed_logits
+from lockstep.models.policy import fp32_head_product
 from lockstep.parity.distributions import Distribution
 from lockstep.parity.tolerances import Tolerance, tolerance
+from lockstep.shards.model import sharded
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.arrays import Ids, small_ids, whole_numbers
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
@@ -54,7 +57,7 @@ class Precision:
 @torch.no_grad()
 def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Precision = Precision()) -> torch.Tensor:
     """(len(ids), V) float32 logits of one sequence, in evaluation mode. They are in one tensor, without a limit on its size."""
-    return torch.cat(list(_logit_chunks(model, ids, 0, precision)))
+    return torch.cat(list(logit_chunks(model, ids, 0, precision)))
 
 
 @torch.no_grad()
@@ -91,7 +94,7 @@ def completion_logps(
         return _tempered(model, prompt, tokens, distribution.sampling.temperature, precision, pictures)
     masks = distribution.masks(tokens)
     scores: list[torch.Tensor] = []
-    for logits in _logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
+    for logits in logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
         for row in logits.cpu():
             position = len(scores)
             logps = distribution.logprobs(row, prompt, tokens[:position], masks, kept)
@@ -110,7 +113,7 @@ def _tempered(
 ) -> torch.Tensor:
     """`completion_logps` where nothing but the temperature shapes the logits: many rows at a time, on the model's device."""
     targets, scores = torch.tensor(tokens), []
-    for logits in _logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
+    for logits in logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
         own, targets = targets[: len(logits)].to(logits.device), targets[len(logits) :]
         scores.append((logits / temperature).log_softmax(-1).gather(1, own[:, None])[:, 0].cpu())
     return torch.cat(scores)
@@ -150,7 +153,7 @@ def sets_of_all(completion: Completion) -> KeptIds | None:
     return joined_kept_ids(sets)
 
 
-def _logit_chunks(
+def logit_chunks(
     model: PreTrainedModel,
     ids: Sequence[int],
     first: int,
@@ -164,19 +167,20 @@ def _logit_chunks(
     """
     inner = causal_model(model)
     row = torch.tensor([list(ids)], device=inner.device)
-    was_training = model.training
+    was_training, shards = model.training, sharded(model)
     model.eval()
     try:
-        with _autocast(inner, precision):
-            shown = {} if pictures is None else model_inputs([pictures], row)
-            hidden = inner.base_model(input_ids=row, use_cache=False, **shown).last_hidden_state[0]
-            hidden = hidden[first:]
-        product = _head_product(model, precision)
-        vocabulary = inner.get_output_embeddings().weight.shape[0]
-        for rows in hidden.split(max(1, LOGITS_BYTES // (4 * vocabulary))):
+        with nullcontext() if shards is None else shards.looking():
             with _autocast(inner, precision):
-                logits = product(rows)
-            yield transformed_logits(inner.config.get_text_config(), logits).float()
+                shown = {} if pictures is None else model_inputs([pictures], row)
+                hidden = inner.base_model(input_ids=row, use_cache=False, **shown).last_hidden_state[0]
+                hidden = hidden[first:]
+            product = _head_product(model, precision)
+            vocabulary = inner.get_output_embeddings().weight.shape[0]
+            for rows in hidden.split(max(1, LOGITS_BYTES // (4 * vocabulary))):
+                with _autocast(inner, precision):
+                    logits = product(rows)
+                yield transformed_logits(inner.config.get_text_config(), logits).float()
     finally:
         model.train(was_training)
 
@@ -187,8 +191,12 @@ def _autocast(model: PreTrainedModel, precision: Precision) -> AbstractContextMa
 
 def _head_product(model: PreTrainedModel, precision: Precision) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that computes (rows, V) logits from (rows, width) hidden states."""
+    head = causal_model(model).get_output_embeddings()
     if precision.head is None:
-        return causal_model(model).get_output_embeddings()
+        return head
+    if sharded(model) is not None:
+        # The head is whole here, and a source would gather it on the owner only.
+        return partial(fp32_head_product, head)
     source, name = weights_of(model), head_name(model)
     weight, beside = source.tensor(name).to(precision.head), name.removesuffix("weight") + "bias"
     bias = source.tensor(beside).to(precision.head) if beside in source.names else None

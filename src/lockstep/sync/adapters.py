@@ -16,6 +16,8 @@ from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.models.quantised import dequantised, is_quantised, outline_of
+from lockstep.shards.model import ShardedModel, sharded
+from lockstep.shards.parts import is_sharded
 from lockstep.sync.source import PlainSource
 
 _DORA = ("DoraLinearVariant", "DoraEmbeddingVariant")
@@ -55,6 +57,7 @@ class AdaptedSource(PlainSource):
 
     def __init__(self, model: torch.nn.Module) -> None:
         inner = causal_model(model)
+        self._shards = sharded(model)
         _check_kinds(model)
         found = _under_checkpoint_names(inner, list(_walk(inner, inner, "")))
         _check_ties(found)
@@ -66,14 +69,14 @@ class AdaptedSource(PlainSource):
 
     def tensor(self, name: str) -> torch.Tensor:
         layer, parameter = self._layers.get(name), self._parameters[name]
-        base = dequantised(parameter) if is_quantised(parameter) else parameter.detach()
+        base = dequantised(parameter) if is_quantised(parameter) else _whole(self._shards, parameter)
         if layer is None:
             return base
         adapter = _active(layer)[0]
         with torch.no_grad():
             if name.endswith("bias"):
-                return _merged_bias(layer, adapter, base)
-            return _merged_weight(layer, adapter, base)
+                return _merged_bias(layer, adapter, base, self._shards)
+            return _merged_weight(layer, adapter, base, self._shards)
 
     def holder(self, name: str) -> torch.nn.Module:
         return self._holders[name]
@@ -228,37 +231,55 @@ def _check_ties(found: list[_Found]) -> None:
 def _memory(f: _Found) -> object:
     """A key that is equal only for parameters that use the same memory in the same way: their values stay equal."""
     if f.layer is None:
-        return f.parameter.data_ptr()
+        return _place(f.parameter)
     adapter = _active(f.layer)[0]
-    factors = frozenset(factor.data_ptr() for factor in _factors(f.layer, adapter))
-    return f.parameter.data_ptr(), factors, f.layer.scaling[adapter], adapter in f.layer.lora_variant
+    factors = frozenset(map(_place, _factor_parameters(f.layer, adapter)))
+    return _place(f.parameter), factors, f.layer.scaling[adapter], adapter in f.layer.lora_variant
+
+
+def _place(tensor: torch.Tensor) -> int:
+    # The parts of a sharded parameter may be empty. Its modules share one object.
+    return id(tensor) if is_sharded(tensor) else tensor.data_ptr()
 
 
 # ---- merging ------------------------------------------------------------------------------------------------------------
 
 
-def _factors(layer: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _whole(shards: ShardedModel | None, parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter as a whole: its own memory, or gathered."""
+    return parameter.detach() if shards is None else shards.gather(parameter)
+
+
+def _factors(layer: Any, adapter: str, shards: ShardedModel | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The two factors of the delta: `left @ right` has the shape of the layer's weight."""
+    down, up = (_whole(shards, factor) for factor in _factor_parameters(layer, adapter))
     if adapter in layer.lora_embedding_A:
-        return layer.lora_embedding_A[adapter].T, layer.lora_embedding_B[adapter].T
-    down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        return down.T, up.T
     return (down.T, up.T) if layer.fan_in_fan_out else (up, down)
 
 
-def _merged_weight(layer: Any, adapter: str, base: torch.Tensor) -> torch.Tensor:
+def _factor_parameters(layer: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parameters A and B of a layer."""
+    if adapter in layer.lora_embedding_A:
+        return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+    return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+
+
+def _merged_weight(layer: Any, adapter: str, base: torch.Tensor, shards: ShardedModel | None) -> torch.Tensor:
     """base + scaling · delta, in new memory. With DoRA (arXiv 2402.09353) each output is scaled to its trained magnitude."""
-    left, right = (factor.to(_wide(base)) for factor in _factors(layer, adapter))
+    left, right = (factor.to(_wide(base)) for factor in _factors(layer, adapter, shards))
     total = torch.addmm(base.to(_wide(base)), left, right, alpha=layer.scaling[adapter])
     if adapter in layer.lora_variant:
         # One output of a layer is one row of its weight, or one column if the weight is stored transposed.
         transposed = layer.fan_in_fan_out or adapter in layer.lora_embedding_A
         length = total.norm(dim=0 if transposed else 1, keepdim=True)
-        total.mul_(layer.lora_magnitude_vector[adapter].weight.to(total.dtype).view_as(length) / length)
+        magnitude = _whole(shards, layer.lora_magnitude_vector[adapter].weight)
+        total.mul_(magnitude.to(total.dtype).view_as(length) / length)
     return total.to(base.dtype)
 
 
-def _merged_bias(layer: Any, adapter: str, base: torch.Tensor) -> torch.Tensor:
-    added = layer.lora_B[adapter].bias.to(_wide(base))
+def _merged_bias(layer: Any, adapter: str, base: torch.Tensor, shards: ShardedModel | None) -> torch.Tensor:
+    added = _whole(shards, layer.lora_B[adapter].bias).to(_wide(base))
     return torch.add(base.to(_wide(base)), added, alpha=layer.scaling[adapter]).to(base.dtype)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.models.quantised import is_quantised
+from lockstep.shards.model import sharded
 from lockstep.sync.source import PlainSource
 
 # Tensors of each kind that a push compares if they must be made, cast or read again for it.
@@ -78,9 +79,15 @@ def check_live(
     named = {p.name: p.tensor for p in checkpoint_tensors(own)}
     # A quantised weight is not what is sent: the source dequantises it.
     plain = [spec for spec in sent if spec.name in named and not is_quantised(named[spec.name])]
-    if adapted or dtype is not None:
+    if not source.own_memory or dtype is not None:
         plain = draw.sample(plain, min(_DRAWN, len(plain)))
-    _check_digests([(spec.name, named[spec.name].detach()) for spec in plain], dtype, plain, version)
+    shards = sharded(model)
+    if shards is None:
+        _check_digests([(spec.name, named[spec.name].detach()) for spec in plain], dtype, plain, version)
+    else:
+        for spec in plain:
+            # One at a time, because each is gathered from all ranks.
+            _check_digests([(spec.name, shards.gather(named[spec.name]))], dtype, [spec], version)
     if adapted:
         layers = [spec for spec in sent if spec.name not in named and spec.name.endswith(".weight")]
         for spec in draw.sample(layers, min(_DRAWN, len(layers))):
@@ -116,9 +123,12 @@ def _check_merge(model: torch.nn.Module, source: PlainSource, name: str, merged:
         # A forward would pack the 4-bit weights for inference, for good.
         return
     inputs = _inputs(base, merged, version)
+    shards = sharded(model)
+    bias = source.tensor(f"{owner}.bias") if f"{owner}.bias" in source.names else None
     with torch.no_grad(), _without_dropout(layer), torch.autocast(merged.device.type, enabled=False):
-        own = layer(inputs)
-        bias = source.tensor(f"{owner}.bias") if f"{owner}.bias" in source.names else None
+        # Here a LoRA layer computes alone, outside of a forward of the model.
+        with nullcontext() if shards is None else shards.whole_around(layer):
+            own = layer(inputs)
         found = _product(base, merged, bias, inputs)
     apart, allowed = float((own - found).abs().max()), _rounding(base.weight) * float(found.square().mean().sqrt())
     # `not <=` instead of `>`, so that NaN fails.

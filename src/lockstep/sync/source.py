@@ -17,6 +17,7 @@ from lockstep.engines.protocol import TensorSpec
 from lockstep.engines.tensor_specs import described
 from lockstep.errors import LockstepError
 from lockstep.models.checkpoint_names import checkpoint_tensors
+from lockstep.shards.model import sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +34,21 @@ class Manifest:
 
 
 class PlainSource:
-    """Weights of a model that is whole in this process, under the names of its checkpoint (`models/checkpoint_names.py`).
+    """Weights of a model, under the names of its checkpoint (`models/checkpoint_names.py`).
 
     Tied parameters occur once, under their first name.
 
-    It may be read several times; equal weights give equal bytes. A new source is made for every push.
+    It may be read several times; equal weights give equal bytes. A new source is made for every push. If the model is sharded, the
+    owner reads it inside a call of `Ranks`, and each tensor is gathered when it is read.
     """
 
     # Whether the tensors are the model's own memory. If not, they are new tensors that are made to be read once.
     own_memory = True
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+        self._model, self._shards = model, sharded(model)
+        if self._shards is not None:
+            self.own_memory = False
         placed = checkpoint_tensors(model)
         self._parameters = {p.name: p.tensor for p in placed}
         self._own_names = {p.name: p.own_name for p in placed}
@@ -62,6 +66,8 @@ class PlainSource:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor that an engine should hold under `name`. It must not be written to."""
+        if self._shards is not None:
+            return self._shards.gather(self._parameters[name])
         return self._parameters[name].detach()
 
     def shape(self, name: str) -> torch.Size:
@@ -86,7 +92,13 @@ class PlainSource:
             yield name, self.tensor(name)
 
     def _outline(self, name: str) -> torch.Tensor:
-        return torch.empty_like(self._parameters[name], device="meta")
+        known = self._parameters[name]
+        # `empty_like` of a sharded tensor would be sharded.
+        return (
+            torch.empty(known.shape, dtype=known.dtype, device="meta")
+            if self._shards
+            else torch.empty_like(known, device="meta")
+        )
 
     def _sent(self) -> Iterator[str]:
         return (name for name, first in self._first.items() if name == first)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import xxhash
 
@@ -16,7 +17,8 @@ def digest_of(*parts: str | npt.NDArray[Any]) -> str:
     """Hex digest of texts and arrays in their order. Arrays of other dtypes or lengths have other digests."""
     digest = xxhash.xxh3_128()
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part.tobytes()
-        digest.update(len(data).to_bytes(8, "little"))
+        # xxhash reads the memory of an array itself, without a copy.
+        data = memoryview(part.encode()) if isinstance(part, str) else np.ascontiguousarray(part).data
+        digest.update(data.nbytes.to_bytes(8, "little"))
         digest.update(data)
     return digest.hexdigest()

@@ -51,7 +51,7 @@ from lockstep.training.generate.source import RolloutSource
 from lockstep.training.generate.unscored import UnscoredGenerations
 from lockstep.training.methods.objective import Objective, Scores
 from lockstep.training.run_files.step_log import StepLog
-from lockstep.training.step.distributed import check_same_weights, share_of
+from lockstep.training.step.distributed import check_same_weights, check_shards, share_of
 from lockstep.training.step.generation import Generation, Preparation, branches_of
 from lockstep.training.step.learned import sampled_tokens
 from lockstep.training.step.model_gradient import ModelGradient
@@ -293,7 +293,8 @@ class TrainingLoop:
         prepared = self.preparation.step(self.policy(), sequences, moved=policy_changed)
         self.generation = generation.with_step(step, self._batches_per_step, prepared)
         if self.update_proof is not None:
-            self.update_proof.begin_step(self._state().global_step)
+            proof = self.update_proof
+            self._on_shards("begin", lambda: proof.begin_step(self._state().global_step))
         return self.generation
 
     def _check_backward(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
@@ -348,17 +349,28 @@ class TrainingLoop:
 
     def before_update(self) -> None:
         """Prove what the optimizer is about to use."""
+        check_shards(self.ranks, self.trained(), self._state().global_step)
         if self.update_proof is not None:
+            proof = self.update_proof
             with self.clock.phase("verify"):
-                self.update_proof.before(self._state().global_step)
+                self._on_shards("before", lambda: proof.before(self._state().global_step))
 
     def after_update(self) -> None:
         """Prove what the optimizer has made of the weights."""
         with self.clock.phase("verify"):
             if self.update_proof is not None:
-                self.log.note(self.update_proof.after(self._state().global_step))
+                self.log.note(
+                    self.update_proof.after(self._state().global_step, lambda part: self.ranks.share("after", part))
+                )
             if self.frozen is not None:
-                self.frozen.check_elements()
+                self._on_shards("frozen", self.frozen.check_elements)
+
+    def _on_shards(self, name: str, prove: Callable[[], None]) -> None:
+        """Prove something of this rank's shards. An error on one rank is raised on all. Without shards all ranks prove the same."""
+        if self.ranks.passes is None:
+            prove()
+        else:
+            self.ranks.share(name, prove)
 
     # ---- where the run is -------------------------------------------------------------------------------------------
 

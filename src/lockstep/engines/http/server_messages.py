@@ -7,6 +7,7 @@ tokens an answer belongs; `engines/answers.py` checks its content.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -20,6 +21,8 @@ from lockstep.tokens.arrays import BadValues, Ids, Reals, reals, whole_numbers
 
 # vLLM's server writes this in place of a log-prob that is missing, NaN or −inf (fault P3).
 _NO_LOGPROB = -9999.0
+# They read the two fields of a token's entry without the interpreter's loop.
+_token_id, _logprob = itemgetter("token_id"), itemgetter("logprob")
 # vLLM's stamp of the weights that it loaded when it started.
 INITIAL_WEIGHTS = "default"
 
@@ -131,20 +134,22 @@ def _ids(name: str, values: Any) -> Ids:
 
 def _logprobs(request: GenerationRequest, token_ids: list[int], choice: Mapping[str, Any]) -> Reals:
     entries = (choice.get("logprobs") or {}).get("content") or []
+    if list(map(_token_id, entries)) == token_ids:
+        found = reals(list(map(_logprob, entries)))
+        if (found > _NO_LOGPROB).all():
+            return found
     values = [
         entry["logprob"]
         for entry, token in zip(entries, token_ids, strict=False)
         if entry["token_id"] == token and entry["logprob"] > _NO_LOGPROB
     ]
-    if not len(values) == len(entries) == len(token_ids):
-        raise ProofError(
-            "logprobs",
-            f"request {request.key} has {len(token_ids)} tokens, {len(entries)} log-probs and {len(values)} of them for its own "
-            "tokens and finite",
-            "the server was started without log-probs, or its model gives values that are no numbers",
-            "start the server with 'lockstep serve'; if it was, look for NaN in the weights",
-        )
-    return reals(values)
+    raise ProofError(
+        "logprobs",
+        f"request {request.key} has {len(token_ids)} tokens, {len(entries)} log-probs and {len(values)} of them for its own "
+        "tokens and finite",
+        "the server was started without log-probs, or its model gives values that are no numbers",
+        "start the server with 'lockstep serve'; if it was, look for NaN in the weights",
+    )
 
 
 def _versions(

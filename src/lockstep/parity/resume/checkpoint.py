@@ -22,6 +22,7 @@ from lockstep.engines.tensor_specs import tensor_digest
 from lockstep.errors import InputError, ProofError
 from lockstep.models.policy import BAD_FILES
 from lockstep.parity.receipt import DIGESTS, RECEIPT, text_digest
+from lockstep.shards.parts import collected, is_sharded
 
 # The last file that is written into a checkpoint. A checkpoint with this file is complete.
 TRAINER_STATE = "trainer_state.json"
@@ -111,6 +112,8 @@ def memory_digests(
 ) -> dict[str, str]:
     """Digests of all parameters and saved buffers, of the optimizer's state by parameter, and of the schedule.
 
+    If a module is sharded, every rank calls. Then the owner has the digests of the whole tensors, and the others are of no use.
+
     Args:
         modules: the trained modules, each under a name.
     """
@@ -128,8 +131,12 @@ def memory_digests(
             place = names.get(parameter, f"group {len(settings)}, {number}")
             for key, value in optimizer.state.get(parameter, {}).items():
                 found[f"optimizer.{key} of {place}"] = torch.as_tensor(value)
+    # Sharded tensors are collected one at a time, in the same order on all ranks.
+    cut = {
+        name: tensor_digest(collected(found.pop(name))) for name in sorted(n for n, t in found.items() if is_sharded(t))
+    }
     with ThreadPoolExecutor(2) as pool:
-        digests = dict(zip(found, pool.map(tensor_digest, found.values()), strict=True))
+        digests = cut | dict(zip(found, pool.map(tensor_digest, found.values()), strict=True))
     schedule = {key: str(value) for key, value in scheduler.state_dict().items() if not callable(value)}
     return digests | {
         "the optimizer's settings": text_digest(json.dumps(settings)),

@@ -14,6 +14,7 @@ import torch
 
 from lockstep.errors import ProofError
 from lockstep.parity.step.drawn import Drawn
+from lockstep.shards.parts import is_sharded, local_part
 
 # Number of tensors with a hook. Others are drawn at each step.
 _HOOKED = 32
@@ -24,6 +25,7 @@ class AccumulationProof:
 
     Args:
         trained: the trained parameters by name.
+        gathered: gives the tensor that the backward passes of a sharded parameter add to, before the ranks' parts are summed.
         seed: draws the tensors and elements.
         always: names of tensors that are not left to the draw.
 
@@ -32,10 +34,14 @@ class AccumulationProof:
     """
 
     def __init__(
-        self, trained: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...], always: Sequence[str] = ()
+        self,
+        trained: Mapping[str, torch.nn.Parameter],
+        seed: tuple[int, ...],
+        always: Sequence[str] = (),
+        gathered: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter,
     ) -> None:
         for name, parameter in trained.items():
-            if parameter.grad is not None and bool(parameter.grad.any()):
+            if parameter.grad is not None and bool(local_part(parameter.grad).any()):
                 raise ProofError(
                     "accumulation",
                     f"before the first backward of the step, {name} holds a gradient",
@@ -48,7 +54,8 @@ class AccumulationProof:
         self._parameters = [trained[name] for name in self._names]
         self._drawn = Drawn.of(self._parameters, seed)
         self._added: list[list[torch.Tensor]] = [[] for _ in self._names]
-        self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
+        self._hooked = [gathered(p) for p in self._parameters]
+        self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._hooked)]
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def note(gradient: torch.Tensor) -> None:
@@ -65,7 +72,12 @@ class AccumulationProof:
         self._handles = []
 
     def added(self) -> list[Any]:
-        """(N,) sum of what the backward passes of this rank have added, and (N,) the sum of its sizes. Ends the proof's hooks."""
+        """What this rank knows of the (N,) drawn elements. Ends the proof's hooks.
+
+        Returns:
+            The sum of what the backward passes of this rank have added, the sum of its sizes, and the gradients that this rank
+            holds (of sharded tensors, its part; the other elements are 0).
+        """
         self.end()
         zero = torch.zeros(1, dtype=torch.float64)
         sums, sizes = [], []
@@ -74,7 +86,8 @@ class AccumulationProof:
             stacked = torch.stack(pieces).to("cpu", torch.float64) if pieces else zero.expand(1, count)
             sums.append(stacked.sum(0))
             sizes.append(stacked.abs().sum(0))
-        return [torch.cat(parts).tolist() if parts else [] for parts in (sums, sizes)]
+        found = self._drawn.read([p.grad for p in self._parameters])
+        return [*(torch.cat(parts).tolist() if parts else [] for parts in (sums, sizes)), found.tolist()]
 
     def check(self, added: Sequence[list[Any]]) -> None:
         """Compare the gradients with what all backward passes have added.
@@ -86,8 +99,11 @@ class AccumulationProof:
             ProofError: they differ.
         """
         sums, sizes = (torch.tensor([rank[k] for rank in added], dtype=torch.float64).sum(0) for k in (0, 1))
-        found = self._drawn.read([p.grad for p in self._parameters])
-        digits = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)
+        parts = torch.tensor([rank[2] for rank in added], dtype=torch.float64)
+        of_ranks = torch.tensor([is_sharded(p) for p in self._parameters])[self._drawn.owners]
+        # A gradient that is not sharded is the same on every rank.
+        found = torch.where(of_ranks, parts.sum(0), self._drawn.read([p.grad for p in self._parameters]))
+        digits = torch.tensor([torch.finfo(p.dtype).eps for p in self._hooked], dtype=torch.float64)
         off = (found - sums).abs() - 8 * digits[self._drawn.owners] * sizes
         # A NaN is wrong too.
         wrong = ~(off <= 0)

@@ -1,6 +1,7 @@
 """Drawn elements of many tensors: short windows at drawn places, read with one copy for all tensors.
 
-`parity/step/update.py` and `parity/step/accumulation.py` read parameters, gradients and the state of optimizers with it.
+`parity/step/update.py` and `parity/step/accumulation.py` read parameters, gradients and the state of optimizers with it. Of a
+sharded tensor, each rank reads the elements that it holds. The others read as zeros, so that the sum over ranks is the whole.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+
+from lockstep.shards.parts import first_element, local_part
 
 # Elements of a window, and windows of a tensor. A tensor with fewer elements is read whole.
 WINDOW = 16
@@ -60,12 +63,24 @@ class Drawn:
         return [flat[start : start + length] for owner, start, length in self._windows if owner == index]
 
     def read(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """(N,) float64 values of the windows, on the host. A tensor that is None reads as zeros."""
-        flat = [None if t is None else t.detach().reshape(-1) for t in tensors]
+        """(N,) float64 values of the windows, on the host. A tensor that is None, and a part of another rank, reads as zeros."""
+        flat = [None if t is None else local_part(t).detach().reshape(-1) for t in tensors]
+        firsts = [0 if t is None else first_element(t) for t in tensors]
         empty = torch.zeros(0, device=next((t.device for t in flat if t is not None), None))
         pieces = [
-            empty.new_zeros(length) if (own := flat[owner]) is None else own[start : start + length]
+            empty.new_zeros(length) if (own := flat[owner]) is None else _window(own, start - firsts[owner], length)
             for owner, start, length in self._windows
         ]
         # torch.cat promotes mixed dtypes to one that holds all of them.
         return (torch.cat(pieces) if pieces else empty).to("cpu", torch.float64)
+
+
+def _window(own: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    """A window of a flattened tensor, or of a part of it: then elements outside the part are zeros."""
+    low, high = max(start, 0), min(start + length, len(own))
+    if high - low == length:
+        return own[start : start + length]
+    found = own.new_zeros(length)
+    if low < high:
+        found[low - start : high - start] = own[low:high]
+    return found

@@ -15,6 +15,7 @@ import numpy as np
 from lockstep.definitions import policy_gradients as define
 from lockstep.definitions.policy_gradients import Array, Slope
 from lockstep.errors import ProofError
+from lockstep.tokens.arrays import cut
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
@@ -24,13 +25,13 @@ class Tokens:
     """The N tokens of one completion, as float64 arrays of (N,).
 
     Attributes:
-        weight: of each token in the loss.
+        weight: of each token in the loss; or (N,), where the tokens are those of several completions.
         kept: whether the policy learns from each token.
         pair: names the two completions of a pair, for Online DPO.
     """
 
     name: str
-    weight: float
+    weight: float | Array
     logps: Array
     old_logps: Array
     behaviour: Array
@@ -53,7 +54,29 @@ def by_logps(method: str, completions: Sequence[Tokens], settings: Any, beta: fl
     if method == "online_dpo":
         return _pairs(completions, settings, beta)
     of_one = {"grpo": _grpo, "rloo": _rloo, "reinforce++": _tokens, "ppo": _tokens}[method]
+    if _of_tokens(method, settings):
+        slope, lengths = of_one(_joined(completions), settings, beta), [len(c.logps) for c in completions]
+        return [Slope(*both) for both in zip(cut(slope.values, lengths), cut(slope.near, lengths), strict=True)]
     return [of_one(c, settings, beta) for c in completions]
+
+
+def _of_tokens(method: str, settings: Any) -> bool:
+    """Whether the derivative of a token depends on no other token. Then one call computes those of all completions."""
+    corrected = settings.vllm_importance_sampling_correction
+    alone = not corrected or settings.vllm_importance_sampling_mode.startswith("token")
+    if method == "grpo":
+        whole = settings.importance_sampling_level == "sequence" or settings.loss_type == "vespo"
+        return alone and not whole and settings.off_policy_mask_threshold is None
+    return alone and method in ("reinforce++", "ppo")
+
+
+def _joined(completions: Sequence[Tokens]) -> Tokens:
+    """The tokens of all completions as those of one, each with its own weight."""
+    fields = ("logps", "old_logps", "behaviour", "advantages", "kept", "ref_logps")
+    columns = {name: [getattr(c, name) for c in completions] for name in fields}
+    arrays = {name: np.concatenate(own) for name, own in columns.items() if own[0] is not None}
+    weights = np.repeat([float(c.weight) for c in completions], [len(c.logps) for c in completions])
+    return Tokens(name="", weight=weights, **arrays)
 
 
 def by_values(completions: Sequence[Tokens], settings: Any) -> list[Slope]:
@@ -68,8 +91,12 @@ def by_values(completions: Sequence[Tokens], settings: Any) -> list[Slope]:
     return found
 
 
-def check(what: str, names: Sequence[str], due: Sequence[Slope], found: Sequence[Array]) -> int:
+def check(what: str, names: Sequence[str], due: Sequence[Slope], found: Sequence[Array], packs: Sequence[int]) -> int:
     """Compare derivatives.
+
+    Args:
+        names, due, found: one of each per completion.
+        packs: number of tokens of each pack. Rounding is judged by the largest derivative of a pack.
 
     Returns:
         The number of tokens that were compared.
@@ -77,22 +104,25 @@ def check(what: str, names: Sequence[str], due: Sequence[Slope], found: Sequence
     Raises:
         ProofError: one differs by more than rounding.
     """
-    scale = max((float(np.abs(d.values).max()) for d in due if len(d.values)), default=0.0)
-    compared = 0
-    for name, slope, own in zip(names, due, found, strict=True):
-        off = np.abs(own - slope.values)
-        wrong = ~(off <= 2e-4 * np.abs(slope.values) + 2e-5 * scale + 1e-12) & ~slope.near
-        compared += int((~slope.near).sum())
-        if wrong.any():
-            at = int(np.where(wrong, np.nan_to_num(off, nan=np.inf), -1.0).argmax())
-            raise ProofError(
-                "loss_gradient",
-                f"the gradient of the {what} of token {at} of {name} is {own[at]:.6g}; the method's formula gives "
-                f"{slope.values[at]:.6g} ({int(wrong.sum())} of {len(own)} tokens differ)",
-                "the loss was scaled, divided twice, masked or clipped in another way than the method's formula says",
-                "let nothing change the loss or its backward; for a loss of your own, set objective_class to a class of your own",
-            )
-    return compared
+    values, near, own = (
+        np.concatenate(parts) for parts in ([d.values for d in due], [d.near for d in due], list(found))
+    )
+    off, sizes = np.abs(own - values), np.abs(values)
+    scales = np.repeat([part.max(initial=0.0) for part in cut(sizes, packs)], packs)
+    wrong = ~(off <= 2e-4 * sizes + 2e-5 * scales + 1e-12) & ~near
+    if wrong.any():
+        at = int(np.where(wrong, np.nan_to_num(off, nan=np.inf), -1.0).argmax())
+        ends = np.cumsum([len(part) for part in found])
+        which = int(np.searchsorted(ends, at, side="right"))
+        part = slice(int(ends[which]) - len(found[which]), int(ends[which]))
+        raise ProofError(
+            "loss_gradient",
+            f"the gradient of the {what} of token {at - part.start} of {names[which]} is {own[at]:.6g}; the method's formula gives "
+            f"{values[at]:.6g} ({int(wrong[part].sum())} of {len(found[which])} tokens differ)",
+            "the loss was scaled, divided twice, masked or clipped in another way than the method's formula says",
+            "let nothing change the loss or its backward; for a loss of your own, set objective_class to a class of your own",
+        )
+    return len(near) - int(np.count_nonzero(near))
 
 
 def _correction(c: Tokens, settings: Any) -> Slope:

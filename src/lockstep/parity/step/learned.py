@@ -133,7 +133,7 @@ class SampledTokens:
         Raises:
             ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
         """
-        own = np.array_equal(entering.old_logps, entering.logps, equal_nan=True)
+        own = self._own_forward and _equal(entering.old_logps, entering.logps)
         starts = np.cumsum(entering.lengths) - entering.lengths
         found = zip(entering.names, starts.tolist(), entering.lengths, entering.digests(), strict=True)
         for name, start, length, (ids, logps) in found:
@@ -170,6 +170,11 @@ class SampledTokens:
         if not same:
             prompt, sample = due.rollout
             raise _wrong(f"the {what} of rollout {sample} of prompt {prompt} are others in the loss than were recorded")
+
+
+def _equal(one: Reals, other: Reals) -> bool:
+    """Whether two arrays are equal. A NaN equals a NaN, which is looked for only if there is a difference."""
+    return np.array_equal(one, other) or np.array_equal(one, other, equal_nan=True)
 
 
 def words_error(prompt: str, sample: int, found: str) -> ProofError:

@@ -19,6 +19,7 @@ from lockstep.parity.distributions import Distribution
 from lockstep.parity.rescoring import Precision, sampled_logps
 from lockstep.parity.step.drawn import Drawn
 from lockstep.parity.tolerances import Tolerance
+from lockstep.shards.parts import local_part
 from lockstep.tokens.arrays import Reals
 
 # Bytes that are read again in each generation, so that large models are covered over several generations.
@@ -58,7 +59,7 @@ class FrozenWeights:
     """Tensors that training must not change.
 
     Args:
-        tensors: the frozen tensors by name.
+        tensors: the frozen tensors by name. Of sharded tensors, this rank proves its part.
         trained: the tensors that the optimizer changes.
         seed: draws which tensors are read again.
 
@@ -67,9 +68,10 @@ class FrozenWeights:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], trained: Iterable[torch.Tensor], seed: int) -> None:
+        tensors = {name: local_part(t) for name, t in tensors.items()}
         self._tensors, self._seed = dict(tensors), seed
-        moving = {t.untyped_storage().data_ptr() for t in trained}
-        shared = sorted(name for name, t in tensors.items() if t.untyped_storage().data_ptr() in moving)
+        moving = {t.untyped_storage().data_ptr() for t in map(local_part, trained) if t.numel()}
+        shared = sorted(name for name, t in tensors.items() if t.numel() and t.untyped_storage().data_ptr() in moving)
         if shared:
             raise ProofError(
                 "reference",

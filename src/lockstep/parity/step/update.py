@@ -19,9 +19,11 @@ from lockstep.parity.step.accumulation import AccumulationProof
 from lockstep.parity.step.drawn import Drawn
 from lockstep.parity.step.optimizer_rules import Expected, OptimizerRule, State
 from lockstep.parity.step.rates import Rates
+from lockstep.shards.parts import first_element, is_sharded, local_part
 
 _logger = logging.getLogger(__name__)
 
+Share = Callable[[Callable[[], Any]], list[Any]]
 # Steps that may pass before every trained tensor has had a gradient and has moved.
 PATIENCE = 10
 # Elements whose squares are summed in one call: in float32 the sum of many more loses digits.
@@ -43,6 +45,7 @@ class UpdateProof:
         seed: draws the elements.
         always: names of trained tensors whose gradients are compared at every step.
         may_rest: names of trained tensors that may have no gradient for many steps.
+        gathered: as in `AccumulationProof`, for sharded parameters.
 
     Raises:
         ProofError: a trained parameter is not in the optimizer, or one half of an adapter is not trained.
@@ -59,6 +62,7 @@ class UpdateProof:
         step: int,
         always: Collection[str] = (),
         may_rest: Collection[str] = (),
+        gathered: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter,
     ) -> None:
         self._names, self._trained = list(trained), list(trained.values())
         _check_halves(trained, frozen)
@@ -66,7 +70,8 @@ class UpdateProof:
         self._optimizer, self._rates = optimizer, rates
         rates.check_start(step, self._rule.groups, self._rule.group_of, self._names)
         self._max_norm, self._seed = max_norm, seed
-        self._always, self._may_rest = always, set(may_rest)
+        self._always, self._may_rest, self._gathered = always, set(may_rest), gathered
+        self._sharded = [is_sharded(p) for p in self._trained]
         self._frozen = dict(frozen)
         # Per tensor: steps in a row without a gradient, and steps with a gradient in which no drawn element moved.
         self._without, self._stuck = [0] * len(self._names), [0] * len(self._names)
@@ -103,7 +108,7 @@ class UpdateProof:
             )
         parameters = dict(zip(self._names, self._trained, strict=True))
         self.abandon()
-        self._accumulation = AccumulationProof(parameters, (self._seed, step, 2), tuple(self._always))
+        self._accumulation = AccumulationProof(parameters, (self._seed, step, 2), tuple(self._always), self._gathered)
 
     def abandon(self) -> None:
         """Remove the hooks of a step that was not finished."""
@@ -111,7 +116,7 @@ class UpdateProof:
             self._accumulation.end()
 
     @torch.no_grad()
-    def gradients(self, share: Callable[[Callable[[], Any]], list[Any]], *, learning: bool) -> None:
+    def gradients(self, share: Share, *, learning: bool) -> None:
         """After the gradients were summed over all ranks, before they are clipped. Every rank calls this.
 
         Args:
@@ -124,14 +129,14 @@ class UpdateProof:
         assert self._accumulation is not None
         self._accumulation.check(share(self._accumulation.added))
         gradients = [p.grad for p in self._trained]
-        squares = _squares(gradients)
+        squares = self._over_ranks([_squares([local_part(g) for g in gradients])], share)[0]
         self._norm = math.sqrt(sum(squares))
         self._check_gradients(squares, learning=learning)
         self._unclipped = self._drawn.read(gradients)
         # Where a tensor has a gradient in few elements only, one of these is read beside the drawn ones.
         seen = torch.zeros(len(squares)).index_add(0, self._drawn.owners, (self._unclipped != 0).float())
         places = {
-            i: _some_nonzero(gradient)
+            i: first_element(gradient) + _some_nonzero(local_part(gradient))
             for i, gradient in enumerate(gradients)
             if gradient is not None and squares[i] > 0 and not seen[i]
         }
@@ -187,8 +192,11 @@ class UpdateProof:
     # ---- after the optimizer ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def after(self, step: int) -> dict[str, float]:
+    def after(self, step: int, share: Share = lambda part: [part()]) -> dict[str, float]:
         """Just after the optimizer step, before gradients are cleared and the schedule advances.
+
+        Args:
+            share: gives every rank's value, in the order of ranks. With sharded parameters, every rank calls.
 
         Returns:
             Figures to log.
@@ -197,14 +205,34 @@ class UpdateProof:
             ProofError: a drawn element is not what the step must make of it, or a tensor never moves.
         """
         found = self._rule.read(self._drawn)
+        if any(self._sharded):
+            # An error of one rank is an error of all.
+            share(lambda: self._check(found))
+        else:
+            self._check(found)
+        self._has_moved = self._has_moved or any(self._step_rates)
+        figures = self._figures(found, share)
+        self._draw(step + 1)
+        return figures
+
+    def _check(self, found: State) -> None:
         self._compare(self._drawn, self._kept, self._seen, found)
         if len(self._sparse):
             self._compare(self._sparse, self._sparse_kept, self._sparse_seen, self._rule.read(self._sparse))
         self._check_moved(found)
-        self._has_moved = self._has_moved or any(self._step_rates)
-        figures = self._figures(found)
-        self._draw(step + 1)
-        return figures
+
+    def _over_ranks(self, values: list[list[float]], share: Share) -> list[list[float]]:
+        """Lists of one value per trained tensor. Of sharded tensors, the values of all ranks are added."""
+        if not any(self._sharded):
+            return values
+        parts = share(lambda: values)
+        return [
+            [
+                sum(part[k][i] for part in parts) if cut else value
+                for i, (value, cut) in enumerate(zip(own, self._sharded, strict=True))
+            ]
+            for k, own in enumerate(values)
+        ]
 
     def _compare(self, drawn: Drawn, kept: State, gradients: torch.Tensor, found: State) -> None:
         expected = self._rule.expected(kept, gradients, drawn, self._step_rates)
@@ -284,20 +312,21 @@ class UpdateProof:
             self._named.add(name)
             _logger.warning(f"no drawn element of {name} moved in {PATIENCE} steps: {dtype} rounds its updates away")
 
-    def _figures(self, found: State) -> dict[str, float]:
+    def _figures(self, found: State, share: Share) -> dict[str, float]:
         """Sizes over all trained tensors, estimated from the drawn elements."""
         change, sizes = found.values - self._kept.values, torch.tensor([float(p.numel()) for p in self._trained])
         counts = torch.bincount(self._drawn.owners, minlength=len(sizes)).clamp(min=1).double()
 
-        def total(values: torch.Tensor) -> float:
+        def totals(values: torch.Tensor) -> list[float]:
             means = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, self._drawn.owners, values) / counts
-            return float((means * sizes).sum())
+            return (means * sizes).tolist()
 
-        update, weights = math.sqrt(total(change.square())), math.sqrt(total(self._kept.values.square()))
+        drawn = [totals(v) for v in (change.square(), self._kept.values.square(), (change != 0).double())]
+        squares, weights, moved = (sum(own) for own in self._over_ranks(drawn, share))
         return {
-            "update/norm": update,
-            "update/relative": update / weights if weights else 0.0,
-            "update/moved_share": total((change != 0).double()) / float(sizes.sum()),
+            "update/norm": math.sqrt(squares),
+            "update/relative": math.sqrt(squares / weights) if weights else 0.0,
+            "update/moved_share": moved / float(sizes.sum()),
         }
 
     def _name(self, drawn: Drawn, element: int) -> str:

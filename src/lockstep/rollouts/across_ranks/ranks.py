@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.rollouts.across_ranks.frames import decode, encode
+from lockstep.shards.passes import BrokenPass, Passes
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,6 +40,14 @@ class Ranks:
         self.count = dist.get_world_size() if several else 1
         # A separate group. If a rank already runs the trainer's collectives, a call here times out instead of mixing with them.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit)) if several else None
+        # Where models are sharded: what all ranks must do together (`shards/passes.py`).
+        self.passes: Passes | None = None
+
+    def share_passes(self) -> Passes:
+        """The passes of this run's sharded models. From now on, a rank that waits in a call plays along. Every rank calls this."""
+        if self.passes is None:
+            self.passes = Passes(self._limit)
+        return self.passes
 
     @property
     def owner(self) -> bool:
@@ -61,10 +70,11 @@ class Ranks:
         if self._group is None:
             (answer,) = work([offer()])
             return answer
-        mine = self._try(name, offer)
+        mine = self._met(name, self._try(name, offer))
         with self._waiting(name, "every rank"):
             parts = self._gathered(mine.outcome)
         done = self._try(name, lambda: self._answers(name, parts, work)) if self.owner else mine
+        done = self._met(name, done)
         with self._waiting(name, f"rank {_OWNER}, which holds the engine"):
             outcome = self._scattered(done.outcome)
         cause = done.error or mine.error
@@ -111,6 +121,13 @@ class Ranks:
         """
         return self.call(name, part, lambda parts: [list(parts)] * len(parts))
 
+    def _met(self, name: str, tried: _Tried) -> _Tried:
+        """What this rank has tried, after it has played along until all ranks are here."""
+        if self.passes is None:
+            return tried
+        played = self._try(name, self.passes.meet)
+        return played if played.error is not None and tried.error is None else tried
+
     def _try(self, name: str, step: Callable[[], Any]) -> _Tried:
         try:
             return _Tried(_Outcome(name, step()), None)
@@ -121,9 +138,9 @@ class Ranks:
 
     def _answers(self, name: str, parts: Sequence[_Outcome], work: Callable[[Sequence[Any]], Sequence[Any]]) -> list:
         """Run the owner's work after every part has arrived."""
-        for part in parts:
-            if part.failure is not None:
-                raise _RefusedPart(part.failure)
+        failures = [part.failure for part in parts if part.failure is not None]
+        for failure in sorted(failures, key=lambda f: f.kind == "broken"):
+            raise _RefusedPart(failure)
         odd = [(rank, part.name) for rank, part in enumerate(parts) if part.name != name]
         if odd:
             raise LockstepError(
@@ -208,7 +225,8 @@ class _Failure:
         if isinstance(error, ProofError):
             return cls(rank, "proof", (error.found, error.check, error.cause, error.fix))
         if isinstance(error, LockstepError):
-            return cls(rank, "input" if isinstance(error, InputError) else "other", (str(error),))
+            kind = "input" if isinstance(error, InputError) else "broken" if isinstance(error, BrokenPass) else "other"
+            return cls(rank, kind, (str(error),))
         return cls(rank, "other", (f"{type(error).__name__}: {str(error).strip()[:600]}",))
 
     def rebuilt(self) -> LockstepError:

@@ -8,7 +8,6 @@ splits what the methods have computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from lockstep.tokens.arrays import cut, joined, reals, whole_numbers
@@ -50,6 +49,6 @@ def split_branches(whole: TrainingSequence, branches: Sequence[TrainingSequence]
     }
     unit = whole.unit if whole.unit is not None else whole.name
     return [
-        replace(b, weight=whole.weight, unit=unit, **{field: parts[i] for field, parts in added.items()})
+        b.but(weight=whole.weight, unit=unit, **{field: parts[i] for field, parts in added.items()})
         for i, b in enumerate(branches)
     ]

@@ -82,6 +82,8 @@ class Pack:
 
     def to(self, device: torch.device) -> Pack:
         """The same pack on another device."""
+        if device == self.input_ids.device:
+            return self
         names = ("input_ids", "position_ids", "predictors", "targets")
         moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
         return replace(self, **moved)

@@ -90,10 +90,8 @@ def _best(count: int, budget: int, packs: Callable[[int], _Packs]) -> list[range
             waste[ends] + (wastes if isinstance(wastes, int) else wastes[:fitting]),
             np.maximum(largest[ends], sizes[:fitting]),
         )
-        best = np.arange(fitting)
-        for cost in costs:
-            best = best[cost[best] == cost[best].min()]
-        choice = best[0]
+        # The first key counts least, and equal packs keep their order.
+        choice = np.lexsort(costs[::-1])[0] if fitting > 1 else 0
         number[start], waste[start], largest[start] = (cost[choice] for cost in costs)
         after[start] = start + 1 + choice
     runs, start = [], 0

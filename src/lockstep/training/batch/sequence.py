@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,12 @@ from lockstep.tokens.kept_ids import KeptIds
 
 _REALS = ("behaviour_logps", "advantages", "old_logps", "entropies", "ref_logps", "values", "returns")
 _FLAGS = ("fresh", "kept", "sampled")
+# The fields that are arrays, and what makes an array of their values.
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("prompt_ids", "completion_ids"), whole_numbers),
+    **dict.fromkeys(_REALS, reals),
+    **dict.fromkeys(_FLAGS, flags),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,12 +97,19 @@ class TrainingSequence(ArrayFields):
     aside: bool = False
 
     def __post_init__(self) -> None:
-        kinds = (("prompt_ids", "completion_ids"), whole_numbers), (_REALS, reals), (_FLAGS, flags)
-        for names, kind in kinds:
-            for name in names:
-                values = getattr(self, name)
-                if values is not None:
-                    self._set(name, kind(values))
+        for name, kind in _KINDS.items():
+            values = getattr(self, name)
+            if values is not None:
+                self._set(name, kind(values))
+
+    def but(self, **changes: Any) -> TrainingSequence:
+        """A copy with other values in some fields. Like `dataclasses.replace`, but only the changed fields are checked again."""
+        copied, put = object.__new__(TrainingSequence), object.__setattr__
+        for name in _NAMES:
+            put(copied, name, getattr(self, name))
+        for name, value in changes.items():
+            put(copied, name, _KINDS[name](value) if value is not None and name in _KINDS else value)
+        return copied
 
     @property
     def length(self) -> int:
@@ -120,6 +134,9 @@ class TrainingSequence(ArrayFields):
     @property
     def _places(self) -> Ids:
         return places_of(self.sampled, len(self.completion_ids))
+
+
+_NAMES = tuple(f.name for f in fields(TrainingSequence))
 
 
 def rollouts_of(sequences: Sequence[TrainingSequence]) -> list[list[TrainingSequence]]:

@@ -7,7 +7,7 @@ from this distribution, and the trainer scores the same one.
 from __future__ import annotations
 
 import json
-import sys
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,6 +16,8 @@ from lockstep.engines.filters.distribution import Grammar, Sampling
 from lockstep.engines.filters.grammars import check_grammar
 from lockstep.errors import InputError
 from lockstep.training.config.trl_fields import doc
+
+_logger = logging.getLogger(__name__)
 
 # The field of each kind of grammar.
 _GRAMMARS = {
@@ -140,11 +142,9 @@ class FilterFields:
         if value not in (True, False):
             raise InputError(f"generation_kwargs has do_sample={value!r}; it must be true or false")
         if not value:
-            print(
-                "lockstep: generation_kwargs has do_sample=False: the likeliest token is always taken, as with top_k=1. All "
-                "completions of a prompt are equal then, and nothing can be learned from them",
-                file=sys.stderr,
-                flush=True,
+            _logger.warning(
+                "generation_kwargs has do_sample=False: the likeliest token is always taken, as with top_k=1. All "
+                "completions of a prompt are equal then, and nothing can be learned from them"
             )
 
     @property

@@ -6,6 +6,7 @@ Fields of TRL that Lockstep does not support are refused in `__post_init__`. No 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,6 +19,7 @@ from lockstep.errors import InputError
 from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
 from lockstep.parity.rescoring import Precision
+from lockstep.shards.settings import take_settings
 from lockstep.sync.transport import TRANSPORTS
 from lockstep.training.config.agent_fields import AgentFields
 from lockstep.training.config.checks import check_fields
@@ -184,7 +186,13 @@ class OnlineConfig(
             self.bf16 = not self.fp16 and has_fast_bf16()
         if not torch.cuda.is_available():
             self.use_cpu = True
+        # The trainer shards the models itself, on a CPU too, so that accelerate must not.
+        self.shards = take_settings(self.fsdp, self.fsdp_config, os.environ)  # type: ignore[has-type]
+        self.fsdp = self.fsdp_config = None
         super().__post_init__()
+        if self.shards is not None:
+            # As the user has set them: a copy of the config asks for the same. The base class has made no plugin from them.
+            self.fsdp, self.fsdp_config = True, self.shards.fields
         if self.vllm_server_base_url is not None:
             self.vllm_mode = "server"
         self.refuse_other_values()
@@ -296,10 +304,8 @@ class OnlineConfig(
     def _refuse_unsupported(self) -> None:
         for name in UNSUPPORTED:
             refuse_unsupported(name, getattr(self, name))
-        if self.fsdp or self.n_gpu > 1:
-            raise InputError(
-                "FSDP, DeepSpeed and several GPUs in one process are not supported yet; start one process per GPU (torchrun)"
-            )
+        if self.n_gpu > 1:
+            raise InputError("several GPUs in one process are not supported; start one process per GPU (torchrun)")
         for name, value in {
             "save_on_each_node": False,
             "metric_for_best_model": None,

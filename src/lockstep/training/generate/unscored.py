@@ -12,6 +12,9 @@ from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 
 _logger = logging.getLogger(__name__)
+# Programs that read TRL's logs find its words here. Without a handler, Python would print them beside our own line.
+_trl_logger = logging.getLogger("trl.unscored")
+_trl_logger.addHandler(logging.NullHandler())
 
 
 class UnscoredGenerations:
@@ -48,11 +51,13 @@ class UnscoredGenerations:
                 "max_unscored_generations"
             )
         if self._owner:
-            prompt = groups[0].prompt
-            # The second sentence is TRL's, which programs that read its logs look for.
             _logger.warning(
                 f"none of {names} scored any of the {len(rollouts)} completions of this generation: no reward is "
-                f"learned from it (this is generation {self._in_a_row} in a row; the run ends at {self._limit}). "
-                f"All reward functions returned None for the following kwargs:\n{ {'prompt': prompt.source, **prompt.columns} }"
+                f"learned from it (this is generation {self._in_a_row} in a row; the run ends at {self._limit})"
+            )
+            prompt = groups[0].prompt
+            _trl_logger.warning(
+                "All reward functions returned None for the following kwargs:\n%s",
+                {"prompt": prompt.source, **prompt.columns},
             )
         return {"rewards/unscored_generations": 1.0}

@@ -6,7 +6,6 @@ docs/migrating-from-trl.md lists the differences to the papers and to TRL, with 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -84,7 +83,7 @@ class GRPOObjective(Objective[GRPOConfig]):
 
     def has_gradient(self, sequence: TrainingSequence) -> bool:
         more = self.uses_reference or self.entropy_gradient
-        return super().has_gradient(sequence) or (more and sequence.weight != 0.0)
+        return sequence.weight != 0.0 if more else super().has_gradient(sequence)
 
     def prepare_step(self, sequences: Sequence[TrainingSequence], entropies: Entropies) -> list[TrainingSequence]:
         share, found = self.config.top_entropy_quantile, list(sequences)
@@ -96,8 +95,7 @@ class GRPOObjective(Objective[GRPOConfig]):
             parts = cut(flags(high_entropy_mask(flat, share).numpy()), [s.length for s in learned])
             masks = {s.name: part for s, part in zip(learned, parts, strict=True)}
             found = [
-                replace(s, kept=masks[s.name] if s.name in masks else flags(np.zeros(s.length, np.bool_)))
-                for s in sequences
+                s.but(kept=masks[s.name] if s.name in masks else flags(np.zeros(s.length, np.bool_))) for s in sequences
             ]
         self._bonus.begin_step(found)
         return found

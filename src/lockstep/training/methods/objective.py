@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -238,7 +238,7 @@ def with_one_advantage(
 ) -> list[TrainingSequence]:
     """Sequences with one advantage per completion. It is the advantage of each of its tokens."""
     values = torch.cat(list(advantages)).tolist()
-    return [replace(s, advantages=filled(v, s.length)) for s, v in zip(sequences, values, strict=True)]
+    return [s.but(advantages=filled(v, s.length)) for s, v in zip(sequences, values, strict=True)]
 
 
 @torch.no_grad()
@@ -248,13 +248,13 @@ def note_clipping(batch: TokenBatch, token: TokenLoss, tally: Tally, *, by_seque
     Args:
         by_sequence: whether the means are over completions, each with one ratio, instead of over tokens.
     """
-    low, high = token.low_clipped.float(), token.high_clipped.float()
-    per_low, per_high = batch.segments.means(low), batch.segments.means(high)
-    for name, values, means in (
-        ("low_mean", low, per_low),
-        ("high_mean", high, per_high),
-        ("region_mean", low + high, per_low + per_high),
-    ):
-        tally.mean(f"clip_ratio/{name}", means if by_sequence else values)
-    tally.low("clip_ratio/low_min", per_low)
-    tally.high("clip_ratio/high_max", per_high)
+    # (2, B) numbers of clipped tokens, copied from the device once.
+    clipped = torch.stack([token.low_clipped, token.high_clipped]).float()
+    counts = batch.segments.sums_of_rows(clipped).cpu().numpy().astype(np.float64)
+    lengths = batch.segments.lengths.cpu().numpy()
+    low, high = means = counts / np.maximum(lengths, 1)
+    sums, count = (means.sum(1), len(lengths)) if by_sequence else (counts.sum(1), int(lengths.sum()))
+    for name, total in (("low_mean", sums[0]), ("high_mean", sums[1]), ("region_mean", sums[0] + sums[1])):
+        tally.mean(f"clip_ratio/{name}", float(total), count)
+    tally.low("clip_ratio/low_min", float(low.min()))
+    tally.high("clip_ratio/high_max", float(high.max()))

@@ -7,7 +7,7 @@ missing, no completion is preferred. The pair then has no gradient, and still co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
@@ -126,7 +126,7 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
             "val/contain_eos_token": sum(stopped) / len(stopped),
             "pairs/undecided": float((~decided).float().mean()),
         }
-        return [replace(s, unit=by_name[s.name][0], advantages=filled(by_name[s.name][1], s.length)) for s in sequences]
+        return [s.but(unit=by_name[s.name][0], advantages=filled(by_name[s.name][1], s.length)) for s in sequences]
 
     def _reward(self, rollout: Any) -> float:
         penalty = self.config.missing_eos_penalty

@@ -8,7 +8,7 @@ OpenRLHF.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ class PPOObjective(Objective[PPOConfig]):
         advantages = torch.where(learned, whiten(advantages, learned), 0.0)
         found = (reals(advantages.numpy()), reals(returns.numpy()), flags(learned.numpy()))
         columns = zip(*(cut(x, lengths.numpy()) for x in found), strict=True)
-        return [replace(s, advantages=a, returns=r, kept=k) for s, (a, r, k) in zip(sequences, columns, strict=True)]
+        return [s.but(advantages=a, returns=r, kept=k) for s, (a, r, k) in zip(sequences, columns, strict=True)]
 
     def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return token_weights(lengths, "dapo", self.config.max_completion_length)

@@ -10,7 +10,7 @@ mean 0 and standard deviation 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -86,7 +86,7 @@ class ReinforcePPObjective(Objective[ReinforcePPConfig]):
         tokens = segments.spread(learned.float()) > 0
         advantages = reals(torch.where(tokens, whiten(to_go, tokens), 0.0).numpy())
         parts = cut(advantages, segments.lengths.numpy())
-        return [replace(s, advantages=part) for s, part in zip(sequences, parts, strict=True)]
+        return [s.but(advantages=part) for s, part in zip(sequences, parts, strict=True)]
 
     def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return token_weights(lengths, "dapo", self.config.max_completion_length)

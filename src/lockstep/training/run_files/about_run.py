@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-import lockstep
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.run_files.run_identity import curve_settings, is_bookkeeping
 
@@ -64,7 +63,7 @@ def _is_chosen(field: Field[Any], value: Any) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    found = {"lockstep": lockstep.__version__, "python": platform.python_version()}
+    found = {"lockstep": version("lockstep-rl"), "python": platform.python_version()}
     for name in _PACKAGES:
         try:
             found[name] = version(name)

@@ -2,7 +2,7 @@
 
 `training/trainers/online.py` uses it. The loss of a micro-batch is its share of the whole step's loss over all ranks. So
 gradients are summed and never averaged. The model is not wrapped: one sum before the optimizer replaces the averaging of a
-wrapper.
+wrapper. The gradients of a sharded model are summed by each backward (`shards/model.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from lockstep.errors import ProofError
 from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.shards.model import sharded
+from lockstep.shards.parts import is_sharded
 from lockstep.sync.source import PlainSource
 
 T = TypeVar("T")
@@ -38,10 +40,15 @@ def share_of(items: Sequence[T], ranks: Ranks) -> list[T]:
 def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version: int) -> None:
     """Compare the digests of the trained modules on all ranks: the policy, and the critic if there is one.
 
+    A sharded module has one copy of its weights. There every rank proves that it is sharded (`ShardedModel.check`).
+
     Raises:
-        ProofError: two ranks hold different weights, so that one of them would learn from tokens that it did not sample.
+        ProofError: two ranks hold different weights, so that one of them would learn from tokens that it did not sample; or a
+            sharded module is not as it must be.
     """
-    if ranks.count == 1:
+    check_shards(ranks, modules, version)
+    modules = [module for module in modules if sharded(module) is None]
+    if ranks.count == 1 or not modules:
         return
     digests = ranks.share("weights", lambda: [PlainSource(module).manifest(version).digest for module in modules])
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
@@ -54,11 +61,21 @@ def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version
         )
 
 
+def check_shards(ranks: Ranks, modules: Sequence[torch.nn.Module], version: int) -> None:
+    """Check that nothing of a sharded module is gathered. Every rank calls this before weights are changed, pushed or saved.
+
+    Raises:
+        ProofError: `shards`, on every rank.
+    """
+    for found in filter(None, map(sharded, modules)):
+        ranks.share("shards", partial(found.check, version))
+
+
 def sum_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> None:
     """Replace every gradient by its sum over ranks. Every rank must call this with the same parameters."""
     if ranks.count == 1:
         return
-    for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+    for bucket in _buckets([p.grad for p in parameters if p.grad is not None and not is_sharded(p)]):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         dist.all_reduce(flat)
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):

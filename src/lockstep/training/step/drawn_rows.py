@@ -111,6 +111,9 @@ class DrawnRows:
         self._hidden.append(hidden.flatten(0, 1)[pack.predictors[here]])
 
     @torch.no_grad()
+    def __len__(self) -> int:
+        return len(self._rows)
+
     def check(self, model: PreTrainedModel, *, fp32_head: bool, single: bool) -> KeptSetStats:
         """Check the drawn tokens, when all packs of the micro-batch are through.
 

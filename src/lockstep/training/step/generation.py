@@ -181,7 +181,7 @@ def prepare_generation(
         step = step[counted[step]]
         if len(step):
             weights[step] = torch.where(kept[step] > 0, objective.sequence_weights(kept[step], places[step]), 0.0)
-    weighted = [replace(s, weight=weight) for s, weight in zip(advantaged, weights.tolist(), strict=True)]
+    weighted = [s.but(weight=weight) for s, weight in zip(advantaged, weights.tolist(), strict=True)]
     split = [
         [whole] if len(own) == 1 else split_branches(whole, own) for whole, own in zip(weighted, branches, strict=True)
     ]
@@ -227,7 +227,7 @@ class Preparation:
             sequences = [found.beside(s) for s in sequences]
         if self._objective.kl_in_reward:
             logps = self._reference_logps(policy, sequences, groups, version)
-            sequences = [replace(s, ref_logps=logps[s.name]) for s in sequences]
+            sequences = [s.but(ref_logps=logps[s.name]) for s in sequences]
         generation = prepare_generation(groups, self._objective, version, sequences)
         generation = replace(generation, expected=advantage_proof(self._objective, groups, sequences))
         if self._objective.uses_reference and not self._objective.kl_in_reward:
@@ -245,12 +245,12 @@ class Preparation:
         if len(drawn) == len(groups):
             return found
         names = {str(c.key) for c in branches_of([groups[i] for i in drawn])}
-        return [s if s.name in names else replace(s, drawn=False) for s in found]
+        return [s if s.name in names else s.but(drawn=False) for s in found]
 
     def _perhaps_aside(self, sequence: TrainingSequence) -> TrainingSequence:
         if sequence.drawn or self._objective.has_gradient(sequence):
             return sequence
-        return replace(sequence, aside=True)
+        return sequence.but(aside=True)
 
     def step(self, policy: Policy, sequences: Sequence[TrainingSequence], *, moved: bool) -> list[TrainingSequence]:
         """Sequences of one optimizer step, over all ranks, just before its first forward. Every rank calls this.
@@ -270,7 +270,7 @@ class Preparation:
         """The generation with the reference model's log-probs, for the sequences whose loss uses them."""
         learned = [s for batch in generation.micro_batches for s in batch if self._objective.has_gradient(s)]
         logps = self._reference_logps(policy, learned, generation.groups, generation.version)
-        return generation.changed(lambda s: replace(s, ref_logps=logps.get(s.name)))
+        return generation.changed(lambda s: s.but(ref_logps=logps.get(s.name)))
 
     def _reference_logps(
         self, policy: Policy, sequences: Sequence[TrainingSequence], groups: Sequence[RolloutGroup], version: int
@@ -302,7 +302,7 @@ class Preparation:
 
     def _to_be_scored(self, sequence: TrainingSequence) -> TrainingSequence:
         """Drop old log-probs of a sequence with a gradient: the policy stays the same until the step, whose forward gives them."""
-        return replace(sequence, old_logps=None) if self._objective.has_gradient(sequence) else sequence
+        return sequence.but(old_logps=None) if self._objective.has_gradient(sequence) else sequence
 
     def scores(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
         """Scores of sequences under the current policy. Every rank calls this.

@@ -1,6 +1,7 @@
-"""Takes what flows back to the log-probs of a pack, and compares it with the method's formula (`parity/step/gradient.py`).
+"""Takes what flows back to the log-probs of packs, and compares it with the method's formula (`parity/step/gradient.py`).
 
-`training/step/update.py` makes one object per pack before its loss, and calls it after the backward.
+`training/step/update.py` makes one object per micro-batch, shows it every pack before its loss, and lets it compare after the last
+backward. So what a comparison costs at each call is spent once per micro-batch.
 """
 
 from __future__ import annotations
@@ -11,42 +12,56 @@ import numpy as np
 import torch
 
 from lockstep.parity.step.gradient import Tokens, by_logps, by_values, check
+from lockstep.tokens.arrays import cut
 from lockstep.training.methods.objective import Objective, TokenBatch
+from lockstep.training.step.update_sums import on_host
 
 
 class LossGradient:
-    """The gradients of a pack's log-probs and values. Objectives of the user's own are not compared.
+    """The gradients of the log-probs and values of a micro-batch. Objectives of the user's own are not compared."""
 
-    Args:
-        batch: the pack, before its loss is computed.
-    """
-
-    def __init__(self, objective: Objective[Any], batch: TokenBatch) -> None:
-        self._objective, self._batch = objective, batch
-        self._found: dict[str, torch.Tensor] = {}
-        # Without returns the method's loss does not use the value head.
-        self._values = batch.values if batch.sequences[0].returns is not None else None
+    def __init__(self, objective: Objective[Any]) -> None:
+        self._objective = objective
         self._method = objective.definition if type(objective).__module__.startswith("lockstep.") else None
-        if self._method is not None:
-            for name, tensor in (("log-prob", batch.logps), ("value", self._values)):
-                if tensor is not None and tensor.requires_grad:
-                    tensor.register_hook(lambda gradient, name=name: self._found.__setitem__(name, gradient))
+        self._watched: list[tuple[TokenBatch, dict[str, torch.Tensor]]] = []
+
+    def watch(self, batch: TokenBatch) -> None:
+        """Keep the gradients of a pack. Call it before the loss of the pack is computed."""
+        if self._method is None:
+            return
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in (("logps", batch.logps), ("values", _values(batch))):
+            if tensor is not None and tensor.requires_grad:
+                tensor.register_hook(lambda gradient, name=name: found.__setitem__(name, gradient))
+        self._watched.append((batch, found))
 
     def check(self) -> None:
-        """Compare, after the backward.
+        """Compare, after the backward of every pack.
 
         Raises:
             ProofError: a gradient is not what the method's formula gives.
         """
-        if self._method is None:
+        if self._method is None or not self._watched:
             return
-        completions, names = self._completions(), [s.name for s in self._batch.rollouts]
-        zeros = torch.zeros_like(self._batch.logps)
-        found = self._cut(self._found.get("log-prob", zeros))
-        check("log-prob", names, by_logps(self._method, completions, self._objective.config, self._beta()), found)
-        if self._values is not None:
-            found = self._cut(self._found.get("value", zeros))
-            check("value", names, by_values(completions, self._objective.config), found)
+        beta, config = self._beta(), self._objective.config
+        # One copy from the device per pack, for everything that is compared.
+        packs = [self._columns(batch, found, beta) for batch, found in self._watched]
+        hosts = [on_host(*columns.values()) for columns in packs]
+        rollouts = [s for batch, _ in self._watched for s in batch.rollouts]
+        lengths = [n for batch, _ in self._watched for n in batch.segments.lengths.tolist()]
+        parts = {
+            name: cut(np.concatenate(rows), lengths)
+            for name, rows in zip(packs[0], zip(*hosts, strict=True), strict=True)
+        }
+        slopes = parts.pop("slopes"), parts.pop("slopes of values", None)
+        names, sizes = [s.name for s in rollouts], [len(batch.logps) for batch, _ in self._watched]
+        completions = [
+            Tokens(name=s.name, weight=s.weight, pair=s.unit, **{name: own[i] for name, own in parts.items()})
+            for i, s in enumerate(rollouts)
+        ]
+        check("log-prob", names, by_logps(self._method, completions, config, beta), slopes[0], sizes)
+        if slopes[1] is not None:
+            check("value", names, by_values(completions, config), slopes[1], sizes)
 
     def _beta(self) -> float:
         """The weight of the reference model in the loss; 0 where the KL is in the reward or not used."""
@@ -55,31 +70,31 @@ class LossGradient:
             return config.beta_of(objective.epoch)
         return config.beta if objective.uses_reference and not objective.kl_in_reward else 0.0
 
-    def _completions(self) -> list[Tokens]:
-        batch = self._batch
+    @staticmethod
+    def _columns(batch: TokenBatch, found: dict[str, torch.Tensor], beta: float) -> dict[str, torch.Tensor]:
+        """What the formulas need of a pack, by the fields of `Tokens`, and the gradients that were found."""
+        zeros = torch.zeros_like(batch.logps)
         columns = {
             "logps": batch.logps,
             "old_logps": batch.old_logps,
             "behaviour": batch.behaviour_logps,
             "advantages": batch.advantages,
             "kept": batch.kept(),
+            "slopes": found.get("logps", zeros),
         }
-        if self._beta():
+        if beta:
             columns["ref_logps"] = batch.pack.column("ref_logps")
-        if self._values is not None:
+        values = _values(batch)
+        if values is not None:
             columns |= {
-                "values": self._values,
+                "values": values,
                 "old_values": batch.pack.column("values"),
                 "returns": batch.pack.column("returns"),
+                "slopes of values": found.get("values", zeros),
             }
-        table = torch.stack([column.detach().to(torch.float64) for column in columns.values()])
-        parts = {name: self._cut(row) for name, row in zip(columns, table.cpu(), strict=True)}
-        return [
-            Tokens(name=s.name, weight=s.weight, pair=s.unit, **{name: own[i] for name, own in parts.items()})
-            for i, s in enumerate(batch.rollouts)
-        ]
+        return columns
 
-    def _cut(self, values: torch.Tensor) -> list[np.ndarray]:
-        """The values of each rollout."""
-        ends = self._batch.segments.lengths.cumsum(0).tolist()
-        return np.split(values.detach().to("cpu", torch.float64).numpy(), ends[:-1])
+
+def _values(batch: TokenBatch) -> torch.Tensor | None:
+    """The critic's values; None if the method's loss does not use them, because there are no returns."""
+    return batch.values if batch.sequences[0].returns is not None else None

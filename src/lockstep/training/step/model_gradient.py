@@ -22,6 +22,7 @@ from lockstep.models.quantised import is_quantised
 from lockstep.parity.backward.finite_differences import Directions, Drawn, check_computed_gradient, check_model_gradient
 from lockstep.parity.distributions import Distribution
 from lockstep.parity.tolerances import gradient_limit
+from lockstep.shards.model import sharded
 from lockstep.tokens.arrays import filled, places_of, whole_numbers
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.online_config import OnlineConfig
@@ -70,6 +71,9 @@ class ModelGradient:
         """
         now = time.perf_counter()
         if not sequences or not (self._is_first or self._spent <= SHARE * (now - self._began)):
+            return {}
+        if sharded(policy.model) is not None:
+            self._say("a sharded model has no float64 copy on one rank")
             return {}
         # With 4-bit weights the kernels of a library compute, in few digits.
         if any(is_quantised(p) for p in policy.model.parameters()):

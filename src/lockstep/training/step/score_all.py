@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -39,9 +39,7 @@ class AllScores:
     def beside(self, sequence: TrainingSequence) -> TrainingSequence:
         """A sequence with its scores, as the scores of the policy before the generation's first step."""
         name = sequence.name
-        return replace(
-            sequence, old_logps=self.logps[name], entropies=self.entropies[name], values=self.values.get(name)
-        )
+        return sequence.but(old_logps=self.logps[name], entropies=self.entropies[name], values=self.values.get(name))
 
     def data(self) -> dict[str, Any]:
         """The whole content, as JSON types and arrays. The scores of each kind are one array."""

@@ -9,8 +9,9 @@ again, and those scores are counted and logged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats
 from lockstep.parity.step.settings import SettingsProof
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.shards.model import sharded
 from lockstep.tokens.arrays import cut, reals
 from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.filters.id_rules import IdRules
+from lockstep.training.forward.passes import in_passes
 from lockstep.training.forward.scoring import TokenScores, score_pack
 from lockstep.training.methods.objective import Objective, Scores, TokenBatch
 from lockstep.training.step.distributed import sum_gradients
@@ -77,7 +80,8 @@ class Policy:
             before_steps: as in `DrawnRows.add`. Then the sums for bets are computed too, where the pack has a drawn group.
         """
         with self.autocast(), hidden_states(self.model) as seen:
-            scores = score_pack(
+            compute = partial(
+                score_pack,
                 self.model,
                 pack,
                 config.temperature,
@@ -88,18 +92,25 @@ class Policy:
                 rules=self.rules,
                 draws=before_steps and any(s.drawn for s in pack.sequences),
             )
+            scores = in_passes(self.model, compute)
         if rows is not None:
             rows.add(pack, scores.logps.detach(), seen[-1], before_steps=before_steps)
         return scores
+
+    def learning(self) -> AbstractContextManager[None]:
+        """A context for the forward of one pack and its backward. Where the model is sharded, all ranks do this together."""
+        shards = sharded(self.model)
+        return nullcontext() if shards is None else shards.learning()
 
     @contextmanager
     def casts_kept(self) -> Iterator[None]:
         """A context in which autocast casts each weight once for all packs. Outside of forwards it computes without autocast.
 
         The weights must not change meanwhile, and the first forward must have a gradient if any has one. With gradient
-        checkpointing it changes nothing, because the casts would stay in memory until the end of the micro-batch.
+        checkpointing it changes nothing, because the casts would stay in memory until the end of the micro-batch. With a sharded
+        model it changes nothing either, because a gathered weight is new in every forward.
         """
-        if self.model.is_gradient_checkpointing:
+        if self.model.is_gradient_checkpointing or sharded(self.model) is not None:
             yield
             return
         with self.autocast(), torch.autocast(self.model.device.type, enabled=False):
@@ -120,7 +131,9 @@ class Policy:
             return KeptSetStats()
         fp32_head = config.cast_lm_head_to_fp32
         single = fp32_head or (config.precision.autocast is None and self.model.dtype == torch.float32)
-        return rows.check(self.model, fp32_head=fp32_head, single=single)
+        shards = sharded(self.model)
+        with nullcontext() if shards is None or not len(rows) else shards.whole_head():
+            return rows.check(self.model, fp32_head=fp32_head, single=single)
 
 
 def learn(
@@ -156,39 +169,47 @@ def _learn(
     proofs: StepProofs,
 ) -> float:
     config = objective.config
-    moving = [s for s in sequences if objective.has_gradient(s)]
-    still = [s for s in sequences if not objective.has_gradient(s)]
+    moving: list[TrainingSequence] = []
+    still: list[TrainingSequence] = []
+    for s in sequences:
+        (moving if objective.has_gradient(s) else still).append(s)
     before, rows = sums.loss, policy.drawn_rows()
     repeated: list[TokenBatch] = []
+    learned: list[tuple[TokenBatch, TokenScores]] = []
+    flow = LossGradient(objective)
     with clock.phase("forward_backward"):
         for pack in policy.packs(moving, config):
-            scores = policy.score(
-                pack,
-                config,
-                rows,
-                entropy_gradient=objective.entropy_gradient,
-                before_steps=not _scored_before(pack),
-            )
-            batch = TokenBatch.of(pack, scores)
-            proofs.check_loss(batch)
-            flow = LossGradient(objective, batch)
-            loss = objective.loss(batch, sums.tally)
-            sums.loss += loss.item()
-            policy.backward(loss)
-            flow.check()
+            with policy.learning():
+                scores = policy.score(
+                    pack,
+                    config,
+                    rows,
+                    entropy_gradient=objective.entropy_gradient,
+                    before_steps=not _scored_before(pack),
+                )
+                batch = TokenBatch.of(pack, scores)
+                proofs.check_loss(batch)
+                flow.watch(batch)
+                loss = objective.loss(batch, sums.tally)
+                sums.loss += loss.item()
+                policy.backward(loss)
+            learned.append((batch, scores))
             if proofs.repeats(batch):
                 repeated.append(batch)
-            measure(batch, scores, sums)
+        flow.check()
+        measure(learned, sums)
     with clock.phase("verify"), torch.no_grad():
         proofs.check_aside(still)
         sums.aside += sum(s.length for s in still if s.aside)
         verified = [s for s in still if s.entropies is None and not s.aside]
         stands_for = _share(still, verified)
+        scored: list[tuple[TokenBatch, TokenScores]] = []
         for pack in policy.packs(verified, config):
             scores = policy.score(pack, config, rows, before_steps=True)
             batch = TokenBatch.of(pack, scores)
             proofs.check_tokens(batch)
-            measure(batch, scores, sums, stands_for)
+            scored.append((batch, scores))
+        measure(scored, sums, stands_for)
         # A wrong temperature is named as such before the forward as a whole is compared.
         found = policy.check_rows(rows, config)
         sums.kept_sets = sums.kept_sets + found

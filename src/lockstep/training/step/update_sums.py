@@ -11,18 +11,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lockstep.algorithms.corrections import effective_sample_size
 from lockstep.algorithms.tally import Tally
 from lockstep.parity.decomposition import split_gap
-from lockstep.parity.gap import GapStats, measure_gap
+from lockstep.parity.gap import GapStats, Logps, measure_gap
 from lockstep.parity.kept_sets import KeptSetStats
 from lockstep.parity.step.bets import TokenDraws
 from lockstep.parity.step.draws import DrawStats, measure_draws
 from lockstep.parity.tolerances import Tolerance
+from lockstep.tokens.arrays import cut
 from lockstep.training.batch.sequence import TrainingSequence, column, flat
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.methods.objective import TokenBatch
+
+Reals64 = NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -107,9 +111,7 @@ class UpdateSums:
 _RATIO, _SQUARES = "sampling/importance_sampling_ratio/mean", "_squared_ratios"
 
 
-def gap_of(
-    sequences: Sequence[TrainingSequence], behaviour: torch.Tensor, policy: torch.Tensor
-) -> tuple[GapStats, GapStats]:
+def gap_of(sequences: Sequence[TrainingSequence], behaviour: Logps, policy: Logps) -> tuple[GapStats, GapStats]:
     """The parity gap, over tokens that these same weights sampled, and the difference over all tokens.
 
     Args:
@@ -119,13 +121,13 @@ def gap_of(
     Raises:
         ProofError: a log-prob is not finite.
     """
-    names = [s.name for s in sequences]
-    every = measure_gap(behaviour, policy, names, [s.length for s in sequences])
+    names, lengths = [s.name for s in sequences], [s.length for s in sequences]
+    every = measure_gap(behaviour, policy, names, lengths)
     if sequences[0].fresh is None:
         return every, every
-    fresh = column(sequences, "fresh", torch.bool)
-    counts = [int(part.sum()) for part in fresh.split([s.length for s in sequences])]
-    fresh = fresh.to(policy.device)
+    behaviour, policy = on_host(behaviour, policy)
+    fresh = flat(sequences, "fresh")
+    counts = [int(np.count_nonzero(part)) for part in cut(fresh, lengths)]
     return measure_gap(behaviour[fresh], policy[fresh], names, counts), every
 
 
@@ -139,7 +141,7 @@ def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> Draw
     if scores.draws is None:
         return DrawStats()
     columns = scores.logps, scores.entropies, scores.draws.variances, scores.draws.below, scores.draws.upto
-    values = torch.stack([c.double() for c in columns]).cpu().numpy()
+    values = np.stack(on_host(*columns))
     drawn = [s for s in sequences if s.drawn]
     if len(drawn) < len(sequences):
         values = values[:, np.repeat([s.drawn for s in sequences], [s.length for s in sequences])]
@@ -147,48 +149,60 @@ def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> Draw
     return measure_draws(TokenDraws(*values), column(drawn, "behaviour_logps"), [s.length for s in drawn], fresh)
 
 
-@torch.no_grad()
-def measure(batch: TokenBatch, scores: TokenScores, sums: UpdateSums, stands_for: float = 1.0) -> None:
+def measure(packs: Sequence[tuple[TokenBatch, TokenScores]], sums: UpdateSums, stands_for: float = 1.0) -> None:
     """Log the figures that every method has, for every token that went through the model, learned from or not.
 
     Args:
+        packs: those of a micro-batch, with their scores.
         stands_for: how many tokens each of these stands for in means: more than one, if others like it were left aside.
     """
-    sums.tally.mean("_drift", (batch.logps - batch.old_logps).abs())
-    if batch.sequences[0].old_logps is not None:
-        names, lengths = [s.name for s in batch.sequences], [s.length for s in batch.sequences]
-        sums.repeated = sums.repeated + measure_gap(batch.old_logps, batch.logps, names, lengths)
+    if not packs:
+        return
+    hosts = [on_host(b.behaviour_logps, b.old_logps, b.entropies, b.logps) for b, _ in packs]
+    behaviour, old_logps, entropies, logps = (np.concatenate(parts) for parts in zip(*hosts, strict=True))
+    sequences = [s for batch, _ in packs for s in batch.sequences]
+    sums.tally.mean("_drift", float(np.abs(logps - old_logps).sum()), len(logps))
+    if sequences[0].old_logps is not None:
+        names, lengths = [s.name for s in sequences], [s.length for s in sequences]
+        sums.repeated = sums.repeated + measure_gap(old_logps, logps, names, lengths)
     else:
-        sums.logps.append((batch.sequences, batch.old_logps))
-    if batch.support is not None:
-        sums.tally.mean("sampling/forced_share", (batch.support == 1).float(), weight=stands_for)
-    _note(batch.sequences, batch.behaviour_logps, batch.old_logps, batch.entropies, sums, stands_for)
-    sums.draws = sums.draws + draws_of(batch.sequences, scores)
+        sums.logps += [(batch.sequences, batch.old_logps) for batch, _ in packs]
+    _note(sequences, behaviour, old_logps, entropies, sums, stands_for)
+    for batch, scores in packs:
+        if batch.support is not None:
+            sums.tally.mean("sampling/forced_share", (batch.support == 1).float(), weight=stands_for)
+        sums.draws = sums.draws + draws_of(batch.sequences, scores)
 
 
 def measure_scored(sequences: Sequence[TrainingSequence], sums: UpdateSums) -> None:
     """Log the same figures for sequences that were scored before the first step and are not scored again."""
     if sequences:
-        behaviour, old_logps, entropies = (
-            column(sequences, name) for name in ("behaviour_logps", "old_logps", "entropies")
-        )
+        names = "behaviour_logps", "old_logps", "entropies"
+        behaviour, old_logps, entropies = (flat(sequences, name).astype(np.float64) for name in names)
         _note(sequences, behaviour, old_logps, entropies, sums)
 
 
 def _note(
     sequences: Sequence[TrainingSequence],
-    behaviour: torch.Tensor,
-    old_logps: torch.Tensor,
-    entropies: torch.Tensor,
+    behaviour: Reals64,
+    old_logps: Reals64,
+    entropies: Reals64,
     sums: UpdateSums,
     stands_for: float = 1.0,
 ) -> None:
-    tally = sums.tally
+    tally, count = sums.tally, len(behaviour)
     gap, difference = gap_of(sequences, behaviour, old_logps)
     sums.gap, sums.difference = sums.gap + gap, sums.difference + difference
-    ratios = torch.exp(old_logps - behaviour)
-    tally.mean(_RATIO, ratios, weight=stands_for)
-    tally.mean(_SQUARES, ratios.square(), weight=stands_for)
-    tally.low("sampling/importance_sampling_ratio/min", ratios)
-    tally.high("sampling/importance_sampling_ratio/max", ratios)
-    tally.mean("entropy", entropies, weight=stands_for)
+    ratios = np.exp(old_logps - behaviour)
+    tally.mean(_RATIO, float(ratios.sum()), count, weight=stands_for)
+    tally.mean(_SQUARES, float(ratios @ ratios), count, weight=stands_for)
+    tally.low("sampling/importance_sampling_ratio/min", float(ratios.min()))
+    tally.high("sampling/importance_sampling_ratio/max", float(ratios.max()))
+    tally.mean("entropy", float(entropies.sum()), count, weight=stands_for)
+
+
+def on_host(*columns: Logps) -> list[Reals64]:
+    """(N,) float64 copies of the values of several columns. Tensors on another device are copied together."""
+    tensors = [column for column in columns if isinstance(column, torch.Tensor)]
+    rows = iter(torch.stack([t.detach() for t in tensors]).double().cpu().numpy() if tensors else ())
+    return [next(rows) if isinstance(column, torch.Tensor) else column.astype(np.float64) for column in columns]

@@ -80,7 +80,8 @@ class EvaluatesBySampling(TRLNames):
         with self.noting_failure():
             found = self._evaluate_sets(eval_dataset, metric_key_prefix)
         if self._writes_files and eval_dataset is None:
-            self.files.evaluated(found)
+            # On several ranks the owner may need the others: it scores shown rollouts with a model that may be sharded.
+            self.ranks.on_owner("evaluation files", lambda: self.files.evaluated(found))
         return found
 
     @property

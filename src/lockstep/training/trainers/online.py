@@ -71,6 +71,7 @@ from lockstep.training.trainers.setup import (
     refuse_arguments,
     rollout_tools,
 )
+from lockstep.training.trainers.sharding import shard_models
 from lockstep.training.trainers.step_events import StepEvents
 from lockstep.training.trainers.steps import StepHooks
 
@@ -229,6 +230,10 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self._seen = {name: self.count_seen(prompts) for name, prompts in self._eval_prompts.items()}
         self._method_state = MethodState(self.objective, self.reference if follows else None, self.critic, self._order)
 
+        if args.shards is not None:
+            shard_models(
+                self.ranks, policy, self.reference, args, plain_rows=self._plain_rows, images=images is not None
+            )
         super().__init__(
             model=policy,
             args=args,

@@ -13,20 +13,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer
 
 from lockstep.errors import InputError, LockstepError
+from lockstep.models.adapters import is_adapted
 from lockstep.models.policy import BAD_FILES, first_line
 from lockstep.parity.receipt import RECEIPT
 from lockstep.parity.resume.checkpoint import TRAINER_STATE, check_loaded, memory_digests, seal
 from lockstep.parity.resume.inputs import changed_digests, check_inputs
 from lockstep.report.busy import busy
 from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.shards.files import SHARDS, read_optimizer, read_weights, write_shards
+from lockstep.sync.source import PlainSource
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.run_files.checkpoints import checkpoint_step, guarded_save, last_checkpoint, whole_or_absent
 from lockstep.training.run_files.method_state import MethodState
 from lockstep.training.run_files.run_identity import changed_fields
 from lockstep.training.run_files.whole_run import check_checkpoint
+from lockstep.training.step.distributed import check_shards
 
 _WHAT_NOW = "Nothing was changed. Put a good copy back, or rename this checkpoint to go on from the one before"
 
@@ -44,6 +49,7 @@ class WholeCheckpoints(Trainer):
     source: RolloutSource
     inputs: dict[str, Any]
     checked: tuple[Path, dict[str, Any]] | None = None
+    _digests: Mapping[str, str] = {}
     _method_state: MethodState
 
     def trained_by_name(self) -> dict[str, Any]:
@@ -101,9 +107,65 @@ class WholeCheckpoints(Trainer):
 
         # The owner writes last, because it writes the trainer's state, and this file marks a checkpoint as complete.
         with whole_or_absent(folder) if self.ranks.owner else nullcontext(), busy(f"saving {folder.name}"):
+            if self.ranks.passes is not None:
+                self._write_shards(folder, guarded)
             if self.ranks.count > 1:
                 self.ranks.share("checkpoint", lambda: guarded(save_state))
             self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
+
+    def _write_shards(self, folder: Path, guarded: Callable[[Callable[[], None]], None]) -> None:
+        """Write the parts of all ranks, and digest the whole tensors. Every rank calls."""
+        passes = self.ranks.passes
+        assert passes is not None
+        check_shards(self.ranks, [*self.trained_by_name().values()], self.state.global_step)
+        self.ranks.share(
+            "shards", lambda: guarded(lambda: write_shards(folder / SHARDS, self._named(), self._inner(), passes))
+        )
+        (self._digests, *_) = self.ranks.share("digests", lambda: dict(self._memory()))
+
+    def _named(self) -> dict[str, Any]:
+        named = {f"{title}.{n}": p for title, m in self.trained_by_name().items() for n, p in m.named_parameters()}
+        # The base of an adapter is not in a checkpoint.
+        adapted = is_adapted(self.trained_by_name()["policy"])
+        return {name: p for name, p in named.items() if p.requires_grad or not adapted}
+
+    def _inner(self) -> Any:
+        # accelerate wraps the optimizer.
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model for `from_pretrained`. Where it is sharded, every rank calls, and the owner collects the weights."""
+        if self.ranks.passes is None:
+            super().save_model(output_dir, _internal_call)
+        elif not _internal_call:
+            self.ranks.on_owner("export", lambda: super(WholeCheckpoints, self).save_model(output_dir))
+        elif self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            # The last checkpoint of a run is also a model that others can load.
+            super().save_model(output_dir, _internal_call)
+        else:
+            for part in (self.trained_by_name()["policy"].config, self.processing_class):
+                part.save_pretrained(output_dir)
+
+    def _load_best_model(self) -> None:
+        if self.ranks.passes is not None:
+            raise InputError("load_best_model_at_end is not supported with FSDP yet; leave it out")
+        super()._load_best_model()
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.ranks.passes is not None:
+            # The owner, inside a call of `Ranks`: the other ranks play along.
+            policy = self.trained_by_name()["policy"]
+            source, named = PlainSource(policy), dict(policy.named_parameters())
+            kept = [name for name, p in named.items() if p.requires_grad or not is_adapted(policy)]
+            state_dict = {name: source.tensor(name).cpu() for name in kept}
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.ranks.passes is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+        else:
+            # The optimizer's state is in the shards.
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _save_whole(self, model: Any, trial: Any, folder: Path) -> None:
         # Lockstep's files are written first, because the base class completes a checkpoint and may upload it at once.
@@ -114,24 +176,39 @@ class WholeCheckpoints(Trainer):
         super()._save_rng_state(output_dir)
         if self.ranks.owner:
             # After this file the base class writes only the trainer's state. Then it removes earlier checkpoints.
-            digests = seal(Path(output_dir), self._memory(), asdict(self.state))
+            memory = self._memory() if self.ranks.passes is None else self._digests
+            digests = seal(Path(output_dir), memory, asdict(self.state))
             self.source.proofs.note_checkpoint(self.state.global_step, digests)
             shutil.copyfile(Path(output_dir).parent / RECEIPT, Path(output_dir) / RECEIPT)
 
     # ---- read -------------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        folder = Path(resume_from_checkpoint)
+        folder, is_sharded = Path(resume_from_checkpoint), self.ranks.passes is not None
+        if (folder / SHARDS).is_dir() != is_sharded:
+            raise InputError(
+                f"checkpoint {folder} is of a run {'without' if is_sharded else 'with'} FSDP, and this run is one "
+                f"{'with' if is_sharded else 'without'} it; resume with the same setting"
+            )
         with whole(folder, "the weights"):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if is_sharded:
+                read_weights(folder / SHARDS, self._named())
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
         with whole(folder, "the method's state"):
             self._method_state.load(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with whole(checkpoint, "optimizer.pt or scheduler.pt"):
             super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None and self.ranks.passes is not None:
+                read_optimizer(Path(checkpoint) / SHARDS, self._named(), self._inner())
+                self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
         if checkpoint is not None:
-            check_loaded(Path(checkpoint), self._memory())
+            (memory, *_) = (
+                self.ranks.share("loaded", lambda: dict(self._memory())) if self.ranks.passes else (self._memory(),)
+            )
+            check_loaded(Path(checkpoint), memory)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with whole(checkpoint, "the state of random numbers"):

@@ -19,6 +19,8 @@ from lockstep.parity.step.reference import FrozenWeights
 from lockstep.parity.step.settings import SettingsProof
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.shards.gradients import clip_sharded
+from lockstep.shards.model import sharded
 from lockstep.training.data.prompt_order import MicroBatch
 from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.reference import Reference
@@ -77,9 +79,18 @@ class StepHooks(Trainer):
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Clip the gradients of policy and value head together; the base class would clip the policy only."""
-        norm = self.accelerator.clip_grad_norm_(self.loop.trained_parameters(), self.args.max_grad_norm)
+        trained, most = self.loop.trained_parameters(), self.args.max_grad_norm
+        if self.ranks.passes is not None:
+            norm = clip_sharded(trained, most, self.ranks.passes)
+        else:
+            norm = self.accelerator.clip_grad_norm_(trained, most)
         self.loop.note_clip(float(norm))
         return norm
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is None and self.ranks.passes is not None:
+            return clip_sharded(self.loop.trained_parameters(), float("inf"), self.ranks.passes)
+        return super()._get_grad_norm(model, grad_norm)
 
     def first_rate(self, parameter: str) -> float:
         """The learning rate that the config gives a parameter, before the schedule."""
@@ -132,11 +143,12 @@ class StepHooks(Trainer):
             self.critic.zero_grad()
 
     def _policy(self) -> Policy:
-        accelerator = self.accelerator
+        accelerator, model = self.accelerator, self._causal()
+        shards = sharded(model)
         return Policy(
-            self._causal(),
+            model,
             accelerator.autocast,
-            accelerator.backward,
+            accelerator.backward if shards is None else shards.backward(accelerator.backward),
             self.critic,
             self._plain_rows,
             self._rules,

@@ -12,6 +12,7 @@ import torch
 from lockstep.models.adapters import is_adapted
 from lockstep.parity.step.rates import Rates
 from lockstep.parity.step.update import UpdateProof
+from lockstep.shards.model import sharded
 
 if TYPE_CHECKING:
     from lockstep.training.trainers.steps import StepHooks
@@ -59,6 +60,7 @@ def update_proof(trainer: StepHooks) -> UpdateProof | None:
         start,
         always=critic,
         may_rest=[*rests, *_beside_the_text(trainer, named)],
+        **({} if (shards := sharded(trainer._causal())) is None else {"gathered": shards.gathered_parameter}),
     )
 
 

@@ -15,6 +15,7 @@ import lockstep.parity.proven_push as proofs_module
 import lockstep.sync.push as push_module
 from lockstep.engines.protocol import LoadedWeights, WeightReceiver
 from lockstep.models.checkpoint_names import expert_names
+from lockstep.shards.model import ShardedModel
 from lockstep.sync.push import SyncRecord
 from lockstep.sync.source import PlainSource
 from lockstep.verify.faults.seams import (
@@ -194,6 +195,14 @@ def _trained_copy(stage: Stage) -> Patch:
     return patch.object(stage.trainer, "model", copy.deepcopy(stage.model))
 
 
+def _stays_gathered(stage: Stage) -> Patch:
+    return patch.object(ShardedModel, "_end", lambda self: None)
+
+
+def _needs_shards(stage: Stage) -> str:
+    return "" if stage.trainer.ranks.passes is not None else "the model is whole on this rank (no FSDP)"
+
+
 def _tied(stage: Stage) -> bool:
     return stage.model.get_output_embeddings().weight is stage.model.get_input_embeddings().weight
 
@@ -232,6 +241,13 @@ FAULTS = (
     Fault("W9", "the source of a push gives weights that are two pushes old", _stale_source),
     Fault("W9b", "the trainer learns a copy of the model that it pushes", _trained_copy),
     Fault("W10", "an update leaves experts unpacked", _experts_not_packed, needs=_needs_packed_experts),
+    Fault(
+        "W11",
+        "a sharded model stays gathered after a forward, and later forwards read its old weights",
+        _stays_gathered,
+        needs=_needs_shards,
+        learns=True,
+    ),
     Fault("small-1", "one layer off by 1e-3 of its size", _one_layer_off, needs=_SINGLE, check="module probe"),
     Fault("small-2", "two rows of one matrix swapped", _rows_swapped, check="module probe"),
     Fault("small-3", "one sync skipped at a learning rate of 1e-6", _sync_skipped),

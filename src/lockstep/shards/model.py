@@ -1,0 +1,283 @@
+"""A sharded model: one group per decoder layer and one for the rest, as accelerate's FSDP2 plugin would shard it.
+
+The trainer (`training/trainers/online.py`) shards the policy and the reference before the optimizer is made. `sharded(model)`
+gives other code the `ShardedModel` of a model, or None where the model is whole on this rank.
+
+Gradients are summed in float32 and never averaged: the loss of a pack is its share of the whole step's loss. In float32, 1, 2 and
+4 ranks so give the same gradients as a model that is not sharded. With autocast, the layers are gathered in autocast's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.errors import InputError, ProofError
+from lockstep.models.adapters import causal_model
+from lockstep.shards.parts import collected, is_sharded, local_part
+from lockstep.shards.passes import Passes
+
+T = TypeVar("T")
+# The attribute of a causal language model that holds its `ShardedModel`.
+_NAME = "_lockstep_shards"
+# The attribute that computes something as a forward of the model: FSDP gathers and frees the weights around it.
+_RUN = "_lockstep_run"
+
+
+def sharded(model: torch.nn.Module) -> ShardedModel | None:
+    """The shards of a model, with or without an adapter; None if it is whole on this rank."""
+    return vars(causal_model(model)).get(_NAME)
+
+
+class ShardedModel:
+    """A causal language model whose weights are sharded over all ranks, along their first dimension.
+
+    Args:
+        model: the whole model, equal on every rank. It is sharded in place, on `device`.
+        passes: of this run.
+        device: the device of this rank.
+        autocast: dtype of the forward's autocast; None: there is none.
+
+    Attributes:
+        parameters: the sharded parameters by name. They are the ones that the optimizer changes, also while a layer is gathered.
+        learn: plays a forward with gradient and its backward, for a pack without weight. The trainer sets it.
+
+    Raises:
+        InputError: the model has no decoder layers, or a weight that cannot be cut along its first dimension.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, passes: Passes, device: torch.device, autocast: torch.dtype | None = None
+    ) -> None:
+        layers = decoder_layers(model)
+        if odd := [name for name, p in model.named_parameters() if not p.dim() or not p.is_floating_point()]:
+            raise InputError(f"{odd[0]} cannot be sharded: it is a single number or quantised; train without FSDP")
+        self._model, self._passes = model, passes
+        self._units: list[Any] = [model, *layers]
+        self._shard(layers, device, autocast)
+        self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
+        self._places = {id(p): i for i, p in enumerate(self.parameters.values())}
+        self._hidden: torch.Tensor | None = None
+        self._backward_began = False
+        self.learn: Callable[[], None] | None = None
+        # The order is the order in which acts are done: whoever learns comes first, so that others join in with packs of their own.
+        self._gathers = [passes.register(partial(collected, p)) for p in self.parameters.values()]
+        self._wholes = [passes.register(partial(self._play_unit, unit)) for unit in self._units]
+        self._look = passes.register(self._play_look)
+        self._learn = passes.register(self._play_learning)
+        setattr(model, _NAME, self)
+
+    def _shard(self, layers: list[torch.nn.Module], device: torch.device, autocast: torch.dtype | None) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+        model, mesh = self._model, DeviceMesh.from_group(self._passes.group, device.type)
+        dtypes = {p.dtype for p in model.parameters()}
+        reduced = None if torch.float64 in dtypes else torch.float32
+        cast = autocast if dtypes == {torch.float32} else None
+        of_layers = MixedPrecisionPolicy(cast, reduced, cast_forward_inputs=False)
+        of_rest = MixedPrecisionPolicy(None, reduced, cast_forward_inputs=False)
+        # Buffers are small, and whole on every rank.
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, mp_policy=of_layers, reshard_after_forward=True)
+        # Embeddings, the last norm and the head stay whole from a forward to its backward; each act then reshards them.
+        fully_shard(model, mesh=mesh, mp_policy=of_rest, reshard_after_forward=False)
+        for unit in self._units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(device.type == "cpu")
+            # A tensor may have a gradient on some ranks only, such as an expert's.
+            unit.set_reduce_scatter_unused_params(True)
+            # `fully_shard` gives the module a class of its own. Who reads the class's name must find the model's.
+            type(unit).__name__ = type(unit).__name__.removeprefix("FSDP")
+        vars(model)[_RUN] = lambda compute: compute()
+        register_fsdp_forward_method(model, _RUN)
+        self._units[0]._get_fsdp_state()._lazy_init()
+
+    # ---- forwards ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """A context for one forward with gradient (`run`) and its backward (`backward`).
+
+        If the caller fails between the two, the backward is played to its end first, so that no other rank waits for it.
+        """
+        self._hidden, self._backward_began, trouble = None, False, None
+        with self._passes.act(self._learn), self._hook():
+            try:
+                yield
+            except Exception as error:
+                if self._hidden is None or self._backward_began:
+                    raise
+                trouble = error
+                (self._hidden.sum() * 0.0).backward()
+            self._end()
+        if trouble is not None:
+            raise trouble
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """A context for one forward without gradient: `run`, or a forward of the trunk and the head by hand.
+
+        Embeddings, last norm and head are whole inside.
+        """
+        self._hidden, trouble = None, None
+        with self._passes.act(self._look), self._hook():
+            self._units[0].unshard()
+            try:
+                yield
+            except Exception as error:
+                if self._hidden is None:
+                    raise
+                # The other ranks have done all that they do together with this one.
+                trouble = error
+            self._end()
+        if trouble is not None:
+            raise trouble
+
+    def whole_head(self) -> AbstractContextManager[None]:
+        """A context in which embeddings, last norm and head are whole, without a forward of the layers."""
+        return self._whole_unit(0)
+
+    def whole_around(self, module: torch.nn.Module) -> AbstractContextManager[None]:
+        """A context in which the weights of a module inside one layer, or outside of all layers, are whole."""
+        layers = self._units[1:]
+        return self._whole_unit(next((i for i, u in enumerate(layers, 1) if module in set(u.modules())), 0))
+
+    @contextmanager
+    def _whole_unit(self, place: int) -> Iterator[None]:
+        with self._passes.act(self._wholes[place]):
+            self._units[place].unshard()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def run(self, compute: Callable[[], T], outputs: Callable[[T], Sequence[torch.Tensor | None]]) -> T:
+        """What `compute` returns, computed as a forward of the model. Inside `learning` or `looking`.
+
+        Args:
+            outputs: the tensors of the result through which a backward may begin.
+        """
+        found: list[T] = []
+
+        def forward() -> list[torch.Tensor | None]:
+            found.append(compute())
+            return list(outputs(found[0]))
+
+        vars(self._model)[_RUN](forward)
+        return found[0]
+
+    def backward(self, backward: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        """The same backward, for use inside `learning`."""
+
+        def noted(loss: torch.Tensor) -> None:
+            self._backward_began = True
+            backward(loss)
+
+        return noted
+
+    @contextmanager
+    def _hook(self) -> Iterator[None]:
+        def note(module: torch.nn.Module, given: Any, output: Any) -> None:
+            self._hidden = output.last_hidden_state
+
+        handle = self._model.base_model.register_forward_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._hidden = None
+
+    def _end(self) -> None:
+        """After an act: nothing is gathered any more."""
+        self._units[0].reset_iter_state()
+
+    # ---- whole tensors ----------------------------------------------------------------------------------------------
+
+    def gather(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A whole parameter, as a new tensor. Only the owner asks; the other ranks are in a call of `Ranks` meanwhile."""
+        with self._passes.act(self._gathers[self._places[id(parameter)]]):
+            return collected(parameter)
+
+    def gathered_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The tensor to which a backward adds this rank's part of a sharded parameter's gradient, before the parts are summed.
+
+        Another parameter is returned as it is. The tensor has memory only while its layer is gathered. It exists after the
+        first forward.
+        """
+        for unit in self._units if id(parameter) in self._places else ():
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for one in group.fsdp_params:
+                    if one.sharded_param is parameter:
+                        # A reference without the adapter may have left it frozen; the next gather sets it too.
+                        return one._unsharded_param.requires_grad_(parameter.requires_grad)
+        return parameter
+
+    # ---- the state between acts -------------------------------------------------------------------------------------
+
+    def check(self, version: int) -> None:
+        """Check that every parameter is sharded, as it must be before the optimizer changes it, or a push or a save reads it.
+
+        A layer that is still gathered would be read as it was before the optimizer's step.
+
+        Raises:
+            ProofError: `shards`, a parameter is not sharded.
+        """
+        now: dict[str, torch.Tensor] = dict(self._model.named_parameters())
+        odd = [name for name, p in self.parameters.items() if now.get(name) is not p or not is_sharded(p)]
+        sizes = self._passes.count
+        odd += [n for n, p in now.items() if is_sharded(p) and local_part(p).shape[0] > -(-p.shape[0] // sizes)]
+        odd += [name for name in now if name not in self.parameters]
+        if odd:
+            raise ProofError(
+                "shards",
+                f"at version {version} {len(odd)} of {len(self.parameters)} parameters are not sharded; the first is {odd[0]}",
+                "a layer stayed gathered after a forward, so that it holds its weights of before the optimizer's step; or a "
+                "parameter was added or replaced after the model was sharded",
+                "let nothing call unshard() on the model, and change no module after the trainer was made",
+            )
+
+    @property
+    def elements(self) -> int:
+        """How many elements of the parameters this rank holds."""
+        return sum(local_part(p).numel() for p in self.parameters.values())
+
+    # ---- what a rank plays without own work -------------------------------------------------------------------------
+
+    def _play_unit(self, unit: Any) -> None:
+        unit.unshard()
+        self._end()
+
+    @torch.no_grad()
+    def _play_look(self) -> None:
+        self._units[0].unshard()
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
+        self._model.base_model(input_ids=ids, use_cache=False)
+        self._end()
+
+    def _play_learning(self) -> None:
+        assert self.learn is not None
+        self.learn()
+        self._end()
+
+
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers of a model, as `GradientCheckpointingLayer` or the model's `_no_split_modules` name them.
+
+    Raises:
+        InputError: there are none.
+    """
+    names = set(model._no_split_modules or ())
+    found = [m for m in model.modules() if type(m).__name__ in names]
+    if not found:
+        raise InputError(
+            f"{type(model).__name__} names no decoder layers (_no_split_modules), so that it cannot be sharded; train without FSDP"
+        )
+    return found

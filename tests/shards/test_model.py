@@ -1,0 +1,230 @@
+"""A model that is sharded over one rank: what is gathered, when it is freed, what is refused. Several ranks: `tests/training/`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import make_model
+from transformers import PreTrainedModel
+
+from lockstep.engines.protocol import LoadedWeights
+from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.errors import InputError, ProofError
+from lockstep.parity.rescoring import sequence_logits
+from lockstep.parity.step.accumulation import AccumulationProof
+from lockstep.shards.model import ShardedModel, sharded
+from lockstep.shards.passes import Passes
+from lockstep.sync.push import push_weights
+from lockstep.sync.source import PlainSource
+from lockstep.training.batch.pack import pack_sequences
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
+from lockstep.training.forward.passes import in_passes
+from lockstep.training.forward.scoring import score_pack
+
+IDS = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture
+def passes() -> Iterator[Passes]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+    yield Passes(60.0)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def make(request: pytest.FixtureRequest) -> Callable[[], PreTrainedModel]:
+    def made() -> PreTrainedModel:
+        torch.manual_seed(0)
+        model = make_model(tied=request.param)
+        adopt_tree_attention(model)
+        return model
+
+    return made
+
+
+def shard(model: PreTrainedModel, passes: Passes) -> ShardedModel:
+    return ShardedModel(model, passes, torch.device("cpu"))
+
+
+def loss_of(model: PreTrainedModel) -> torch.Tensor:
+    one = TrainingSequence("a/0", [3, 1], [4, 1, 5], [0.0] * 3)  # type: ignore[arg-type]
+    (pack,) = pack_sequences([one], 64)
+    return in_passes(model, lambda: score_pack(model, pack, 1.0, 2)).logps.sum()
+
+
+def test_forward_and_gradients_are_those_of_the_whole_model(
+    make: Callable[[], PreTrainedModel], passes: Passes
+) -> None:
+    whole, model = make(), make()
+    before = sequence_logits(whole, IDS)
+    loss_of(whole).backward()
+    shards = shard(model, passes)
+    assert torch.equal(sequence_logits(model, IDS), before)
+    with shards.learning():
+        loss_of(model).backward()
+    shards.check(0)
+    for (name, p), (other, q) in zip(whole.named_parameters(), model.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(p.grad, q.grad.full_tensor()), name
+
+
+def test_a_push_reads_what_the_optimizer_has_made(make: Callable[[], PreTrainedModel], passes: Passes) -> None:
+    model = make()
+    shards = shard(model, passes)
+    sequence_logits(model, IDS)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.to_local().add_(1.0)  # type: ignore[operator]
+    source, plain = PlainSource(model), PlainSource(make())
+    assert source.names == plain.names
+    assert [(n, t.shape, t.dtype) for n, t in source.outline()] == [(n, t.shape, t.dtype) for n, t in plain.outline()]
+    for (name, tensor), (other, old) in zip(source, plain, strict=True):
+        assert name == other
+        assert torch.equal(tensor, old + 1.0)
+    assert sharded(model) is shards
+    assert not source.own_memory
+
+
+def test_a_model_that_is_left_gathered_is_refused(make: Callable[[], PreTrainedModel], passes: Passes) -> None:
+    model = make()
+    shards = shard(model, passes)
+    for unit in (model, model.base_model.layers[1]):
+        unit.unshard()
+        with pytest.raises(ProofError, match="proof 'shards' failed"):
+            shards.check(3)
+        unit.reshard()
+        shards.check(3)
+
+
+def test_a_parameter_that_is_added_later_is_refused(make: Callable[[], PreTrainedModel], passes: Passes) -> None:
+    model = make()
+    shards = shard(model, passes)
+    model.base_model.layers[0].extra = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ProofError, match=r"layers\.0\.extra"):
+        shards.check(0)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["in the forward", "after the forward"])
+def test_a_failure_leaves_nothing_gathered(make: Callable[[], PreTrainedModel], passes: Passes, after: bool) -> None:
+    model = make()
+    shards = shard(model, passes)
+
+    def fail() -> None:
+        with shards.learning():
+            if after:
+                loss_of(model)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    shards.check(0)
+    # The backward of a failed forward was played without weight.
+    grads = [p.grad for p in model.parameters()]
+    assert (
+        all(g is not None and not g.to_local().any() for g in grads) if after else not any(g is not None for g in grads)
+    )
+
+
+def test_what_a_backward_adds_is_compared_with_the_gradient(
+    make: Callable[[], PreTrainedModel], passes: Passes
+) -> None:
+    model = make()
+    shards = shard(model, passes)
+    sequence_logits(model, IDS)
+    named = dict(model.named_parameters())
+
+    def proven() -> None:
+        proof = AccumulationProof(named, (1, 2), tuple(named), shards.gathered_parameter)
+        with shards.learning():
+            loss_of(model).backward()
+        proof.check([proof.added()])
+        model.zero_grad()
+
+    proven()
+    for unit in model.modules():
+        if hasattr(unit, "set_gradient_divide_factor"):
+            unit.set_gradient_divide_factor(2.0)
+    with pytest.raises(ProofError, match="proof 'accumulation' failed"):
+        proven()
+
+
+def test_a_number_alone_cannot_be_sharded(make: Callable[[], PreTrainedModel], passes: Passes) -> None:
+    model = make()
+    model.base_model.scale = torch.nn.Parameter(torch.zeros(()))
+    with pytest.raises(InputError, match=r"model\.scale cannot be sharded"):
+        shard(model, passes)
+
+
+def test_gradient_checkpointing_changes_no_gradient(make: Callable[[], PreTrainedModel], passes: Passes) -> None:
+    whole, model = make(), make()
+    shards = shard(model, passes)
+    for one in (whole, model):
+        one.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        one.train()
+    loss_of(whole).backward()
+    with shards.learning():
+        loss_of(model).backward()
+    shards.check(0)
+    for (name, p), q in zip(whole.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad.full_tensor()), name
+
+
+def test_with_autocast_layers_are_gathered_in_its_dtype_and_gradients_stay_in_float32(
+    make: Callable[[], PreTrainedModel], passes: Passes
+) -> None:
+    whole, model = make(), make()
+    shards = ShardedModel(model, passes, torch.device("cpu"), torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(whole).backward()
+        with shards.learning():
+            loss_of(model).backward()
+    layer, head = model.base_model.layers[0].self_attn.q_proj.weight, model.get_output_embeddings().weight
+    assert shards.gathered_parameter(layer).dtype == torch.bfloat16
+    assert shards.gathered_parameter(head).dtype == torch.float32
+    for (name, p), q in zip(whole.named_parameters(), model.parameters(), strict=True):
+        assert q.grad.dtype == q.dtype == torch.float32
+        # Norms are rounded to bf16 too, as an engine in bf16 rounds them.
+        assert (p.grad - q.grad.full_tensor()).norm() <= 0.05 * p.grad.norm(), name
+
+
+class Receiver:
+    """Takes a push and counts the elements of gathered tensors that are alive at the same time."""
+
+    wire_dtype = None
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def begin_update(self) -> None: ...
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+        seen: list[weakref.ref[torch.Tensor]] = []
+
+        def specs() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in tensors:
+                seen.append(weakref.ref(tensor))
+                self.most = max(self.most, sum(t.numel() for ref in seen if (t := ref()) is not None))
+                yield name, tensor
+
+        return LoadedWeights(tuple(spec for pair in specs() for spec in tensor_specs([pair])), ())
+
+    def reset_caches(self) -> bool:
+        return True
+
+    def commit_version(self, version: int) -> None: ...
+
+
+def test_a_push_holds_two_gathered_tensors_at_most(make: Callable[[], PreTrainedModel], passes: Passes) -> None:
+    model, receiver = make(), Receiver()
+    largest = sorted(p.numel() for p in model.parameters())[-2:]
+    shard(model, passes)
+    record = push_weights(model, receiver, 1)  # type: ignore[arg-type]
+    assert record.tensors == len(list(PlainSource(model)))
+    assert 0 < receiver.most <= sum(largest)
+    assert receiver.most < sum(p.numel() for p in model.parameters()) / 2

@@ -1,0 +1,11 @@
+"""The pieces of work of `sharded.py`, by number of ranks."""
+
+METHODS = ("grpo-grpo", "grpo-full", "rloo", "dpo-sigmoid", "reinforce++", "ppo", "scalerl")
+ADAPTED = ("grpo-lora",)
+ALONE = (*METHODS, *ADAPTED, "memory")
+# The work that breaks the group comes last.
+TWO = (
+    *METHODS, *ADAPTED, "float32",
+    "memory", "saved", "resumed", "refused", "stale", "fails:before", "fails:between", "fails:inside",
+)  # fmt: skip
+FOUR = ("grpo-grpo", "memory", "resumed")
