@@ -1,19 +1,26 @@
 """Train a tiny vision-language model on a question that only the picture answers: which half is red?
 
     make train-images                      (two cores, no download; ARGS="--steps 40" for a shorter run)
+    make train-images ARGS=--server        (vLLM in a process of its own, which the script starts and stops)
 
 The script makes an Idefics3 of two layers with random weights, its tokenizer and its image processor. Every prompt has the same
 text. Every picture has one red half, left, right, top or bottom; the other half has a colour of its own, and all pixels have noise.
-vLLM samples one word per completion in this process. The reward is 1 if the word names the red half. A policy that does not look at
-the picture is right in one case of four at most. Prints the held-out reward before and after training, on pictures that no step has
-seen. (docs/internals/images.md)
+vLLM samples one word per completion, in this process or, with `--server`, in a server (`lockstep serve`). The reward is 1 if the
+word names the red half. A policy that does not look at the picture is right in one case of four at most. Prints the held-out reward
+before and after training, on pictures that no step has seen. (docs/internals/images.md)
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import secrets
+import socket
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +54,7 @@ HALVES = {
 }
 WORDS = ["<end>", "<?>", "which", "half", "is", "red", "?", *HALVES]
 MARKS = ["<fake_token_around_image>", "<image>", "<global-img>"]
-SIDE, PATCH, SCALE = 16, 4, 2
+SIDE, PATCH, SCALE, CONTEXT = 16, 4, 2, 64
 TRAINED, HELD_OUT = 512, 128
 
 
@@ -57,11 +64,17 @@ def main(given: list[str] | None = None) -> tuple[float, float]:
     words.add_argument("--steps", type=int, default=150)
     words.add_argument("--seed", type=int, default=0)
     words.add_argument("--held-out", type=int, default=HELD_OUT, help="number of pictures that are not trained on")
-    words.add_argument("--without-vllm", action="store_true", help="sample with the transformers engine")
+    engine = words.add_mutually_exclusive_group()
+    engine.add_argument("--without-vllm", action="store_true", help="sample with the transformers engine")
+    engine.add_argument("--server", action="store_true", help="sample with a server that the script starts")
     asked = words.parse_args(given)
     quiet_libraries()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         model = make_model(Path(folder) / "model", asked.seed)
+        if asked.server:
+            engine_fields = {"vllm_mode": "server", "vllm_server_base_url": running.enter_context(server_of(model))}
+        else:
+            engine_fields = {"vllm_max_model_length": CONTEXT, "use_vllm": False if asked.without_vllm else None}
         config = lockstep.GRPOConfig(
             output_dir=f"{folder}/run",
             max_steps=asked.steps,
@@ -72,8 +85,7 @@ def main(given: list[str] | None = None) -> tuple[float, float]:
             lr_scheduler_type="constant",
             # Without it, the policy says one of the four words for every picture before it has learned to look.
             entropy_coef=0.1,
-            vllm_max_model_length=64,
-            use_vllm=False if asked.without_vllm else None,
+            **engine_fields,
             logging_steps=1,
             seed=asked.seed,
             bf16=False,
@@ -99,6 +111,23 @@ def main(given: list[str] | None = None) -> tuple[float, float]:
         print(f"held-out reward after {asked.steps} steps: {shown(after)} (at most 0.25 without the picture)")
         print(f"largest gap between sampled and scored log-probs: {max(gaps):.1e} nats")
     return before["eval_reward"], after["eval_reward"]
+
+
+@contextlib.contextmanager
+def server_of(model: str) -> Iterator[str]:
+    """The URL of a server of the model, which ends with the block. The trainer waits until it is ready."""
+    # Both processes find the key in this variable.
+    os.environ["LOCKSTEP_SERVER_KEY"] = secrets.token_urlsafe(32)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = ["--port", str(port), "--max_model_len", str(CONTEXT), "--max_num_seqs", "128", "--dtype", "float32"]
+    server = subprocess.Popen([sys.executable, "-m", "lockstep.cli.main", "serve", model, *arguments])
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(60)
 
 
 def shown(metrics: dict[str, float]) -> str:
@@ -152,7 +181,7 @@ def make_model(folder: Path, seed: int) -> str:
         "model_type": "llama",
         "vocab_size": 64,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
+        "max_position_embeddings": CONTEXT,
         "bos_token_id": None,
         "eos_token_id": 0,
     }

@@ -123,6 +123,8 @@ CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
 CALLED = ("rollouts/scores/guarded_call.py", "tests/input/test_bad_reward_files.py")
 READING, PICTURE_PACKS = "tests/images/test_reading_pictures.py", "tests/images/test_packs_with_pictures.py"
 PICTURE_RUNS = "tests/images/test_pictures_in_training.py"
+PICTURE_TURNS = "tests/images/test_pictures_in_turns.py"
+VISION_TEMPLATES = "tests/tokens/test_vision_templates.py"
 PICTURE_LIMITS = "tests/images/test_limits_of_pictures.py"
 SENT_PICTURES = ("engines/http/server_pictures.py", "tests/images/test_sending_pictures.py")
 KEPT_ROLLOUTS = ("training/run_files/rollout_files.py", "tests/training/test_rollout_files.py")
@@ -268,8 +270,8 @@ MUTATIONS = [
         TEMPLATE,
         "test_text_that_looks_like_a_control_token_stays_text_in_every_kind_of_message",
         "text that looks like a control token becomes one",
-        "if _GUARD not in text:",
-        "if True:",
+        "if _GUARD in text:",
+        "if False:",
     ),
     _extended(
         TEMPLATE,
@@ -1248,8 +1250,8 @@ MUTATIONS = [
             "tests/rollouts/test_tool_program.py::test_a_turn_without_a_call_is_answered_by_the_user_until_the_environment_ends_the_rollout",
         ),
         "the user's words as the assistant's",
-        '{"role": "user", "content": text[:longest]}',
-        '{"role": "assistant", "content": text[:longest]}',
+        '[{"role": "user", "content": content}]',
+        '[{"role": "assistant", "content": content}]',
     ),
     _of(
         (PROGRAM, "tests/rollouts/test_tool_program.py::test_no_more_iterations_than_allowed"),
@@ -1260,8 +1262,8 @@ MUTATIONS = [
     _of(
         (PROGRAM, "tests/rollouts/test_tool_program.py::test_a_result_that_leaves_no_room_for_an_answer_is_dropped"),
         "a result that the model cannot answer any more",
-        "conversation.insert(inserted, room_after=1)",
-        "conversation.insert(inserted)",
+        "conversation.insert(inserted, room_after=1, pictures=shown)",
+        "conversation.insert(inserted, pictures=shown)",
     ),
     Mutation(
         "a turn whose end is that of the turn before",
@@ -1291,12 +1293,14 @@ MUTATIONS = [
             "tests/rollouts/test_tool_program.py::test_a_reset_adds_to_the_prompt_and_the_reward_belongs_to_its_rollout",
         ),
         "a prompt without what reset added",
-        "            conversation.branch(ids)\n",
+        "            conversation.branch(ids, self._placed(ids, said.shown))\n",
         "            pass\n",
     ),
     _of(FUNCTION, "an inserted id passes as sampled", "None if mask is None or mask.all() else mask,", "None,"),
     _of(FUNCTION, "log-probs of other tokens", "(named[sampled] != token_ids[sampled]).any()", "False"),
-    _of(FUNCTION, "a row of another rollout", "RequestKey(prompt.prompt_id, k)", "RequestKey(prompt.prompt_id, 0)"),
+    _of(
+        FUNCTION, "a row of another rollout", "RequestKey(prompt.prompt_id, sample)", "RequestKey(prompt.prompt_id, 0)"
+    ),
     _of(FUNCTION, "ids beyond the vocabulary", "ids.max() >= vocabulary", "False"),
     Mutation(
         "a failed rollout is learned from",
@@ -1566,9 +1570,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the template's placeholder stays beside the ids that stand for its picture",
-        "images/pictures.py",
-        "for part in (own, piece[1:])",
-        "for part in (own, piece)",
+        "tokens/stand_ins.py",
+        "for part in (own.ids, piece[1:])",
+        "for part in (own.ids, piece)",
         f"{READING}::test_placeholders_stand_once_per_token_of_each_picture",
     ),
     Mutation(
@@ -1577,6 +1581,76 @@ MUTATIONS = [
         'isinstance(image, str) and "://" in image',
         "False",
         f"{READING}::test_what_is_no_picture_is_refused",
+    ),
+    Mutation(
+        "the ids of a result stand for the pictures of the whole conversation",
+        "tokens/conversation/continuation.py",
+        "suffix = self.template.ids(text[at:], pictures_in(new_messages))",
+        "suffix = self.template.ids(text[at:], shown[: len(pictures_in(new_messages))])",
+        f"{VISION_TEMPLATES}::test_a_result_with_pictures_continues_the_ids_of_the_whole_conversation",
+    ),
+    Mutation(
+        "a branch has the pictures of the new messages alone",
+        "tokens/conversation/continuation.py",
+        "shown = pictures_in([*messages, *new_messages])",
+        "shown = pictures_in(messages)",
+        f"{VISION_TEMPLATES}::test_a_branch_has_the_pictures_of_all_messages",
+    ),
+    Mutation(
+        "text as content is left out by templates that take parts only",
+        "tokens/conversation/template.py",
+        "self._in_parts = not self._shows_text() and self._shows_text(in_parts=True)",
+        "self._in_parts = False",
+        f"{VISION_TEMPLATES}::test_text_of_messages_is_shown_also_by_templates_that_take_parts_only",
+    ),
+    Mutation(
+        "a turn has the pictures of the first turn",
+        "rollouts/conversation.py",
+        "pictures=self.turns[-1].answer.pictures,",
+        "pictures=self.turns[0].answer.pictures,",
+        f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
+    ),
+    Mutation(
+        "a rollout may show other pictures than the engine was sent",
+        "rollouts/record.py",
+        "seen = request.pictures.digests if request.pictures is not None else ()",
+        "seen = answer.pictures and () or ()",
+        f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
+    ),
+    Mutation(
+        "a branch may have placeholders without their pictures",
+        "rollouts/conversation.py",
+        "if pictures is None and own is not None and (ids == own.placeholder).any():",
+        "if False:",
+        f"{PICTURE_TURNS}::test_a_branch_without_the_pictures_of_its_ids_is_refused",
+    ),
+    Mutation(
+        "positions are those of the first picture's text",
+        "images/prompts.py",
+        "positions, delta = self._model.base_model.get_rope_index(row, mm_token_type_ids=marks, image_grid_thw=grids)",
+        "positions, delta = torch.arange(len(ids)).expand(3, 1, -1), 0",
+        f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
+    ),
+    Mutation(
+        "a ban of one token counts the ids of one call",
+        "engines/filters/distribution.py",
+        "several = any(len(word) > 1 for word in self.bad_words)",
+        "several = bool(self.bad_words)",
+        f"{PICTURE_TURNS}::test_a_prompt_with_pictures_goes_on_with_text_and_after_an_interruption",
+    ),
+    Mutation(
+        "an address of the network gets into the report",
+        "report/page/pictures.py",
+        "isinstance(url, str) and _INLINE.fullmatch(url)",
+        "True",
+        "tests/images/test_images_recipe.py::test_nothing_but_an_inline_picture_gets_into_the_page",
+    ),
+    Mutation(
+        "equal questions on different pictures are one row of the report",
+        "report/page/rollouts.py",
+        'return (str(entry["prompt"]), *map(str, entry.get("images") or ()))',
+        'return (str(entry["prompt"]),)',
+        "tests/images/test_images_recipe.py::test_equal_questions_on_different_pictures_are_different_rows",
     ),
     Mutation(
         "two pictures are one path of the tree",
@@ -1637,7 +1711,7 @@ MUTATIONS = [
     Mutation(
         "a completion may have a placeholder",
         "training/batch/pictures.py",
-        "if (sequence.completion_ids == placeholder).any():",
+        "if (sequence.sampled_ids == placeholder).any():",
         "if False:",
         f"{PICTURE_RUNS}::test_a_placeholder_that_an_engine_samples_all_the_same_is_found",
     ),

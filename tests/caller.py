@@ -62,7 +62,11 @@ STEPS: dict[str, dict[str, float]] = {
 
 def make_caller_tokenizer(template: str = TEMPLATE, tool: str = "multiply") -> PreTrainedTokenizerFast:
     """The tokenizer of `tests/tiny.py` with the tokens of a call of this tool."""
-    tokenizer = make_tokenizer()
+    return add_call_tokens(make_tokenizer(), template, tool)
+
+
+def add_call_tokens(tokenizer: PreTrainedTokenizerFast, template: str, tool: str) -> PreTrainedTokenizerFast:
+    """The tokenizer, with the tokens of a call and a template that shows calls."""
     tokenizer.add_tokens([AddedToken("<|tool|>", special=True)])
     tokenizer.add_tokens(
         [AddedToken(text, normalized=False) for text in (OPEN, CLOSE, _named(NAME, tool), SECOND, LAST)]
@@ -73,11 +77,15 @@ def make_caller_tokenizer(template: str = TEMPLATE, tool: str = "multiply") -> P
 
 def make_caller(tokenizer: PreTrainedTokenizerFast, tool: str = "multiply") -> PreTrainedModel:
     """The model, for this tokenizer and the tool that it calls."""
-    steps = {
+    return make_walker(tokenizer, steps_of(tool))
+
+
+def steps_of(tool: str) -> dict[str, dict[str, float]]:
+    """`STEPS` with calls of this tool."""
+    return {
         _named(text, tool): {_named(after, tool): weight for after, weight in following.items()}
         for text, following in STEPS.items()
     }
-    return make_walker(tokenizer, steps)
 
 
 def make_walker(
@@ -86,6 +94,12 @@ def make_walker(
     """A model whose next token follows from its last one: `steps` has the weights. `more` are fields of its config, and `scale`."""
     sizes = {"hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 8, "scale": 0.02}
     model = make_model("qwen2", **{**sizes, **more})  # type: ignore[arg-type]
+    teach_steps(model, tokenizer, steps)
+    return model
+
+
+def teach_steps(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: dict[str, dict[str, float]]) -> None:
+    """Write embeddings and a head into a model, such that its next token follows from its last one."""
     generator = torch.Generator().manual_seed(0)
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     with torch.no_grad():
@@ -101,7 +115,6 @@ def make_walker(
         solved = torch.linalg.lstsq(size * unit[places].double(), logits).solution.T
         # Every process makes the very same model.
         head.copy_((solved * 2**12).round() / 2**12)
-    return model
 
 
 def id_of(tokenizer: PreTrainedTokenizerFast, text: str) -> int:

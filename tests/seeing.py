@@ -57,7 +57,7 @@ TILES = {**TOWER, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size"
 def make_seeing_tokenizer(family: str = "qwen2_5_vl") -> PreTrainedTokenizerFast:
     """The tiny tokenizer with the marks of a family's pictures, and a template for messages of parts."""
     tokenizer = make_tokenizer()
-    tiles = _in_tiles(family)
+    tiles = is_in_tiles(family)
     tokenizer.add_special_tokens({"additional_special_tokens": TILE_MARKS if tiles else MARKS})
     image = "<image>" if tiles else "<|vision_start|><|image_pad|><|vision_end|>"
     tokenizer.chat_template = (
@@ -85,13 +85,14 @@ def make_seeing(
     return model
 
 
-def _in_tiles(family: str) -> bool:
+def is_in_tiles(family: str) -> bool:
+    """Whether a family cuts pictures into tiles."""
     return family in ("smolvlm", "idefics3")
 
 
 def _config(family: str, tied: bool, scale: float) -> PreTrainedConfig:
     ids = make_seeing_tokenizer(family).convert_tokens_to_ids
-    if _in_tiles(family):
+    if is_in_tiles(family):
         own = SmolVLMConfig if family == "smolvlm" else Idefics3Config
         return own(
             text_config={**SIZES, "model_type": "llama", "initializer_range": scale, "tie_word_embeddings": tied},
@@ -125,7 +126,12 @@ def save_seeing(folder: Path, family: str = "qwen2_5_vl", **given: Any) -> str:
     """A directory with the model, its tokenizer and its image processor."""
     make_seeing(family, **given).save_pretrained(folder)
     make_seeing_tokenizer(family).save_pretrained(folder)
-    if _in_tiles(family):
+    return save_processor(folder, family)
+
+
+def save_processor(folder: Path, family: str) -> str:
+    """Write a family's image processor into a directory, and return its name."""
+    if is_in_tiles(family):
         own = SmolVLMImageProcessorPil if family == "smolvlm" else Idefics3ImageProcessorPil
         own(size={"longest_edge": 2 * TILE}, max_image_size={"longest_edge": TILE}).save_pretrained(folder)
     else:

@@ -20,10 +20,11 @@ from accounts import Gradients
 from conftest import start
 from methods import PROMPTS
 from shifted_engine import ShiftedEngine
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer
 
 import lockstep
 from lockstep.engines.protocol import Completion, Engine
+from lockstep.models.vision import model_class
 
 COMMON: dict[str, Any] = {
     "max_steps": 2,
@@ -177,7 +178,8 @@ def theirs(
 
 
 def _loaded(method: str, model: str, dtype: torch.dtype | None) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype or DTYPES[method])
+    kind = model_class(AutoConfig.from_pretrained(model))
+    return kind.from_pretrained(model, dtype=dtype or DTYPES[method])  # type: ignore[no-any-return]
 
 
 def _tokenizer(model: str) -> Any:

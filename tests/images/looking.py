@@ -35,13 +35,23 @@ def same_grid_rows(*, pictures: int = 1, seed: int = 0) -> list[dict[str, Any]]:
 
 def look(model: Any, folder: Path, rows: list[dict[str, Any]] | None = None, **given: Any) -> GRPOTrainer:
     """A GRPO trainer on rows with pictures, in fp32."""
-    names = ("engine", "peft_config", "quantization_config", "tools", "callbacks")
+    names = (
+        "engine",
+        "peft_config",
+        "quantization_config",
+        "tools",
+        "callbacks",
+        "environment_factory",
+        "rollout_func",
+        "agent",
+    )
     arguments = {name: given.pop(name) for name in names if name in given}
+    reward = given.pop("reward_funcs", by_length)
     base = {"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 2, "max_completion_length": 8}
     base |= {"bf16": False, "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "report_to": []}
     config = lockstep.GRPOConfig(output_dir=str(folder / "run"), **{**base, "learning_rate": 1e-3, "seed": 3, **given})
     data = Dataset.from_list(rows if rows is not None else mixed_rows())
-    return lockstep.GRPOTrainer(model, reward_funcs=by_length, args=config, train_dataset=data, **arguments)
+    return lockstep.GRPOTrainer(model, reward_funcs=reward, args=config, train_dataset=data, **arguments)
 
 
 def adapter(family: str, where: str) -> peft.LoraConfig:

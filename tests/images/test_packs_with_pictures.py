@@ -7,10 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from seeing import IN_VLLM, make_seeing, make_seeing_tokenizer, mixed_rows, save_seeing
+from seeing import IN_VLLM, make_seeing, make_seeing_tokenizer, mixed_rows, picture, save_seeing
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Sampling
+from lockstep.errors import ProofError
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.images.prompts import ImagePrompts
 from lockstep.parity.rescoring import completion_logps
@@ -55,7 +56,8 @@ def plain_logps(model: PreTrainedModel, sequence: TrainingSequence) -> torch.Ten
     logits = model(input_ids=row, **shown, use_cache=False).logits[0]
     first = len(sequence.prompt_ids)
     targets = torch.tensor(sequence.completion_ids)
-    return logits[first - 1 : -1].log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    logps = logits[first - 1 : -1].log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    return logps if sequence.sampled is None else logps[torch.tensor(sequence.sampled)]
 
 
 def scored(model: PreTrainedModel, pack: Pack) -> dict[str, torch.Tensor]:
@@ -71,6 +73,12 @@ def test_packs_score_and_learn_like_plain_rows(shape: str, family: str, sequence
     cut = pack_rows if shape == "rows" else pack_sequences
     packs = list(cut(sequences, 60 if shape == "small packs" else 4096))
     assert len(packs) > 1 if shape == "small packs" else len(packs) == 1
+    check_packs(packed, plain, packs, sequences)
+
+
+def check_packs(
+    packed: PreTrainedModel, plain: PreTrainedModel, packs: list[Pack], sequences: list[TrainingSequence]
+) -> None:
     weights = {s.name: torch.linspace(-1.0, 1.0, s.length) for s in sequences}
     found: dict[str, torch.Tensor] = {}
     for pack in packs:
@@ -89,6 +97,56 @@ def test_packs_score_and_learn_like_plain_rows(shape: str, family: str, sequence
         # A bias of keys changes no attention weight: its gradient is rounding alone.
         rounding = 1e-6 * max(sizes.values())
         assert float((parameter.grad - theirs[name]).abs().max()) < 1e-4 * sizes[name] + rounding, name
+
+
+@pytest.fixture(scope="module")
+def later(reader: ImagePrompts) -> list[TrainingSequence]:
+    """Sequences with pictures in later turns: after one prompt, two results with the same ids and different pictures; a branch
+    whose prompt has what another sequence has in its completion; and a result after a prompt without pictures."""
+    rng, rows = np.random.default_rng(1), mixed_rows()
+    texts = [rng.integers(4, 300, 5) for _ in range(3)]
+
+    def made(name: str, row: int, seed: int, *, branch: bool = False) -> TrainingSequence:
+        ids, first = reader.read(rows[row])
+        shown = reader.picture(picture(seed))
+        parts = [texts[0], shown.ids, texts[1], shown.ids, texts[2]]
+        whole = np.concatenate([ids, *parts])
+        pictures = reader.placed(whole, [*(first.pictures if first is not None else ()), shown, shown])
+        sampled = np.concatenate([np.full(len(p), i in (0, 2, 4)) for i, p in enumerate(parts)])
+        start = len(ids) + (len(texts[0]) + len(shown.ids) if branch else 0)
+        completion, mask = whole[start:], sampled[start - len(ids) :]
+        return TrainingSequence(name, whole[:start], completion, np.zeros(mask.sum()), sampled=mask, pictures=pictures)
+
+    return [made("a", 1, 7), made("b", 1, 8), made("branch", 1, 7, branch=True), made("text", 0, 7)]
+
+
+def test_packs_with_pictures_in_completions_score_and_learn_like_plain_rows(
+    family: str, later: list[TrainingSequence]
+) -> None:
+    packed, plain = make_seeing(family), make_seeing(family)
+    adopt_tree_attention(packed)
+    packed.train()
+    packs = list(pack_sequences(later, 4096))
+    check_packs(packed, plain, packs, later)
+    (pack,) = packs
+    assert pack.pictures is not None
+    # One picture of the prompt and two of the results, whatever sequences and turns show them.
+    assert len(pack.pictures.pictures) == 3
+    # The branch adds no position to the tree.
+    assert pack.input_ids.numel() == next(pack_sequences([later[0], later[1], later[3]], 4096)).input_ids.numel()
+
+
+def test_a_sampled_placeholder_is_refused_and_an_inserted_one_is_not(later: list[TrainingSequence]) -> None:
+    whole = later[0]
+    assert whole.sampled is not None
+    assert whole.pictures is not None
+    place = int(np.flatnonzero(whole.completion_ids == whole.pictures.placeholder)[0])
+    sampled = whole.sampled.copy()
+    sampled[place] = True
+    wrong = replace(whole, sampled=sampled, behaviour_logps=np.zeros(sampled.sum()))
+    with pytest.raises(ProofError) as found:
+        list(pack_sequences([wrong], 4096))
+    assert found.value.check == "placeholder"
 
 
 @pytest.mark.parametrize("banned", [(), ((5,),)])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from caller import multiply
 from conftest import start
 from datasets import Dataset
 from looking import IN_THE_TRAINER, gaps, look, other_pixels, same_grid_rows, wrong_order
@@ -152,8 +151,7 @@ def test_a_placeholder_that_an_engine_samples_all_the_same_is_found(
 
 
 REFUSED = {
-    "tools, environments": {"tools": [multiply]},
-    "max_thinking_length": {"max_thinking_length": 4, "end_of_thinking": "+", "interruption": "+"},
+    "an agent": {"agent": lambda base_url, api_key, row: 0.0},
 }
 
 

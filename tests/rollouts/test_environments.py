@@ -37,7 +37,8 @@ class Stage:
         self.one: Environment = asyncio.run(self.all.take(None))
 
     def reset(self, seed: int = 5, **row: Any) -> str | None:
-        return asyncio.run(self.one.reset(row, seed))
+        found = asyncio.run(self.one.reset(row, seed))
+        return None if found is None else found.text
 
     def call(self, name: str, **given: Any) -> str:
         (found,) = asyncio.run(self.calls.run(self.one.tools, [(name, given)]))
@@ -143,7 +144,9 @@ def test_an_environment_may_answer_as_the_user_and_that_is_no_tool(place: str, s
     found.reset(turns=1)
     assert list(found.one.tools) == ["multiply"]
     assert found.one.speaks
-    assert asyncio.run(found.one.next_user_message("seven")) == "and 0?<|end|>"
+    said = asyncio.run(found.one.next_user_message("seven"))
+    assert said is not None
+    assert said.text == "and 0?<|end|>"
     assert asyncio.run(found.one.next_user_message("eight")) is None
     assert found.reward() == 2.0
     quiet = stage(PLACES[place]("Quiet"))

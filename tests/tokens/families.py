@@ -95,11 +95,21 @@ FAMILIES: dict[str, Family] = {
     "no control tokens": Family(_PLAIN, "<|endoftext|>"),
 }
 
+# Models that see images. The templates of the first two take text or lists of parts as content, the others take lists only.
+_SEEN = "<|vision_start|> <|image_pad|> <|vision_end|>"
+_TILES = "<|im_start|> <fake_token_around_image> <image> <global-img>"
+VISION: dict[str, Family] = {
+    "qwen2.5-vl": Family("qwen2_5_vl", f"{_IM} {_SEEN}"),
+    "qwen3-vl": Family("qwen3_vl", f"{_IM} {_SEEN}", _QWEN),
+    "smolvlm": Family("smolvlm", f"<end_of_utterance> {_TILES}"),
+    "idefics3": Family("idefics3", f"<end_of_utterance> <|begin_of_text|> {_TILES}"),
+}
+
 
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of 400 tokens and the family's control tokens, with the family's template."""
-    family = FAMILIES[name]
+    family = (FAMILIES | VISION)[name]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

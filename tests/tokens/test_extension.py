@@ -387,7 +387,7 @@ class TestRefusals:
 
     def test_a_template_that_does_not_show_text(self) -> None:
         tokenizer = _with_template(
-            "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+            "{% for m in messages %}{% for p in m.content %}{{ p.words }}{% endfor %}{% endfor %}"
         )
         with pytest.raises(InputError, match="does not show the text of a message"):
             Extension(tokenizer, [0])

@@ -84,7 +84,8 @@ class Completion(ArrayFields):
             probability is 1, and their log-prob is 0. None: all ids were sampled.
         kept_ids: one set of ids for each sampled token, in order: the ids whose probability was above 0 when the engine sampled
             the token. None: the request has no filter that depends on the logits (`Sampling.is_filtered`).
-        pictures: the pictures that the engine has put into the prompt; None: there were none.
+        pictures: the pictures that the engine has put into the prompt; None: there were none. If the completion consists of several
+            answers: into all ids before the last answer.
 
     Raises:
         BadValues: an id or a version is no integer, a log-prob is no number, or `sampled` has a value that is no boolean.

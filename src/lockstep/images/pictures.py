@@ -8,7 +8,7 @@ sides: it is the key of the engine's caches, and a part of what makes two nodes 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,11 +27,14 @@ class Picture:
             width) of a family that cuts pictures into tiles.
         grid: (3,) int64, number of patches or tiles along time, height and width. A picture of one tile has height and width 0.
         tokens: number of placeholder ids that stand for the picture in a prompt.
+        ids: all ids that stand for it: the placeholders, and the marks that some families write between tiles. Empty where only the
+            pixels count.
     """
 
     pixel_values: torch.Tensor
     grid: torch.Tensor
     tokens: int
+    ids: Ids = field(default_factory=lambda: whole_numbers([]))
 
     @property
     def in_tiles(self) -> bool:
@@ -60,6 +63,9 @@ class Picture:
 @dataclass(frozen=True, eq=False)
 class PromptPictures:
     """The pictures of one prompt, and where they are in it.
+
+    The prompt of a later turn of a conversation is all ids before the turn. A branch of a rollout has the pictures of its last
+    turn's prompt: those of its earlier turns are the first ones of them, in the same places.
 
     Attributes:
         pictures: at least one, in the order of their placeholders.
@@ -96,6 +102,10 @@ class PromptPictures:
         """The identity of each picture, in order."""
         return tuple(picture.digest for picture in self.pictures)
 
+    def digests_before(self, place: int) -> tuple[str, ...]:
+        """The identity of each picture whose first placeholder is before a place in the prompt's ids, in order."""
+        return self.digests[: int(np.count_nonzero(self.starts < place))]
+
     def positions_of(self, length: int) -> np.ndarray:
         """(axes, length) int64 position ids of the prompt and of the text after it.
 
@@ -107,19 +117,6 @@ class PromptPictures:
         known = self.positions[:, :length]
         after = np.arange(known.shape[1], length) + self.delta
         return np.concatenate([known, np.broadcast_to(after, (len(known), len(after)))], axis=1)
-
-
-def expanded(ids: Ids, placeholder: int, stand_ins: Sequence[Ids]) -> tuple[Ids, Ids]:
-    """Ids in which each placeholder has given way to the ids that stand for its picture, and the places of all placeholders then.
-
-    Args:
-        ids: the ids of a prompt, with one placeholder per picture.
-        stand_ins: the ids that stand for each picture, in order.
-    """
-    pieces = np.split(ids, np.flatnonzero(ids == placeholder))
-    joined = [pieces[0], *(part for own, piece in zip(stand_ins, pieces[1:], strict=True) for part in (own, piece[1:]))]
-    found = whole_numbers(np.concatenate(joined))
-    return found, whole_numbers(np.flatnonzero(found == placeholder))
 
 
 def pixel_inputs(pictures: Sequence[Picture], device: torch.device) -> dict[str, torch.Tensor]:

@@ -30,16 +30,17 @@ class InPatches:
         self._processor, self._placeholder = processor, int(whole.image_token_id)
         self._merged = int(whole.vision_config.spatial_merge_size) ** 2
 
-    def __call__(self, image: Image.Image) -> tuple[Picture, Ids]:
-        """A picture, and the ids that stand for it.
+    def __call__(self, image: Image.Image) -> Picture:
+        """The picture, with the ids that stand for it.
 
         Raises:
             InputError: the processor cannot use the image.
         """
         found = _processed(self._processor, image)
         grid = found["image_grid_thw"][0]
-        picture = Picture(found["pixel_values"].float().contiguous(), grid, int(grid.prod()) // self._merged)
-        return picture, whole_numbers(np.full(picture.tokens, self._placeholder))
+        tokens = int(grid.prod()) // self._merged
+        ids = whole_numbers(np.full(tokens, self._placeholder))
+        return Picture(found["pixel_values"].float().contiguous(), grid, tokens, ids)
 
 
 class InTiles:
@@ -64,8 +65,8 @@ class InTiles:
         # The newlines stand between marks, where a tokenizer reads them alone.
         self._newline, self._newlines = self._text("\n"), self._text("\n\n")
 
-    def __call__(self, image: Image.Image) -> tuple[Picture, Ids]:
-        """A picture, and the ids that stand for it.
+    def __call__(self, image: Image.Image) -> Picture:
+        """The picture, with the ids that stand for it.
 
         Raises:
             InputError: the processor cannot use the image, or the model would take a part of it for padding.
@@ -81,8 +82,8 @@ class InTiles:
         rows, columns = int(found["rows"][0][0]), int(found["cols"][0][0])
         height, width = (side // self._patch for side in pixels.shape[-2:])
         parts = [self._placeholder] * (height * width // self._scale**2)
-        picture = Picture(pixels, torch.tensor([1, rows, columns]), len(parts) * len(pixels))
-        return picture, self._stand_in(rows, columns, parts)
+        ids = self._stand_in(rows, columns, parts)
+        return Picture(pixels, torch.tensor([1, rows, columns]), len(parts) * len(pixels), ids)
 
     def _stand_in(self, rows: int, columns: int, parts: list[int]) -> Ids:
         """The ids of a picture of `rows` × `columns` tiles and the whole picture after them, with `parts` for each tile."""

@@ -1,26 +1,31 @@
-"""Makes the ids and the pictures of a prompt, once per prompt.
+"""Makes the ids and the pictures of a prompt, once per prompt, and finds the places of pictures in a whole conversation.
 
-The chat template writes one placeholder per picture. Here it gives way to the ids that stand for the picture
-(`images/processing.py`). The processor of the whole model is not used: it would tokenize the text a second time.
+The chat template writes one placeholder per picture. It gives way to the ids that stand for the picture (`images/processing.py`,
+`tokens/stand_ins.py`). The processor of the whole model is not used: it would tokenize the text a second time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, ProofError
 from lockstep.images.limits import NO_LIMITS, PictureLimits
-from lockstep.images.pictures import Picture, PromptPictures, expanded
+from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.images.processing import InPatches, InTiles
-from lockstep.images.reading import images_of_row
+from lockstep.images.reading import images_of_row, parts_of_row, with_pictures
 from lockstep.models.vision import reads_tiles
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.chat import render_prompt, template_of
+from lockstep.tokens.stand_ins import expanded
+
+# Makes the ids of a row's prompt.
+IdsOf = Callable[[Mapping[str, Any]], Sequence[int] | Ids]
 
 
 class ImagePrompts:
@@ -53,8 +58,8 @@ class ImagePrompts:
             raise InputError(f"model {path} comes without a usable image processor: {error}") from error
         limits.set_sizes(processor, config)
         self._model, self._tokenizer, self._limits = model, tokenizer, limits
-        self._template = template_of(tokenizer, chat_template_kwargs)
         self._placeholder = int(config.image_token_id)
+        self._template = template_of(tokenizer, chat_template_kwargs, self._placeholder)
         kind = InTiles(processor, config, tokenizer) if reads_tiles(config) else InPatches(processor, config)
         self._process: InPatches | InTiles = kind
 
@@ -64,8 +69,25 @@ class ImagePrompts:
         known = (getattr(self._model.config, name, None) for name in ("image_token_id", "video_token_id"))
         return tuple(sorted({int(token) for token in known if token is not None}))
 
-    def read(self, row: Mapping[str, Any]) -> tuple[Ids, PromptPictures | None]:
-        """The ids of a row's prompt with their placeholders repeated, and its pictures; None: the row has none.
+    @property
+    def placeholder(self) -> int:
+        """The id that stands for a part of a picture."""
+        return self._placeholder
+
+    def picture(self, image: Image.Image) -> Picture:
+        """An opened image, processed. Any thread may call it.
+
+        Raises:
+            InputError: the processor cannot use it.
+        """
+        return self._process(image)
+
+    def read(self, row: Mapping[str, Any], ids_of: IdsOf | None = None) -> tuple[Ids, PromptPictures | None]:
+        """The ids of a row's prompt with the ids of its pictures, and its pictures; None: the row has none.
+
+        Args:
+            ids_of: makes the ids of a row whose messages contain processed pictures, for example with tools; None: they are the
+                prompt's alone.
 
         Raises:
             InputError: a picture cannot be opened or processed, there are too many, the prompt cannot be tokenized, or its text
@@ -73,25 +95,56 @@ class ImagePrompts:
         """
         prompt, images = images_of_row(row)
         self._limits.check_count(len(images))
-        ids = whole_numbers(render_prompt(prompt, self._tokenizer, template=self._template, images=True))
-        placeholders = int((ids == self._placeholder).sum())
-        if placeholders != len(images):
-            raise InputError(
-                f"the prompt has {placeholders} placeholders for {len(images)} pictures: the chat template does not write one per "
-                "image part, or a prompt of plain text does not contain them"
+        pictures = [self._process(image) for image in images]
+        if isinstance(prompt, list):
+            prompt = with_pictures(prompt, pictures)
+            if ids_of is not None:
+                ids = whole_numbers(ids_of({**row, "prompt": prompt}))
+            else:
+                ids = whole_numbers(render_prompt(prompt, self._tokenizer, template=self._template, images=True))
+        else:
+            plain = render_prompt(prompt, self._tokenizer) if ids_of is None else ids_of(row)
+            ids = expanded(whole_numbers(plain), self._placeholder, pictures)
+        return ids, self.placed(ids, pictures)
+
+    def messages_of(self, row: Mapping[str, Any], pictures: PromptPictures | None) -> list[dict[str, Any]]:
+        """The messages of a row's prompt, with its processed pictures in them.
+
+        Args:
+            row: has messages as its prompt.
+            pictures: what `read` gave for the row.
+        """
+        messages, _ = parts_of_row(row)
+        return with_pictures(messages, pictures.pictures if pictures is not None else ())
+
+    def placed(self, ids: Ids, pictures: Sequence[Picture]) -> PromptPictures | None:
+        """The pictures of a prompt or of a whole conversation, with their places and positions; None: there are none.
+
+        Args:
+            ids: (N,) all ids, those of the pictures included.
+            pictures: in the order of their ids.
+
+        Raises:
+            ProofError: the ids have more or fewer placeholders than the pictures.
+        """
+        places = whole_numbers(np.flatnonzero(ids == self._placeholder))
+        due = sum(picture.tokens for picture in pictures)
+        if len(places) != due:
+            raise ProofError(
+                "placeholder",
+                f"the ids of a conversation have {len(places)} placeholders, and its {len(pictures)} pictures have {due}",
+                "a placeholder was sampled, or the ids of a picture were changed",
+                "this is a defect of Lockstep: report it with this message",
             )
-        if not images:
-            return ids, None
-        processed = [self._process(image) for image in images]
-        pictures = tuple(picture for picture, _ in processed)
-        ids, places = expanded(ids, self._placeholder, [own for _, own in processed])
+        if not pictures:
+            return None
         if pictures[0].in_tiles:
-            return ids, PromptPictures(pictures, places, self._placeholder)
-        return ids, PromptPictures(pictures, places, self._placeholder, *self._positions(ids, pictures))
+            return PromptPictures(tuple(pictures), places, self._placeholder)
+        return PromptPictures(tuple(pictures), places, self._placeholder, *self._positions(ids, pictures))
 
     @torch.no_grad()
-    def _positions(self, ids: Ids, pictures: tuple[Picture, ...]) -> tuple[Any, int]:
-        """Position ids of a prompt, and what is added to the index of the tokens after it.
+    def _positions(self, ids: Ids, pictures: Sequence[Picture]) -> tuple[Any, int]:
+        """Position ids of all ids, and what is added to the index of the tokens after it.
 
         Raises:
             InputError: two pictures stand side by side. The model's function would take them for one.

@@ -7,13 +7,15 @@ own. If no message has image parts, the pictures stand before the text of the fi
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
 from lockstep.errors import InputError
+from lockstep.images.data_urls import bytes_of_data_url, is_data_url, to_data_url
+from lockstep.tokens.stand_ins import StandsForIds, picture_part
 
 COLUMNS = ("image", "images")
 Message = dict[str, Any]
@@ -34,18 +36,28 @@ def has_images(row: Mapping[str, Any]) -> bool:
 
 
 def images_of_row(row: Mapping[str, Any]) -> tuple[Any, list[Image.Image]]:
+    """As `parts_of_row`, with the pictures opened.
+
+    Raises:
+        InputError: as in `parts_of_row`; or a picture cannot be opened.
+    """
+    prompt, found = parts_of_row(row)
+    return prompt, [opened(image) for image in found]
+
+
+def parts_of_row(row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """The prompt of a row without its pictures, and the pictures in the order in which the prompt shows them.
 
     Returns:
-        The prompt: text as it stands, or messages in which each picture is a part `{"type": "image"}`.
+        The prompt: text as it stands, or messages in which each picture is a part `{"type": "image"}`. The pictures are as given.
 
     Raises:
-        InputError: a picture cannot be opened, or the image parts without a picture are not as many as the column's pictures.
+        InputError: the image parts without a picture are not as many as the column's pictures.
     """
     given = _of_columns(row)
     prompt = row["prompt"]
     if not isinstance(prompt, list):
-        return prompt, [opened(image) for image in given]
+        return prompt, given
     if given and not any(_is_image(part) for message in prompt for part in _parts(message)):
         prompt = _before_first_user(prompt, len(given))
     found: list[Any] = []
@@ -57,20 +69,82 @@ def images_of_row(row: Mapping[str, Any]) -> tuple[Any, list[Image.Image]]:
             f"the messages have {parts} image parts without a picture, and the columns hold {len(given)} pictures: give one "
             "picture per image part"
         )
-    return messages, [opened(image) for image in found]
+    return messages, found
+
+
+def with_images(row: Mapping[str, Any]) -> list[Message]:
+    """The messages of a row's prompt, with each image in its part, as TRL's functions get them.
+
+    Args:
+        row: has messages as its prompt.
+    """
+    messages, images = parts_of_row(row)
+    left = iter(images)
+    return _each_part(messages, lambda part: {**part, "image": next(left)} if _is_image(part) else dict(part))
+
+
+def with_pictures(messages: Sequence[Message], pictures: Iterable[StandsForIds]) -> list[Message]:
+    """Messages as `images_of_row` gives them, with the processed pictures in their image parts.
+
+    Args:
+        pictures: one per image part, in order.
+    """
+    left = iter(pictures)
+
+    def filled(message: Message) -> Message:
+        content = message.get("content")
+        if not isinstance(content, list):
+            return message
+        return {**message, "content": [picture_part(next(left)) if _is_image(part) else part for part in content]}
+
+    return [filled(message) for message in messages]
+
+
+def with_data_urls(messages: Sequence[Message]) -> list[Message]:
+    """Messages in which each image is a `data:` URL, so that JSON can hold them. An image part without an image stays as it is.
+
+    Raises:
+        InputError: an image cannot be opened.
+    """
+
+    def own(part: Any) -> Any:
+        image = part.get("image") if isinstance(part, Mapping) else None
+        return part if image is None or is_data_url(image) else {**part, "image": to_data_url(opened(image))}
+
+    return _each_part(messages, own)
+
+
+def with_opened_images(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose images are `data:` URLs, with the opened images in their place (TRL's form)."""
+
+    def own(part: Any) -> Any:
+        kept = isinstance(part, Mapping) and is_data_url(part.get("image"))
+        return {**part, "image": opened(part["image"])} if kept else part
+
+    return _each_part(messages, own)
+
+
+def text_of_content(content: Any) -> str:
+    """The content of a message as text, with a word in place of each image."""
+    if not isinstance(content, list):
+        return content or ""
+    return "".join(part.get("text") or "<image>" for part in content)
 
 
 def opened(image: Any) -> Image.Image:
     """A picture in RGB.
 
     Args:
-        image: a PIL image, a path, the bytes of an image file, or a mapping with `bytes` or `path` (as in `datasets`).
+        image: a PIL image, a path, the bytes of an image file, a `data:` URL, or a mapping with `bytes` or `path` (as in
+            `datasets`).
 
     Raises:
-        InputError: it is something else, a URL, or cannot be read.
+        InputError: it is something else, a URL of another kind, or cannot be read.
     """
     if isinstance(image, Mapping):
         image = image.get("bytes") if image.get("bytes") is not None else image.get("path")
+    if isinstance(image, str) and is_data_url(image):
+        image = bytes_of_data_url(image)
     if isinstance(image, str) and "://" in image:
         raise InputError(f"{image[:100]} is a URL: pictures are not fetched over the network; give a file or its bytes")
     try:
@@ -86,6 +160,14 @@ def opened(image: Any) -> Image.Image:
         # Pillow raises each of these for some damaged file.
         raise InputError(f"a picture cannot be read: {error}") from error
     raise InputError(f"a picture is a {type(image).__name__}; it must be a PIL image, a path, or the bytes of a file")
+
+
+def _each_part(messages: Sequence[Message], own: Callable[[Any], Any]) -> list[Message]:
+    """Messages with another part in place of each part of their contents."""
+    return [
+        {**m, "content": [own(part) for part in m["content"]]} if isinstance(m.get("content"), list) else m
+        for m in messages
+    ]
 
 
 def _of_columns(row: Mapping[str, Any]) -> list[Any]:

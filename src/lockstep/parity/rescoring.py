@@ -78,7 +78,7 @@ def completion_logps(
     Args:
         sampling: a `Distribution` if the settings have a grammar or `min_tokens`.
         kept: one set of ids for each token, among which the token is scored; None: the filters are applied anew.
-        pictures: the pictures of the prompt. The model's own forward computes them and the positions.
+        pictures: the pictures of the prompt and the completion. The model's own forward computes them and the positions.
 
     Raises:
         ProofError: the completion does not follow the grammar.
@@ -132,11 +132,13 @@ def sampled_logps(
     Args:
         kept: whether to score them among the engine's kept ids, if there are any.
     """
-    sets = sets_of_all(completion) if kept else None
-    logps = completion_logps(
-        model, completion.prompt_ids, completion.token_ids, distribution, precision, sets, completion.pictures
-    )
-    return logps[torch.tensor(completion.sampled_places)]
+    sets, places = sets_of_all(completion) if kept else None, completion.sampled_places
+    # Nothing reads the ids after the last sampled one, and `Completion.pictures` has no pictures of them.
+    count = int(places[-1]) + 1
+    sets = None if sets is None else sets.part(0, count)
+    ids = completion.token_ids[:count]
+    logps = completion_logps(model, completion.prompt_ids, ids, distribution, precision, sets, completion.pictures)
+    return logps[torch.tensor(places)]
 
 
 def sets_of_all(completion: Completion) -> KeptIds | None:

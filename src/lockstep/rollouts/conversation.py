@@ -23,6 +23,7 @@ from lockstep.engines.protocol import (
     derived_seed,
 )
 from lockstep.errors import InputError, LockstepError
+from lockstep.images.pictures import PromptPictures
 from lockstep.rollouts.group import Prompt, Rollout, TurnEnd
 from lockstep.tokens.arrays import Ids, Reals, filled, flags, joined, reals, whole_numbers
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
@@ -88,12 +89,13 @@ class Branch:
 
     Attributes:
         prompt_ids: (P,) int64 ids before the branch. None of them is learned from in this branch.
+        pictures: the pictures whose placeholders are in the ids so far; None: there are none.
         turns: the sampled turns, in order.
         ran_out: whether the program wanted to add more ids than there was room for.
     """
 
-    def __init__(self, conversation: Conversation, prompt_ids: Ids) -> None:
-        self.prompt_ids = whole_numbers(prompt_ids)
+    def __init__(self, conversation: Conversation, prompt_ids: Ids, pictures: PromptPictures | None) -> None:
+        self.prompt_ids, self.pictures = whole_numbers(prompt_ids), pictures
         self.turns: list[Turn] = []
         self._conversation = conversation
         # What follows the prompt, in order.
@@ -140,7 +142,7 @@ class Branch:
         most = room if max_tokens is None else min(room, max_tokens)
         self._busy = True
         try:
-            answer = await self._conversation.call(self.ids, most, progress, stop)
+            answer = await self._conversation.call(self.ids, self.pictures, most, progress, stop)
         finally:
             self._busy = False
         if self._key is None:
@@ -151,11 +153,12 @@ class Branch:
         self._conversation.took(turn, self, self._added)
         return turn
 
-    def insert(self, ids: Ids | Sequence[int], room_after: int = 0) -> None:
+    def insert(self, ids: Ids | Sequence[int], room_after: int = 0, pictures: PromptPictures | None = None) -> None:
         """Add ids that the engine did not sample. They are context: nothing is learned from them.
 
         Args:
             room_after: number of ids that must still fit after them.
+            pictures: the pictures of the whole branch with these ids; None: the ids show none.
 
         Raises:
             OutOfRoom: there is no room for all of them and for `room_after` more; then none is added.
@@ -168,6 +171,7 @@ class Branch:
             raise self._out(len(inserted) + room_after, room)
         if len(inserted):
             self._parts.append(inserted)
+            self.pictures = pictures or self.pictures
             self._conversation.spend(len(inserted))
 
     def _out(self, wanted: int, room: int) -> OutOfRoom:
@@ -224,7 +228,8 @@ class Branch:
             finish_reason="length" if self.ran_out else self.turns[-1].finish_reason,
             sampled=flags(np.repeat([isinstance(part, Turn) for part in self._parts], lengths)) if inserted else None,
             kept_ids=joined_kept_ids(kept) if kept else None,
-            pictures=self.turns[0].answer.pictures,
+            # Those of an earlier turn are the first ones of these.
+            pictures=self.turns[-1].answer.pictures,
         )
 
     def _versions(self) -> list[Ids]:
@@ -266,7 +271,7 @@ class Conversation:
         self._reserved = 0
         self._calls, self._seed_of_last_call = 0, seed
         self._turns: list[tuple[Branch, int, FinishReason]] = []
-        self.branch(prompt.ids)
+        self.branch(prompt.ids, prompt.pictures)
 
     @property
     def environment_seed(self) -> int:
@@ -293,22 +298,36 @@ class Conversation:
         """Let the engine continue the current branch (`Branch.sample`)."""
         return await self.branches[-1].sample(max_tokens)
 
-    def insert(self, ids: Ids | Sequence[int], room_after: int = 0) -> None:
+    def insert(self, ids: Ids | Sequence[int], room_after: int = 0, pictures: PromptPictures | None = None) -> None:
         """Add ids that the engine did not sample to the current branch (`Branch.insert`)."""
-        self.branches[-1].insert(ids, room_after)
+        self.branches[-1].insert(ids, room_after, pictures)
 
-    def branch(self, prompt_ids: Ids | Sequence[int]) -> Branch:
+    def branch(self, prompt_ids: Ids | Sequence[int], pictures: PromptPictures | None = None) -> Branch:
         """Continue from other ids: a new branch, which is now the current one.
 
         The rollout is a tree. Each sampled id is learned from in the branch in which it was sampled, and is context in all others.
         An older branch can still be continued by its own methods.
+
+        Args:
+            pictures: the pictures whose placeholders are in these ids; None: there are none.
+
+        Raises:
+            LockstepError: the ids have placeholders of the prompt's pictures, and no pictures are given.
         """
-        if self.branches and self.prompt.pictures is not None:
-            raise LockstepError(f"rollout {self.key}: a prompt with pictures cannot branch yet (docs/guides/images.md)")
-        self.branches.append(Branch(self, whole_numbers(prompt_ids)))
+        ids, own = whole_numbers(prompt_ids), self.prompt.pictures
+        if pictures is None and own is not None and (ids == own.placeholder).any():
+            raise LockstepError(f"rollout {self.key}: a branch has placeholders, and its pictures are not given")
+        self.branches.append(Branch(self, ids, pictures))
         return self.branches[-1]
 
-    async def call(self, ids: Ids, most: int, progress: Progress | None = None, stop: Sequence[str] = ()) -> Completion:
+    async def call(
+        self,
+        ids: Ids,
+        pictures: PromptPictures | None,
+        most: int,
+        progress: Progress | None = None,
+        stop: Sequence[str] = (),
+    ) -> Completion:
         """The engine's answer to the next call of this rollout. Used by its branches.
 
         Each call has a seed of its own. It depends on nothing but the rollout's seed and the number of the call.
@@ -322,7 +341,7 @@ class Conversation:
         own = tuple(dict.fromkeys(text for text in stop if text not in sampling.stop))
         if own:
             sampling = replace(sampling, stop=(*sampling.stop, *own))
-        request = GenerationRequest(self.key._replace(call=number), ids, sampling, seed, self.prompt.pictures, own)
+        request = GenerationRequest(self.key._replace(call=number), ids, sampling, seed, pictures, own)
         self._reserved += most
         try:
             return await self._ask(request, progress)

@@ -17,21 +17,22 @@ from lockstep.tokens.arrays import Ids
 
 
 class Record:
-    """The answers of one rollout, by a digest of the ids after which each was sampled."""
+    """The answers of one rollout, by a digest of the ids and the digests of the pictures after which each was sampled."""
 
     def __init__(self) -> None:
-        self._answers: dict[bytes, list[Completion]] = {}
+        self._answers: dict[tuple[bytes, tuple[str, ...]], list[Completion]] = {}
         self._cuts = False
 
     def note(self, request: GenerationRequest, answer: Completion) -> None:
         """Keep an answer, just before the conversation takes it."""
         self._cuts |= bool(request.sampling.stop)
         if len(answer.token_ids):
-            self._answers.setdefault(_digest(request.prompt_ids), []).append(answer)
+            seen = request.pictures.digests if request.pictures is not None else ()
+            self._answers.setdefault((_digest(request.prompt_ids), seen), []).append(answer)
 
     def check(self, rollout: Rollout) -> None:
-        """Check that every answer is in exactly one branch: behind the ids that the engine was sent, marked as sampled, with its
-        log-probs and versions; and that nothing else is marked as sampled.
+        """Check that every answer is in exactly one branch: behind the ids and pictures that the engine was sent, marked as
+        sampled, with its log-probs and versions; and that nothing else is marked as sampled.
 
         Raises:
             ProofError: it is not.
@@ -43,7 +44,7 @@ class Record:
         if missing:
             raise _unlike(f"the answer to {missing[0].key} is in no branch of the rollout")
 
-    def _take(self, branch: Completion, left: dict[bytes, list[Completion]]) -> None:
+    def _take(self, branch: Completion, left: dict[tuple[bytes, tuple[str, ...]], list[Completion]]) -> None:
         """Take the answers of a branch from those that are left."""
         place, count = 0, len(branch.token_ids)
         sampled = np.ones(count, np.bool_) if branch.sampled is None else branch.sampled
@@ -51,16 +52,18 @@ class Record:
         while place < count:
             end = place
             if sampled[place]:
-                answers = left.get(state.digest(), [])
+                shown = branch.pictures
+                seen = shown.digests_before(len(branch.prompt_ids) + place) if shown is not None else ()
+                answers = left.get((state.digest(), seen), [])
                 found = max(answers, key=lambda a: _shared(a, branch, sampled, place), default=None)
                 if found is None:
                     raise _unlike(
                         f"id {place} of branch {branch.key} is marked as sampled, and the engine was not asked to continue the "
-                        "ids before it"
+                        "ids before it with the pictures in them"
                     )
                 length = _shared(found, branch, sampled, place)
                 if self._cuts:
-                    length = self._cut(branch, state, place, length)
+                    length = self._cut(branch, state, seen, place, length)
                 if not length or (length < len(found.token_ids) and not self._cuts):
                     raise _unlike(
                         f"branch {branch.key} differs from the answer to {found.key} from its id {place + length} on: in an id, "
@@ -74,12 +77,12 @@ class Record:
             state.update(branch.token_ids[place:end].tobytes())
             place = end
 
-    def _cut(self, branch: Completion, state: blake2b, place: int, length: int) -> int:
+    def _cut(self, branch: Completion, state: blake2b, seen: tuple[str, ...], place: int, length: int) -> int:
         """The length of a turn that may be cut behind a stop string: the next turn may begin before the end of the answer."""
         ahead = state.copy()
         for count in range(1, length):
             ahead.update(branch.token_ids[place + count - 1 : place + count].tobytes())
-            if ahead.digest() in self._answers:
+            if (ahead.digest(), seen) in self._answers:
                 return count
         return length
 

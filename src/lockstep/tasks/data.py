@@ -13,6 +13,7 @@ from lockstep.tasks.arithmetic import arithmetic
 from lockstep.tasks.builtin_rewards import Reward, exact_match
 from lockstep.tasks.calculator import calculator
 from lockstep.tasks.data_files import READERS, broken_line, data_file
+from lockstep.tasks.dots import dots
 from lockstep.tasks.gym import reasoning_gym_problems
 
 
@@ -43,8 +44,8 @@ def load_data(
     """Load the data of a run.
 
     Args:
-        name: `arithmetic`, `calculator`, `reasoning_gym`, a `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory written by
-            `datasets`, or a hub id.
+        name: `arithmetic`, `calculator`, `dots`, `reasoning_gym`, a `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory
+            written by `datasets`, or a hub id.
         subset: kind of arithmetic problems, name of a reasoning-gym data set, or hub configuration.
         train_split: split to train on, if the data has splits.
         test_split: split to evaluate on. By default `eval_size` rows are held out of the training split.
@@ -55,13 +56,16 @@ def load_data(
     Raises:
         InputError: there is no data of that name, its format cannot be read, or it has too few rows.
     """
-    if name in ("arithmetic", "calculator", "reasoning_gym") and test_split is not None:
+    if name in ("arithmetic", "calculator", "dots", "reasoning_gym") and test_split is not None:
         raise InputError(f"{name} has no splits; drop dataset_test_split and set eval_size")
     if name == "arithmetic":
         train, held_out = arithmetic(subset or "larger", train_size, eval_size, seed)
         return TaskData(train, held_out if eval_size else None, (exact_match,))
     if name == "calculator":
         train, held_out = calculator(train_size, eval_size, seed)
+        return TaskData(train, held_out if eval_size else None, (exact_match,))
+    if name == "dots":
+        train, held_out = dots(train_size, eval_size, seed)
         return TaskData(train, held_out if eval_size else None, (exact_match,))
     if name == "reasoning_gym":
         if subset is None:

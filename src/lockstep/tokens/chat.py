@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.tokens.conversation.template import Message, Template
+from lockstep.tokens.stand_ins import pictures_in
 
 __all__ = ["Message", "is_conversational", "render_prompt", "template_of", "with_joined_text"]
 
@@ -23,12 +24,14 @@ def is_conversational(prompt: str | list[Message]) -> bool:
 
 
 def template_of(
-    tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    placeholder: int | None = None,
 ) -> Template | None:
-    """The template that renders first prompts; None if the tokenizer has none."""
+    """The template that renders first prompts; None if the tokenizer has none. `placeholder` as in `Template`."""
     if tokenizer.chat_template is None:
         return None
-    return Template(tokenizer, [tokenizer.eos_token_id], chat_template_kwargs)
+    return Template(tokenizer, [tokenizer.eos_token_id], chat_template_kwargs, placeholder=placeholder)
 
 
 def with_joined_text(prompt: Any) -> Any:
@@ -89,7 +92,7 @@ def render_prompt(
         template = template if template is not None else template_of(tokenizer, chat_template_kwargs)
         if template is None:
             raise InputError("prompts are messages but the tokenizer has no chat template; give prompts as text")
-        ids = template.ids(template.text(prompt)).tolist()
+        ids = template.ids(template.text(prompt), pictures_in(prompt)).tolist()
     else:
         raise InputError(f"a prompt must be text or a non-empty list of messages with a role, got {prompt!r:.200}")
     if not ids:

@@ -30,7 +30,7 @@ class RunArguments:
     dataset_name: str | None = dataclasses.field(
         default=None,
         metadata={
-            "help": "arithmetic, calculator, reasoning_gym, a .jsonl/.csv/.parquet file, a datasets directory, or a hub id."
+            "help": "arithmetic, calculator, dots, reasoning_gym, a .jsonl/.csv/.parquet file, a datasets directory, or a hub id."
         },
     )
     dataset_config: str | None = dataclasses.field(

@@ -65,8 +65,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "vllm_importance_sampling_clip_min",
     ),
     "logging": (
-        "logging_steps", "report_to", "log_completions", "num_completions_to_print", "log_unique_prompts", "run_name",
-        "rollouts_size_limit", "project", "logging_strategy", "logging_first_step", "logging_nan_inf_filter", "log_level",
+        "logging_steps", "report_to", "log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts",
+        "run_name", "rollouts_size_limit", "project", "logging_strategy", "logging_first_step", "logging_nan_inf_filter",
+        "log_level",
     ),
     "saving": (
         "output_dir", "save_steps", "save_total_limit", "save_strategy", "save_only_model", "load_best_model_at_end",

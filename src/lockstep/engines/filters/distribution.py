@@ -121,9 +121,13 @@ class Sampling:
 
     @property
     def counting_fields(self) -> list[str]:
-        """Names of the settings in force that depend on the ids of the completion alone. They restart with every request."""
-        names = ["presence_penalty", "frequency_penalty", "bad_words", "min_tokens", "grammar"]
-        return [name for name in names if getattr(self, name)]
+        """Names of the settings in force that depend on the ids of the completion alone. They restart with every request.
+
+        A bad word of one token depends on no other id.
+        """
+        names = ["presence_penalty", "frequency_penalty", "min_tokens", "grammar"]
+        several = any(len(word) > 1 for word in self.bad_words)
+        return [*(name for name in names if getattr(self, name)), *(["bad_words"] if several else [])]
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Check the token ids against the model's number of logits.

@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.report.page.pictures import render_pictures
+
 Line = dict[str, Any]
 
 # Gaps from 1e-7 nats or less to 1 nat or more, one color per factor of ten.
@@ -60,7 +62,7 @@ def evaluations_section(before: Line | None, after: Line | None, share: float = 
     by_prompt = [{_key(entry): entry for entry in entries} for _, entries in given]
     room = int(share * _CHARACTERS)
     rows = "".join(
-        f"<tr><td class='said' data-name='prompt'>{_cut(entry['prompt'], room)}</td>"
+        f"<tr><td class='said' data-name='prompt'>{render_pictures(entry)}{_cut(entry['prompt'], room)}</td>"
         f"{''.join(_cell(name, own[key], room) for (name, _), own in zip(given, by_prompt, strict=True))}</tr>"
         for key, entry in by_prompt[0].items()
         if all(key in own for own in by_prompt)
@@ -72,7 +74,7 @@ def evaluations_section(before: Line | None, after: Line | None, share: float = 
 
 
 def _key(entry: Line) -> tuple[str, ...]:
-    """What tells prompts apart: the text, and the pictures where an entry has some under `images`."""
+    """What tells prompts apart: the text and the images. Many data sets ask one question about all images."""
     return (str(entry["prompt"]), *map(str, entry.get("images") or ()))
 
 
@@ -111,7 +113,7 @@ def _rollout(rollout: Line, rewards: Sequence[float | None], room: int) -> str:
     reasons = ", ".join(map(str, rollout["finish_reasons"])) or "none"
     return (
         f"<div class='rollout'><b>{html.escape(rollout['name'])}</b> {score(rollout['reward'], rewards or [rollout['reward']])} "
-        f"<small>finish reason of each answer: {html.escape(reasons)}</small>{failed}{branches}"
+        f"<small>finish reason of each answer: {html.escape(reasons)}</small>{failed}{render_pictures(rollout)}{branches}"
         f"{f'<small>tool calls and results</small><ul>{calls}</ul>' if calls else ''}</div>"
     )
 

@@ -1,5 +1,6 @@
 """The style sheet of reports: light and dark, for phones and desktops. It loads nothing."""
 
+from lockstep.report.page.pictures import STYLE as PICTURES
 from lockstep.report.page.svg import COLORS
 
 STYLE = """
@@ -81,4 +82,4 @@ def _colors() -> str:
     return "\n".join(rules)
 
 
-STYLE += _colors()
+STYLE += PICTURES + _colors()

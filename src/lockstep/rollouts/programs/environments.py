@@ -1,7 +1,8 @@
 """Environments: objects that a rollout acts on through their methods, with TRL's convention `environment_factory`.
 
 A trainer's `environment_factory` comes here. The public methods of an environment are tools of its rollout. `reset(**row)` begins
-the rollout and may give text that is appended to the last message of the prompt. `get_reward()` may give the rollout's reward.
+the rollout and may give text or content blocks that are appended to the last message of the prompt. `get_reward()` may give the
+rollout's reward.
 `next_user_message(answer)` is ours: it may answer a turn that calls no tool with a message of the user, as text games do.
 `rollouts/programs/tool_program.py` takes one environment per rollout. When the rollout is scored, it gives the environment back.
 
@@ -19,8 +20,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.errors import InputError, LockstepError
+from lockstep.rollouts.programs.content import Content, content_of_blocks, giving, printable
 from lockstep.rollouts.programs.environment_process import EnvironmentDied, ProcessEnvironment
-from lockstep.rollouts.programs.tools import Schema, ToolCalls, ToolResult, printable, text_of_blocks, tool_of
+from lockstep.rollouts.programs.tools import Schema, ToolCalls, ToolResult, tool_of
 from lockstep.rollouts.programs.workers import Raised, TookTooLong, Worker
 
 Factory = Callable[[], Any]
@@ -68,39 +70,38 @@ class Environment:
         }
         self._worker, self._calls = worker, calls
 
-    async def reset(self, row: Mapping[str, Any], seed: int) -> str | None:
-        """Begin a rollout. Returns text for the last message of the prompt, or None.
+    async def reset(self, row: Mapping[str, Any], seed: int) -> Content | None:
+        """Begin a rollout. Returns what is appended to the last message of the prompt, or None.
 
         Args:
             row: the columns of the dataset's row, with its prompt.
             seed: given as `seed` if `reset` has a parameter of this name and the row no such column.
 
         Raises:
-            EnvironmentFailed: `reset` raised, hung, or returned something else than None, text or text blocks.
+            EnvironmentFailed: `reset` raised, hung, or returned something else than None, text or content blocks.
         """
         given = dict(row)
         if "seed" in inspect.signature(self.instance.reset).parameters:
             given.setdefault("seed", seed)
-        return self._text("reset", await self._own("reset", given))
+        return await self._said("reset", given)
 
     @property
     def speaks(self) -> bool:
         """Whether it may answer a turn with a message of the user."""
         return callable(getattr(self.instance, "next_user_message", None))
 
-    async def next_user_message(self, answer: str) -> str | None:
+    async def next_user_message(self, answer: str) -> Content | None:
         """The user's message after a turn that calls no tool; None: the rollout ends.
 
         Args:
             answer: text of the turn, without thinking.
 
         Raises:
-            EnvironmentFailed: `next_user_message` raised, hung, or returned something else than None, text or text blocks.
+            EnvironmentFailed: `next_user_message` raised, hung, or returned something else than None, text or content blocks.
         """
         if not self.speaks:
             return None
-        found = self._text("next_user_message", await self._own("next_user_message", {"answer": answer}))
-        return printable(found) if found is not None else None
+        return await self._said("next_user_message", {"answer": answer})
 
     async def reward(self) -> float | None:
         """What `get_reward()` gives; None: it gives no score, or there is no such method.
@@ -140,21 +141,28 @@ class Environment:
             self.instance._end()
         self._worker.end()
 
-    async def _own(self, method: str, given: Mapping[str, Any]) -> Any:
+    async def _own(
+        self, method: str, given: Mapping[str, Any], made: Callable[[Any], Any] = lambda found: found
+    ) -> Any:
         try:
-            return await self._calls.call(getattr(self.instance, method), given, self._worker)
+            return await self._calls.call(giving(getattr(self.instance, method), made), given, self._worker)
         except (TookTooLong, Raised) as error:
             raise self.fail(method, str(error)) from error
 
-    def _text(self, method: str, found: Any) -> str | None:
-        if found is None or isinstance(found, str):
+    async def _said(self, method: str, given: Mapping[str, Any]) -> Content | None:
+        """What a method gives the model to read."""
+
+        def made(found: Any) -> Any:
+            if isinstance(found, str):
+                return Content((printable(found),))
+            if isinstance(found, list) and all(isinstance(block, dict) for block in found):
+                return content_of_blocks(found, self._calls.process)
             return found
-        if isinstance(found, list) and all(isinstance(block, dict) for block in found):
-            try:
-                return text_of_blocks(found)
-            except InputError as error:
-                raise self.fail(method, str(error)) from error
-        raise self.fail(method, f"it returned {type(found).__name__}, not None, text or a list of content blocks")
+
+        said = await self._own(method, given, made)
+        if said is None or isinstance(said, Content):
+            return said
+        raise self.fail(method, f"it returned {type(said).__name__}, not None, text or a list of content blocks")
 
     def fail(self, method: str, why: str) -> EnvironmentFailed:
         """Mark the environment as failed. Returns the error to raise."""

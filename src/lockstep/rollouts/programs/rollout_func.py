@@ -11,6 +11,7 @@ other rollout: by the parity gap.
 | `env_mask` | optional: 1 for each sampled id of `completion_ids`, 0 for an inserted one |
 | `logprob_token_ids` | optional: the ids that `logprobs` belong to; they must be `completion_ids` |
 | `finish_reasons` | optional, not in TRL: `stop` or `length`. Without it, as in TRL: `stop` if the last id is an end token |
+| `images` | optional, not in TRL: the images whose ids are in both, in order. Without it they are those of the row |
 | any other | goes to reward functions: a list has one value per rollout, anything else is the same for all rollouts |
 """
 
@@ -23,14 +24,17 @@ from typing import Any
 import numpy as np
 
 from lockstep.engines.protocol import Completion, FinishReason, RequestKey
-from lockstep.errors import InputError
+from lockstep.errors import InputError, ProofError
+from lockstep.images.pictures import PromptPictures
+from lockstep.images.prompts import ImagePrompts
+from lockstep.images.reading import opened
 from lockstep.rollouts.conversation import Decode
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.seal import seal_of
-from lockstep.tokens.arrays import BadValues, Flags, Ids, Reals, flags, reals, whole_numbers
+from lockstep.tokens.arrays import BadValues, Flags, Ids, Reals, flags, joined, reals, whole_numbers
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
-_OWN = (*_REQUIRED, "env_mask", "logprob_token_ids", "finish_reasons")
+_OWN = (*_REQUIRED, "env_mask", "logprob_token_ids", "finish_reasons", "images")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +55,20 @@ class Bounds:
 
 
 def groups_of_columns(
-    columns: Any, prompts: Sequence[Prompt], num_generations: int, version: int, bounds: Bounds, decode: Decode
+    columns: Any,
+    prompts: Sequence[Prompt],
+    num_generations: int,
+    version: int,
+    bounds: Bounds,
+    decode: Decode,
+    images: ImagePrompts | None = None,
 ) -> list[RolloutGroup]:
     """One unscored group per prompt, in the order of `prompts`, from what a `rollout_func` returned.
 
     Args:
         columns: the returned mapping. Row `i × num_generations + k` is rollout k of prompt i.
         version: weight version that the engine held meanwhile.
+        images: reads images; None: the run shows none.
 
     Raises:
         InputError: a column is missing, has a wrong length, or has a value that no rollout can have. The message names it.
@@ -67,9 +78,7 @@ def groups_of_columns(
     groups = []
     for place, prompt in enumerate(prompts):
         rows = range(place * num_generations, (place + 1) * num_generations)
-        rollouts = [
-            _rollout(found, row, RequestKey(prompt.prompt_id, k), version, bounds, decode) for k, row in enumerate(rows)
-        ]
+        rollouts = [_rollout(found, row, prompt, k, version, bounds, decode, images) for k, row in enumerate(rows)]
         groups.append(RolloutGroup(prompt, tuple(replace(r, seal=seal_of(r, prompt)) for r in rollouts)))
     return groups
 
@@ -94,8 +103,16 @@ def _checked(columns: Any, count: int) -> dict[str, Any]:
 
 
 def _rollout(
-    columns: Mapping[str, Any], row: int, key: RequestKey, version: int, bounds: Bounds, decode: Decode
+    columns: Mapping[str, Any],
+    row: int,
+    prompt: Prompt,
+    sample: int,
+    version: int,
+    bounds: Bounds,
+    decode: Decode,
+    images: ImagePrompts | None,
 ) -> Rollout:
+    key = RequestKey(prompt.prompt_id, sample)
     where = f"rollout_func: row {row} (rollout {key})"
     prompt_ids = _ids(columns["prompt_ids"][row], f"{where}: prompt_ids", bounds.vocabulary)
     token_ids = _ids(columns["completion_ids"][row], f"{where}: completion_ids", bounds.vocabulary)
@@ -116,9 +133,39 @@ def _rollout(
         np.full(len(token_ids), version),
         _finish_reason(columns, row, where, token_ids, bounds),
         None if mask is None or mask.all() else mask,
+        pictures=None
+        if images is None
+        else _pictures(columns, row, where, prompt, (prompt_ids, token_ids, mask), images),
     )
     given = {name: values[row] if isinstance(values, list) else values for name, values in own.items()}
     return Rollout(completion, decode(token_ids), notes={"columns": given} if given else {})
+
+
+def _pictures(
+    columns: Mapping[str, Any],
+    row: int,
+    where: str,
+    prompt: Prompt,
+    parts: tuple[Ids, Ids, Flags | None],
+    images: ImagePrompts,
+) -> PromptPictures | None:
+    """The images of a rollout, with their places in its ids."""
+    prompt_ids, token_ids, mask = parts
+    last = len(token_ids) - 1 if mask is None else int(np.flatnonzero(mask)[-1])
+    # An image after the last sampled id was not seen by anything that is learned from.
+    ids = joined([prompt_ids, token_ids[: last + 1]])
+    try:
+        if "images" in columns:
+            shown = [images.picture(opened(image)) for image in columns["images"][row] or ()]
+        else:
+            shown = list(prompt.pictures.pictures) if prompt.pictures is not None else []
+        return images.placed(ids, shown)
+    except (InputError, ProofError) as error:
+        said = error.found if isinstance(error, ProofError) else str(error)
+        raise InputError(
+            f"{where}: {said}; return in 'images' the images whose ids are in prompt_ids and completion_ids, up to the last "
+            "sampled id"
+        ) from error
 
 
 def _ids(values: Any, where: str, vocabulary: int) -> Ids:

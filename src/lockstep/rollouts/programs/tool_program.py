@@ -25,12 +25,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.engines.protocol import derived_seed
+from lockstep.images.pictures import PromptPictures
+from lockstep.images.prompts import ImagePrompts
+from lockstep.images.reading import with_data_urls
 from lockstep.rollouts.conversation import Conversation, OutOfRoom, Turn
 from lockstep.rollouts.group import Rollout
 from lockstep.rollouts.programs.environments import Environment, EnvironmentFailed, Environments
 from lockstep.rollouts.programs.tools import Tool, ToolCalls, ToolResult
-from lockstep.tokens.arrays import Ids
+from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.conversation.extension import Branch, Extension, Message, ParsedTurn
+from lockstep.tokens.conversation.template import Content
+from lockstep.tokens.stand_ins import pictures_in
 
 # One rollout in so many is rendered again.
 _CHECKED = 4
@@ -59,6 +64,7 @@ class ToolProgram:
         environments: the environments; None if there are none.
         iterations: how often a rollout may call tools and go on; None: any number of times.
         longest_token: number of characters of the longest token.
+        images: finds the places of pictures; None: the run shows none.
     """
 
     def __init__(
@@ -69,8 +75,9 @@ class ToolProgram:
         environments: Environments | None,
         iterations: int | None,
         longest_token: int,
+        images: ImagePrompts | None = None,
     ) -> None:
-        self._extensions, self._tools, self._calls = extensions, tools, calls
+        self._extensions, self._tools, self._calls, self._images = extensions, tools, calls, images
         self._environments, self._iterations, self._longest_token = environments, iterations, longest_token
         # The environments of rollouts that are not scored yet, by the seeds of their rollouts.
         self._held: dict[int, Environment] = {}
@@ -82,7 +89,7 @@ class ToolProgram:
         try:
             if self._environments is None:
                 # The driver marks a rollout that is out of room as cut at the length limit.
-                await self._talk(conversation, None, _Said(list(conversation.prompt.source), notes["messages"]))
+                await self._talk(conversation, None, _Said(self._asked(conversation), notes["messages"]))
             else:
                 await self._act(conversation, self._environments)
         except EnvironmentFailed as error:
@@ -116,16 +123,20 @@ class ToolProgram:
         self._give_back(conversation.seed)
         self._held[conversation.seed] = environment
         conversation.notes["environment"] = conversation.seed
-        text = await environment.reset(environments.row_of(row), conversation.environment_seed)
-        said = _Said(_with_text(conversation.prompt.source, text), conversation.notes["messages"])
-        if text:
+        begun = await environment.reset(environments.row_of(row), conversation.environment_seed)
+        asked, longest = self._asked(conversation), conversation.context * self._longest_token
+        said = _Said(
+            _with_content(asked, None if begun is None else begun.shown(longest)), conversation.notes["messages"]
+        )
+        if begun is not None and any(begun.parts):
             ids = self._extensions[environment.name].prompt(said.shown)
             if len(ids) >= conversation.context:
                 raise environment.fail(
                     "reset", f"with its text, the prompt has {len(ids)} tokens and leaves no room for an answer"
                 )
-            conversation.notes["prompt"] = list(said.shown)
-            conversation.branch(ids)
+            asked = with_data_urls(conversation.prompt.source)
+            conversation.notes["prompt"] = _with_content(asked, begun.kept(longest))
+            conversation.branch(ids, self._placed(ids, said.shown))
         with suppress(OutOfRoom):
             await self._talk(conversation, environment, said)
         reward = await environment.reward()
@@ -163,13 +174,26 @@ class ToolProgram:
                     environment.check(results)
                 shown, kept = _answers(extension, parsed, results, longest)
             else:
-                text = await environment.next_user_message(parsed.content) if environment is not None else None
-                if text is None:
+                said_next = await environment.next_user_message(parsed.content) if environment is not None else None
+                if said_next is None:
                     return
-                shown = kept = [{"role": "user", "content": text[:longest]}]
-            go_on(conversation, extension, said.shown, context, turn, shown)
+                shown, kept = (
+                    [{"role": "user", "content": content}]
+                    for content in (said_next.shown(longest), said_next.kept(longest))
+                )
+            go_on(conversation, extension, said.shown, context, turn, shown, self._images)
             said.shown += [parsed.message, *shown]
             said.kept += kept
+
+    def _asked(self, conversation: Conversation) -> list[Message]:
+        """The messages of the prompt, with its pictures."""
+        prompt = conversation.prompt
+        if self._images is None:
+            return list(prompt.source)
+        return self._images.messages_of({**prompt.columns, "prompt": prompt.source}, prompt.pictures)
+
+    def _placed(self, ids: Ids, messages: Sequence[Message]) -> PromptPictures | None:
+        return self._images.placed(ids, pictures_in(messages)) if self._images is not None else None
 
     def _give_back(self, seed: int) -> None:
         held = self._held.pop(seed, None)
@@ -184,6 +208,7 @@ def go_on(
     context: Ids,
     turn: Turn,
     new: Sequence[Message],
+    images: ImagePrompts | None = None,
 ) -> None:
     """Give a rollout the messages that follow a turn, so that the next turn can be sampled.
 
@@ -191,6 +216,7 @@ def go_on(
         messages: the messages before the turn.
         context: (C,) ids before the turn.
         new: the messages after it.
+        images: finds the places of pictures; None: the run shows none.
 
     Raises:
         OutOfRoom: there is no room for them and for one id of the next turn. Then no ids are inserted.
@@ -198,11 +224,15 @@ def go_on(
     """
     found = extension.next(messages, context, turn.token_ids, new)
     inserted = found.ids
+    shown = None
+    if images is not None and (pictures := pictures_in([*messages, *new])):
+        whole = found.ids if isinstance(found, Branch) else joined([conversation.ids, found.ids])
+        shown = images.placed(whole, pictures)
     if isinstance(found, Branch):
-        conversation.branch(found.ids)
+        conversation.branch(found.ids, shown)
         inserted = found.ids[:0]
     # Messages that the model cannot answer would be the last ones that reward functions get.
-    conversation.insert(inserted, room_after=1)
+    conversation.insert(inserted, room_after=1, pictures=shown)
     if is_drawn(conversation.seed):
         extension.check(messages, context, turn.token_ids, new, conversation.ids)
 
@@ -212,12 +242,25 @@ def is_drawn(seed: int) -> bool:
     return derived_seed(seed, "template") % _CHECKED == 0
 
 
-def _with_text(prompt: Sequence[Message], text: str | None) -> list[Message]:
-    """The messages of a prompt, with text at the end of the last one."""
+def _with_content(prompt: Sequence[Message], content: Content | None) -> list[Message]:
+    """The messages of a prompt, with more content at the end of the last one."""
     messages = list(prompt)
-    if text:
-        messages[-1] = {**messages[-1], "content": (messages[-1].get("content") or "") + text}
+    if content:
+        before = messages[-1].get("content") or ""
+        parts = [_parts(before), _parts(content)]
+        whole = (
+            before + content
+            if isinstance(before, str) and isinstance(content, str)
+            else [p for own in parts for p in own]
+        )
+        messages[-1] = {**messages[-1], "content": whole}
     return messages
+
+
+def _parts(content: Content) -> list[dict[str, Any]]:
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
 
 
 def _kept(turn: ParsedTurn) -> Message:
@@ -238,9 +281,8 @@ def _answers(
     shown: list[Message] = []
     kept: list[Message] = []
     for call, result in zip(turn.calls, results, strict=True):
-        text = result.text[:longest]
-        shown.append(extension.result(call, text))
-        kept.append({"role": "tool", "name": result.name, "content": text})
+        shown.append(extension.result(call, result.content.shown(longest)))
+        kept.append({"role": "tool", "name": result.name, "content": result.content.kept(longest)})
     for error in turn.errors:
         text = json.dumps({"error": error}, ensure_ascii=False)[:longest]
         shown.append(extension.error(text))

@@ -7,7 +7,6 @@ shows to the model. `rollouts/programs/tool_program.py` runs the calls of each t
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import json
 import time
@@ -19,6 +18,7 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.rollouts.programs.content import Content, Process, content_of, giving, printable, shows_no_images
 from lockstep.rollouts.programs.workers import LoopThread, Raised, TookTooLong, Worker, in_thread
 from lockstep.rollouts.scores.coroutines import is_coroutine_function
 
@@ -54,17 +54,22 @@ class ToolResult(NamedTuple):
 
     Attributes:
         name: the name that the model called.
-        text: the result as text, or a short error.
+        content: the result, or a short error.
         failed: whether it is an error.
         error: the error of the tool's own code, or that its time limit passed; None: there is none.
         ticket: which call this is the result of. The thread that ran the call has written it.
     """
 
     name: str
-    text: str
+    content: Content
     failed: bool = False
     error: LockstepError | None = None
     ticket: str = ""
+
+    @property
+    def text(self) -> str:
+        """The text of the result, without its images."""
+        return self.content.text
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
@@ -111,10 +116,14 @@ class ToolCalls:
 
     Args:
         timeout: seconds that one call may take.
+
+    Attributes:
+        process: processes an image that a call returned, in the thread of the call.
     """
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
+        self.process: Process = shows_no_images
         self.loop = LoopThread()
         # The calls that run now, with the names of their functions, and the functions that took long.
         self._open: dict[asyncio.Task[Any], str] = {}
@@ -208,10 +217,16 @@ class ToolCalls:
         except TypeError as error:
             return failed_call(name, str(error), ticket=ticket)
         try:
-            text, done = await self.call(_with_text(tool.function, ticket), given, tool.worker)
+            content, done = await self.call(self._answering(tool.function, ticket), given, tool.worker)
         except (TookTooLong, Raised) as error:
             return failed_call(name, str(error), error=error, ticket=ticket)
-        return ToolResult(name, text, ticket=done)
+        return ToolResult(name, content, ticket=done)
+
+    def _answering(self, function: Callable[..., Any], ticket: str) -> Callable[..., Any]:
+        """The function with what the model reads of its result, and the ticket of the call beside it. Both are made where the
+        function runs: the first, because making text of a value is the user's code too; the ticket, because it shows which call
+        the result came from."""
+        return giving(function, lambda result: (content_of(result, self.process), ticket))
 
     def close(self) -> None:
         """End the threads."""
@@ -221,48 +236,5 @@ class ToolCalls:
 def failed_call(name: str, why: str, error: LockstepError | None = None, ticket: str = "") -> ToolResult:
     """The result of a call that failed: the model reads `{"error": …}`, in at most a few hundred characters."""
     said = " ".join(printable(why).split())
-    return ToolResult(name, json.dumps({"error": said[:_LONGEST_ERROR]}, ensure_ascii=False), True, error, ticket)
-
-
-def text_of(result: Any) -> str:
-    """What the model reads of a tool's result: `str(result)`, as in TRL. Text blocks are joined.
-
-    Raises:
-        InputError: the result has a content block that is no text.
-    """
-    if isinstance(result, list) and result and all(isinstance(part, dict) and "type" in part for part in result):
-        return printable(text_of_blocks(result))
-    return printable(str(result))
-
-
-def text_of_blocks(blocks: Sequence[Mapping[str, Any]]) -> str:
-    """The text of content blocks.
-
-    Raises:
-        InputError: a block is no text.
-    """
-    for block in blocks:
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise InputError(f"a content block of type {block.get('type')!r:.40} is not supported yet; give text")
-    return "".join(block["text"] for block in blocks)
-
-
-def printable(text: str) -> str:
-    """Text that a tokenizer can encode: half characters (lone surrogates) become question marks."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _with_text(function: Callable[..., Any], ticket: str) -> Callable[..., Any]:
-    """The function with its result as text, and the ticket of the call beside it. Both are made where the function runs: the text,
-    because that is the user's code too; the ticket, because it shows which call the text came from."""
-    if is_coroutine_function(function):
-
-        async def awaited(**given: Any) -> tuple[str, str]:
-            return text_of(await function(**given)), ticket
-
-        return functools.update_wrapper(awaited, function, updated=())
-
-    def called(**given: Any) -> tuple[str, str]:
-        return text_of(function(**given)), ticket
-
-    return functools.update_wrapper(called, function, updated=())
+    text = json.dumps({"error": said[:_LONGEST_ERROR]}, ensure_ascii=False)
+    return ToolResult(name, Content((text,)), True, error, ticket)

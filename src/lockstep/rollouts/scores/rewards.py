@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lockstep.errors import InputError
+from lockstep.images.reading import with_opened_images
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.scores.coroutines import is_coroutine_function, run_coroutine, unwrapped
 from lockstep.rollouts.scores.guarded_call import TooSlow, call_within
@@ -182,7 +183,10 @@ def _arguments(finished: Sequence[tuple[Prompt, Rollout]]) -> dict[str, Any]:
     columns: dict[str, Any] = {name: [row.get(name) for row in rows] for row in rows for name in row}
     return {
         **columns,
-        "prompts": [rollout.notes.get("prompt", prompt.source) for prompt, rollout in finished],
+        "prompts": [
+            with_opened_images(rollout.notes["prompt"]) if "prompt" in rollout.notes else prompt.source
+            for prompt, rollout in finished
+        ],
         "completions": [_said(prompt, rollout) for prompt, rollout in finished],
         "completion_ids": [rollout.token_ids.tolist() for _, rollout in finished],
     }
@@ -192,7 +196,8 @@ def _said(prompt: Prompt, rollout: Rollout) -> Any:
     """The completion as a reward function gets it: text, or the messages after a prompt that is messages."""
     if not isinstance(prompt.source, list):
         return rollout.text
-    return rollout.notes.get("messages") or [{"role": "assistant", "content": rollout.text}]
+    messages = rollout.notes.get("messages")
+    return with_opened_images(messages) if messages else [{"role": "assistant", "content": rollout.text}]
 
 
 def _call(function: RewardFunction, arguments: dict[str, Any], timeout: float) -> Any:

@@ -15,6 +15,7 @@ from lockstep.errors import InputError, ProofError
 from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.conversation.template import Message, Template, shared_start
 from lockstep.tokens.conversation.turns import ParsedTurn, TurnReader
+from lockstep.tokens.stand_ins import pictures_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,12 @@ class Continuation:
         turn = self.reader.read(turn_ids)
         before = self.template.text(messages)
         text, at = self.rendered(messages, turn.message, new_messages)
+        shown = pictures_in([*messages, *new_messages])
         if not text.startswith(before):
-            return Branch(self.template.ids(text), EARLIER)
+            return Branch(self.template.ids(text, shown), EARLIER)
         if not self._shows(text[len(before) : at], turn):
-            return Branch(self.template.ids(text), TURN)
-        suffix = self.template.ids(text[at:])
+            return Branch(self.template.ids(text, shown), TURN)
+        suffix = self.template.ids(text[at:], pictures_in(new_messages))
         closed = _overlap(turn_ids, suffix)
         if closed or not len(turn_ids) or int(turn_ids[-1]) not in self._end_ids:
             return Insert(suffix[closed:])
@@ -109,7 +111,8 @@ class Continuation:
         end: int,
     ) -> None:
         """See `Extension.check`. `end` is the number of `own_ids` that were there before the turn."""
-        whole = self.template.ids(self.template.text([*_continued(messages, turn), *new_messages]))
+        text = self.template.text([*_continued(messages, turn), *new_messages])
+        whole = self.template.ids(text, pictures_in([*messages, *new_messages]))
         if np.array_equal(ids, whole):
             return
         # A branch may leave out the sampled end token where the template has another one.

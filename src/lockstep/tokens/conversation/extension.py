@@ -18,10 +18,11 @@ from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.conversation.continuation import Branch, Continuation, Insert, closings
 from lockstep.tokens.conversation.extension_proof import CALLS, REFUSED, proven_cases
-from lockstep.tokens.conversation.template import Message, Template
+from lockstep.tokens.conversation.template import Content, Message, Template
 from lockstep.tokens.conversation.tool_calls import schemas_of
 from lockstep.tokens.conversation.tool_formats import ToolCall
 from lockstep.tokens.conversation.turns import ParsedTurn, TurnReader
+from lockstep.tokens.stand_ins import StandsForIds, picture_part, pictures_in
 
 __all__ = ["Branch", "Extension", "Insert", "Message", "ParsedTurn", "Tool", "ToolCall"]
 
@@ -38,6 +39,8 @@ class Extension:
         tools: functions with type hints and docstring, or JSON schemas in OpenAI's form.
         tool_format: the format of the tool calls (`tokens/conversation/tool_formats.py`). None: the format in which the template
             renders them.
+        placeholder: the id that the template's text has for a picture; None: no message shows pictures. A message contains a
+            picture as a part (`tokens/stand_ins.py`).
 
     Attributes:
         conventions: what the template makes of an assistant turn.
@@ -56,9 +59,10 @@ class Extension:
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: Sequence[Tool] | None = None,
         tool_format: str | None = None,
+        placeholder: int | None = None,
     ) -> None:
         schemas = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools or ()]
-        self._template = Template(tokenizer, end_ids, chat_template_kwargs, schemas)
+        self._template = Template(tokenizer, end_ids, chat_template_kwargs, schemas, placeholder)
         ends = sorted({*end_ids, *closings(self._template)})
         self._reader = TurnReader(self._template, ends, schemas_of(schemas), tool_format)
         self._continuation = Continuation(self._template, self._reader, ends)
@@ -79,7 +83,7 @@ class Extension:
         Raises:
             InputError: the template refuses these messages.
         """
-        return self._template.ids(self._template.text(messages))
+        return self._template.ids(self._template.text(messages), pictures_in(messages))
 
     def read(self, turn_ids: Ids, *, calls_are_text: bool = False) -> ParsedTurn:
         """A sampled turn (N,) as a message, with its tool calls. Nothing that was sampled raises an error.
@@ -89,13 +93,28 @@ class Extension:
         """
         return self._reader.read(turn_ids, calls_are_text=calls_are_text)
 
-    def result(self, call: ToolCall, text: str) -> Message:
+    def result(self, call: ToolCall, content: Content) -> Message:
         """The message that gives the model the result of a call."""
-        return self._reader.result(call, text)
+        return self._reader.result(call, content)
 
     def error(self, text: str) -> Message:
         """The message that answers a turn of which no call could be read."""
         return {"role": self.conventions.error_role, "content": text}
+
+    def why_no_pictures(self, picture: StandsForIds) -> str | None:
+        """Why a picture cannot be shown in a tool's result and in what the user says after a turn; None: it can.
+
+        Args:
+            picture: any picture of the model.
+        """
+        said: list[Message] = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "now"}]
+        call = ToolCall("look", {}, "123456789")
+        for shown in (self.result(call, [picture_part(picture)]), {"role": "user", "content": [picture_part(picture)]}):
+            try:
+                self.prompt([*said, shown])
+            except InputError as error:
+                return f"the chat template shows no images in messages of the role {shown['role']!r}: {error}"
+        return None
 
     def next(
         self, messages: Sequence[Message], context_ids: Ids, turn_ids: Ids, new_messages: Sequence[Message]

@@ -21,12 +21,17 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, whole_numbers
+from lockstep.tokens.stand_ins import PICTURE, StandsForIds, expanded
 
 Message = dict[str, Any]
+# The content of a message: text, or a list of parts.
+Content = str | list[dict[str, Any]]
 # No text that is encoded contains a lone surrogate. The tokenizer reads the character below in its place, which no text uses.
 _GUARD, _READ_AS = "\udfff", "\ufdd0"
 # Words and white space are ordinary text, also where a tokenizer has a token of its own for them.
 _PLAIN = re.compile(r"\w+|\s+")
+# A word with which a template is tried.
+_TRIED = "quokka"
 # Roles whose text may hold marks of thinking and of tool calls.
 _TRUSTED = ("assistant", "system", "developer")
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|｜]\S*[|｜]>|</?(?:think|tool)\w*>|\[/?[A-Z_]+\]")
@@ -40,6 +45,7 @@ class Template:
         end_ids: ids that end a turn.
         kwargs: further arguments of the template (`chat_template_kwargs`).
         tools: the tools as the template takes them (functions or JSON schemas).
+        placeholder: the id that the template's text has for a picture; None: no message shows pictures.
 
     Attributes:
         control: the tokenizer's control tokens: id to text. These are its special tokens, the end tokens, and the other added
@@ -57,12 +63,14 @@ class Template:
         end_ids: Iterable[int],
         kwargs: dict[str, Any] | None = None,
         tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
+        placeholder: int | None = None,
     ) -> None:
         if tokenizer.chat_template is None:
             raise InputError("the tokenizer has no chat template: conversations cannot be extended")
         self.tokenizer = tokenizer
         self._tools = list(tools) if tools else None
         self._kwargs = dict(kwargs or {})
+        self._placeholder = placeholder
         source = tokenizer.get_chat_template(None, self._tools)
         added, ends = tokenizer.added_tokens_decoder, set(end_ids)
         self.control: dict[int, str] = {
@@ -78,6 +86,9 @@ class Template:
         # A template finds thinking in the text of the assistant's content, so only special tokens are guarded there. A system
         # message may mean `<think>` or `<tool_call>` as the model knows them.
         self._special = _any_of(text for i, text in self.control.items() if i in special)
+        # Templates of some models with pictures take lists of parts only, and show nothing of a content that is text.
+        self._in_parts = False
+        self._in_parts = not self._shows_text() and self._shows_text(in_parts=True)
 
     def text(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, up to the opening of the next assistant turn, with guards.
@@ -98,15 +109,31 @@ class Template:
         """
         return self._rendered(messages, add_generation_prompt=False)
 
-    def ids(self, text: str) -> Ids:
-        """Ids of rendered text, in which guarded text gives no control token.
+    def ids(self, text: str, pictures: Sequence[StandsForIds] = ()) -> Ids:
+        """Ids of rendered text, in which guarded text gives no control token, and each picture has its own ids.
+
+        Args:
+            pictures: the pictures that the text shows, in order.
 
         Raises:
-            InputError: the tokenizer cannot encode guarded text as text.
+            InputError: the tokenizer cannot encode guarded text as text, or the text has not one placeholder per picture.
         """
-        if _GUARD not in text:
-            return whole_numbers(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return whole_numbers(self._unguarded(text))
+        if _GUARD in text:
+            ids = whole_numbers(self._unguarded(text))
+        else:
+            ids = whole_numbers(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self._placeholder is not None:
+            return expanded(ids, self._placeholder, pictures)
+        if pictures:
+            raise InputError("a message has a picture, and this run shows none")
+        return ids
+
+    def _shows_text(self, *, in_parts: bool = False) -> bool:
+        content: Any = [{"type": "text", "text": _TRIED}] if in_parts else _TRIED
+        try:
+            return _TRIED in self._rendered([{"role": "user", "content": content}], add_generation_prompt=True)
+        except InputError:
+            return False
 
     def _rendered(self, messages: Sequence[Message], **how: bool) -> str:
         guarded = [self._guarded_message(message) for message in messages]
@@ -123,6 +150,8 @@ class Template:
 
     def _guarded_message(self, message: Message) -> Message:
         trusted = message["role"] in _TRUSTED
+        if self._in_parts and isinstance(message.get("content"), str):
+            message = {**message, "content": [{"type": "text", "text": message["content"]}]}
         return {
             key: value
             if key in ("role", "type")
@@ -192,7 +221,7 @@ def _strings(value: Any, looking: re.Pattern[str]) -> Any:
         clean = value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return looking.sub(lambda found: found[0][0] + _GUARD + found[0][1:], clean)
     if isinstance(value, dict):
-        return {_strings(k, looking): _strings(v, looking) for k, v in value.items()}
+        return {_strings(k, looking): _strings(v, looking) for k, v in value.items() if k != PICTURE}
     if isinstance(value, list | tuple):
         return [_strings(v, looking) for v in value]
     return value

@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids
-from lockstep.tokens.conversation.template import Message, Template, shared_start
+from lockstep.tokens.conversation.template import Content, Message, Template, shared_start
 from lockstep.tokens.conversation.tool_calls import marked, read_calls
 from lockstep.tokens.conversation.tool_formats import FORMATS, Found, Schemas, ToolCall
 
@@ -118,11 +118,11 @@ class TurnReader:
             ("".join(found.outside.split()), tuple((c.name, _json(c.arguments)) for c in found.calls)),
         )
 
-    def result(self, call: ToolCall, text: str) -> Message:
+    def result(self, call: ToolCall, content: Content) -> Message:
         """The message that gives the model the result of a call."""
         if self.conventions.result_role == "user":
-            return {"role": "user", "content": text}
-        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+            return {"role": "user", "content": content}
+        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
 
     def _message(self, content: str, reasoning: str | None, calls: tuple[ToolCall, ...], said: str) -> Message:
         how = self.conventions

@@ -43,7 +43,7 @@ class PictureNumbers:
         sequences: at least one has pictures.
 
     Raises:
-        ProofError: the completion of a sequence has a placeholder, which the engine may not sample.
+        ProofError: a placeholder was sampled, which an engine may not do.
     """
 
     def __init__(self, sequences: Sequence[TrainingSequence]) -> None:
@@ -86,7 +86,7 @@ class PictureNumbers:
 
 def _check_completions(sequences: Sequence[TrainingSequence], placeholder: int) -> None:
     for sequence in sequences:
-        if (sequence.completion_ids == placeholder).any():
+        if (sequence.sampled_ids == placeholder).any():
             raise ProofError(
                 "placeholder",
                 f"completion {sequence.name} has id {placeholder}, the placeholder of pictures, which every request bans",

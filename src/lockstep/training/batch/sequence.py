@@ -67,7 +67,7 @@ class TrainingSequence(ArrayFields):
             whole rollout.
         kept_ids: one set of ids for each sampled token, if a filter (top-k, top-p, min-p) was in force. The trainer scores the
             token among them.
-        pictures: the pictures of the prompt; None: it has none.
+        pictures: the pictures of the prompt and of what was inserted before the last sampled id; None: there are none.
         drawn: whether its group is one of those that are verified whatever their rewards are. The draws proof bets on its tokens.
         aside: whether it needs no forward: it has no gradient, and its group is not drawn.
 

@@ -26,6 +26,7 @@ from lockstep.training.config.checks import check_fields
 from lockstep.training.config.filter_fields import FilterFields
 from lockstep.training.config.image_fields import ImageFields
 from lockstep.training.config.interruption_fields import InterruptionFields
+from lockstep.training.config.log_fields import LogFields
 from lockstep.training.config.precision import has_fast_bf16, usual_token_budget
 from lockstep.training.config.tool_fields import ToolFields
 from lockstep.training.config.trl_fields import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
@@ -33,7 +34,7 @@ from lockstep.training.config.trl_fields import UNSUPPORTED, OneValueFields, doc
 
 @dataclass
 class OnlineConfig(
-    AgentFields, FilterFields, ImageFields, ToolFields, InterruptionFields, OneValueFields, TrainingArguments
+    AgentFields, FilterFields, ImageFields, ToolFields, InterruptionFields, LogFields, OneValueFields, TrainingArguments
 ):
     """Fields shared by the trainers of `lockstep.training`.
 
@@ -163,25 +164,6 @@ class OnlineConfig(
         ),
     )
     logits_chunk_size: int = field(default=512, metadata=doc("Rows of logits in memory at a time."))
-
-    log_completions: bool = field(
-        default=False,
-        metadata=doc(
-            "Print prompts, completions, rewards and advantages of the last generation at every log, and send them to wandb, "
-            "trackio and TensorBoard as a table."
-        ),
-    )
-    num_completions_to_print: int | None = field(
-        default=None, metadata=doc("How many completions to print; default: all.")
-    )
-    log_unique_prompts: bool = field(default=False, metadata=doc("Print only one completion per prompt."))
-    rollouts_size_limit: float = field(
-        default=1.0,
-        metadata=doc(
-            "Gigabytes of training rollouts that output_dir/rollouts keeps. If there are more, steps between others are removed. "
-            "0: none are kept."
-        ),
-    )
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 - read as a class attribute by TrainingArguments
         *TrainingArguments._VALID_DICT_FIELDS,

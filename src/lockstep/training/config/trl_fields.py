@@ -36,7 +36,6 @@ ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_transformers_continuous_batching": ((False,), "use vLLM"),
     "transformers_continuous_batching_config": ((None,), "use vLLM"),
     "use_transformers_paged": ((False,), "use vLLM"),
-    "log_multimodal": ((True, False), "images are not logged yet"),
     "log_completions_hub_repo": ((None,), "completions are kept in the run's directory"),
     "vllm_importance_sampling_cap": ((None,), "TRL has renamed it to vllm_importance_sampling_clip_max"),
 }

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
-from lockstep.images.prompts import ImagePrompts
+from lockstep.images.prompts import IdsOf, ImagePrompts
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt
-from lockstep.tokens.arrays import Ids, whole_numbers
+from lockstep.tokens.arrays import whole_numbers
 from lockstep.tokens.chat import is_conversational, render_prompt, template_of, with_joined_text
 from lockstep.tokens.conversation.template import Template
 from lockstep.training.config.online_config import OnlineConfig
@@ -31,8 +31,6 @@ _ARGUMENTS = frozenset(
 )
 # The prompt of a row that has none: an environment adds to it.
 _EMPTY = [{"role": "user", "content": ""}]
-# Makes the ids of a row's prompt.
-IdsOf = Callable[[Mapping[str, Any]], Sequence[int] | Ids]
 
 
 def datasets_of_environment(
@@ -121,7 +119,7 @@ def load_prompts(
         row = {**given, "prompt": source}
         try:
             if images is not None:
-                ids, pictures = images.read(row)
+                ids, pictures = images.read(row, ids_of)
             else:
                 made = render_prompt(source, tokenizer, template=template) if ids_of is None else ids_of(row)
                 ids, pictures = whole_numbers(made), None

@@ -20,6 +20,7 @@ from lockstep.gateway.parameters import RunLimits
 from lockstep.gateway.program import AGENT_REWARD, AgentProgram, Extensions
 from lockstep.gateway.recording import Counts
 from lockstep.gateway.web import Gateway
+from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.tokens.arrays import Ids, whole_numbers
@@ -60,8 +61,10 @@ class RolloutAgents:
         """The arguments `own` and `environment_of` of a scorer."""
         return {"own": self.reward_names, "environment_of": None}
 
-    def open(self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> None:
-        """Prepare the conversations of this tokenizer.
+    def open(
+        self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], images: ImagePrompts | None = None
+    ) -> None:
+        """Prepare the conversations of this tokenizer. Agents have no pictures yet (`training/trainers/images.py`).
 
         Raises:
             InputError: the tokenizer has no chat template, or its conversations cannot be extended.

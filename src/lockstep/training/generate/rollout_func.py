@@ -14,7 +14,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.engines.protocol import GenerationRequest, RequestKey, request_seed
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.images.pictures import PromptPictures
+from lockstep.images.prompts import ImagePrompts
+from lockstep.images.reading import opened, with_images
 from lockstep.rollouts.driver import decoding
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.rollout_func import Bounds, groups_of_columns
@@ -32,15 +35,23 @@ class RolloutFunction:
         function: gets the prompts (text or messages), each once per rollout, and the trainer.
         trainer: the trainer that it gets.
         bounds: what its ids must keep to.
+        images: reads the images of prompts; None: the run shows none.
     """
 
-    def __init__(self, function: RolloutFunc, trainer: Any, tokenizer: PreTrainedTokenizerBase, bounds: Bounds) -> None:
+    def __init__(
+        self,
+        function: RolloutFunc,
+        trainer: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        bounds: Bounds,
+        images: ImagePrompts | None = None,
+    ) -> None:
         if not callable(function):
             raise InputError(
                 f"rollout_func is a {type(function).__name__}; it must be a function of (prompts, trainer)"
             )
         self._function, self._trainer, self._bounds = function, trainer, bounds
-        self._decode = decoding(tokenizer)
+        self._decode, self.images = decoding(tokenizer), images
         # Number of calls of the helper below within one generation. Seeds depend on it.
         self.calls = 0
 
@@ -51,18 +62,29 @@ class RolloutFunction:
             InputError: the function raised an error, or returned something that is no rollout.
         """
         self.calls = 0
-        given = [copy.deepcopy(prompt.source) for prompt in prompts for _ in range(num_generations)]
+        given = [_given(prompt) for prompt in prompts for _ in range(num_generations)]
         try:
             columns = self._function(given, self._trainer)
         except (KeyboardInterrupt, LockstepError):
             raise
         except BaseException as error:
             raise InputError(f"rollout_func raised {type(error).__name__}: {str(error)[:600]}") from error
-        return groups_of_columns(columns, prompts, num_generations, version, self._bounds, self._decode)
+        return groups_of_columns(columns, prompts, num_generations, version, self._bounds, self._decode, self.images)
+
+
+def _given(prompt: Prompt) -> Any:
+    """A prompt as the function gets it: messages contain their images, as in TRL."""
+    if prompt.pictures is None or not isinstance(prompt.source, list):
+        return copy.deepcopy(prompt.source)
+    return with_images({**prompt.columns, "prompt": prompt.source})
 
 
 def generate_rollout_completions(
-    trainer: Any, prompts: Sequence[Any], *, max_tokens: int | None = None
+    trainer: Any,
+    prompts: Sequence[Any],
+    *,
+    max_tokens: int | None = None,
+    images: Sequence[Sequence[Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Sample one completion per prompt, for use inside a `rollout_func`: with the run's sampling settings, by key, with own seeds.
 
@@ -70,6 +92,7 @@ def generate_rollout_completions(
         trainer: the trainer that the function got.
         prompts: text, messages, or lists of token ids; for further turns give ids, so that nothing is tokenized again.
         max_tokens: largest number of new tokens; None: the run's limit, as far as the engine's context has room.
+        images: for each prompt, the images whose ids are in it, in order. None: there are none but those in messages.
 
     Returns:
         One dict per prompt, in their order: `prompt_ids`, `completion_ids`, `logprobs` (lists), `text` and `finish_reason`.
@@ -83,18 +106,21 @@ def generate_rollout_completions(
         raise InputError("generate_rollout_completions samples for a rollout_func; call it from there")
     number, own.calls = own.calls, own.calls + 1
     tokenizer, context = trainer.processing_class, engine.settings().max_model_len
-    sampling = sampling_of(config, tokenizer)
+    sampling = sampling_of(config, tokenizer, own.images.banned_ids if own.images is not None else ())
     requests = []
     for place, prompt in enumerate(prompts):
         key = RequestKey(f"rollout_func/{number}", place)
-        ids = _ids_of(prompt, tokenizer, config.chat_template_kwargs)
+        if own.images is not None:
+            ids, shown = _seen(prompt, images[place] if images is not None else (), own.images)
+        else:
+            ids, shown = _ids_of(prompt, tokenizer, config.chat_template_kwargs), None
         room = min(sampling.max_tokens if max_tokens is None else max_tokens, context - len(ids))
         if room < 1:
             raise InputError(
                 f"prompt {place} has {len(ids)} tokens; the engine's context of {context} has no room for another"
             )
         seed = request_seed(config.seed, engine.version, key)
-        requests.append(GenerationRequest(key, ids, replace(sampling, max_tokens=room), seed))
+        requests.append(GenerationRequest(key, ids, replace(sampling, max_tokens=room), seed, shown))
     answers = engine.generate(requests) if requests else {}
     decode = decoding(tokenizer)
     found = [answers[request.key] for request in requests]
@@ -111,7 +137,29 @@ def generate_rollout_completions(
 
 
 def _ids_of(prompt: Any, tokenizer: PreTrainedTokenizerBase, arguments: Any) -> Ids:
+    if (ids := _as_ids(prompt)) is not None:
+        return ids
+    return whole_numbers(render_prompt(prompt, tokenizer, arguments))
+
+
+def _seen(prompt: Any, given: Sequence[Any], images: ImagePrompts) -> tuple[Ids, PromptPictures | None]:
+    """The ids and the pictures of a prompt in a run with images.
+
+    Args:
+        given: images beside the prompt.
+    """
+    ids = _as_ids(prompt)
+    if ids is None:
+        return images.read({"prompt": prompt, "images": list(given)})
+    try:
+        return ids, images.placed(ids, [images.picture(opened(image)) for image in given])
+    except ProofError as error:
+        raise InputError(f"{error.found}; give the images of each prompt of ids in `images`") from error
+
+
+def _as_ids(prompt: Any) -> Ids | None:
+    """A list or an array of token ids; None: the prompt is something else."""
     plain = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(plain, list | tuple) and plain and all(isinstance(i, int) for i in plain):
         return whole_numbers(plain)
-    return whole_numbers(render_prompt(plain, tokenizer, arguments))
+    return None

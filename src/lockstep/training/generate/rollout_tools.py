@@ -12,16 +12,21 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
+from lockstep.images.pictures import Picture
+from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Rollout, RolloutGroup
+from lockstep.rollouts.programs.content import Process, shows_no_images
 from lockstep.rollouts.programs.environments import EnvironmentKind, Environments, Factory
 from lockstep.rollouts.programs.tool_program import ToolProgram
 from lockstep.rollouts.programs.tools import ToolCalls, tools_of
 from lockstep.rollouts.scores.coroutines import run_coroutine
-from lockstep.tokens.arrays import Ids
+from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.conversation.extension import Extension
 from lockstep.tokens.conversation.extension_proof import BRANCHES, REFUSED, USER_TURN
 from lockstep.training.config.online_config import OnlineConfig
@@ -67,6 +72,7 @@ class RolloutTools:
         self.kinds: dict[str | None, EnvironmentKind] = {}
         if factory is not None:
             made = Environments(factory, self._calls)
+            self._calls.process = _unprocessed
             # Only the owner makes environments.
             self._environments = made if ranks.owner else None
             limit = config.tool_timeout * 2 * max(len(made.names), 1) + _PROBING
@@ -116,8 +122,13 @@ class RolloutTools:
     def _environment_of(self, rollout: Rollout) -> Any:
         return self.program.environment_of(rollout)
 
-    def open(self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int]) -> None:
+    def open(
+        self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], images: ImagePrompts | None = None
+    ) -> None:
         """Prepare the conversations of this tokenizer.
+
+        Args:
+            images: processes the pictures that tools and environments give; None: the run shows no pictures.
 
         Raises:
             InputError: its chat template cannot be extended, or shows no tools.
@@ -131,6 +142,7 @@ class RolloutTools:
                 chat_template_kwargs=self._config.chat_template_kwargs,  # type: ignore[arg-type]
                 tools=[*own, *schemas],
                 tool_format=self._config.tool_format,
+                placeholder=images.placeholder if images is not None else None,
             )
             for name, schemas in (kinds or {None: ()}).items()
         }
@@ -142,7 +154,18 @@ class RolloutTools:
             self._tell_branches()
         longest = max(len(token) for token in tokenizer.get_vocab())
         iterations = self._config.max_tool_calling_iterations
-        self._program = ToolProgram(self._extensions, self._tools, self._calls, self._environments, iterations, longest)
+        self._calls.process = self._process(images)
+        self._program = ToolProgram(
+            self._extensions, self._tools, self._calls, self._environments, iterations, longest, images
+        )
+
+    def _process(self, images: ImagePrompts | None) -> Process:
+        """Processes an image that a tool or an environment gives."""
+        if images is None:
+            return shows_no_images
+        trial = Picture(torch.zeros(1, 1), torch.ones(3, dtype=torch.long), 1, whole_numbers([images.placeholder]))
+        reasons = [extension.why_no_pictures(trial) for extension in self._extensions.values()]
+        return next((_refusing(reason) for reason in reasons if reason is not None), images.picture)
 
     def _tell_branches(self) -> None:
         """Say in which cases the chat template makes a rollout branch."""
@@ -205,3 +228,15 @@ class RolloutTools:
             self._program.close()
         elif self._environments is not None:
             self._environments.close()
+
+
+def _refusing(reason: str) -> Process:
+    def process(image: Image.Image) -> Picture:
+        raise InputError(reason)
+
+    return process
+
+
+def _unprocessed(image: Image.Image) -> Picture:
+    """Stands for an image while environments are tried, before the model and its image processor are there."""
+    return Picture(torch.zeros(1, 1), torch.ones(3, dtype=torch.long), 1)

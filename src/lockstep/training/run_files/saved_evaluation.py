@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
+from lockstep.images.reading import text_of_content
+from lockstep.images.thumbnails import thumbnails_of_row
 from lockstep.parity.receipt import replace_text
 from lockstep.rollouts.group import RolloutGroup
 
@@ -18,7 +20,12 @@ _SHOWN_GROUPS = 12
 
 
 def save_evaluation(
-    path: Path, metrics: Mapping[str, float], groups: Sequence[RolloutGroup], turns: Sequence[Mapping[str, Any]] = ()
+    path: Path,
+    metrics: Mapping[str, float],
+    groups: Sequence[RolloutGroup],
+    turns: Sequence[Mapping[str, Any]] = (),
+    *,
+    images: bool = True,
 ) -> None:
     """Write an evaluation.
 
@@ -26,10 +33,11 @@ def save_evaluation(
         metrics: those of the trainer's `evaluate`.
         groups: all rollouts. The first ones are written.
         turns: rollouts turn by turn (`run_files/shown_rollouts.py`).
+        images: whether small copies of the prompts' images are written.
     """
     found = {
         "metrics": dict(metrics),
-        "rollouts": [_shown(group) for group in groups[:_SHOWN_GROUPS]],
+        "rollouts": [_shown(group, images=images) for group in groups[:_SHOWN_GROUPS]],
         "turns": list(turns),
     }
     replace_text(path, json.dumps(found, indent=1) + "\n")
@@ -52,18 +60,12 @@ def read_evaluation(path: Path) -> dict[str, Any]:
     return found
 
 
-def _shown(group: RolloutGroup) -> dict[str, Any]:
+def _shown(group: RolloutGroup, *, images: bool) -> dict[str, Any]:
     source = group.prompt.source
     return {
-        "prompt": source if isinstance(source, str) else _said(source[-1]["content"]),
+        "prompt": source if isinstance(source, str) else text_of_content(source[-1]["content"]),
+        "images": thumbnails_of_row(source, group.prompt.columns) if images else [],
         "completions": [rollout.text for rollout in group.rollouts],
         # JSON has no NaN.
         "rewards": [rollout.reward if rollout.scored else None for rollout in group.rollouts],
     }
-
-
-def _said(content: Any) -> Any:
-    """The content of a message. Of parts, it is the text, with a word in place of each picture."""
-    if not isinstance(content, list):
-        return content
-    return "".join(part.get("text") or "<image>" for part in content)

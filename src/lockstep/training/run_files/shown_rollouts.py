@@ -14,6 +14,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.engines.protocol import Completion
+from lockstep.images.reading import text_of_content
+from lockstep.images.thumbnails import thumbnails_of_messages
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.training.methods.objective import Scores
 from lockstep.training.step.generation import Generation
@@ -26,13 +28,19 @@ _LONGEST = 1000
 
 
 def shown_rollout(
-    rollout: Rollout, tokenizer: PreTrainedTokenizerBase, gaps: PerToken, advantages: PerToken = lambda branch: None
+    rollout: Rollout,
+    tokenizer: PreTrainedTokenizerBase,
+    gaps: PerToken,
+    advantages: PerToken = lambda branch: None,
+    *,
+    images: bool = True,
 ) -> dict[str, Any]:
-    """One rollout: `name`, `reward` (None: it has none), `failed`, `finish_reasons`, `calls`, and `branches`.
+    """One rollout: `name`, `reward` (None: it has none), `failed`, `finish_reasons`, `calls`, `images`, and `branches`.
 
     A branch has its `prompt` as text, its `finish_reason`, `left_out` (the number of ids after the last shown one) and `spans`. A
     sampled span is one turn. It has `tokens`, `gaps` and `advantages` with one value per token (None: they are not known), and the
-    `finish_reason` of the turn. An inserted span has `text`.
+    `finish_reason` of the turn. An inserted span has `text`. `images` are small copies of those that tools gave, if they are
+    wanted.
     """
     return {
         "name": str(rollout.key),
@@ -40,6 +48,7 @@ def shown_rollout(
         "failed": rollout.failed,
         "finish_reasons": list(rollout.finish_reasons),
         "calls": list(_calls(rollout)),
+        "images": thumbnails_of_messages(rollout.notes.get("messages") or ()) if images else [],
         "branches": [
             {
                 "prompt": tokenizer.decode(branch.prompt_ids.tolist()),
@@ -53,13 +62,19 @@ def shown_rollout(
 
 
 def shown_generation(
-    generation: Generation, tokenizer: PreTrainedTokenizerBase, policy_logps: Scores, *, failed: bool = False
+    generation: Generation,
+    tokenizer: PreTrainedTokenizerBase,
+    policy_logps: Scores,
+    *,
+    failed: bool = False,
+    images: bool = True,
 ) -> dict[str, Any]:
     """Rollouts of one group of a generation.
 
     Args:
         policy_logps: log-probs of the trainer, by name of the branch; branches may be missing.
         failed: whether a proof has failed on it. Then the group has the largest gap; else it is the first whose rewards differ.
+        images: whether small copies of the images that tools gave are wanted.
 
     Returns:
         `step`: the optimizer step that learns from them first. `failed`. `rewards`: of the whole group. `rollouts`: as of
@@ -89,7 +104,7 @@ def shown_generation(
         "step": generation.version + 1,
         "failed": failed,
         "rewards": [rollout.reward if rollout.scored else None for rollout in group.rollouts],
-        "rollouts": [shown_rollout(r, tokenizer, gaps, learned) for r in rollouts[:_SHOWN_ROLLOUTS]],
+        "rollouts": [shown_rollout(r, tokenizer, gaps, learned, images=images) for r in rollouts[:_SHOWN_ROLLOUTS]],
     }
 
 
@@ -141,7 +156,7 @@ def _calls(rollout: Rollout) -> Iterator[str]:
             function = call["function"]
             yield f"call {function['name']}({function['arguments']})"
         if message["role"] == "tool":
-            yield f"result {message.get('name', '')}: {message['content']}"
+            yield f"result {message.get('name', '')}: {text_of_content(message['content'])}"
 
 
 def _said(message: dict[str, Any], finish_reason: str | None) -> tuple[str, str]:
@@ -149,4 +164,4 @@ def _said(message: dict[str, Any], finish_reason: str | None) -> tuple[str, str]
         f"→ {c['function']['name']}({c['function']['arguments']})" for c in message.get("tool_calls") or ()
     )
     label = ", ".join(filter(None, [message["role"], finish_reason]))
-    return label, f"{message.get('content') or ''} {calls}".strip()
+    return label, f"{text_of_content(message.get('content'))} {calls}".strip()

@@ -21,16 +21,15 @@ from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.policy import OpenedPolicy
 
 
-def unsupported_with_images(args: OnlineConfig, *, acting: bool) -> dict[str, bool]:
+def unsupported_with_images(args: OnlineConfig, *, has_agent: bool) -> dict[str, bool]:
     """Features that are not supported with pictures, and whether a run uses each.
 
     Args:
-        acting: whether rollouts are made with tools, environments, an agent or a `rollout_func`.
+        has_agent: whether an agent makes the rollouts.
     """
     return {
         "use_liger_kernel": bool(args.use_liger_kernel),
-        "tools, environments, agents or a rollout_func": acting,
-        "max_thinking_length": args.max_thinking_length is not None,
+        "an agent": has_agent,
     }
 
 
@@ -64,16 +63,29 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
             )
 
 
-def image_prompts(opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[str, Any]) -> ImagePrompts | None:
-    """Reads the prompts of a run with pictures; None: no dataset has pictures, or the model reads none.
+def image_prompts(
+    opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[str, Any], *, acting: bool
+) -> ImagePrompts | None:
+    """Reads the pictures of a run; None: it has none, or cannot show any.
+
+    Args:
+        acting: whether rollouts have tools, environments or a function, which may give pictures that no dataset has. Where such a
+            run cannot show pictures, a tool that gives one gives an error to the model.
 
     Raises:
         InputError: the model has no image processor, or a limit on pictures does not fit it.
     """
     model, arguments = causal_model(opened.model), args.chat_template_kwargs
-    if not reads_pictures(model.config) or not any(map(has_pictures, datasets.values())):
+    in_data = any(map(has_pictures, datasets.values()))
+    if not reads_pictures(model.config) or not (in_data or acting):
         return None
-    return ImagePrompts(model, opened.tokenizer, opened.path, arguments, args.picture_limits)  # type: ignore[arg-type]
+    try:
+        return ImagePrompts(model, opened.tokenizer, opened.path, arguments, args.picture_limits)  # type: ignore[arg-type]
+    except InputError:
+        # A model that comes without an image processor may still be trained on text.
+        if in_data:
+            raise
+        return None
 
 
 def has_pictures(data: Any) -> bool:

@@ -157,8 +157,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         check_reference(model, ref_model, args, peft_config)
         self.ranks = Ranks(_LONGEST_CALL * args.generation_timeout * (args.generations_ahead + 1))
         found: list[GivenData] = []
-        acting = any(part for part in (tools, environment_factory, rollout_func, agent))
-        in_use = unsupported_with_images(args, acting=acting)
+        in_use = unsupported_with_images(args, has_agent=agent is not None)
 
         def read() -> None:
             found.append(read_data(train_dataset, eval_dataset, args, environment_factory))
@@ -179,7 +178,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
 
         opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
-        images = image_prompts(opened, args, data.named)
+        acting = bool(tools) or environment_factory is not None or rollout_func is not None
+        images = image_prompts(opened, args, data.named, acting=acting)
         banned = images.banned_ids if images is not None else ()
         self.settings = SettingsProof(
             asked, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], banned
@@ -195,7 +195,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         context = context_within(policy, args.context_limit)
         ends, ids_of = end_ids(causal_model(policy), tokenizer), None
         if self.rollout_tools is not None:
-            self.rollout_tools.open(tokenizer, ends)
+            self.rollout_tools.open(tokenizer, ends, images)
             ids_of = self.rollout_tools.prompt_ids
         prompts = read_prompts(data.named, tokenizer, context, args, self.ranks, ids_of, images)
         longest = max(len(p.ids) for own in prompts.values() for p in own) + args.completion_limit
@@ -272,7 +272,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             longest,
             self.settings,
             tools=self.rollout_tools,
-            function=None if rollout_func is None else RolloutFunction(rollout_func, self, tokenizer, bounds),
+            function=None if rollout_func is None else RolloutFunction(rollout_func, self, tokenizer, bounds, images),
             images=images,
         )
         self.last_eval_groups = []

@@ -130,14 +130,16 @@ class RunFiles(TrainerCallback):
         after = self._has_trained or 0 < state.max_steps <= state.global_step
         if not after and state.global_step:
             return
-        groups, turns = trainer.last_eval_groups, []
+        groups, turns, images = trainer.last_eval_groups, [], trainer.config.log_multimodal
         if after:
             # The policy has not moved since the evaluation.
             first = [group.rollouts[0] for group in groups[:_SHOWN_TURNS]]
-            turns = [shown_rollout(r, trainer.processing_class, trainer.proofs.token_gaps) for r in first]
+            turns = [
+                shown_rollout(r, trainer.processing_class, trainer.proofs.token_gaps, images=images) for r in first
+            ]
         self._has_before |= not after
         self.folder.mkdir(parents=True, exist_ok=True)
-        save_evaluation(self.folder / (AFTER if after else BEFORE), metrics, groups, turns)
+        save_evaluation(self.folder / (AFTER if after else BEFORE), metrics, groups, turns, images=images)
         if after and not self.awaits_evaluation:
             self.finish()
 
@@ -229,7 +231,9 @@ class RunFiles(TrainerCallback):
         number = generation.version // config.steps_a_generation
         every = max(trainer.state.max_steps // config.steps_a_generation // _SHOWN_GENERATIONS, 1)
         if failed or number % every == 0:
-            shown = shown_generation(generation, trainer.processing_class, logps, failed=failed)
+            shown = shown_generation(
+                generation, trainer.processing_class, logps, failed=failed, images=config.log_multimodal
+            )
             path = self.folder / SHOWN
             with names_path(path), path.open("a") as file:
                 file.write(json.dumps(shown) + "\n")

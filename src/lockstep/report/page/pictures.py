@@ -1,0 +1,21 @@
+"""Images in the report: small ones, inside the page itself, beside the prompt or the rollout that shows them.
+
+`images/thumbnails.py` makes them. An entry of the report has them under `images`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+STYLE = ".pictures img { max-width: 96px; max-height: 96px; margin: 0 .3em .3em 0; border: 1px solid var(--edge); }\n"
+# Nothing else becomes a part of the page: no address, and no markup.
+_INLINE = re.compile(r"data:image/(?:jpeg|png);base64,[A-Za-z0-9+/=]+")
+
+
+def render_pictures(entry: Mapping[str, Any]) -> str:
+    """The images of an entry as HTML; empty if it has none."""
+    urls = [url for url in entry.get("images") or () if isinstance(url, str) and _INLINE.fullmatch(url)]
+    shown = "".join(f"<img src='{url}' alt='image {n + 1}'>" for n, url in enumerate(urls))
+    return f"<div class='pictures'>{shown}</div>" if shown else ""

@@ -1,0 +1,63 @@
+"""Pictures in messages, as the tokens see them: each one stands for ids of its own, which no tokenizer makes.
+
+`images/` makes the pictures. A message contains one as the part `{"type": "image", "picture": …}`. The chat template writes one
+placeholder for it, and here the placeholder gives way to the picture's own ids (`tokens/conversation/template.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from lockstep.errors import InputError
+from lockstep.tokens.arrays import Ids, whole_numbers
+
+# The key of a processed picture in a part of a message. The chat template does not get it.
+PICTURE = "picture"
+
+
+class StandsForIds(Protocol):
+    """A processed picture, of which nothing but its ids is known here."""
+
+    @property
+    def ids(self) -> Ids:
+        """(N,) ids that stand for the picture in a conversation."""
+
+
+def picture_part(picture: StandsForIds) -> dict[str, Any]:
+    """The part of a message's content that shows a picture."""
+    return {"type": "image", PICTURE: picture}
+
+
+def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """The processed pictures of messages, in the order in which the messages show them."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part[PICTURE] for part in parts if isinstance(part, Mapping) and PICTURE in part]
+
+
+def expanded(ids: Ids, placeholder: int, pictures: Sequence[StandsForIds]) -> Ids:
+    """Ids in which each placeholder has given way to the ids of its picture.
+
+    Args:
+        ids: (N,) ids with one placeholder per picture.
+
+    Raises:
+        InputError: there are more or fewer placeholders than pictures.
+    """
+    places = np.flatnonzero(ids == placeholder)
+    if len(places) != len(pictures):
+        raise InputError(
+            f"the text has {len(places)} placeholders for {len(pictures)} pictures: the chat template does not write one per image "
+            "part, or a prompt of plain text does not contain them"
+        )
+    if not pictures:
+        return ids
+    pieces = np.split(ids, places)
+    joined = [
+        pieces[0],
+        *(part for own, piece in zip(pictures, pieces[1:], strict=True) for part in (own.ids, piece[1:])),
+    ]
+    return whole_numbers(np.concatenate(joined))
