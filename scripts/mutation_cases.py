@@ -2042,13 +2042,13 @@ MUTATIONS = [
         "shards/settings.py",
         "environment.pop(_SWITCH, None) is not None",
         "_SWITCH in environment",
-        "tests/shards/test_settings.py",
+        "tests/shards/test_shard_settings.py",
     ),
     Mutation(
         "FSDP1 is taken for FSDP2",
         "shards/settings.py",
         'if version != "2":',
         'if version not in ("1", "2"):',
-        "tests/shards/test_settings.py",
+        "tests/shards/test_shard_settings.py",
     ),
 ]

@@ -110,10 +110,10 @@ class DrawnRows:
             self._rows.append(_Row(sequence, place, logp, before_steps and fresh))
         self._hidden.append(hidden.flatten(0, 1)[pack.predictors[here]])
 
-    @torch.no_grad()
     def __len__(self) -> int:
         return len(self._rows)
 
+    @torch.no_grad()
     def check(self, model: PreTrainedModel, *, fp32_head: bool, single: bool) -> KeptSetStats:
         """Check the drawn tokens, when all packs of the micro-batch are through.
 

@@ -1,6 +1,6 @@
 """Writes the parts of docs/reference that are made from the code.
 
-    .venv/bin/python scripts/reference.py
+    .venv/bin/python scripts/reference_pages.py
 
 | page | is made from |
 |---|---|
@@ -8,7 +8,7 @@
 | docs/reference/proofs.md | the table of proofs in docs/internals/proof.md |
 | the last table of docs/reference/faults.md | the faults of `lockstep verify --self-test` |
 
-`tests/docs/test_reference.py` fails if a page is not what this script writes.
+`tests/docs/test_reference_pages.py` fails if a page is not what this script writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lockstep.training.config.trl_fields import ONE_VALUE, UNSUPPORTED, WITHOUT_
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 PROOF_PAGE = ROOT / "docs" / "internals" / "proof.md"
-BEGIN, END = "<!-- injected faults: scripts/reference.py -->", "<!-- end of injected faults -->"
+BEGIN, END = "<!-- injected faults: scripts/reference_pages.py -->", "<!-- end of injected faults -->"
 
 FIELDS_HEAD = """\
 # Fields
@@ -35,7 +35,7 @@ Python the fields are arguments of the method's config, for example `GRPOConfig(
 "adapter" are for the command line only. `lockstep grpo --help` shows the common fields, and `--dry_run` prints all fields with
 their values.
 
-`scripts/reference.py` makes this page from the code. Where commands have different defaults, the cell has all of them.
+`scripts/reference_pages.py` makes this page from the code. Where commands have different defaults, the cell has all of them.
 """
 PROOFS_HEAD = """\
 # Proofs
@@ -44,7 +44,7 @@ Every proof is on by default. A failed proof stops the run before the optimizer 
 [When a proof fails](../troubleshooting/proofs.md) says what to do, [the proof](../internals/proof.md) has limits, costs and
 measurements, and [known faults](faults.md) has the faults that the proofs must catch.
 
-`scripts/reference.py` makes this page from the table in the internals section.
+`scripts/reference_pages.py` makes this page from the table in the internals section.
 """
 
 

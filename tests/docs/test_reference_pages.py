@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
-import reference  # noqa: E402
+import reference_pages as reference  # noqa: E402
 
 SOURCE = ROOT / "src" / "lockstep"
-AGAIN = "run .venv/bin/python scripts/reference.py"
+AGAIN = "run .venv/bin/python scripts/reference_pages.py"
 # Families of figures in `metrics.jsonl`; `{name}` stands for a name that is made at run time.
 METRIC = re.compile(
     r'"((?:parity|sampling|staleness|completions|rewards|checked|tools|environments|agent|engine|prompts|pairs|clip_ratio'
