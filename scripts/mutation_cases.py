@@ -439,6 +439,21 @@ MUTATIONS = [
         'listener.bind(("0.0.0.0", port))',
         STRANGERS[1],
     ),
+    Mutation(
+        "workers wait on when another server has died",
+        "sync/gloo.py",
+        'store.set(_ENDED, "")',
+        "pass",
+        "tests/sync/test_transports.py",
+    ),
+    Mutation(
+        "the trainer waits for a dead server's address",
+        "sync/gloo.py",
+        "while not wait([met], _CHECK_EVERY).done:\n            check()",
+        "while not wait([met], _CHECK_EVERY).done:\n            pass",
+        "tests/sync/test_transports.py",
+    ),
+    _of(KEYS, "machines with one home share a port's key", "{socket.gethostname()}-port", "port"),
     _of(MACHINE, "two servers on one port", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
     Mutation(
         "shared memory that is too small ends the run",

@@ -117,6 +117,10 @@ def _become(
         os.environ.clear()
         os.environb.update(dict(entry.split(b"=", 1) for entry in env))
         sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    if host := os.environ.pop("LOCKSTEP_TESTS_HOST", None):
+        from hosts import enter
+
+        enter(host)
     if dynamo := sys.modules.get("torch._dynamo"):
         # torch has read this variable when it was imported.
         dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 from forked import Program
+from hosts import Host
 
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.inbox import Inbox
@@ -33,11 +34,16 @@ HTTP = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connectio
 
 @dataclass
 class Server:
-    """A running `lockstep serve`."""
+    """A running `lockstep serve`.
+
+    Attributes:
+        host: where it runs; None for this machine.
+    """
 
     url: str
     supervisor: Program
     log: Path
+    host: Host | None = None
 
     @property
     def processes(self) -> dict[str, int]:
@@ -90,12 +96,15 @@ class Server:
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             with suppress(httpx.HTTPError):
-                if HTTP.get(self.url + "/health", timeout=5).status_code == 200:
+                if (self.host.do(self._health) if self.host else self._health()) == 200:
                     return
             if self.supervisor.poll() is not None:
                 break
             time.sleep(0.2)
         raise AssertionError(f"no server:\n{self.log.read_text()[-3000:]}")
+
+    def _health(self) -> int:
+        return HTTP.get(self.url + "/health", timeout=5).status_code
 
 
 def descendants(pid: int) -> list[int]:
@@ -135,6 +144,7 @@ def serve(
     port: int | None = None,
     key: str | None = KEY,
     await_health: bool = True,
+    host: Host | None = None,
 ) -> Iterator[Server]:
     """A healthy server for a model, by default on a free port. If `key` is None, the server makes its own key.
 
@@ -142,10 +152,13 @@ def serve(
 
     Args:
         await_health: wait until it is healthy; otherwise it may still be loading.
+        host: run it on this host, at the host's address.
     """
     port = port or free_port()
+    address = host.address if host else "127.0.0.1"
     log = folder / f"server-{port}.log"
     command = [sys.executable, "-m", "lockstep.cli.main", "serve", model, "--port", str(port), "--dtype", dtype]
+    command += ["--host", address] if host else []
     with log.open("w") as out:
         supervisor = Program(
             [*command, "--max_model_len", str(max_model_len), *arguments],
@@ -157,9 +170,10 @@ def serve(
                 **({KEY_VARIABLE: key} if key else {}),
                 "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
                 "VLLM_API_KEY": "other",
+                **(host.environment if host else {}),
             },
         )
-    server = Server(f"http://127.0.0.1:{port}", supervisor, log)
+    server = Server(f"http://{address}:{port}", supervisor, log, host)
     try:
         if await_health:
             server.await_health()

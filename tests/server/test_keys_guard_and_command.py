@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import socket
 import stat
 import sys
 from argparse import Namespace
@@ -89,6 +90,9 @@ class TestKeys:
         assert key_for("http://127.0.0.1:8001", None) is None
         assert key_for("http://gpu-node:8000", None) is None
         assert key_for("http://127.0.0.1.evil.example:8000", None) is None
+        # Another machine that has the same home directory.
+        monkeypatch.setattr(socket, "gethostname", lambda: "another-node")
+        assert key_for("http://127.0.0.1:8000", None) is None
 
 
 class TestGuard:
@@ -145,6 +149,13 @@ def options(model: str, *rest: str, **changes: Any) -> ServeOptions:
 
 
 class TestCommand:
+    def test_a_further_node_has_the_url_of_the_first(self, untied_dir: str) -> None:
+        nodes = ["--nnodes", "2", "--master_addr", "10.0.0.1", "--node_rank"]
+        first, further = (options(untied_dir, *nodes, number) for number in "01")
+        assert (first.follows, further.follows) == (False, True)
+        assert further.url == f"http://10.0.0.1:{further.port}"
+        assert first.url == f"http://127.0.0.1:{first.port}"
+
     def test_what_the_user_adds_goes_to_vllm_and_wins(self, untied_dir: str) -> None:
         command = command_line(options(untied_dir, "--max_num_batched_tokens", "8192", "--seed=3"))
         assert command.count("--max-num-batched-tokens") == 1

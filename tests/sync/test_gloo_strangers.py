@@ -120,7 +120,7 @@ class Impostor(Worker):
         limit = timedelta(seconds=LIMIT)
         store = dist.TCPStore(info["host"], info["port"], is_master=False, timeout=limit, wait_for_workers=False)
         store.set(gloo._ready_key(info["rank"]), "")
-        group = gloo._group(SignedStore(store, info["secret"]), info["rank"], info["size"], info["host"], 1.0)
+        group = gloo._group(SignedStore(store, info["secret"], 1.0), info["rank"], info["size"], info["host"], 1.0)
         said = group.send([torch.zeros(32, dtype=torch.uint8)], 0, 0)
         group.recv([torch.zeros(32, dtype=torch.uint8)], 0, 0).wait()
         said.wait()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from lockstep.errors import EngineLost, InputError
 from lockstep.sync import chunks as chunks_module
@@ -145,6 +146,36 @@ def test_a_push_over_gloo_ends_with_its_server_even_if_a_worker_stays_connected(
     live, sent = Worker(), weights(1)
     transport.send(sent, [live])
     assert arrived_whole(live, sent)
+
+
+class Killed(Worker):
+    """The worker of a server that is killed at some point of a push."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__()
+        self._stage = stage
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        if self._stage == "connected":
+            store = TCPStore(info["host"], info["port"], is_master=False, wait_for_workers=False)
+            store.set(gloo._ready_key(info["rank"]), "")
+        if self._stage == "receiving":
+            self.coming = self.receiver.receive(info, info["chunks"])
+            next(self.coming)
+        raise EngineLost("the server is gone", lambda: None)
+
+
+@pytest.mark.parametrize("stage", ["called", "connected", "receiving"])
+def test_a_push_over_gloo_ends_on_all_servers_when_one_of_them_dies(stage: str) -> None:
+    """Gloo alone would wait for the dead one until the time limit, on every machine."""
+    transport, dead, other = GlooTransport("127.0.0.1", 0, 60.0), Killed(stage), Worker()
+    began = time.monotonic()
+    with pytest.raises(EngineLost, match="the server is gone"):
+        transport.send([(f"t{i}", torch.zeros(8_000_000)) for i in range(8)], [other, dead])
+    assert time.monotonic() - began < 20
+    sent = weights(1)
+    transport.send(sent, [other])
+    assert arrived_whole(other, sent)
 
 
 def test_shared_memory_is_two_chunks_and_a_worker_of_it_has_no_memory_of_its_own() -> None:

@@ -72,12 +72,13 @@ def run(words: list[str]) -> int:
         nonlocal said
         starting.close()
         _say(f"{arguments.model} is ready at {options.url} ({seconds:.0f} s)")
-        if not said:
+        if not said and not options.follows:
             _say(_where(key, file, arguments))
         said = True
 
     with port_to_itself(options.port), socket_folder() as sockets:
-        check_port(options.host, options.port)
+        if not options.follows:
+            check_port(options.host, options.port)
         if file is not None:
             # The key is written only now: before, the file may belong to a running server.
             write_key(file, key)

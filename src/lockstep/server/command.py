@@ -54,10 +54,16 @@ class ServeOptions:
     rest: tuple[str, ...] = ()
 
     @property
+    def follows(self) -> bool:
+        """Whether this is not the first of several nodes that share one model. Only the first node answers calls."""
+        return _given(self.rest).get("node_rank", "0") != "0"
+
+    @property
     def url(self) -> str:
-        """The URL at which this machine reaches the server."""
+        """The URL at which this machine reaches the server. If it is on the first of several nodes, it has the same port there."""
         scheme = "https" if any(word.startswith("--ssl-certfile") for word in map(_dashed, self.rest)) else "http"
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        host = _given(self.rest).get("master_addr", "") if self.follows else self.host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         host = f"[{host}]" if ":" in host else host
         return f"{scheme}://{host}:{self.port}"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import stat
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,8 +27,8 @@ def make_key() -> str:
 
 
 def default_key_file(port: int) -> Path:
-    """The file in which the server on this machine's `port` saves the key that it made."""
-    return cache_dir() / "keys" / f"port-{port}.key"
+    """The file in which the server on this machine's `port` saves the key that it made. Machines may share a home directory."""
+    return cache_dir() / "keys" / f"{socket.gethostname()}-port-{port}.key"
 
 
 def write_key(path: Path, key: str) -> None:

@@ -28,11 +28,19 @@ def main() -> None:
     try:
         check_known(sys.argv[1:], set(parser._option_string_actions))
         parser.error = _refuse
-        check_model(parser.parse_args(sys.argv[1:]).model_tag)
+        given = parser.parse_args(sys.argv[1:])
+        check_model(given.model_tag)
     except InputError as error:
         print(f"lockstep serve: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(BAD_ARGUMENTS)
-    serve()
+    if given.node_rank == 0:
+        serve()
+    else:
+        from vllm.entrypoints.cli.serve import run_headless
+
+        # This node only runs workers. The first node answers calls.
+        given.headless, given.api_server_count = True, 0
+        run_headless(given)
 
 
 def check_model(second: str | None) -> None:

@@ -5,6 +5,9 @@ connects, and all connections close when the push is over. So a server that died
 nothing to repair. Tensors are sent directly from the trainer's memory. They are cut into half-chunks, so that a server can
 receive one while it loads the other. A server holds at most one chunk, or one tensor if that is larger. Only bytes are sent:
 nothing is unpickled. Both ends prove that they know the secret of the push before the first weight is sent (`gloo_proof.py`).
+
+If one server fails, the push ends for all of them: the trainer writes a mark into the store, and every worker looks for it while it
+waits. Gloo itself would wait until its time limit.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -23,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
-from lockstep.errors import InputError
+from lockstep.errors import EngineLost, InputError
 from lockstep.sync.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, chunks, end_of, layout, views
 from lockstep.sync.gloo_proof import SignedStore, new_secret, prove_to_each_other
 from lockstep.sync.source import outline
@@ -32,7 +35,9 @@ InFlight = deque[tuple[dist.Work, torch.Tensor]]
 
 NAME = "gloo"
 _SENDER = 0
-_POLL_EVERY = 0.002
+# The key in the store that says that the push has failed.
+_ENDED = "ended"
+_POLL_EVERY, _CHECK_EVERY = 0.002, 0.5
 
 
 class GlooTransport:
@@ -72,6 +77,10 @@ class GlooTransport:
             ]
             try:
                 self._broadcast(listener, size, secret, tensors, pending)
+            except EngineLost:
+                # The first server that failed. The others fail because of it.
+                wait(pending)
+                raise
             except RuntimeError:
                 # If a server failed, its own error says more than the broken connection. `finish_all` raises it.
                 finish_all(pending)
@@ -96,18 +105,17 @@ class GlooTransport:
     ) -> None:
         # `detach` hands the file descriptor over: the store closes the one that it is given.
         store = _store(self._host, listener.getsockname()[1], self._timeout, listener.detach())
-        self._await(store, size, pending)
-        group = _group(SignedStore(store, secret), _SENDER, size, self._host, self._timeout)
-        check_pending(pending)
-        prove_to_each_other(group, secret, _SENDER, size)
-        raw = (tensor.detach().contiguous().cpu().flatten().view(torch.uint8) for _, tensor in tensors)
-        in_flight: InFlight = deque()
+
+        def check() -> None:
+            check_pending(pending)
+
         try:
-            _broadcast_parts(group, raw, in_flight, lambda: check_pending(pending))
+            self._await(store, size, pending)
+            group = _meet(store, secret, _SENDER, size, self._host, self._timeout, check)
+            raw = (tensor.detach().contiguous().cpu().flatten().view(torch.uint8) for _, tensor in tensors)
+            _broadcast_parts(group, raw, check)
         except BaseException:
-            # A worker may be connected and yet read nothing: a stopped process of a dead server. Gloo cannot end a broadcast
-            # early, so a thread keeps the connections and the memory until it ends.
-            Thread(target=_finish, args=(in_flight, group), daemon=True, name="lockstep-broadcast").start()
+            store.set(_ENDED, "")
             raise
 
     def _await(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
@@ -140,20 +148,25 @@ class Receiver:
         """
         host, port, timeout, secret = info["host"], info["port"], info["timeout"], info["secret"]
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+
+        def check() -> None:
+            if store.check([_ENDED]):
+                raise RuntimeError("another server failed during this push, so the trainer ended it")
+
         store.set(_ready_key(info["rank"]), "")
         address = _own_address(host, port, timeout)
-        group = _group(SignedStore(store, secret), info["rank"], info["size"], address, timeout)
-        prove_to_each_other(group, secret, info["rank"], info["size"])
+        group = _meet(store, secret, info["rank"], info["size"], address, timeout, check)
         places = self._places([end_of(part) for part in parts])
 
         def take(number: int) -> list[Named]:
             start, end = places[number]
             arrived = views(self._buffer[start:end], parts[number])
-            in_flight: InFlight = deque()
             try:
-                _broadcast_parts(group, (tensor.flatten().view(torch.uint8) for _, tensor in arrived), in_flight)
-            finally:
-                _finish(in_flight, group)
+                _broadcast_parts(group, (tensor.flatten().view(torch.uint8) for _, tensor in arrived), check)
+            except BaseException:
+                # Gloo may still write into this memory.
+                self._buffer = torch.empty(0, dtype=torch.uint8)
+                raise
             return arrived
 
         # Leaving this block waits for the running receive, so that nothing is written into the buffer afterwards.
@@ -181,35 +194,35 @@ def _disjoint(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return one[1] <= other[0] or other[1] <= one[0]
 
 
-def _broadcast_parts(
-    group: dist.ProcessGroup,
-    parts: Iterable[torch.Tensor],
-    in_flight: InFlight,
-    check: Callable[[], None] = lambda: None,
-) -> None:
+def _broadcast_parts(group: dist.ProcessGroup, parts: Iterable[torch.Tensor], check: Callable[[], None]) -> None:
     """Broadcast bytes from the sender to every rank, in order, with two broadcasts in flight at a time.
 
+    Gloo cannot end a broadcast early. If this function raises, a thread keeps the connections and the memory until it ends: a
+    worker may be connected and yet read nothing, for example a stopped process of a dead server.
+
     Args:
-        in_flight: holds the broadcasts that gloo still reads or writes, with their memory. It is empty afterwards, unless the
-            function raises.
-        check: called before each broadcast, and twice a second while this process waits for one. It raises if the push failed.
+        check: called twice a second while this process waits for a broadcast. It raises if the push has failed.
     """
-    for data in parts:
-        check()
-        if data.numel():
-            in_flight.append((group.broadcast([data], _FROM_SENDER), data))
-        if len(in_flight) == _IN_FLIGHT:
+    in_flight: InFlight = deque()
+    try:
+        for data in parts:
+            if data.numel():
+                in_flight.append((group.broadcast([data], _FROM_SENDER), data))
+            if len(in_flight) == _IN_FLIGHT:
+                _wait(in_flight[0][0], check)
+                in_flight.popleft()
+        while in_flight:
             _wait(in_flight[0][0], check)
             in_flight.popleft()
-    while in_flight:
-        _wait(in_flight[0][0], check)
-        in_flight.popleft()
+    except BaseException:
+        Thread(target=_finish, args=(in_flight, group), daemon=True, name="lockstep-broadcast").start()
+        raise
 
 
 def _wait(work: dist.Work, check: Callable[[], None]) -> None:
     while True:
         try:
-            work.wait(_CHECK_EVERY)
+            work.wait(timedelta(seconds=_CHECK_EVERY))
             return
         except RuntimeError:
             if work.is_completed():
@@ -226,9 +239,39 @@ def _finish(in_flight: InFlight, group: dist.ProcessGroup) -> None:
 
 
 _IN_FLIGHT = 2
-_CHECK_EVERY = timedelta(seconds=0.5)
 _FROM_SENDER = dist.BroadcastOptions()
 _FROM_SENDER.rootRank = _SENDER
+
+
+def _meet(
+    store: dist.Store, secret: str, rank: int, size: int, host: str, timeout: float, check: Callable[[], None]
+) -> dist.ProcessGroup:
+    """Connect to all other ranks, and exchange proofs with each of them.
+
+    Gloo cannot end this early. Therefore a thread does it, and goes on until its time limit if the push has failed.
+
+    Args:
+        check: called twice a second meanwhile. It raises if the push has failed.
+    """
+    met: Future[dist.ProcessGroup] = Future()
+    signed = SignedStore(store, secret, timeout)
+
+    def meet() -> None:
+        try:
+            group = _group(signed, rank, size, host, timeout)
+            prove_to_each_other(group, secret, rank, size)
+            met.set_result(group)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is read
+            met.set_exception(error)
+
+    Thread(target=meet, daemon=True, name="lockstep-meeting").start()
+    try:
+        while not wait([met], _CHECK_EVERY).done:
+            check()
+    except BaseException:
+        signed.end()
+        raise
+    return met.result()
 
 
 def _group(store: dist.Store, rank: int, size: int, host: str, timeout: float) -> dist.ProcessGroup:

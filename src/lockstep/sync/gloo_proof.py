@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 _SIZE = 32
+_POLL_EVERY = 0.002
 _STRANGER = (
     "another program took part in this push over gloo, so no weights were sent. Only the trainer and its servers should reach "
     "vllm_group_host and its ports: between machines use a tunnel or a private network"
@@ -30,13 +32,23 @@ def new_secret() -> str:
 class SignedStore(dist.Store):
     """A view of a store in which every value is signed. A value that another program wrote is refused.
 
+    It asks for a value again and again. A torch store that waits for a value answers no other thread meanwhile.
+
+    Args:
+        timeout: seconds that a value may be waited for.
+
     Raises:
         RuntimeError: from `get`, for a value without this push's signature.
     """
 
-    def __init__(self, store: dist.Store, secret: str) -> None:
+    def __init__(self, store: dist.Store, secret: str, timeout: float) -> None:
         super().__init__()
-        self._store, self._secret = store, secret
+        self._store, self._secret, self._timeout = store, secret, timeout
+        self._ended = False
+
+    def end(self) -> None:
+        """Let nobody wait for a value any more."""
+        self._ended = True
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value with its signature."""
@@ -45,6 +57,7 @@ class SignedStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         """Wait for a value, and return it without its signature."""
+        self.wait([key])
         try:
             found = bytes.fromhex(self._store.get(key).decode())
         except ValueError:
@@ -56,10 +69,14 @@ class SignedStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have a value."""
-        if timeout is None:
-            self._store.wait(keys)
-        else:
-            self._store.wait(keys, timeout)
+        limit = self._timeout if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + limit
+        while self._ended or not self._store.check(keys):
+            if self._ended:
+                raise RuntimeError("the push has ended")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a worker did not connect within {limit:.0f} s")
+            time.sleep(_POLL_EVERY)
 
 
 def prove_to_each_other(group: dist.ProcessGroup, secret: str, rank: int, size: int) -> None:
