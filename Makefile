@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env dev environments train train-agent train-images test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load tied-head docs newcomer
+.PHONY: env dev environments train train-agent train-images test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load plan tied-head docs newcomer
 
 # Makes the environment once, and again when pyproject.toml or the script changes. `env` has what runs need; `dev` has also what
 # tests, linters and benchmarks need, 1.5 GB more.
@@ -96,6 +96,10 @@ server-sync: dev
 
 server-load: dev
 	@$(BIN)/python benchmarks/server_load.py $(ARGS)
+
+# Predicts a step's seconds on 8 to 1,024 GPUs, and how to divide them between trainers and servers (docs/internals/plan.md).
+plan:
+	@$(PYTHON) benchmarks/plan.py $(ARGS)
 
 # Shows a defect of vLLM that only the proofs detect.
 tied-head: env

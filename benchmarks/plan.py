@@ -1,0 +1,194 @@
+"""Predicts how long a step takes on several GPUs, and how to divide them between trainers and servers.
+
+    make plan                                             (8, 64, 512 and 1,024 GPUs, a model of 7 billion parameters)
+    make plan ARGS="--model 32b --gpus 64 --tokens 8192 --push_rate 20e9"
+
+It is arithmetic and a simulation of the servers' batches (`plan_servers.py`); nothing is run on a GPU. The constants are of three
+kinds: data sheets, published measurements, and measurements of this repository on a CPU. docs/internals/plan.md lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+
+from plan_servers import Gpu, Lengths, Model, Servers, generation_seconds
+
+MODELS = {
+    # Parameters, layers, width, key heads × head size, as in the configs that Qwen publishes for Qwen2.5.
+    "1.5b": Model(1.54e9, 28, 1536, 2 * 128),
+    "7b": Model(7.62e9, 28, 3584, 4 * 128),
+    "32b": Model(32.8e9, 64, 5120, 8 * 128),
+    "72b": Model(72.7e9, 80, 8192, 8 * 128),
+}
+GPUS = {
+    "h100": Gpu(compute=989e12, memory_rate=3.35e12, memory=80e9),
+    "h200": Gpu(compute=989e12, memory_rate=4.8e12, memory=141e9),
+}
+# Bytes per parameter of a trainer: weights, gradients and AdamW's moments in float32.
+_TRAINED = 16
+# Share of a GPU's memory that weights, gradients and moments may take beside activations.
+_ROOM = 0.6
+_NODE = 8
+
+
+@dataclass(frozen=True)
+class Task:
+    """One step.
+
+    Attributes:
+        prompts, completions: prompts, and completions per prompt.
+        prompt: tokens of a prompt.
+        lengths: of completions.
+    """
+
+    prompts: int
+    completions: int
+    prompt: int
+    lengths: Lengths
+
+    @property
+    def sampled(self) -> float:
+        """Expected number of sampled tokens."""
+        return self.prompts * self.completions * self.lengths.mean
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the prediction rests on.
+
+    Attributes:
+        learning: share of a GPU's arithmetic that learning reaches.
+        recomputed: whether activations are computed a second time in the backward.
+        push_rate: bytes per second of one connection between the first trainer and a server, or between two servers.
+        host: seconds of processor time per sampled token on a trainer's host, of one rank.
+        proofs: share of a step that the proofs take.
+    """
+
+    learning: float
+    recomputed: bool
+    push_rate: float
+    host: float
+    proofs: float
+
+
+@dataclass(frozen=True)
+class Split:
+    """A division of the GPUs, and the seconds of a step's parts.
+
+    Attributes:
+        trainers, servers: GPUs that learn; servers of `width` GPUs each that sample.
+    """
+
+    trainers: int
+    servers: int
+    width: int
+    generate: float
+    learn: float
+    push: float
+
+    def step(self, ahead: bool) -> float:
+        """Seconds of a step. With generations ahead, sampling and learning take place at the same time."""
+        return self.push + (max(self.generate, self.learn) if ahead else self.generate + self.learn)
+
+
+def learning_seconds(task: Task, model: Model, gpu: Gpu, trainers: int, constants: Constants) -> float:
+    """Seconds of forward, backward and host work.
+
+    The prompt is computed once per prompt, because completions share it.
+    """
+    tokens = task.sampled + task.prompts * task.prompt
+    seen = task.prompt + task.lengths.mean / 2
+    passes = 8 if constants.recomputed else 6
+    arithmetic = passes * (model.parameters + 2 * model.layers * model.width * seen) * tokens
+    seconds = arithmetic / (trainers * gpu.compute * constants.learning) + constants.host * task.sampled / trainers
+    return seconds / (1 - constants.proofs)
+
+
+def push_seconds(model: Model, servers: Servers, constants: Constants) -> float:
+    """Seconds of a push over gloo: every worker receives all weights in bfloat16.
+
+    Gloo's broadcast is a tree. Its root sends everything once per level.
+    """
+    levels = math.ceil(math.log2(servers.number * servers.width + 1))
+    return 2 * model.parameters * levels / constants.push_rate
+
+
+def fits(model: Model, gpu: Gpu, trainers: int) -> bool:
+    """Whether sharded weights, gradients and moments fit into the trainers' memory."""
+    return _TRAINED * model.parameters <= trainers * gpu.memory * _ROOM
+
+
+def splits(gpus: int, task: Task, model: Model, gpu: Gpu, constants: Constants) -> list[Split]:
+    """All divisions in steps of one node (one GPU below two nodes) in which the model fits."""
+    width = model.narrowest(gpu)
+    unit = 1 if gpus < 2 * _NODE else _NODE
+    found = []
+    for trainers in range(unit, gpus, unit):
+        servers = (gpus - trainers) // width
+        if not servers or not fits(model, gpu, trainers):
+            continue
+        shape = Servers(servers, width)
+        generate = generation_seconds(task.prompts, task.completions, task.prompt, task.lengths, model, gpu, shape)
+        learn = learning_seconds(task, model, gpu, trainers, constants)
+        found.append(Split(trainers, servers, width, generate, learn, push_seconds(model, shape, constants)))
+    return found
+
+
+def best(found: list[Split], ahead: bool) -> Split | None:
+    """The division with the shortest step; the one with fewer trainers if two are equal."""
+    return min(found, key=lambda split: split.step(ahead), default=None)
+
+
+def row(gpus: int, task: Task, split: Split | None, ahead: bool) -> str:
+    """One line of the table."""
+    kind = "ahead" if ahead else "in turns"
+    if split is None:
+        return f"| {gpus:,} | {kind} | the model does not fit | | | | | | |"
+    step = split.step(ahead)
+    rate = task.sampled / step / gpus
+    return (
+        f"| {gpus:,} | {kind} | {split.trainers} | {split.servers} × {split.width} | {split.generate:.1f} s | {split.learn:.1f} s "
+        f"| {split.push:.1f} s | **{step:.1f} s** | {rate:,.0f} |"
+    )
+
+
+HEAD = """| GPUs | generations | trainer GPUs | servers × GPUs | generate | learn | push | step | tokens per second and GPU |
+|---|---|---|---|---|---|---|---|---|"""
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--model", choices=MODELS, default="7b")
+    words.add_argument("--gpu", choices=GPUS, default="h100")
+    words.add_argument("--gpus", type=int, nargs="*", default=[8, 64, 512, 1024])
+    words.add_argument("--prompts", type=int, default=512, help="prompts per step")
+    words.add_argument("--completions", type=int, default=16, help="completions per prompt")
+    words.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    words.add_argument("--tokens", type=int, default=4096, help="mean tokens of a completion")
+    words.add_argument("--longest", type=int, default=4, help="longest completion, in means")
+    words.add_argument("--spread", type=float, default=0.6, help="standard deviation of the logarithm of the length")
+    words.add_argument("--learning", type=float, default=0.4, help="share of the GPU's arithmetic in learning")
+    words.add_argument("--no_recomputation", action="store_true", help="keep all activations")
+    words.add_argument("--push_rate", type=float, default=1e9, help="bytes per second into one server")
+    words.add_argument("--host", type=float, default=4e-6, help="seconds of host work per sampled token")
+    words.add_argument("--proofs", type=float, default=0.05, help="share of a step that proofs take")
+    asked = words.parse_args()
+    model, gpu = MODELS[asked.model], GPUS[asked.gpu]
+    lengths = Lengths(asked.tokens, asked.longest * asked.tokens, asked.spread)
+    constants = Constants(asked.learning, not asked.no_recomputation, asked.push_rate, asked.host, asked.proofs)
+    task = Task(asked.prompts, asked.completions, asked.prompt, lengths)
+    print(
+        f"{asked.model} on {asked.gpu}; {task.prompts} × {task.completions} completions of {asked.tokens:,} tokens in the mean, "
+        f"{lengths.longest:,} at most\n"
+    )
+    print(HEAD)
+    for gpus in asked.gpus:
+        found = splits(gpus, task, model, gpu, constants)
+        for ahead in (False, True):
+            print(row(gpus, task, best(found, ahead), ahead))
+
+
+if __name__ == "__main__":
+    main()
