@@ -61,8 +61,8 @@ def test_a_picture_may_be_an_image_a_path_bytes_or_what_datasets_gives(tmp_path:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("https://example.org/a.png", "is a URL"),
-        ({"path": "http://example.org/a.png"}, "is a URL"),
+        ("https://example.org/a.png", "image_urls allows no URLs"),
+        ({"path": "http://example.org/a.png"}, "image_urls allows no URLs"),
         (b"no picture", "cannot be read"),
         ("nowhere.png", "cannot be read"),
         (7, "is a int"),

@@ -11,7 +11,7 @@ import binascii
 import io
 from typing import Any
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from lockstep.errors import InputError
 
@@ -29,6 +29,21 @@ def to_data_url(image: Image.Image) -> str:
     # The lowest level of compression takes a fifth of the time of the default.
     image.save(file, "PNG", compress_level=1)
     return f"{_START}png{_ENCODED},{base64.b64encode(file.getvalue()).decode()}"
+
+
+def file_as_data_url(content: bytes) -> str:
+    """The bytes of an image file as a `data:` URL.
+
+    Raises:
+        InputError: they are no image.
+    """
+    try:
+        with Image.open(io.BytesIO(content)) as file:
+            kind = Image.MIME.get(file.format or "", "")
+    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise InputError(f"a file of {len(content)} bytes is no image that can be read: {error}") from error
+    kind = kind.removeprefix("image/") or "unknown"
+    return f"{_START}{kind}{_ENCODED},{base64.b64encode(content).decode()}"
 
 
 def bytes_of_data_url(url: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Limits on the pictures of a run: their sizes, and their number per prompt.
+"""Limits on the pictures of a run: their sizes, and their number per conversation.
 
 They come from the config (`training/config/image_fields.py`). `images/prompts.py` applies them. The trainer processes all pictures,
 so the engine needs no limits of its own.
@@ -22,7 +22,7 @@ class PictureLimits:
 
     Attributes:
         min_pixels, max_pixels: smallest and largest area of a picture after resizing, in pixels.
-        per_prompt: largest number of pictures of a prompt.
+        per_prompt: largest number of pictures of a prompt, and of a conversation with its later turns.
     """
 
     min_pixels: int | None = None
@@ -43,14 +43,14 @@ class PictureLimits:
             self._set_patches(processor)
 
     def check_count(self, count: int) -> None:
-        """Check the number of pictures of a prompt.
+        """Check the number of pictures of a prompt, or of a whole conversation.
 
         Raises:
             InputError: there are too many.
         """
         if self.per_prompt is not None and count > self.per_prompt:
             raise InputError(
-                f"{count} pictures, and limit_mm_per_prompt allows {self.per_prompt}: raise it, or drop pictures or the row"
+                f"{count} pictures, and limit_mm_per_prompt allows {self.per_prompt} per conversation: raise it, or show fewer"
             )
 
     def _set_patches(self, processor: Any) -> None:

@@ -6,6 +6,7 @@ The chat template writes one placeholder per picture. It gives way to the ids th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ from lockstep.errors import InputError, ProofError
 from lockstep.images.limits import NO_LIMITS, PictureLimits
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.images.processing import InPatches, InTiles
-from lockstep.images.reading import images_of_row, parts_of_row, with_pictures
+from lockstep.images.reading import images_of_row, opened, parts_of_row, with_fetched, with_pictures
+from lockstep.images.urls import NO_URLS, ImageUrls, is_url
 from lockstep.models.vision import reads_tiles
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.chat import render_prompt, template_of
@@ -37,6 +39,8 @@ class ImagePrompts:
         path: directory or hub id with the model's image processor.
         chat_template_kwargs: further arguments of the chat template.
         limits: limits on the pictures.
+        urls: fetches pictures that are given by their URLs.
+        processor: the image processor; None: the one in `path`.
 
     Raises:
         InputError: the model has no image processor, the tokenizer lacks an id that stands beside pictures, or a limit does not
@@ -50,14 +54,17 @@ class ImagePrompts:
         path: str,
         chat_template_kwargs: dict[str, Any] | None = None,
         limits: PictureLimits = NO_LIMITS,
+        urls: ImageUrls = NO_URLS,
+        processor: Any = None,
     ) -> None:
         config: Any = model.config
         try:
-            processor = AutoImageProcessor.from_pretrained(path)
+            # The limits are set on it.
+            processor = AutoImageProcessor.from_pretrained(path) if processor is None else copy.deepcopy(processor)
         except (OSError, ValueError, ImportError) as error:
             raise InputError(f"model {path} comes without a usable image processor: {error}") from error
         limits.set_sizes(processor, config)
-        self._model, self._tokenizer, self._limits = model, tokenizer, limits
+        self._model, self._tokenizer, self._limits, self._urls = model, tokenizer, limits, urls
         self._placeholder = int(config.image_token_id)
         self._template = template_of(tokenizer, chat_template_kwargs, self._placeholder)
         kind = InTiles(processor, config, tokenizer) if reads_tiles(config) else InPatches(processor, config)
@@ -82,6 +89,48 @@ class ImagePrompts:
         """
         return self._process(image)
 
+    def opened(self, image: Any) -> Image.Image:
+        """An image in RGB, fetched if it is given by its URL. Any thread may call it.
+
+        Raises:
+            InputError: as in `images.reading.opened`; or the URL is not allowed, or cannot be fetched.
+        """
+        return opened(self._urls.fetch(image) if is_url(image) else image)
+
+    def opened_picture(self, image: Any) -> tuple[Image.Image, Picture]:
+        """An image in RGB, and the image as the model takes it. Any thread may call it.
+
+        Raises:
+            InputError: as in `opened` and `picture`.
+        """
+        found = self.opened(image)
+        return found, self.picture(found)
+
+    def file_and_picture(self, url: str) -> tuple[str, Picture]:
+        """The file of a URL as a `data:` URL, and the image as the model takes it. Any thread may call it.
+
+        Raises:
+            InputError: as in `opened_picture`.
+        """
+        file = self._urls.fetch(url) if is_url(url) else url
+        return file, self.picture(opened(file))
+
+    def with_files(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """A row without URLs: the file of each has taken its place, as a `data:` URL.
+
+        Raises:
+            InputError: a URL is not allowed, or cannot be fetched.
+        """
+        return with_fetched(row, self._urls.fetch)
+
+    def check_count(self, count: int) -> None:
+        """Check the number of pictures of a prompt, or of a whole conversation.
+
+        Raises:
+            InputError: there are more than `limit_mm_per_prompt` allows.
+        """
+        self._limits.check_count(count)
+
     def read(self, row: Mapping[str, Any], ids_of: IdsOf | None = None) -> tuple[Ids, PromptPictures | None]:
         """The ids of a row's prompt with the ids of its pictures, and its pictures; None: the row has none.
 
@@ -93,8 +142,8 @@ class ImagePrompts:
             InputError: a picture cannot be opened or processed, there are too many, the prompt cannot be tokenized, or its text
                 has not one placeholder per picture.
         """
-        prompt, images = images_of_row(row)
-        self._limits.check_count(len(images))
+        prompt, images = images_of_row(self.with_files(row))
+        self.check_count(len(images))
         pictures = [self._process(image) for image in images]
         if isinstance(prompt, list):
             prompt = with_pictures(prompt, pictures)

@@ -15,6 +15,7 @@ from PIL import Image, UnidentifiedImageError
 
 from lockstep.errors import InputError
 from lockstep.images.data_urls import bytes_of_data_url, is_data_url, to_data_url
+from lockstep.images.urls import NO_URLS, is_url
 from lockstep.tokens.stand_ins import StandsForIds, picture_part
 
 COLUMNS = ("image", "images")
@@ -109,9 +110,33 @@ def with_data_urls(messages: Sequence[Message]) -> list[Message]:
 
     def own(part: Any) -> Any:
         image = part.get("image") if isinstance(part, Mapping) else None
-        return part if image is None or is_data_url(image) else {**part, "image": to_data_url(opened(image))}
+        return part if image is None else {**part, "image": _as_data_url(image)}
 
     return _each_part(messages, own)
+
+
+def with_image_urls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row for an agent: each image is a `data:` URL, and those in messages are parts of OpenAI's chat completions API.
+
+    Raises:
+        InputError: an image cannot be opened.
+    """
+    found = dict(row)
+    if isinstance(row["prompt"], list):
+        found["prompt"] = _each_part(
+            with_data_urls(with_images(row)),
+            lambda part: {"type": "image_url", "image_url": {"url": part["image"]}} if _is_image(part) else part,
+        )
+    for name in COLUMNS:
+        if isinstance(row.get(name), list | tuple):
+            found[name] = [_as_data_url(image) for image in row[name]]
+        elif row.get(name) is not None:
+            found[name] = _as_data_url(row[name])
+    return found
+
+
+def _as_data_url(image: Any) -> str:
+    return image if is_data_url(image) else to_data_url(opened(image))
 
 
 def with_opened_images(messages: Sequence[Message]) -> list[Message]:
@@ -122,6 +147,40 @@ def with_opened_images(messages: Sequence[Message]) -> list[Message]:
         return {**part, "image": opened(part["image"])} if kept else part
 
     return _each_part(messages, own)
+
+
+def with_fetched(row: Mapping[str, Any], fetch: Callable[[str], str]) -> dict[str, Any]:
+    """A row in which each URL of an image has given way to what `fetch` returns for it.
+
+    Raises:
+        InputError: as in `fetch`.
+    """
+
+    def own(image: Any) -> Any:
+        found = image.get("path") if isinstance(image, Mapping) and image.get("bytes") is None else image
+        return fetch(found) if isinstance(found, str) and is_url(found) else image
+
+    def part_with_file(part: Any) -> Any:
+        known = as_image_part(part) if isinstance(part, Mapping) else {}
+        return {**known, "image": own(known["image"])} if known.get("image") is not None else part
+
+    found = dict(row)
+    for name in COLUMNS:
+        if isinstance(row.get(name), list | tuple):
+            found[name] = [own(image) for image in row[name]]
+        elif row.get(name) is not None:
+            found[name] = own(row[name])
+    if isinstance(row.get("prompt"), list):
+        found["prompt"] = _each_part(row["prompt"], part_with_file)
+    return found
+
+
+def as_image_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a message, with an image as TRL writes it where the part has the URL of one as in OpenAI's APIs."""
+    if part.get("type") != "image_url":
+        return dict(part)
+    url = part.get("image_url")
+    return {"type": "image", "image": url.get("url") if isinstance(url, Mapping) else url}
 
 
 def text_of_content(content: Any) -> str:
@@ -139,14 +198,15 @@ def opened(image: Any) -> Image.Image:
             `datasets`).
 
     Raises:
-        InputError: it is something else, a URL of another kind, or cannot be read.
+        InputError: it is something else, a URL (`images/urls.py` fetches those), or cannot be read.
     """
     if isinstance(image, Mapping):
         image = image.get("bytes") if image.get("bytes") is not None else image.get("path")
     if isinstance(image, str) and is_data_url(image):
         image = bytes_of_data_url(image)
-    if isinstance(image, str) and "://" in image:
-        raise InputError(f"{image[:100]} is a URL: pictures are not fetched over the network; give a file or its bytes")
+    if is_url(image):
+        # Nothing is fetched here: no URL is allowed.
+        NO_URLS.check(image)
     try:
         if isinstance(image, str | Path):
             with Image.open(image) as file:
@@ -218,14 +278,15 @@ def _parts(message: Any) -> list[dict[str, Any]]:
     for part in content if isinstance(content, list) else []:
         # `datasets` gives every part all keys of any part.
         own = {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
+        own = as_image_part(own)
         if own.get("type") not in ("text", "image") or (own["type"] == "text" and not isinstance(own.get("text"), str)):
             raise InputError(
-                f"a message has a part {part!r:.100}; only parts of type 'text' and 'image' are supported (an image is given as "
-                "{'type': 'image', 'image': …})"
+                f"a message has a part {part!r:.100}; only text and images are supported (an image is given as "
+                "{'type': 'image', 'image': …}, or with its URL as {'type': 'image_url', 'image_url': {'url': …}})"
             )
         parts.append(own)
     return parts
 
 
 def _is_image(part: Mapping[str, Any]) -> bool:
-    return part.get("type") == "image"
+    return part.get("type") in ("image", "image_url")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from lockstep.errors import InputError
 from lockstep.images.limits import PictureLimits
+from lockstep.images.urls import ImageUrls
 from lockstep.training.config.trl_fields import doc
 
 
@@ -32,14 +33,22 @@ class ImageFields:
     )
     limit_mm_per_prompt: dict | str | None = field(
         default=None,
-        metadata=doc('Largest number of pictures per prompt, as {"image": 4}; a row with more is refused.'),
+        metadata=doc(
+            'Largest number of pictures per conversation, as {"image": 4}. A row with more is refused; a tool\'s result with one '
+            "more is an error for the model."
+        ),
+    )
+    image_urls: list[str] | None = field(
+        default=None,
+        metadata=doc("Beginnings of URLs from which pictures may be fetched. Default: no picture is fetched."),
     )
 
     def check_images(self) -> None:
         """Check the fields.
 
         Raises:
-            InputError: a limit is not a positive number, they contradict each other, or one is for something else than pictures.
+            InputError: a limit is not a positive number, they contradict each other, or one is for something else than pictures; or
+                `image_urls` has something else than beginnings of URLs.
         """
         for name in ("min_pixels", "max_pixels"):
             given = getattr(self, name)
@@ -53,6 +62,10 @@ class ImageFields:
             raise InputError(
                 f'limit_mm_per_prompt={limit!r}; it must be {{"image": N}} with N of 1 or more: only pictures are supported'
             )
+
+        if isinstance(self.image_urls, str):
+            raise InputError(f"image_urls={self.image_urls!r:.100}; it must be a list of beginnings of URLs")
+        ImageUrls(self.image_urls or ())
 
     @property
     def picture_limits(self) -> PictureLimits:

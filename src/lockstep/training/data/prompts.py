@@ -119,6 +119,9 @@ def load_prompts(
         row = {**given, "prompt": source}
         try:
             if images is not None:
+                # From here on, the run needs no network.
+                row = images.with_files(row)
+                source = row["prompt"]
                 ids, pictures = images.read(row, ids_of)
             else:
                 made = render_prompt(source, tokenizer, template=template) if ids_of is None else ids_of(row)
