@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_seeing_caller(tmp_path_factory.mktemp("models") / "caller")
 
 
-def play(folder: str, tmp_path: Path, rows: Any = None, **given: Any) -> GRPOTrainer:
+def play(folder: Any, tmp_path: Path, rows: Any = None, **given: Any) -> GRPOTrainer:
     """A finished run of two steps whose rollouts have turns."""
     base = {"use_vllm": False, "max_completion_length": 120, "tools": [draw], "max_tool_calling_iterations": 3}
     base |= {"per_device_train_batch_size": 16, "num_generations": 4}
@@ -137,6 +137,23 @@ def test_a_picture_that_does_not_fit_is_dropped_with_its_ids(folder: str, tmp_pa
     assert max(gaps(trainer)) < LIMIT
 
 
+def test_a_result_with_more_pictures_than_the_limit_is_an_error_for_the_model(folder: str, tmp_path: Path) -> None:
+    """The pictures of the row count too. A conversation that has reached the limit goes on."""
+    trainer = play(folder, tmp_path, mixed_rows(), limit_mm_per_prompt={"image": 2})
+    found = rollouts_of(trainer)
+    assert max(map(count, found)) == 2
+    said = {
+        r.key: [m["content"] for m in r.notes["messages"] if m["role"] == "tool" and "limit_mm" in str(m["content"])]
+        for r in found
+    }
+    refused = [r for r in found if said[r.key]]
+    assert refused
+    assert {count(r) for r in refused} == {2}
+    assert all(text.startswith('{"error": "3 pictures, and limit_mm') for r in refused for text in said[r.key])
+    assert any(len(r.turns) > len(said[r.key]) for r in refused)
+    assert max(gaps(trainer)) < LIMIT
+
+
 class Gallery:
     """An environment that begins with a picture and shows another one as the user."""
 
@@ -178,6 +195,19 @@ def test_environments_show_pictures_and_rewards_get_them(tmp_path: Path) -> None
     assert images >= {picture(100 + n, 16, 16).tobytes() for n in range(4)}
     spoken = [m for _, messages in seen for m in messages if m["role"] == "user"]
     assert {m["content"][0]["image"].tobytes() for m in spoken} == {picture(200 + n).tobytes() for n in range(2)}
+
+
+@pytest.mark.parametrize(("limit", "method"), [(2, "reset"), (3, "next_user_message")])
+def test_an_environment_with_more_pictures_than_the_limit_costs_its_rollout(
+    limit: int, method: str, tmp_path: Path
+) -> None:
+    folder = save_seeing_caller(tmp_path / "model", calls=0.2)
+    fields: dict[str, Any] = {"tools": None, "environment_factory": Gallery, "rehearse_rewards": False}
+    trainer = play(folder, tmp_path, mixed_rows(), limit_mm_per_prompt={"image": limit}, max_steps=1, **fields)
+    failed = {r.failed for r in rollouts_of(trainer) if r.failed}
+    said = f"{limit + 1} pictures, and limit_mm_per_prompt allows {limit} per conversation"
+    assert f"environment Gallery: {method}: {said}: raise it, or show fewer" in failed
+    assert max(map(count, rollouts_of(trainer))) <= limit
 
 
 def test_a_prompt_with_pictures_goes_on_with_text_and_after_an_interruption(folder: str, tmp_path: Path) -> None:

@@ -98,6 +98,22 @@ def test_images_that_are_not_named_are_asked_for(folder: str, tmp_path: Path) ->
         trainer.train()
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_more_images_than_the_limit_are_refused(named: bool, folder: str, tmp_path: Path) -> None:
+    def more(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        return two_turns(prompts, trainer, named=True) if named else {"images": generate(prompts, trainer)}
+
+    def generate(prompts: list[Any], trainer: Any) -> list[Any]:
+        ids = trainer.source.rollout_function.images.picture(picture(50, 16, 16)).ids.tolist()
+        shown = [[picture(50 + i, 16, 16) for i in range(3)] for _ in prompts]
+        return generate_rollout_completions(trainer, [[5, *ids, 5, *ids, 5, *ids]] * len(prompts), images=shown)
+
+    fields: dict[str, Any] = {"max_completion_length": 24, "limit_mm_per_prompt": {"image": 2}}
+    trainer = look(folder, tmp_path, use_vllm=False, rollout_func=more, **fields)
+    with pytest.raises(InputError, match="3 pictures, and limit_mm_per_prompt allows 2 per conversation"):
+        trainer.train()
+
+
 def test_ids_without_their_images_are_not_sampled_after(folder: str, tmp_path: Path) -> None:
     def forgets(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         first = generate_rollout_completions(trainer, prompts, max_tokens=2)

@@ -17,7 +17,6 @@ from PIL import Image
 from lockstep.errors import InputError
 from lockstep.images.data_urls import to_data_url
 from lockstep.images.pictures import Picture
-from lockstep.images.reading import opened
 from lockstep.rollouts.scores.coroutines import is_coroutine_function
 from lockstep.tokens.conversation import template
 from lockstep.tokens.stand_ins import picture_part
@@ -36,8 +35,8 @@ class Seen:
     picture: Picture
 
 
-# Processes an opened image.
-Process = Callable[[Image.Image], Picture]
+# Opens and processes an image that user code gave: the opened image, and the image as the model takes it.
+Process = Callable[[Any], tuple[Image.Image, Picture]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +49,11 @@ class Content:
     def text(self) -> str:
         """The text alone."""
         return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def pictures(self) -> int:
+        """The number of images."""
+        return sum(not isinstance(part, str) for part in self.parts)
 
     def shown(self, longest: int) -> template.Content:
         """The content of a message, as the chat template takes it.
@@ -113,7 +117,7 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def shows_no_images(image: Image.Image) -> Picture:
+def shows_no_images(image: Any) -> tuple[Image.Image, Picture]:
     """The function `process` of a run whose model sees no images.
 
     Raises:
@@ -131,5 +135,5 @@ def _part(block: Mapping[str, Any], process: Process) -> str | Seen:
 
 
 def _seen(image: Any, process: Process) -> Seen:
-    found = opened(image)
-    return Seen(to_data_url(found), process(found))
+    found, picture = process(image)
+    return Seen(to_data_url(found), picture)

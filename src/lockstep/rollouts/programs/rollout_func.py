@@ -27,7 +27,6 @@ from lockstep.engines.protocol import Completion, FinishReason, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import PromptPictures
 from lockstep.images.prompts import ImagePrompts
-from lockstep.images.reading import opened
 from lockstep.rollouts.conversation import Decode
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.seal import seal_of
@@ -156,9 +155,10 @@ def _pictures(
     ids = joined([prompt_ids, token_ids[: last + 1]])
     try:
         if "images" in columns:
-            shown = [images.picture(opened(image)) for image in columns["images"][row] or ()]
+            shown = [images.opened_picture(image)[1] for image in columns["images"][row] or ()]
         else:
             shown = list(prompt.pictures.pictures) if prompt.pictures is not None else []
+        images.check_count(len(shown))
         return images.placed(ids, shown)
     except (InputError, ProofError) as error:
         said = error.found if isinstance(error, ProofError) else str(error)

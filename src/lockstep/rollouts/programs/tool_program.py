@@ -25,16 +25,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.engines.protocol import derived_seed
+from lockstep.errors import InputError
 from lockstep.images.pictures import PromptPictures
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import with_data_urls
 from lockstep.rollouts.conversation import Conversation, OutOfRoom, Turn
 from lockstep.rollouts.group import Rollout
+from lockstep.rollouts.programs.content import Content
 from lockstep.rollouts.programs.environments import Environment, EnvironmentFailed, Environments
-from lockstep.rollouts.programs.tools import Tool, ToolCalls, ToolResult
+from lockstep.rollouts.programs.tools import Tool, ToolCalls, ToolResult, failed_call
 from lockstep.tokens.arrays import Ids, joined
+from lockstep.tokens.conversation import template
 from lockstep.tokens.conversation.extension import Branch, Extension, Message, ParsedTurn
-from lockstep.tokens.conversation.template import Content
 from lockstep.tokens.stand_ins import pictures_in
 
 # One rollout in so many is rendered again.
@@ -125,6 +127,8 @@ class ToolProgram:
         conversation.notes["environment"] = conversation.seed
         begun = await environment.reset(environments.row_of(row), conversation.environment_seed)
         asked, longest = self._asked(conversation), conversation.context * self._longest_token
+        if begun is not None:
+            self._check_count(environment, "reset", begun, asked)
         said = _Said(
             _with_content(asked, None if begun is None else begun.shown(longest)), conversation.notes["messages"]
         )
@@ -168,6 +172,7 @@ class ToolProgram:
                 rounds += 1
                 asked = [(call.name, call.arguments) for call in parsed.calls]
                 results = await self._calls.run(tools, asked, f"turn {rounds} of rollout {conversation.key}")
+                results = self._within_limit(results, said.shown)
                 notes["tool_calls"] += len(results) + len(parsed.errors)
                 notes["tool_failures"] += sum(result.failed for result in results) + len(parsed.errors)
                 if environment is not None:
@@ -177,6 +182,8 @@ class ToolProgram:
                 said_next = await environment.next_user_message(parsed.content) if environment is not None else None
                 if said_next is None:
                     return
+                assert environment is not None
+                self._check_count(environment, "next_user_message", said_next, said.shown)
                 shown, kept = (
                     [{"role": "user", "content": content}]
                     for content in (said_next.shown(longest), said_next.kept(longest))
@@ -184,6 +191,31 @@ class ToolProgram:
             go_on(conversation, extension, said.shown, context, turn, shown, self._images)
             said.shown += [parsed.message, *shown]
             said.kept += kept
+
+    def _within_limit(self, results: list[ToolResult], before: Sequence[Message]) -> list[ToolResult]:
+        """The results of a turn. Those with which the conversation would have too many pictures are errors for the model."""
+        count, found = len(pictures_in(before)), []
+        for result in results:
+            try:
+                if result.content.pictures and self._images is not None:
+                    self._images.check_count(count + result.content.pictures)
+            except InputError as error:
+                result = failed_call(result.name, str(error), ticket=result.ticket)
+            count += result.content.pictures
+            found.append(result)
+        return found
+
+    def _check_count(self, environment: Environment, method: str, said: Content, before: Sequence[Message]) -> None:
+        """Check the number of pictures with those that an environment has given.
+
+        Raises:
+            EnvironmentFailed: there are too many.
+        """
+        try:
+            if said.pictures and self._images is not None:
+                self._images.check_count(len(pictures_in(before)) + said.pictures)
+        except InputError as error:
+            raise environment.fail(method, str(error)) from error
 
     def _asked(self, conversation: Conversation) -> list[Message]:
         """The messages of the prompt, with its pictures."""
@@ -242,7 +274,7 @@ def is_drawn(seed: int) -> bool:
     return derived_seed(seed, "template") % _CHECKED == 0
 
 
-def _with_content(prompt: Sequence[Message], content: Content | None) -> list[Message]:
+def _with_content(prompt: Sequence[Message], content: template.Content | None) -> list[Message]:
     """The messages of a prompt, with more content at the end of the last one."""
     messages = list(prompt)
     if content:
@@ -257,7 +289,7 @@ def _with_content(prompt: Sequence[Message], content: Content | None) -> list[Me
     return messages
 
 
-def _parts(content: Content) -> list[dict[str, Any]]:
+def _parts(content: template.Content) -> list[dict[str, Any]]:
     if isinstance(content, list):
         return content
     return [{"type": "text", "text": content}] if content else []

@@ -55,6 +55,7 @@ class RolloutAgents:
         self._extensions: Extensions | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._gateway: Gateway | None = None
+        self._images: ImagePrompts | None = None
 
     @property
     def rewards(self) -> dict[str, Any]:
@@ -64,14 +65,18 @@ class RolloutAgents:
     def open(
         self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], images: ImagePrompts | None = None
     ) -> None:
-        """Prepare the conversations of this tokenizer. Agents have no pictures yet (`training/trainers/images.py`).
+        """Prepare the conversations of this tokenizer.
+
+        Args:
+            images: reads the images of prompts and of agents' messages; None: the run shows none.
 
         Raises:
             InputError: the tokenizer has no chat template, or its conversations cannot be extended.
         """
         arguments: Any = self._config.chat_template_kwargs
-        self._tokenizer = tokenizer
-        self._extensions = Extensions(tokenizer, end_ids, arguments, self._config.tool_format)
+        self._tokenizer, self._images = tokenizer, images
+        placeholder = images.placeholder if images is not None else None
+        self._extensions = Extensions(tokenizer, end_ids, arguments, self._config.tool_format, placeholder)
 
     def start(self) -> AgentProgram:
         """Start the gateway, and return the program of the run's rollouts. On the rank that holds the engine, after `open`.
@@ -85,7 +90,7 @@ class RolloutAgents:
         limits = RunLimits(self._model, sampling_of(config, self._tokenizer))
         self._gateway = Gateway(limits, config.gateway_host, config.gateway_port)
         _logger.info(f"agents call the gateway at {self._gateway.url}")
-        return AgentProgram(self._agent, self._gateway, self._extensions)
+        return AgentProgram(self._agent, self._gateway, self._extensions, self._images)
 
     def prompt_ids(self, row: Mapping[str, Any]) -> Ids:
         """Ids of a row's prompt. An agent may ask something else: then they are not used.
@@ -94,6 +99,9 @@ class RolloutAgents:
             InputError: the prompt cannot be tokenized.
         """
         assert self._tokenizer is not None
+        assert self._extensions is not None
+        if self._images is not None and isinstance(row["prompt"], list):
+            return self._extensions(()).prompt(row["prompt"])
         arguments: Any = self._config.chat_template_kwargs
         return whole_numbers(render_prompt(row["prompt"], self._tokenizer, arguments))
 

@@ -17,7 +17,7 @@ from lockstep.engines.protocol import GenerationRequest, RequestKey, request_see
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import PromptPictures
 from lockstep.images.prompts import ImagePrompts
-from lockstep.images.reading import opened, with_images
+from lockstep.images.reading import with_images
 from lockstep.rollouts.driver import decoding
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.rollout_func import Bounds, groups_of_columns
@@ -151,8 +151,9 @@ def _seen(prompt: Any, given: Sequence[Any], images: ImagePrompts) -> tuple[Ids,
     ids = _as_ids(prompt)
     if ids is None:
         return images.read({"prompt": prompt, "images": list(given)})
+    images.check_count(len(given))
     try:
-        return ids, images.placed(ids, [images.picture(opened(image)) for image in given])
+        return ids, images.placed(ids, [images.opened_picture(image)[1] for image in given])
     except ProofError as error:
         raise InputError(f"{error.found}; give the images of each prompt of ids in `images`") from error
 
