@@ -150,17 +150,6 @@ def test_a_placeholder_that_an_engine_samples_all_the_same_is_found(
     assert found.value.check in ("placeholder", "temperature")
 
 
-REFUSED = {
-    "an agent": {"agent": lambda base_url, api_key, row: 0.0},
-}
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_is_not_supported_with_pictures_yet_is_named(name: str, folder: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=f"not supported with images yet: {name}"):
-        look(folder, tmp_path, **{"use_vllm": False, **REFUSED[name]})
-
-
 def test_a_model_of_text_refuses_pictures(untied_dir: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="column 'images': images are not supported for this model"):
         look(untied_dir, tmp_path, same_grid_rows(), use_vllm=False)

@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.gateway.refusals import bad_value
+from lockstep.images.data_urls import is_data_url
+from lockstep.images.urls import is_url
 from lockstep.tokens.chat import Message
+from lockstep.tokens.conversation.template import Content
 
 # OpenAI calls a system message `developer` for its newer models. Chat templates know `system` only.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -18,19 +21,24 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 THINKING = "reasoning_content"
 _FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", THINKING}
 _TEXT_PARTS = {"text", "input_text", "output_text", "reasoning_text"}
+# Images of the chat completions API, and of the responses API.
+_IMAGE_PARTS = {"image_url", "input_image"}
+_SHOWING_ROLES = ("user", "tool")
 
 
 def template_message(given: Any, param: str) -> Message:
     """A message of the chat completions API, as a chat template reads it.
 
     Raises:
-        Refused: it is no such message, or contains more than text and tool calls.
+        Refused: it is no such message, or contains more than text, images and tool calls.
     """
     if not isinstance(given, Mapping) or given.get("role") not in _ROLES:
         raise bad_value(param, f"{param} needs a role out of {', '.join(_ROLES)}")
     if unknown := [name for name, value in given.items() if name not in _FIELDS and value]:
         raise bad_value(f"{param}.{unknown[0]}", f"{param}.{unknown[0]} is not supported; leave it out")
-    message: Message = {"role": _ROLES[given["role"]], "content": text_of(given.get("content"), f"{param}.content")}
+    role = _ROLES[given["role"]]
+    read = content_of if role in _SHOWING_ROLES else text_of
+    message: Message = {"role": role, "content": read(given.get("content"), f"{param}.content")}
     for name in ("name", "tool_call_id", THINKING):
         if given.get(name) is not None:
             message[name] = given[name]
@@ -55,6 +63,40 @@ def template_call(call: Any, param: str) -> dict[str, Any]:
     }
 
 
+def content_of(content: Any, param: str) -> Content:
+    """The content of a message that may show images: text, or parts of which an image has its URL.
+
+    Raises:
+        Refused: a part is neither text nor an image with a URL.
+    """
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return text_of(content, param)
+    return [
+        {"type": "image", "image": _url_of(part, param)}
+        if _is_image(part)
+        else {"type": "text", "text": text_of(part, param)}
+        for part in content
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS
+
+
+def _url_of(part: Mapping[str, Any], param: str) -> str:
+    """The URL of an image part. A path of this machine is none: an agent may not read the trainer's files."""
+    given = part.get("image_url")
+    fields = given if isinstance(given, Mapping) else {**part, "url": given}
+    if fields.get("detail") not in (None, "auto"):
+        raise bad_value(
+            param, f"{param} asks for detail={fields['detail']!r:.40}; the run sets the sizes of images (max_pixels)"
+        )
+    url = fields.get("url")
+    if not isinstance(url, str) or not (is_data_url(url) or is_url(url)):
+        raise bad_value(param, f"{param} has an image without a data: URL or an http(s) URL that image_urls allows")
+    return url
+
+
 def text_of(content: Any, param: str) -> str:
     """The text of a message's content: a string, or parts of text. None is the empty text.
 
@@ -67,7 +109,9 @@ def text_of(content: Any, param: str) -> str:
     if not all(
         isinstance(p, Mapping) and p.get("type") in _TEXT_PARTS and isinstance(p.get("text"), str) for p in parts
     ):
-        raise bad_value(param, f"{param} must be text; images and other parts are not supported yet")
+        raise bad_value(
+            param, f"{param} must be text; only users and tools may show images, and other parts are not supported"
+        )
     return "".join(part["text"] for part in parts)
 
 

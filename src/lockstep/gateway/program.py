@@ -16,6 +16,8 @@ from lockstep.errors import InputError
 from lockstep.gateway.agents import Agent, AgentFailed, Reward
 from lockstep.gateway.recording import Recording
 from lockstep.gateway.web import Gateway
+from lockstep.images.prompts import ImagePrompts
+from lockstep.images.reading import with_image_urls
 from lockstep.rollouts.conversation import Conversation
 from lockstep.tokens.conversation.extension import Extension
 
@@ -29,6 +31,7 @@ class Extensions:
     Args:
         end_ids: ids that end a turn.
         tool_format: the format of tool calls (`tokens/conversation/tool_calls.py`). None: the format that the chat template shows.
+        placeholder: the id that stands for a part of an image; None: the run shows no images.
 
     Raises:
         InputError: the tokenizer has no chat template, or its conversations cannot be extended.
@@ -40,9 +43,11 @@ class Extensions:
         end_ids: Sequence[int],
         chat_template_kwargs: dict[str, Any] | None = None,
         tool_format: str | None = None,
+        placeholder: int | None = None,
     ) -> None:
         self._tokenizer, self._end_ids = tokenizer, end_ids
         self._how: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs, "tool_format": tool_format}
+        self._how["placeholder"] = placeholder
         self._made: dict[str, Extension] = {}
         # Before an agent is started.
         self(())
@@ -71,10 +76,13 @@ class AgentProgram:
 
     Args:
         extensions: how messages become ids.
+        images: reads the images of messages; None: the run shows none.
     """
 
-    def __init__(self, agent: Agent, gateway: Gateway, extensions: Extensions) -> None:
-        self._agent, self._gateway, self._extensions = agent, gateway, extensions
+    def __init__(
+        self, agent: Agent, gateway: Gateway, extensions: Extensions, images: ImagePrompts | None = None
+    ) -> None:
+        self._agent, self._gateway, self._extensions, self._images = agent, gateway, extensions, images
 
     async def __call__(self, conversation: Conversation) -> None:
         """Make one rollout.
@@ -83,7 +91,7 @@ class AgentProgram:
             InputError: the agent's reward is no number, its command cannot be started, or its tools cannot be shown.
             LockstepError: the engine failed.
         """
-        recording = Recording(conversation, self._extensions)
+        recording = Recording(conversation, self._extensions, self._images)
         key = self._gateway.open(recording)
         reward: Reward = None
         try:
@@ -103,6 +111,8 @@ class AgentProgram:
         """Run the agent to its end, or until the engine fails."""
         prompt = conversation.prompt
         row = {"prompt": prompt.source, "seed": conversation.environment_seed, **prompt.columns}
+        if prompt.pictures is not None:
+            row = await asyncio.to_thread(with_image_urls, row)
         work: asyncio.Future[Any] = asyncio.ensure_future(self._agent.run(self._gateway.base_url(key), key, row))
         try:
             both: list[asyncio.Future[Any]] = [work, recording.failure]

@@ -12,7 +12,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,12 +26,15 @@ from lockstep.gateway.joining import KnownTurn, Turns
 from lockstep.gateway.messages import THINKING
 from lockstep.gateway.partial import Teller
 from lockstep.gateway.refusals import Refused, bad_value, ended, no_room
+from lockstep.images.pictures import Picture, PromptPictures
+from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.conversation import Branch, Conversation, OutOfRoom, Turn
 from lockstep.rollouts.programs.tool_program import is_drawn
 from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.chat import Message
 from lockstep.tokens.conversation.extension import Extension, Insert
 from lockstep.tokens.conversation.turns import Conventions, ParsedTurn
+from lockstep.tokens.stand_ins import picture_part, pictures_in
 
 # Gives the extension for a set of tools.
 Extensions = Callable[[tuple[dict, ...]], Extension]
@@ -67,20 +70,23 @@ class Recording:
 
     Args:
         extensions: gives the extension for the tools of a call.
+        images: reads the images of messages; None: the run shows none.
 
     Attributes:
         counts: what happened so far.
         failure: gets the first error that is not the agent's fault. The program raises it.
     """
 
-    def __init__(self, conversation: Conversation, extensions: Extensions) -> None:
-        self._conversation, self._extensions = conversation, extensions
+    def __init__(self, conversation: Conversation, extensions: Extensions, images: ImagePrompts | None = None) -> None:
+        self._conversation, self._extensions, self._images = conversation, extensions, images
         self._loop = asyncio.get_running_loop()
         # Calls of one rollout wait for each other: each may use all room that is left, and their order decides their seeds.
         self._turn = asyncio.Lock()
         self._turns = Turns()
         self._answers: dict[str, Answer] = {}
         self._messages: dict[str, tuple[Message, ...]] = {}
+        # By the URL that the client sent: the image's file as a `data:` URL, and the image as the model takes it.
+        self._seen: dict[str, tuple[str, Picture]] = {}
         self._gate = threading.Lock()
         self._open: set[asyncio.Task[Any]] = set()
         self._ended = False
@@ -148,11 +154,13 @@ class Recording:
             _in_form(m, extension.conventions) for m in messages[len(known.messages) if known is not None else 0 :]
         )
         try:
+            new = await self._with_pictures(known, new)
             context = self._context(extension, known, new)
+            shown = self._placed(context, known, new)
         except InputError as error:
             raise bad_value("messages", str(error)) from error
         try:
-            branch = self._continued(context)
+            branch = self._continued(context, shown)
             if known is not None and is_drawn(self._conversation.seed):
                 extension.check(known.messages[:-1], known.context_ids, known.turn_ids, new, branch.ids)
             name, created = self._made_up("answer", 24), int(time.time())
@@ -200,17 +208,41 @@ class Recording:
         self.counts.rewritten += 1
         return found.ids
 
-    def _continued(self, context: Ids) -> Branch:
-        """The branch that ends with these ids: an old one that they continue exactly, or a new one."""
+    async def _with_pictures(self, known: KnownTurn | None, new: tuple[Message, ...]) -> tuple[Message, ...]:
+        """New messages with their images as the model takes them.
+
+        Raises:
+            InputError: the run shows no images, there are too many, or one cannot be read.
+        """
+        urls = [part["image"] for part in _images_in(new)]
+        if not urls:
+            return new
+        if self._images is None:
+            raise InputError("this run shows no images to the model; send text")
+        self._images.check_count(len(urls) + len(pictures_in(known.messages if known is not None else ())))
+        for url in urls:
+            if url not in self._seen:
+                # In a thread: the other rollouts of this loop go on meanwhile.
+                self._seen[url] = await asyncio.to_thread(self._images.file_and_picture, url)
+        return tuple(_each_image(message, lambda url: picture_part(self._seen[url][1])) for message in new)
+
+    def _placed(self, context: Ids, known: KnownTurn | None, new: tuple[Message, ...]) -> PromptPictures | None:
+        """The pictures of the ids before a turn."""
+        if self._images is None:
+            return None
+        return self._images.placed(context, pictures_in([*(known.messages if known is not None else ()), *new]))
+
+    def _continued(self, context: Ids, shown: PromptPictures | None) -> Branch:
+        """The branch that ends with these ids and pictures: an old one that they continue exactly, or a new one."""
         conversation = self._conversation
-        found = [(len(ids), i) for i, ids in enumerate(b.ids for b in conversation.branches) if _starts(context, ids)]
+        found = [(len(b.ids), i) for i, b in enumerate(conversation.branches) if _continues(context, shown, b)]
         if not found:
-            branch = conversation.branch(context)
+            branch = conversation.branch(context, shown)
             branch.insert(context[:0], room_after=1)
             return branch
         length, place = max(found)
         branch = conversation.branches[place]
-        branch.insert(context[length:], room_after=1)
+        branch.insert(context[length:], room_after=1, pictures=shown)
         return branch
 
     def _written(
@@ -258,7 +290,8 @@ class Recording:
         counts = {"agent": asdict(self.counts)}
         if self._last is None:
             return {"prompt": [], "messages": [], "finish_reasons": [], **counts}
-        messages, turn = self._last
+        given, turn = self._last
+        messages = [_each_image(m, lambda url: {"type": "image", "image": self._seen[url][0]}) for m in given]
         said = {"prompt": list(messages[: turn.asked]), "messages": list(messages[turn.asked :])}
         return {**said, "finish_reasons": list(turn.finish_reasons), **counts}
 
@@ -273,8 +306,27 @@ def _earlier(
     return known.messages, known.asked, (*known.finish_reasons, *[None] * written)
 
 
-def _starts(context: Ids, ids: Ids) -> bool:
-    return len(ids) <= len(context) and np.array_equal(context[: len(ids)], ids)
+def _continues(context: Ids, shown: PromptPictures | None, branch: Branch) -> bool:
+    """Whether ids begin with those of a branch, and show its pictures there."""
+    ids = branch.ids
+    digests = shown.digests_before(len(ids)) if shown is not None else ()
+    own = branch.pictures.digests if branch.pictures is not None else ()
+    return len(ids) <= len(context) and np.array_equal(context[: len(ids)], ids) and digests == own
+
+
+def _images_in(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    contents = (message["content"] for message in messages)
+    return [
+        part for content in contents if isinstance(content, list) for part in content if part.get("type") == "image"
+    ]
+
+
+def _each_image(message: Message, own: Callable[[str], dict[str, Any]]) -> Message:
+    """A message with another part in place of each image part."""
+    if not isinstance(message["content"], list):
+        return message
+    parts = [own(part["image"]) if part.get("type") == "image" else part for part in message["content"]]
+    return {**message, "content": parts}
 
 
 def _in_form(message: Message, how: Conventions) -> Message:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.gateway.calls import Answer, Call
-from lockstep.gateway.messages import THINKING, function_tools, template_call, template_message, text_of
+from lockstep.gateway.messages import THINKING, content_of, function_tools, template_call, template_message, text_of
 from lockstep.gateway.parameters import RunLimits, check_parameters, flag, token_limit
 from lockstep.gateway.refusals import bad_value
 from lockstep.gateway.wishes import read_wishes
@@ -75,8 +75,8 @@ def messages_of(items: list[Any]) -> list[Message]:
                 messages.append({"role": "assistant", "content": ""})
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            text = text_of(item.get("output"), f"{param}.output")
-            messages.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
+            output = content_of(item.get("output"), f"{param}.output")
+            messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
         else:
             raise bad_value(param, f"{param} is no message, function call or function call output; leave it out")
         if reasoning and messages[-1]["role"] == "assistant":

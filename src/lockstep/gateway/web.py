@@ -34,7 +34,7 @@ from lockstep.gateway.refusals import Refused, bad_value, ended
 from lockstep.gateway.streams import Heard, SentText
 from lockstep.server.keys import make_key
 
-# Conversations are text. OpenAI's own limit is of this size.
+# The images of a conversation are in each of its calls. OpenAI's own limit is of this size.
 LARGEST_BODY = 32 << 20
 # Keys of ended rollouts that are remembered, so that their late calls get 410 instead of 401.
 _REMEMBERED = 100_000

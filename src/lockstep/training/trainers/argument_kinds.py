@@ -23,8 +23,7 @@ def check_kinds(model: Any, tokenizer: Any, callbacks: Any, optimizers: Any, eng
     check_model_kind(model)
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise InputError(
-            f"processing_class is a {_kind(tokenizer)}; it must be a tokenizer of transformers (processors of images are not "
-            "supported yet)"
+            f"processing_class is a {_kind(tokenizer)}; it must be a tokenizer of transformers, or a processor with a tokenizer"
         )
     if callbacks is not None and not (isinstance(callbacks, list | tuple) and all(map(_is_callback, callbacks))):
         raise InputError(f"callbacks is {callbacks!r:.80}; it must be a list of transformers.TrainerCallback")

@@ -5,14 +5,16 @@ The constructor of the trainers calls these functions.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig, ProcessorMixin
 
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import COLUMNS, has_images
+from lockstep.images.urls import ImageUrls
 from lockstep.models.adapters import causal_model
 from lockstep.models.policy import BAD_FILES
 from lockstep.models.resolve import resolve_model
@@ -21,16 +23,20 @@ from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.policy import OpenedPolicy
 
 
-def unsupported_with_images(args: OnlineConfig, *, has_agent: bool) -> dict[str, bool]:
-    """Features that are not supported with pictures, and whether a run uses each.
+def parts_of_processor(given: Any) -> tuple[Any, Any]:
+    """A trainer's `processing_class` as a tokenizer and an image processor; None: it has none. TRL's scripts give both as one."""
+    if not isinstance(given, ProcessorMixin):
+        return given, None
+    tokenizer: Any = getattr(given, "tokenizer", None)
+    if tokenizer is not None and given.chat_template is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = given.chat_template
+    return tokenizer if tokenizer is not None else given, getattr(given, "image_processor", None)
 
-    Args:
-        has_agent: whether an agent makes the rollouts.
-    """
-    return {
-        "use_liger_kernel": bool(args.use_liger_kernel),
-        "an agent": has_agent,
-    }
+
+def unsupported_with_images(args: OnlineConfig) -> dict[str, bool]:
+    """Features that are not supported with pictures, and whether a run uses each."""
+    return {"use_liger_kernel": bool(args.use_liger_kernel)}
 
 
 def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, bool]) -> None:
@@ -51,8 +57,8 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
             if columns := set(COLUMNS) & set(data.column_names):
                 # TRL would show the images to the model. If they were ignored, the model would answer without having seen them.
                 raise InputError(
-                    f"the {name} dataset has a column {min(columns)!r}: images are not supported for this model; drop the column, "
-                    f"or give a model that reads images ({', '.join(FAMILIES)})"
+                    f"the {name} dataset has a column {min(columns)!r}: images are not supported for this model "
+                    f"({_family(model)}); drop the column, or give a model that reads images ({', '.join(FAMILIES)})"
                 )
             # Parts of messages are refused where they are rendered, with the name of the row.
             continue
@@ -64,13 +70,14 @@ def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, b
 
 
 def image_prompts(
-    opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[str, Any], *, acting: bool
+    opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[str, Any], processor: Any = None, *, acting: bool
 ) -> ImagePrompts | None:
     """Reads the pictures of a run; None: it has none, or cannot show any.
 
     Args:
-        acting: whether rollouts have tools, environments or a function, which may give pictures that no dataset has. Where such a
-            run cannot show pictures, a tool that gives one gives an error to the model.
+        processor: the image processor; None: the model's own.
+        acting: whether rollouts have tools, environments, a function or an agent, which may give pictures that no dataset has.
+            Where such a run cannot show pictures, a tool that gives one gives an error to the model, and an agent gets an error.
 
     Raises:
         InputError: the model has no image processor, or a limit on pictures does not fit it.
@@ -80,7 +87,8 @@ def image_prompts(
     if not reads_pictures(model.config) or not (in_data or acting):
         return None
     try:
-        return ImagePrompts(model, opened.tokenizer, opened.path, arguments, args.picture_limits)  # type: ignore[arg-type]
+        urls = ImageUrls(args.image_urls or ())
+        return ImagePrompts(model, opened.tokenizer, opened.path, arguments, args.picture_limits, urls, processor)  # type: ignore[arg-type]
     except InputError:
         # A model that comes without an image processor may still be trained on text.
         if in_data:
@@ -105,10 +113,21 @@ def has_pictures(data: Any) -> bool:
 
 def _may_read_pictures(model: Any) -> bool:
     """Whether the model reads pictures, as far as its config is on this machine."""
+    config = _config(model)
+    # Loading the model says what is wrong with it. If it reads no pictures, `load_prompts` refuses them.
+    return config is None or reads_pictures(config)
+
+
+def _family(model: Any) -> str:
+    config = _config(model)
+    return config.model_type if config is not None else "unknown"
+
+
+def _config(model: Any) -> PreTrainedConfig | None:
+    """The config of a trainer's model; None: it cannot be read."""
     if not isinstance(model, str):
-        return reads_pictures(causal_model(model).config)
+        return causal_model(model).config
     try:
-        return reads_pictures(AutoConfig.from_pretrained(resolve_model(model), local_files_only=True))
+        return AutoConfig.from_pretrained(resolve_model(model), local_files_only=True)
     except BAD_FILES:
-        # Loading the model says what is wrong with it. If it reads no pictures, `load_prompts` refuses them.
-        return True
+        return None

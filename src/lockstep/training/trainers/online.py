@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 import torch
 from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProcessorMixin, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from lockstep.definitions.settings import wanted
@@ -58,7 +58,7 @@ from lockstep.training.step.moving_share import check_steps_move
 from lockstep.training.trainers.argument_kinds import check_kinds, check_open
 from lockstep.training.trainers.evaluation import EvaluatesBySampling
 from lockstep.training.trainers.foreign_hooks import RefusesForeignHooks
-from lockstep.training.trainers.images import check_images, image_prompts, unsupported_with_images
+from lockstep.training.trainers.images import check_images, image_prompts, parts_of_processor, unsupported_with_images
 from lockstep.training.trainers.live_views import show_in_notebook
 from lockstep.training.trainers.resuming import WholeCheckpoints
 from lockstep.training.trainers.run_files import RunFiles
@@ -96,7 +96,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         train_dataset: `datasets.Dataset` with a `prompt` column (text or messages); other columns go to the rewards. Of a
             `datasets.IterableDataset` the rows that `max_steps` need are read at once, and used in their order.
         eval_dataset: the same for `evaluate`, or several by name; they must not overlap with the training data.
-        processing_class: the tokenizer; by default the model's.
+        processing_class: the tokenizer, or a processor with a tokenizer and perhaps an image processor; by default the model's.
         reward_processing_classes: tokenizers of the reward models, one per entry of `reward_funcs`; default: the models' own.
         callbacks, optimizers: as in `transformers.Trainer`.
         quantization_config: a `transformers.BitsAndBytesConfig` in 4 bits; with a `peft_config` this is QLoRA.
@@ -128,7 +128,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         args: Config | None = None,
         train_dataset: Data | None = None,
         eval_dataset: Data | Mapping[str, Data] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: ProcessingClasses = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
@@ -153,11 +153,12 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.config: Any = args
         asked = wanted(vars(args))
         self._is_closed = False
+        processing_class, image_processor = parts_of_processor(processing_class)
         check_kinds(model, processing_class, callbacks, optimizers, engine)
         check_reference(model, ref_model, args, peft_config)
         self.ranks = Ranks(_LONGEST_CALL * args.generation_timeout * (args.generations_ahead + 1))
         found: list[GivenData] = []
-        in_use = unsupported_with_images(args, has_agent=agent is not None)
+        in_use = unsupported_with_images(args)
 
         def read() -> None:
             found.append(read_data(train_dataset, eval_dataset, args, environment_factory))
@@ -178,8 +179,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
 
         opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
-        acting = bool(tools) or environment_factory is not None or rollout_func is not None
-        images = image_prompts(opened, args, data.named, acting=acting)
+        acting = bool(tools) or any(given is not None for given in (environment_factory, rollout_func, agent))
+        images = image_prompts(opened, args, data.named, image_processor, acting=acting)
         banned = images.banned_ids if images is not None else ()
         self.settings = SettingsProof(
             asked, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], banned

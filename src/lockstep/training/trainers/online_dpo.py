@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
@@ -49,7 +49,7 @@ class OnlineDPOTrainer(OnlineTrainer[OnlineDPOConfig]):
         data_collator: Any = None,
         train_dataset: Data | None = None,
         eval_dataset: Data | Mapping[str, Data] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         reward_processing_classes: ProcessingClasses = None,
         peft_config: Any = None,
         compute_metrics: Any = None,
