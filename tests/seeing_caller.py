@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from caller import DIGITS, LAST, OPEN, SECOND, TEMPLATE, add_call_tokens, steps_of, teach_steps
 from seeing import is_in_tiles, make_seeing, make_seeing_tokenizer, picture, save_processor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
 TOOL = "draw"
 
@@ -48,6 +49,14 @@ def save_seeing_caller(folder: Path, family: str = "qwen2_5_vl", calls: float = 
     make_seeing_caller(family, calls).save_pretrained(folder)
     make_seeing_caller_tokenizer(family).save_pretrained(folder)
     return save_processor(folder, family)
+
+
+def caller_in(folder: str, family: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The model with its tokenizer, under the name of a directory with another model of the family: for an engine that was started
+    with that one, and gets these weights."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model.load_state_dict(make_seeing_caller(family).state_dict())
+    return model, make_seeing_caller_tokenizer(family)
 
 
 def draw(a: int) -> Any:

@@ -44,6 +44,7 @@ def look(model: Any, folder: Path, rows: list[dict[str, Any]] | None = None, **g
         "environment_factory",
         "rollout_func",
         "agent",
+        "processing_class",
     )
     arguments = {name: given.pop(name) for name in names if name in given}
     reward = given.pop("reward_funcs", by_length)

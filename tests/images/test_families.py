@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from looking import another_resize, gaps, leave_pixels_out, look, other_pixels, resized_rows, same_grid_rows
 from PIL import Image
-from seeing import make_seeing, make_seeing_tokenizer, picture, save_seeing
+from seeing import TILE, make_seeing, make_seeing_tokenizer, picture, save_seeing
 from transformers import AutoImageProcessor, Idefics3Processor
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
@@ -100,6 +102,31 @@ def use_processor(monkeypatch: pytest.MonkeyPatch, folder: str, **changes: Any) 
         setattr(processor, name, value)
     monkeypatch.setattr(prompts.AutoImageProcessor, "from_pretrained", lambda path: processor)
     return processor
+
+
+def test_a_processor_that_a_script_gives_is_used_with_its_tokenizer_as_it_was(tmp_path: Path) -> None:
+    """As in TRL's scripts. The model's own image processor would cut the pictures into tiles."""
+    folder, tokenizer = save_seeing(tmp_path / "model", "idefics3"), make_seeing_tokenizer("idefics3")
+    images, template = AutoImageProcessor.from_pretrained(folder), tokenizer.chat_template
+    images.do_image_splitting, tokenizer.chat_template = False, None
+    given = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
+    trainer = train(folder, tmp_path, processing_class=given, max_steps=1, max_pixels=TILE**2)
+    shown = [p.pictures for p in trainer._train_prompts if p.pictures]
+    assert {len(picture.pixel_values) for own in shown for picture in own.pictures} == {1}
+    assert max(gaps(trainer)) < LIMIT
+    assert (images.size["longest_edge"], tokenizer.chat_template) == (2 * TILE, None)
+    without = Dataset.from_list([{"prompt": "x"}])
+    with pytest.raises(InputError, match=r"processing_class is a Idefics3ImageProcessor.*a processor with a tokenizer"):
+        GRPOTrainer(folder, [], None, without, processing_class=images)
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_next", "gemma3", "idefics2", "qwen2_vl", "paligemma"])
+def test_other_families_are_refused_by_name_before_a_model_is_loaded(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    with pytest.raises(
+        InputError, match=rf"images are not supported for this model \({name}\); .*qwen2_5_vl, qwen3_vl"
+    ):
+        look(str(tmp_path), tmp_path, same_grid_rows(), use_vllm=False)
 
 
 # Pictures of four tiles, of two tiles above each other, and of two tiles side by side.

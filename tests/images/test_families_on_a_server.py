@@ -13,7 +13,10 @@ from conftest import VLLM
 from looking import adapter, gaps, leave_pixels_out, look, same_grid_rows, wrong_order
 from PIL import Image
 from seeing import IN_VLLM, picture, save_seeing, seeing_plugin
+from seeing_caller import caller_in
 from servers import Server, connect, serve
+from test_pictures_in_turns import play
+from test_turns_on_vllm import check
 from tiny import CONTEXT
 
 from lockstep.engines.http import server_messages, server_pictures, server_requests
@@ -93,6 +96,13 @@ def test_an_adapter_on_all_layers_is_proven_with_pictures(
     trainer.train()
     assert len(gaps(trainer)) == 2
     assert max(gaps(trainer)) < LIMIT
+
+
+def test_results_with_pictures_are_proven_turn_by_turn(
+    family: str, folder: str, tmp_path: Path, engine: VLLMServer
+) -> None:
+    model, tokenizer = caller_in(folder, family)
+    check(play(model, tmp_path, processing_class=tokenizer, engine=engine))
 
 
 def test_equal_tiles_of_one_picture_are_proven_too(folder: str, tmp_path: Path, engine: VLLMServer) -> None:

@@ -11,6 +11,9 @@ import torch
 from conftest import VLLM
 from looking import adapter, gaps, leave_pixels_out, look, other_pixels, same_grid_rows
 from seeing import IN_VLLM, let_vllm_see, save_seeing
+from seeing_caller import caller_in
+from test_pictures_in_turns import play
+from test_turns_on_vllm import check
 from tiny import CONTEXT
 
 from lockstep.engines.vllm import in_process
@@ -88,6 +91,13 @@ def test_an_adapter_on_all_layers_is_proven_with_pictures(
     trainer.train()
     assert len(gaps(trainer)) == 2
     assert max(gaps(trainer)) < LIMIT
+
+
+def test_results_with_pictures_are_proven_turn_by_turn(
+    family: str, folder: str, tmp_path: Path, vllm: VLLMInProcess
+) -> None:
+    model, tokenizer = caller_in(folder, family)
+    check(play(model, tmp_path, processing_class=tokenizer, engine=vllm))
 
 
 def test_other_pixels_of_the_same_grid_in_the_engine_are_found_by_the_gap(
