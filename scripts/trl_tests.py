@@ -3,6 +3,8 @@
     make trl-tests ARGS="PATH_TO_TRL_CHECKOUT"                                     (GRPO, RLOO, Online DPO)
     make trl-tests ARGS="PATH_TO_TRL_CHECKOUT -k 'tools or environment or rollout'"
 
+Tests on images need torchvision (docs/reference/migrating-from-trl.md).
+
 The program runs the checkout's code. Give it a release or a commit of TRL's own repository, not a stranger's pull request. The
 checkout is the user's; nothing of it is kept here. Its tests name models and data sets on a hub. Nothing is downloaded: the
 program writes models of the same architectures, with a tokenizer of its own, into a folder that plays the hub's cache

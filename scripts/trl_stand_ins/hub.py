@@ -11,14 +11,17 @@ to made-up words of several lengths, because many rewards of the tests are the l
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from trl_stand_ins.vision import IMAGE_MARKS, load_torchvision, save_seeing
 
 ORGANISATION = "trl-internal-testing"
 VOCABULARY = 151_936
@@ -52,7 +55,7 @@ FAMILIES = {
 
 
 def build_hub(folder: Path, files: Sequence[Path], *, router_loss: bool) -> list[str]:
-    """Write every text model that the files name.
+    """Write every model that the files name, those that read images only where torchvision can be imported.
 
     Args:
         router_loss: whether the routers of experts keep their auxiliary loss.
@@ -60,6 +63,8 @@ def build_hub(folder: Path, files: Sequence[Path], *, router_loss: bool) -> list
     Returns:
         The names of the models that were made.
     """
+    # First: the imports of transformers look for it.
+    has_torchvision = load_torchvision()
     text = "".join(path.read_text() for path in files)
     names = sorted(set(re.findall(rf"{ORGANISATION}/(tiny-\w+For(?:CausalLM|SequenceClassification)[\w.-]*)", text)))
     tokenizer, made = make_tokenizer(), []
@@ -68,17 +73,29 @@ def build_hub(folder: Path, files: Sequence[Path], *, router_loss: bool) -> list
         model = make_model(architecture, router_loss=router_loss)
         if model is None:
             continue
-        root = folder / "hub-home" / "hub" / f"models--{ORGANISATION}--{name}"
-        (root / "refs").mkdir(parents=True)
-        (root / "refs" / "main").write_text(COMMIT)
-        snapshot = root / "snapshots" / COMMIT
+        snapshot = snapshot_of(folder, name)
         model.save_pretrained(snapshot)
         tokenizer.chat_template = chat_template(architecture)
         # Llama's template writes it.
         tokenizer.bos_token = "<|im_start|>" if architecture.startswith("Llama") else None
         tokenizer.save_pretrained(snapshot)
         made.append(name)
+    seeing = sorted(set(re.findall(rf"{ORGANISATION}/(tiny-(\w+)ForConditionalGeneration[\w.-]*)", text)))
+    if has_torchvision:
+        made += [
+            name
+            for name, family in seeing
+            if save_seeing(family, make_tokenizer(IMAGE_MARKS), snapshot_of(folder, name))
+        ]
     return made
+
+
+def snapshot_of(folder: Path, name: str) -> Path:
+    """The folder of a model in the hub's cache."""
+    root = folder / "hub-home" / "hub" / f"models--{ORGANISATION}--{name}"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text(COMMIT)
+    return root / "snapshots" / COMMIT
 
 
 def make_model(architecture: str, *, router_loss: bool) -> Any:
@@ -117,21 +134,25 @@ def make_model(architecture: str, *, router_loss: bool) -> Any:
     return model
 
 
-def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges, in which some words have ids of Qwen's."""
+def make_tokenizer(further: Mapping[str, int] = MappingProxyType({})) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges, in which some words have ids of Qwen's.
+
+    Args:
+        further: further special tokens and their ids.
+    """
     pieces = [chr(byte) for byte in _printable()] + [chr(256 + place) for place in range(256 - len(_printable()))]
     vocabulary = {piece: place for place, piece in enumerate(pieces)}
     written = dict(zip([*_printable(), *_others()], pieces, strict=True))
     for word, place in WORDS.items():
         vocabulary["".join(written[byte] for byte in word.encode())] = place
-    vocabulary |= SPECIAL | MARKS
+    vocabulary |= SPECIAL | MARKS | further
     taken = set(vocabulary.values())
     # No merge leads to these words, so no text is encoded as one of them. A test may add tokens behind them.
     vocabulary |= {"w" * (1 + place % 5) + str(place): place for place in range(VOCABULARY - 64) if place not in taken}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens([*SPECIAL, *further])
     tokenizer.add_tokens(list(MARKS))
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=32_768

@@ -23,6 +23,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from trl_stand_ins.vision import load_torchvision
+
 ASKED = json.loads(os.environ["TRL_TESTS"])
 OURS = {
     "trl.trainer.grpo_trainer": "GRPOTrainer",
@@ -36,6 +38,8 @@ OURS = {
 LENGTHS = ("max_steps", "num_train_epochs")
 # New tokens of a completion, where TRL's default would be used; nearly all of its tests name so few.
 NEW_TOKENS = 8
+# Images per row of the data sets that have some.
+IMAGES = {"trl-internal-testing/zen-image": 1, "trl-internal-testing/zen-multi-image": 2}
 _trainers: weakref.WeakSet[Any] = weakref.WeakSet()
 _results: dict[str, tuple[str, str]] = {}
 
@@ -43,6 +47,8 @@ _results: dict[str, tuple[str, str]] = {}
 def pytest_configure(config: pytest.Config) -> None:
     import datasets
 
+    # Before our package, which hides a torchvision of another build than torch.
+    load_torchvision()
     datasets.load_dataset = load_dataset
     if ASKED["who"] == "lockstep":
         put_ours()
@@ -83,7 +89,8 @@ def load_dataset(path: str, name: str | None = None, split: str | None = None, *
 
     from datasets import Dataset, DatasetDict
 
-    if path != "trl-internal-testing/zen" or name is None:
+    images = IMAGES.get(path, 0)
+    if name is None or not (images or path == "trl-internal-testing/zen"):
         pytest.skip(f"there is no stand-in for the data set {path}")
     with contextlib.redirect_stdout(io.StringIO()):
         import this
@@ -95,8 +102,19 @@ def load_dataset(path: str, name: str | None = None, split: str | None = None, *
         rows = [{"prompt": [{"role": "user", "content": f"What comes after: {prompt}"}]} for prompt, _ in halves]
     else:
         pytest.skip(f"there is no stand-in for the part {name} of {path}")
+    if images:
+        rows = [row | {"images": [noise(images * i + place) for place in range(images)]} for i, row in enumerate(rows)]
     parts = DatasetDict(train=Dataset.from_list(rows[:17]), test=Dataset.from_list(rows[17:]))
     return parts if split is None else parts[split]
+
+
+def noise(seed: int) -> Any:
+    """An image of the sizes that TRL's data sets have."""
+    import numpy as np
+    from PIL import Image
+
+    draw = np.random.default_rng(seed)
+    return Image.fromarray(draw.integers(0, 256, (*draw.integers(32, 64, 2), 3), dtype=np.uint8))
 
 
 def shorten(config: type) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 from pairs import CLIPS, assert_same_figures, assert_same_gradients, both, decided, shifted_engine
+from peft import LoraConfig
 from seeing import make_seeing_tokenizer, picture, save_seeing
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, Idefics3Processor
 
@@ -77,8 +78,10 @@ def test_rows_with_images_give_the_gradients_and_figures_of_trl(
     assert_same_figures(ours, theirs, but=but, at_least={"loss", "grad_norm", "reward"} | CLIPS)
 
 
-def vision_script(package: Any, method: str, folder: str, tmp_path: Path, **fields: Any) -> Any:
-    """A script in the manner of TRL's vision tests: nothing but the package differs."""
+def vision_script(
+    package: Any, method: str, folder: str, tmp_path: Path, *, adapted: bool = False, **fields: Any
+) -> Any:
+    """A script in the manner of TRL's vision tests: nothing but the package differs. All rows have several images."""
     base: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "max_steps": 2,
@@ -88,8 +91,9 @@ def vision_script(package: Any, method: str, folder: str, tmp_path: Path, **fiel
     base |= {"learning_rate": 0.1, "bf16": False, "use_cpu": True, "disable_tqdm": True, **fields}
     config = getattr(package, f"{method}Config")(output_dir=str(tmp_path), **base)
     given: dict[str, Any] = {"reward_funcs": by_length, "args": config, "train_dataset": many()}
-    if package is not lockstep:
-        given["processing_class"] = processor_of(folder)
+    given["processing_class"] = processor_of(folder)
+    if adapted:
+        given["peft_config"] = LoraConfig(target_modules=["q_proj", "v_proj"])
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     trainer = getattr(package, f"{method}Trainer")(model, **given)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -113,8 +117,10 @@ VISION_TESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO": ("GRPO", GROUPS),
     "GRPO with a reference model": ("GRPO", {**GROUPS, "beta": 0.1}),
     "GRPO with importance sampling": ("GRPO", {**GROUPS, "num_iterations": 2, "steps_per_generation": 1}),
+    "GRPO with an adapter": ("GRPO", {**GROUPS, "adapted": True}),
     "RLOO": ("RLOO", GROUPS),
     "RLOO with a reference model": ("RLOO", {**GROUPS, "beta": 0.1}),
+    "RLOO with an adapter": ("RLOO", {**GROUPS, "adapted": True}),
     "Online DPO": ("OnlineDPO", {"max_new_tokens": 8, "max_length": 128}),
 }
 
