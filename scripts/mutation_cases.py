@@ -122,6 +122,7 @@ PLACE = ("training/run_files/run_directory.py", STATE)
 CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
 CALLED = ("rollouts/scores/guarded_call.py", "tests/input/test_bad_reward_files.py")
 READING, PICTURE_PACKS = "tests/images/test_reading_pictures.py", "tests/images/test_packs_with_pictures.py"
+PICTURE_URLS, AGENT_PICTURES = "tests/images/test_picture_urls.py", "tests/images/test_agents_with_pictures.py"
 PICTURE_RUNS = "tests/images/test_pictures_in_training.py"
 PICTURE_TURNS = "tests/images/test_pictures_in_turns.py"
 VISION_TEMPLATES = "tests/tokens/test_vision_templates.py"
@@ -1592,10 +1593,59 @@ MUTATIONS = [
     ),
     Mutation(
         "a URL is taken for a file",
-        "images/reading.py",
+        "images/urls.py",
         'isinstance(image, str) and "://" in image',
-        "False",
+        "False and image",
         f"{READING}::test_what_is_no_picture_is_refused",
+    ),
+    Mutation(
+        "a part of a path allows what begins like it",
+        "images/urls.py",
+        'path.startswith(begin + "/")',
+        "path.startswith(begin)",
+        f"{PICTURE_URLS}::test_all_other_urls_are_refused_and_nothing_secret_is_shown",
+    ),
+    Mutation(
+        "dots of a path that are encoded twice are not seen",
+        "images/urls.py",
+        "while (decoded := unquote(path)) != path:",
+        "if (decoded := unquote(path)) != path:",
+        f"{PICTURE_URLS}::test_all_other_urls_are_refused_and_nothing_secret_is_shown",
+    ),
+    Mutation(
+        "a redirect may lead anywhere",
+        "images/urls.py",
+        'url = self.check(str(url.join(answer.headers["location"])))',
+        'url = url.join(answer.headers["location"])',
+        f"{PICTURE_URLS}::test_a_redirect_must_be_allowed_too",
+    ),
+    Mutation(
+        "a run fetches a picture again where it needs it",
+        "training/data/prompts.py",
+        "row = images.with_files(row)",
+        "row = dict(row)",
+        f"{PICTURE_URLS}::test_a_run_learns_from_the_bytes_that_it_fetched_once",
+    ),
+    Mutation(
+        "a call with another picture continues the branch of equal ids",
+        "gateway/recording.py",
+        "np.array_equal(context[: len(ids)], ids) and digests == own",
+        "np.array_equal(context[: len(ids)], ids) and len(own) >= 0",
+        AGENT_PICTURES,
+    ),
+    Mutation(
+        "an agent may name files of the trainer's machine",
+        "gateway/messages.py",
+        "if not isinstance(url, str) or not (is_data_url(url) or is_url(url)):",
+        "if not isinstance(url, str):",
+        f"{AGENT_PICTURES}::test_what_cannot_be_shown_is_an_error_for_the_agent",
+    ),
+    Mutation(
+        "the limit on pictures does not count those of earlier turns",
+        "rollouts/programs/tool_program.py",
+        "self._images.check_count(count + result.content.pictures)",
+        "self._images.check_count(result.content.pictures)",
+        f"{PICTURE_TURNS}::test_a_result_with_more_pictures_than_the_limit_is_an_error_for_the_model",
     ),
     Mutation(
         "the ids of a result stand for the pictures of the whole conversation",
