@@ -100,8 +100,8 @@ def generation_seconds(
     """
     own = math.ceil(prompts / servers.number) * completions
     drawn = [*lengths.evenly(own)[:-1], lengths.quantile(1 - 0.5 / (prompts * completions))]
-    # Neighbours differ, as lengths in a queue do: steps of the golden section through the sorted lengths.
-    mixed = [drawn[int(own * (i * 0.6180339887 % 1))] for i in range(own)]
+    # Neighbours differ, as lengths in a queue do: the order of the multiples of the golden section, without their whole parts.
+    mixed = [length for _, length in sorted((i * 0.6180339887 % 1, length) for i, length in enumerate(drawn))]
     prefill = (
         2 * model.parameters * prompt * math.ceil(prompts / servers.number) / (servers.width * gpu.compute * COMPUTING)
     )

@@ -1631,7 +1631,7 @@ MUTATIONS = [
         "gateway/recording.py",
         "np.array_equal(context[: len(ids)], ids) and digests == own",
         "np.array_equal(context[: len(ids)], ids) and len(own) >= 0",
-        AGENT_PICTURES,
+        f"{AGENT_PICTURES}::test_the_rows_ids_with_another_picture_are_another_branch",
     ),
     Mutation(
         "an agent may name files of the trainer's machine",

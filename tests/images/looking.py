@@ -16,6 +16,7 @@ from seeing import make_seeing, make_seeing_tokenizer, mixed_rows, picture
 from transformers import AutoConfig
 
 import lockstep
+from lockstep.errors import ProofError
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.images.prompts import ImagePrompts
 from lockstep.training.forward import scoring
@@ -69,6 +70,20 @@ def tower_of(family: str, name: str) -> bool:
 
 def gaps(trainer: OnlineTrainer) -> list[float]:
     return [entry["parity/max_abs_gap"] for entry in trainer.state.log_history if "parity/max_abs_gap" in entry]
+
+
+def learn_two_steps(trainer: OnlineTrainer) -> None:
+    """Train. Both steps are proven, with the largest gap of the tests of text."""
+    trainer.train()
+    assert len(gaps(trainer)) == 2
+    assert max(gaps(trainer)) < 1e-3
+
+
+def broken(model: Any, folder: Path, *rows: Any, **given: Any) -> str:
+    """The name of the proof that ends a run."""
+    with pytest.raises(ProofError) as found:
+        look(model, folder, *rows, **given).train()
+    return found.value.check
 
 
 def other_pixels(pictures: PromptPictures | None) -> PromptPictures | None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from looking import gaps, look
+from looking import gaps, look, same_grid_rows
 from openai import OpenAI
 from seeing import mixed_rows, picture, save_seeing
 
@@ -168,3 +168,23 @@ def test_a_command_gets_its_row_as_json(tmp_path: Path) -> None:
     for rollout in rollouts_of(trainer):
         (branch,) = rollout.branches
         assert getattr(branch.pictures, "digests", None) == getattr(rows[rollout.key.prompt_id], "digests", None)
+
+
+def test_the_rows_ids_with_another_picture_are_another_branch(tmp_path: Path) -> None:
+    """The agent sends the text of the row with a picture of the same size: all ids are equal."""
+
+    def agent(base_url: str, api_key: str, row: Any) -> float:
+        (message,) = row["prompt"]
+        text = [p for p in message["content"] if p["type"] == "text"]
+        shown = {"type": "image_url", "image_url": {"url": to_data_url(picture(70))}}
+        return float(len(ask(base_url, [{"role": "user", "content": [shown, *text]}])["content"]))
+
+    trainer = run(agent, save_seeing(tmp_path / "model"), tmp_path, same_grid_rows())
+    assert max(gaps(trainer)) < 1e-3
+    rows = {prompt.prompt_id: prompt for prompt in trainer._train_prompts}
+    for rollout in rollouts_of(trainer):
+        (branch,) = rollout.branches
+        row = rows[rollout.key.prompt_id]
+        assert row.pictures is not None
+        assert np.array_equal(branch.prompt_ids, row.ids)
+        assert branch.pictures.digests != row.pictures.digests
