@@ -35,6 +35,16 @@ COMMANDS: dict[str, tuple[str, dict[str, Any]]] = {
     "reinforce-pp": ("REINFORCE++", {**GROUPS, "baseline": "group"}),
     "ppo": ("PPO", {**GROUPS, "num_generations": 1}),
 }
+# What a run announces before it does it, apart from names of files. What lasts has a line more (tests/report/test_silence.py).
+STAGES = (
+    "loading PyTorch and transformers",
+    "loading the trainer",
+    "evaluating on 4 held-out problems",
+    "proving every module of the engine",
+    "training, step 1 to 4",
+    "saving checkpoint-4",
+    "writing the report",
+)
 
 
 @pytest.fixture
@@ -87,7 +97,11 @@ def test_a_command_runs_its_method_to_summary_and_report_and_goes_on_after_an_in
     assert summary["parity"]["failed"] == 0
     assert summary["eval_samples"] == 4 * (1 if command == "ppo" else 2)
     assert f"{method} on " in (home / "whole" / "report.html").read_text()
-    assert "held-out reward" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "held-out reward" in said
+    began = [line.removesuffix(" …") for line in said.splitlines() if line.endswith(" …")]
+    assert [stage for stage in STAGES if stage not in began] == []
+    assert sorted(STAGES, key=began.index) == list(STAGES), "in this order"
 
     before = signal.getsignal(signal.SIGINT)
     # The first calls of the reward function are the rehearsal and the evaluation.

@@ -150,7 +150,8 @@ def test_the_page_shows_verdict_proofs_curves_rollouts_and_settings() -> None:
     page = checked(render_report(record()))
     for words in (
         "plain: GRPO on plain", "All proofs passed; finished after 3 steps", "120 of 150 sampled tokens were compared",
-        "30 have no gradient and were not drawn", "0.400 ± 0.050 → 0.400 ± 0.050", "-0.900 → -0.700", "3.0e-05 of 1.0e-03 nats",
+        "30 have no gradient and were not drawn", "0.400 ± 0.050 → 0.400 ± 0.050", "-0.900 → -0.700", "3e-5 of 0.001 nats",
+        "· started 2026-11-24 06:00 UTC ·",
         "KL divergence", "Entropy", "Gradient norm", "Learning rate", "Length of completions", "Completions cut at the limit",
         "Parity gap between engine and trainer", "limit of the largest 0.001", "Rewards, rollout by rollout", "Where the time goes",
         "Evidence against the draws", "Held-out rollouts", "Rollouts through training", "Turns of held-out rollouts",

@@ -126,7 +126,8 @@ def test_away_from_a_terminal_each_log_is_a_plain_line_and_so_is_each_long_phase
         view.on_train_end(None, state, None)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
+    assert lines.pop(0) == "training, step 1 to 4 …"
     for word in (
         "step 2/4",
         "reward 0.400",
@@ -256,7 +257,7 @@ def test_the_status_line_says_what_is_under_way_and_how_far_it_is() -> None:
     with watched_by(StatusLine(terminal)), busy("evaluating", detail):
         assert asked.wait(60)
     assert isinstance(terminal.file, io.StringIO)
-    assert "evaluating · 3/8 completions · 0 s" in terminal.file.getvalue()
+    assert "evaluating · 3/8 completions · 0 s in all" in terminal.file.getvalue()
 
 
 def test_small_helpers() -> None:

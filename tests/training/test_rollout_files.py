@@ -13,6 +13,7 @@ from tiny import CONTEXT
 
 import lockstep.training.run_files.rollout_files as writer
 from lockstep import GRPOConfig, GRPOTrainer
+from lockstep.cli.main import main
 from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
@@ -143,6 +144,20 @@ def test_none_are_kept_where_the_limit_is_zero(untied_dir: str, tmp_path: Path, 
     assert not (tmp_path / "rollouts").exists()
 
 
+def test_the_command_pages_through_kept_rollouts(run: GRPOTrainer, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(run.args.output_dir)
+    kept = [r for r in read_rollouts(Path(folder), [2]) if r.reward is not None]
+    best = max(kept, key=lambda r: r.reward or 0.0)
+    assert main(["rollouts", folder, "--step", "2", "--best"]) == 0
+    first, *_ = capsys.readouterr().out.split("\n\n── ")
+    assert first.startswith(f"── 1/{len(kept)}   step 2, ")
+    assert f"reward {best.reward:.4g} ──\n\n{best.prompt}\n\n→ " in first
+    assert f"score by_length: {best.reward:.4g}\nfirst: " in first
+    assert "parity gap: " in first
+    assert main(["rollouts", folder, "--step", "9"]) == 2
+    assert "has no rollouts of step 9" in capsys.readouterr().err
+
+
 # ---- without a run ------------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +200,24 @@ def test_inserted_ids_have_zeros_and_each_branch_has_its_own_turns(tmp_path: Pat
     assert first.prompt[0]["content"] == [{"type": "image", "image": "<object>"}, {"type": "text", "text": "what?"}]
     assert (failed.failed, failed.reward, failed.advantages, failed.advantage) == ("why", None, None, None)
     assert first.scores == {"f": 1.0, "g": None}
+    assert first.extra == {}, "no function logged anything"
+
+
+def test_the_command_shows_conversations_branches_and_failures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep_rollouts(tmp_path, conversation(), {}, {}, 1.0)
+    assert main(["rollouts", str(tmp_path)]) == 0
+    pages = capsys.readouterr().out
+    for text in (
+        "[user] <image>what?",
+        "[assistant] a\n[tool] b",
+        "── 2/3   step 5, p#0, branch 1   reward 1 ──",
+        "2 sampled tokens, ended by stop\nscore f: 1\nscore g: none\nadvantage: +0.667",
+        "── 3/3   step 5, p#1   no reward ──",
+        "failed: why",
+    ):
+        assert text in pages, text
 
 
 def test_a_write_that_fails_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ Each row has prompt ids, completion ids and the log-probs that the engine report
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +54,8 @@ def run(words: list[str]) -> int:
     from lockstep.report.busy import busy, watched_by
     from lockstep.report.status import StatusLine
 
-    rollouts = _evenly(read_dump(Path(asked.rollouts)), asked.max_tokens)
+    with watched_by(StatusLine()), busy(f"reading {asked.rollouts}"):
+        rollouts = _evenly(read_dump(Path(asked.rollouts)), asked.max_tokens)
     with watched_by(StatusLine()), busy("loading PyTorch, transformers and the model"):
         import torch
 
@@ -77,7 +79,8 @@ def run(words: list[str]) -> int:
         earlier = {name: lambda name=name: load_policy(resolve_model(name)).eval() for name in asked.earlier}
     engine = getattr(torch, asked.dtype)
     scored = [r for r in rollouts if r.tokens]
-    served = server_logprobs(asked.url, scored) if asked.url else None
+    with watched_by(StatusLine()), busy(f"asking {asked.url} for its log-probs") if asked.url else nullcontext():
+        served = server_logprobs(asked.url, scored) if asked.url else None
     with watched_by(StatusLine()), busy(f"scoring {sum(r.tokens for r in rollouts)} ids of {len(rollouts)} rollouts"):
         suspects = Suspects(model, tokenizer, stated, earlier)
         findings = audit(rollouts, suspects, tolerance(engine, model.dtype), Precision(), served)

@@ -45,15 +45,16 @@ def run(words: list[str]) -> int:
             raise InputError(f"{about.rollouts_file} exists; give another --rollouts_file")
     from lockstep.report.status import StatusLine
 
-    with watched_by(StatusLine()), busy("loading PyTorch and transformers"):
-        quiet_libraries()
-        from lockstep import GRPOConfig
+    with watched_by(StatusLine()):
+        with busy("loading PyTorch and transformers"):
+            quiet_libraries()
+            from lockstep import GRPOConfig
 
-        arguments, config = build(given, GRPOConfig, GatewayArguments)
-    if given.dry_run:
-        print(resolved(arguments, config), end="")
-        return 0
-    return _record(arguments, config)
+            arguments, config = build(given, GRPOConfig, GatewayArguments)
+        if given.dry_run:
+            print(resolved(arguments, config), end="")
+            return 0
+        return _record(arguments, config)
 
 
 def _record(arguments: GatewayArguments, config: Any) -> int:
@@ -68,11 +69,13 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
     rewards = [load_reward(name, modules) for name in arguments.reward_funcs or ()] or list(data.rewards)
     acting = acting_arguments(arguments, modules)
     assert arguments.model_name_or_path is not None
-    trainer = GRPOTrainer(
-        arguments.model_name_or_path, rewards or None, args=config, train_dataset=data.train, **acting
-    )
+    with busy(f"loading {arguments.model_name_or_path}"):
+        trainer = GRPOTrainer(
+            arguments.model_name_or_path, rewards or None, args=config, train_dataset=data.train, **acting
+        )
     try:
-        groups = trainer.rollouts()
+        with busy(f"making rollouts of {len(data.train)} rows", trainer.clock.progress):
+            groups = trainer.rollouts()
     finally:
         trainer.close()
     with Path(arguments.rollouts_file).open("w") as file:

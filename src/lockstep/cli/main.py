@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import lockstep
 from lockstep.cli.fields.description import asks_for_help, help_text, underscored
+from lockstep.cli.process.ending import EndAtOnce
 from lockstep.cli.process.guard import split_in_two
 from lockstep.cli.process.huge_pages import start_anew_with_huge_pages
 from lockstep.errors import InputError, Interrupted, LockstepError
@@ -116,6 +117,9 @@ def main(argv: list[str] | None = None) -> int:
         start_anew_with_huge_pages()
         if words[0] in _TRAINING:
             split_in_two()
+        ending = EndAtOnce()
+        ending.code = _guarded(lambda: _run(words[0], words[1:]))
+        return ending.code
     return _guarded(lambda: _run(words[0], words[1:]))
 
 

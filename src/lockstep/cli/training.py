@@ -80,13 +80,14 @@ def _run(given: Given, command: str, log: LibraryLog) -> int:
 def _train(
     kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict[str, Any], log: LibraryLog, given: Given
 ) -> int:
-    from lockstep.cli.fields.data import data_of
-    from lockstep.models.resolve import resolve_model
-    from lockstep.rollouts.across_ranks.ranks import Ranks
-    from lockstep.tasks.rewards import load_reward, names_model
-    from lockstep.training.run import run_method
-    from lockstep.training.run_files.run_directory import open_run_together
-    from lockstep.training.run_files.run_identity import curve_settings
+    with busy("loading the trainer"):
+        from lockstep.cli.fields.data import data_of
+        from lockstep.models.resolve import resolve_model
+        from lockstep.rollouts.across_ranks.ranks import Ranks
+        from lockstep.tasks.rewards import load_reward, names_model
+        from lockstep.training.run import run_method
+        from lockstep.training.run_files.run_directory import open_run_together
+        from lockstep.training.run_files.run_identity import curve_settings
 
     model = arguments.model_name_or_path
     assert model is not None

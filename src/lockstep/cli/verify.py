@@ -13,6 +13,7 @@ from lockstep.cli.fields.adapter import AdaptedRunArguments
 from lockstep.cli.fields.arguments import build, read, resolved, said_of
 from lockstep.cli.fields.description import underscored
 from lockstep.cli.fields.inputs import check_model
+from lockstep.cli.process.library_log import libraries_aside
 from lockstep.cli.process.quiet import quiet_libraries
 from lockstep.errors import InputError, ProofError
 from lockstep.report.busy import busy, watched_by
@@ -81,7 +82,8 @@ def run(words: list[str]) -> int:
         more = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
         return build(read([*_with_dtype(words), *sizes, *more], "verify"), StageConfig, VerifyArguments)[1]
 
-    return _verify(arguments, config, config_with)
+    with libraries_aside():
+        return _verify(arguments, config, config_with)
 
 
 def _check_asked(asked: VerifyArguments, values: dict[str, Any]) -> None:
@@ -243,13 +245,21 @@ def _prompts(arguments: VerifyArguments) -> Any | None:
 
 @contextmanager
 def _progress(steps: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar if standard error is a terminal, else plain lines."""
+    """Show a progress bar if standard error is a terminal, else plain lines, also while one check takes long."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from lockstep.report.status import StatusLine
+
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda name: print(f"verify: {name}", file=sys.stderr, flush=True)
+        with watched_by(StatusLine(console)), ExitStack() as work:
+
+            def begin_line(name: str) -> None:
+                work.close()
+                work.enter_context(busy(f"verify: {name}"))
+
+            yield begin_line
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as bar:

@@ -181,6 +181,7 @@ def read_file(path: Path) -> Iterator[KeptRollout]:
     scores = {name.removeprefix(SCORE): plain.pop(name) for name in list(plain) if name.startswith(SCORE)}
     for name in JSON_COLUMNS:
         plain[name] = [None if text is None else json.loads(text) for text in plain[name]]
+    plain["extra"] = [logged or {} for logged in plain["extra"]]
     for row in range(table.num_rows):
         fields = {name: values[row] for name, values in {**plain, **arrays}.items()}
         yield KeptRollout(**fields, scores={name: given[row] for name, given in scores.items()})

@@ -1,7 +1,8 @@
 """Shows a run while it trains: a live panel on a terminal, plain lines elsewhere.
 
 Comes from: the trainer's callbacks, the clock of its phases and the figures of its steps; all of them are only read. The panel is
-drawn again four times per second, so that the user sees the progress of the current phase.
+drawn again four times per second, so that the user sees the progress of the current phase. Where there is no terminal, a line
+appears for each log, for each long piece of work, and after some seconds without one (`report/heartbeat.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from rich.text import Text
 from transformers import TrainerCallback
 
 from lockstep.report.durations import clock
+from lockstep.report.heartbeat import Heartbeat
 from lockstep.report.sparkline import sparkline
+from lockstep.report.status import StatusLine
 
 _WIDEST = 100
 # A gap above this share of its limit is shown in yellow.
@@ -67,7 +70,10 @@ class LiveView(TrainerCallback):
         self._console = console or Console()
         self._live: Live | None = None
         self._spinner = Spinner("dots", style="cyan")
-        self._work: list[tuple[str, Callable[[], str]]] = []
+        self._work: list[tuple[str, Callable[[], str], bool]] = []
+        # Shows long work on a terminal before the panel is there.
+        self._status = StatusLine(self._console)
+        self._heartbeat = Heartbeat(self._beat)
         self._figures: Mapping[str, float] = {}
         self._logged: dict[str, float] = {}
         self._trends: dict[str, list[float]] = {"reward": [], "parity/max_abs_gap": []}
@@ -84,6 +90,8 @@ class LiveView(TrainerCallback):
         if self._console.is_terminal:
             self._live = Live(console=self._console, get_renderable=self.panel, refresh_per_second=4)
             self._live.start(refresh=True)
+        else:
+            self._print(f"training, step {self._step + 1} to {self._steps} …")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step, self._stepped = state.global_step, time.monotonic()
@@ -98,8 +106,7 @@ class LiveView(TrainerCallback):
         self._logged_step = state.global_step
         self._logged = {"reward": self._logged.get("reward", float("nan")), **logs}
         if self._live is None:
-            line = plain_line(state.global_step, state.max_steps, self._logged, self._left())
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._print(plain_line(state.global_step, state.max_steps, self._logged, self._left()))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **kwargs: Any) -> None:
         self._evaluation = (
@@ -110,15 +117,21 @@ class LiveView(TrainerCallback):
         self.stop()
 
     def begin(self, text: str, detail: Callable[[], str]) -> None:
-        self._work.append((text, detail))
-        if self._live is None:
-            self._console.print(f"{text} …", highlight=False, soft_wrap=True, markup=False)
+        before_panel = self._console.is_terminal and self._live is None
+        self._work.append((text, detail, before_panel))
+        if before_panel:
+            self._status.begin(text, detail)
+        elif self._live is None:
+            self._print(f"{text} …")
 
     def end(self) -> None:
-        self._work.pop()
+        _, _, before_panel = self._work.pop()
+        if before_panel:
+            self._status.end()
 
     def stop(self) -> None:
         """Release the terminal; safe to call twice."""
+        self._heartbeat.stop()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -154,9 +167,18 @@ class LiveView(TrainerCallback):
         )
         return bar
 
+    def _print(self, line: str) -> None:
+        """Print a line where there is no panel."""
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        self._heartbeat.printed()
+
+    def _beat(self) -> None:
+        line = f"step {self._step}/{self._steps} done · {self._under_way()}"
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
     def _under_way(self) -> str:
-        if self._work:
-            text, detail = self._work[-1]
+        if work := self._work[-1:]:
+            ((text, detail, _),) = work
             return " · ".join(filter(None, [text, detail()]))
         return self._phase() or "between two phases"
 

@@ -67,6 +67,9 @@ class NotebookView(LiveView):
         unseen(self)
         self._draw()
 
+    def _print(self, line: str) -> None:
+        """Nothing: the notebook shows the panel."""
+
     def page(self) -> str:
         """The panel as HTML."""
         page = Console(file=io.StringIO(), record=True, width=_WIDTH, force_jupyter=False)

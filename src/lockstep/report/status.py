@@ -1,5 +1,6 @@
-"""Shows the current piece of work in one line: a spinner with the seconds on a terminal, one plain line per piece elsewhere.
+"""Shows the current piece of work in one line: a spinner with the seconds on a terminal, plain lines elsewhere.
 
+A plain line says that a piece of work begins; further ones follow while it lasts (`report/heartbeat.py`).
 Comes from: `report/busy.py`. Goes to: a console, by default on standard error, so that standard output can be piped.
 """
 
@@ -13,6 +14,8 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
+from lockstep.report.heartbeat import Heartbeat
+
 # On a terminal, work that takes fewer seconds leaves no line behind.
 _WORTH_A_LINE = 2.0
 
@@ -25,11 +28,13 @@ class StatusLine:
         self._work: list[tuple[str, Callable[[], str], float]] = []
         self._live: Live | None = None
         self._spinner = Spinner("dots")
+        self._heartbeat = Heartbeat(self._beat)
 
     def begin(self, text: str, detail: Callable[[], str]) -> None:
         self._work.append((text, detail, time.monotonic()))
         if not self._console.is_terminal:
-            self._console.print(f"{text} …", highlight=False, soft_wrap=True, markup=False)
+            self._print(f"{text} …")
+            self._heartbeat.printed()
         elif self._live is None:
             # Libraries that are imported during the work keep references to the streams, so the streams must be the real ones.
             self._live = Live(
@@ -42,6 +47,8 @@ class StatusLine:
         text, _, began = self._work.pop()
         seconds = time.monotonic() - began
         if self._live is None:
+            if not self._work:
+                self._heartbeat.stop()
             return
         if not self._work:
             self._live.stop()
@@ -50,9 +57,24 @@ class StatusLine:
             self._console.print(f"{text}: {seconds:.0f} s", style="dim", highlight=False, markup=False)
 
     def _line(self) -> Spinner | Text:
-        if not self._work:
+        if not (words := self._words()):
             return Text("")
-        text, detail, began = self._work[-1]
-        words = [text, *filter(None, [detail()]), f"{time.monotonic() - began:.0f} s"]
-        self._spinner.update(text=Text(" · ".join(words), no_wrap=True, overflow="ellipsis"))
+        self._spinner.update(text=Text(words, no_wrap=True, overflow="ellipsis"))
         return self._spinner
+
+    def _beat(self) -> None:
+        if words := self._words():
+            self._print(words)
+
+    def _words(self) -> str:
+        """The innermost work, its progress and its seconds; empty if there is none. Any thread may call this."""
+        work = self._work[-1:]
+        if not work:
+            return ""
+        ((text, detail, began),) = work
+        progress, seconds = detail(), f"{time.monotonic() - began:.0f} s"
+        # The progress of a phase has seconds of its own.
+        return f"{text} · {progress} · {seconds} in all" if progress else f"{text} · {seconds}"
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -105,7 +105,8 @@ def _run(trainer: OnlineTrainer, place: RunPlace, stop: StopSignals) -> Finished
         raise interrupted(stop.number, folder, trainer.state.global_step)
     if trainer.eval_dataset is not None:
         _say(trainer, trainer.evaluate())
-    summary = ranks.from_owner("report", trainer.files.finish, _same, _same)
+    with busy("writing the report"):
+        summary = ranks.from_owner("report", trainer.files.finish, _same, _same)
     return FinishedRun(summary, folder / REPORT)
 
 

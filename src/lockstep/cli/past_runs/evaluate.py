@@ -57,12 +57,13 @@ def run(words: list[str]) -> int:
 
 
 def _evaluated(arguments: AdaptedRunArguments, config: Any) -> dict[str, float]:
-    from transformers import PrinterCallback
+    with busy("loading the trainer"):
+        from transformers import PrinterCallback
 
-    from lockstep import GRPOTrainer
-    from lockstep.cli.fields.data import data_of
-    from lockstep.cli.training import acting_arguments
-    from lockstep.tasks.rewards import load_reward, names_model
+        from lockstep import GRPOTrainer
+        from lockstep.cli.fields.data import data_of
+        from lockstep.cli.training import acting_arguments
+        from lockstep.tasks.rewards import load_reward, names_model
 
     modules: dict[Any, Any] = {}
     with busy(f"loading the data {arguments.dataset_name}"):

@@ -37,6 +37,7 @@ from lockstep.engines.vllm.settings import effective_settings, settings_from
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import PromptPictures
 from lockstep.models.vision import reads_pictures
+from lockstep.report.busy import busy
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -275,7 +276,8 @@ class VLLMInProcess:
 
     def close(self) -> None:
         self._version = None
-        self._llm.llm_engine.engine_core.shutdown()
+        with busy("stopping vLLM"):
+            self._llm.llm_engine.engine_core.shutdown()
 
 
 def vllm_installed() -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from lockstep.report.durations import clock
@@ -15,6 +16,7 @@ from lockstep.report.page.proofs import failure_section, proofs_section
 from lockstep.report.page.rollouts import evaluations_section, training_section, turns_section
 from lockstep.report.page.run_record import Line, RunRecord
 from lockstep.report.page.style import STYLE
+from lockstep.report.page.svg import number
 
 LARGEST = 1_000_000
 # Shares of the usual room for rollouts, tried in this order until the page is small enough.
@@ -121,8 +123,17 @@ def _rollouts(run: RunRecord, share: float) -> str:
 
 def _subtitle(run: RunRecord) -> str:
     about = run.about
-    words = [str(run.folder), f"started {about['started']}" if "started" in about else "", about.get("model", "")]
+    started = f"started {_minute(about['started'])}" if "started" in about else ""
+    words = [str(run.folder), started, about.get("model", "")]
     return " · ".join(str(word) for word in words if word)
+
+
+def _minute(moment: str) -> str:
+    """A moment in ISO format, to the minute."""
+    try:
+        return f"{datetime.fromisoformat(moment):%Y-%m-%d %H:%M %Z}".strip()
+    except ValueError:
+        return moment
 
 
 def figures_of(run: RunRecord) -> dict[str, str]:
@@ -140,7 +151,7 @@ def figures_of(run: RunRecord) -> dict[str, str]:
     if proven:
         largest = max(line["max_abs_gap"] for line in proven)
         limits = [limit.value for limit in gap_limits(run) if "largest" in limit.name]
-        found["largest gap"] = f"{largest:.1e}" + (f" of {limits[0]:.1e}" if limits else "") + " nats"
+        found["largest gap"] = number(largest, 2) + (f" of {number(limits[0], 2)}" if limits else "") + " nats"
         found["tokens compared"] = f"{sum(line['checked_tokens'] for line in proven):,}"
     cut = [line["completions/clipped_ratio"] for line in steps if "completions/clipped_ratio" in line]
     if cut:
@@ -155,10 +166,15 @@ def figures_of(run: RunRecord) -> dict[str, str]:
 
 def _tiles(run: RunRecord) -> str:
     tiles = "".join(
-        f"<div><small>{html.escape(name)}</small><b>{html.escape(text)}</b></div>"
+        f"<div><small>{html.escape(name)}</small><b>{_unbroken(text)}</b></div>"
         for name, text in figures_of(run).items()
     )
     return f"<div class='tiles'>{tiles}</div>"
+
+
+def _unbroken(text: str) -> str:
+    """HTML in which a line ends after an arrow at most."""
+    return " ".join(f"<i>{html.escape(part)}</i>" for part in text.replace(" → ", " →\n").split("\n"))
 
 
 def _interval(evaluation: Line) -> str:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+# How many reasons of rollouts that could not be finished are named.
 _MOST_TOLD = 20
 
 

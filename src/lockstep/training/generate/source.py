@@ -25,6 +25,7 @@ from lockstep.parity.staleness import check_staleness
 from lockstep.parity.step.draws import DrawStats
 from lockstep.parity.step.settings import SettingsProof
 from lockstep.parity.tolerances import tolerance
+from lockstep.report.busy import busy
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     from lockstep.training.generate.rollout_agents import RolloutAgents
 
 _logger = logging.getLogger(__name__)
+
+# What a watcher shows during the first proof.
+_PROVING = "proving every module of the engine"
 
 
 class RolloutSource:
@@ -202,13 +206,15 @@ class RolloutSource:
 
     def start(self, folder: Path, step: int, inputs: Mapping[str, Any]) -> None:
         """Open the receipt, and prove the engine before it samples the first rollout. `inputs` stand in the receipt."""
-        self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step, inputs)))
+        with busy(_PROVING, self._clock.progress):
+            self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step, inputs)))
         self._proven = True
 
     def prove_first(self, version: int) -> None:
         """Prove the engine before it samples for the first time, if `start` has not done so. Every rank calls."""
         if not self._proven:
-            self._ranks.on_owner("prove", lambda: self.recovery.run(lambda: self.proofs.prove_engine(version)))
+            with busy(_PROVING, self._clock.progress):
+                self._ranks.on_owner("prove", lambda: self.recovery.run(lambda: self.proofs.prove_engine(version)))
             self._proven = True
 
     def on_every_rank(self, work: Callable[[], list[RolloutGroup]], prompts: Sequence[Prompt]) -> list[RolloutGroup]:

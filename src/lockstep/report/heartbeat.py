@@ -1,0 +1,53 @@
+"""Prints a line about the work under way when no line was printed for some seconds: for output that goes to a file or a pipe.
+
+Used by `report/status.py` and `report/live.py`. On a terminal they draw several times per second instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+# Seconds of silence before the first line. Each further line of the same silence comes after twice the time, up to the longest.
+_FIRST = 5.0
+_LONGEST = 60.0
+
+
+class Heartbeat:
+    """Calls a function while nothing is printed. The first call of `printed` starts it, `stop` ends it.
+
+    Args:
+        beat: prints a line; called from a thread.
+        first: seconds of silence before the first call.
+    """
+
+    def __init__(self, beat: Callable[[], None], first: float = _FIRST) -> None:
+        self._beat, self._first = beat, first
+        self._printed, self._stopped = threading.Event(), False
+        self._thread: threading.Thread | None = None
+
+    def printed(self) -> None:
+        """A line was printed just now, so the silence begins anew."""
+        if self._thread is None:
+            self._stopped = False
+            self._thread = threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True)
+            self._thread.start()
+        self._printed.set()
+
+    def stop(self) -> None:
+        """Call nothing from now on; safe to call twice."""
+        if self._thread is not None:
+            self._stopped = True
+            self._printed.set()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        seconds = self._first
+        while not self._stopped:
+            if self._printed.wait(seconds):
+                self._printed.clear()
+                seconds = self._first
+            else:
+                self._beat()
+                seconds = min(2 * seconds, _LONGEST)
