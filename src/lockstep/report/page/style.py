@@ -24,9 +24,9 @@ small { color: var(--dim); } code { font-size: .9em; overflow-wrap: anywhere; } 
 .verdict.near { background: var(--near-back); color: var(--near); }
 .verdict.bad { background: var(--bad-back); color: var(--bad); }
 .failure { border: 1px solid var(--bad); border-radius: 8px; padding: 0 1em 1em; margin-top: 1em; background: var(--card); }
-.tiles { display: flex; flex-wrap: wrap; gap: .7em; margin: 1em 0; } .tiles i { font-style: normal; white-space: nowrap; }
-.tiles div { flex: 1 1 auto; background: var(--card); border: 1px solid var(--edge); border-radius: 8px; padding: .5em .8em; }
-.tiles b { display: block; font-size: 1.15em; overflow-wrap: anywhere; }
+.tiles { display: flex; flex-wrap: wrap; gap: .5em; margin: 1em 0; } .tiles i { font-style: normal; white-space: nowrap; }
+.tiles div { flex: 1 1 auto; background: var(--card); border: 1px solid var(--edge); border-radius: 8px; padding: .5em .7em; }
+.tiles b { display: block; font-size: 1.05em; overflow-wrap: anywhere; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); gap: .8em; }
 figure { margin: 0; background: var(--card); border: 1px solid var(--edge); border-radius: 8px; padding: .6em; min-width: 0; }
 figcaption { font-weight: 600; } figcaption small { font-weight: 400; } svg { width: 100%; height: auto; display: block; }
