@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 
 from lockstep.engines.http.greeting import GREETING, PROOF_HEADER, Session, make_nonce, server_proof
 from lockstep.engines.http.server_calls import CallLoop, ServerCalls
-from lockstep.errors import EngineLost, InputError
+from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.server.guard import KeyGuard
 from lockstep.server.keys import KEY_VARIABLE
 
@@ -165,3 +168,22 @@ def test_a_greeting_without_a_usable_nonce_is_answered_401(port: Port) -> None:
     answer = port.calls._loop.run(greet(make_nonce()))
     assert KEY not in answer.text
     assert json.loads(answer.text).keys() == {"nonce", "proof"}
+
+
+def test_a_process_without_free_descriptors_names_its_limit_and_not_the_server() -> None:
+    loop, (soft, hard) = CallLoop(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        calls = ServerCalls(f"http://127.0.0.1:{listener.getsockname()[1]}", None, 30.0, loop, lambda: None)
+        # From here on this process can open nothing: the lowest free descriptor is at its limit.
+        free = os.dup(listener.fileno())
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            with pytest.raises(
+                LockstepError, match=rf"this process may open only {free} files .*ulimit -n 4096"
+            ) as found:
+                calls.call("GET", "/health")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            loop.close()
+    assert not isinstance(found.value, EngineLost), "nobody should wait for the server"

@@ -394,6 +394,11 @@ class TestSupervisor:
         with pytest.raises(Exception, match="ended with exit code 7 before it was ready"):
             supervisor.run()
 
+    def test_the_files_of_a_server_are_its_owners_alone(self) -> None:
+        command = [sys.executable, "-c", "import os; raise SystemExit(os.umask(0))"]
+        with pytest.raises(Exception, match=f"ended with exit code {0o077} "):
+            Supervisor(command, {}, "http://127.0.0.1:9", ready=print, say=print).run()
+
     @pytest.mark.parametrize("ill", ["closed", "failing"])
     def test_a_server_whose_engine_died_and_that_does_not_end_is_ended(
         self, ill: str, monkeypatch: pytest.MonkeyPatch
