@@ -42,7 +42,11 @@ th { color: var(--dim); font-weight: 600; } .said { white-space: pre-wrap; overf
 .proofs { min-width: 56em; } .proofs code, .proofs .figure { white-space: nowrap; } .evaluations td { min-width: 14em; }
 @media (max-width: 600px) { .evaluations th { display: none; } .evaluations tr { display: block; padding: .5em 0; }
   .evaluations td { display: block; border: 0; min-width: 0; padding: .2em .4em; }
-  .evaluations td::before { content: attr(data-name); display: block; color: var(--dim); font-weight: 600; } }
+  .evaluations td::before { content: attr(data-name); display: block; color: var(--dim); font-weight: 600; }
+  .proofs { min-width: 0; } .proofs th { display: none; } .proofs .figure::before { content: "limit "; color: var(--dim); }
+  .proofs tr { display: grid; grid-template-columns: 1fr auto auto; padding: .4em 0; border-bottom: 1px solid var(--edge); }
+  .proofs td { border: 0; padding: .1em .4em; } .proofs td:nth-child(1), .proofs td:nth-child(2), .proofs td:nth-child(6) {
+    grid-column: 1 / -1; } .proofs td:nth-child(6) { color: var(--dim); min-width: 0; } }
 .meter { display: block; height: 5px; border-radius: 3px; background: var(--grey); margin-top: 3px; min-width: 70px; }
 .meter span { display: block; height: 100%; border-radius: 3px; background: var(--good); }
 .meter .near { background: var(--near); } .meter .bad { background: var(--bad); }
