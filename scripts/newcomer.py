@@ -5,8 +5,9 @@
     .venv/bin/python scripts/newcomer.py --reuse      (CI: installs only the wheel; heavy packages are those of this environment)
 
 Each command runs on a terminal of its own, in an empty folder without the clone. Printed are its exit code, wall seconds, CPU
-seconds, and the longest time without any output. Runs are shortened to `--steps` steps of 16 completions. Exit code 1: a command
-ended otherwise than it should, or a command that only answers took more than one CPU second.
+seconds, and the longest time without any output, with the last words before it where it is long. Runs are shortened to `--steps`
+steps of 16 completions. Exit code 1: a command ended otherwise than it should, or a command that only answers took more than one CPU
+second.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import pty
+import re
 import resource
 import select
 import shlex
@@ -30,8 +32,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # CPU seconds that a command may take if it only answers.
 ANSWER = 1.0
+# What moves the cursor and sets colors on a terminal.
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Time limit in seconds of one command.
 LIMIT = 900.0
+# Seconds of silence after which the words before it are printed.
+SILENT = 5.0
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,10 @@ def main() -> int:
         )
         print(f"{'exit':>4}  {'wall s':>7}  {'CPU s':>6}  {'silent s':>8}  command", flush=True)
         for step in steps(asked.steps):
-            code, wall, cpu, silent, said = run(f"{shlex.quote(str(lockstep))} {step.words}", home)
+            code, wall, cpu, silent, said, before = run(f"{shlex.quote(str(lockstep))} {step.words}", home)
             print(f"{code:4d}  {wall:7.1f}  {cpu:6.2f}  {silent:8.1f}  lockstep {step.words}", flush=True)
+            if silent > SILENT:
+                print(f"{'':>29}silent after: {before}", flush=True)
             wrong = [f"exit code {code} instead of {step.code}"] if code != step.code else []
             wrong += [f"{cpu:.1f} CPU s for an answer"] if step.answers and cpu > ANSWER else []
             wrong += [f"it does not say {step.says!r}"] if step.says not in said else []
@@ -132,11 +140,12 @@ def install(home: Path, extra: str, *, reuse: bool) -> Path:
     return made / "bin" / "lockstep"
 
 
-def run(command: str, folder: Path) -> tuple[int, float, float, float, str]:
+def run(command: str, folder: Path) -> tuple[int, float, float, float, str, str]:
     """Run a command on a terminal of its own.
 
     Returns:
-        Its exit code, wall seconds, CPU seconds with all its children, the longest seconds without output, and its output.
+        Its exit code, wall seconds, CPU seconds with all its children, the longest seconds without output, its output, and the end
+        of the output before the longest silence.
     """
     place = folder / "work"
     place.mkdir(exist_ok=True)
@@ -148,11 +157,12 @@ def run(command: str, folder: Path) -> tuple[int, float, float, float, str]:
         env={**clean, "COLUMNS": "100", "LINES": "40", "TERM": "xterm-256color"}, start_new_session=True,
     )  # fmt: skip
     os.close(inside)
-    said, last, silent = bytearray(), start, 0.0
+    said, last, silent, before_silence = bytearray(), start, 0.0, 0
     while True:
         ready = select.select([terminal], [], [], 1.0)[0]
         now = time.monotonic()
-        silent = max(silent, now - last)
+        if now - last > silent:
+            silent, before_silence = now - last, len(said)
         if ready:
             try:
                 read = os.read(terminal, 65536)
@@ -169,7 +179,8 @@ def run(command: str, folder: Path) -> tuple[int, float, float, float, str]:
     os.close(terminal)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return code, time.monotonic() - start, cpu, silent, said.decode(errors="replace")
+    seen = CONTROL.sub("", said[:before_silence].decode(errors="replace"))
+    return code, time.monotonic() - start, cpu, silent, said.decode(errors="replace"), seen.strip()[-100:]
 
 
 if __name__ == "__main__":
