@@ -6,7 +6,7 @@
 
 Each command runs on a terminal of its own, in an empty folder without the clone. Printed are its exit code, wall seconds, CPU
 seconds, and the longest time without any output, with the last words before it where it is long. Runs are shortened to `--steps`
-steps of 16 completions. Exit code 1: a command ended otherwise than it should, or a command that only answers took more than one CPU
+steps of 16 completions. Exit code 1: a command ended otherwise than it should, or one that only answers took more than one CPU
 second.
 """
 
