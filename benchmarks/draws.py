@@ -105,7 +105,7 @@ def sampled(model: Any, prompts: list[list[int]], choose: Choice, length: int) -
         p = logps.exp()
         tokens = choose(p)
         means, rows = (p * logits).sum(-1), torch.arange(len(p))
-        sums = DrawSums(len(p), p.device)
+        sums = DrawSums(torch.ones(len(p), dtype=torch.bool, device=p.device))
         sums.of_rows(0, rows, rows, tokens, p, logits, means)
         entropies = torch.special.entr(p).sum(-1)
         found.append(torch.stack([logps[rows, tokens], entropies, sums.variances, sums.below, sums.upto]))

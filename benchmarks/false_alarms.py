@@ -5,6 +5,7 @@
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --steps 40 --step-models smollm2-135m-instruct"
     make false-alarms ARGS="--syncs 0 --steps 40 --engine transformers"
     make false-alarms ARGS="--syncs 0 --filters top_p=0.95 top_k=50 min_p=0.01"
+    make false-alarms ARGS="--steps 0 --minutes 20 --seed 1"    (a part of a long run: other seeds are other syncs and other steps)
 
 Before each sync every weight changes by 1e-3 of its size. After the sync all modules are probed and the canary is scored. A
 `GRPOTrainer` takes the steps, with a tiny model of the tests (given by its kind) or a real model (given by its name). The
@@ -17,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,12 @@ def main() -> None:
     words.add_argument("--fault", type=float, default=1.5)
     words.add_argument("--filters", nargs="+", default=[], metavar="FIELD=NUMBER", help="such as top_p=0.95")
     words.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    words.add_argument(
+        "--seed", type=int, default=0, help="draws the changes of the weights, and what the steps sample"
+    )
+    words.add_argument(
+        "--minutes", type=float, help="the syncs, and the steps of each model, end after so many minutes"
+    )
     words.add_argument("--engine", default="vllm", choices=["vllm", "transformers"], help="the engine of the steps")
     words.add_argument("--json", type=Path, default=Path("runs/bench/false_alarms.json"))
     asked = words.parse_args()
@@ -50,18 +59,32 @@ def main() -> None:
     quiet_libraries()
     found: dict[str, Any] = {}
     if asked.syncs:
-        found["syncs"] = clean_syncs(asked.model, asked.syncs, asked.dtype)
+        found["syncs"] = clean_syncs(asked.model, asked.syncs, asked.dtype, asked.seed, _deadline(asked.minutes))
     if asked.steps:
         found["steps"] = {
-            model: clean_steps(model, asked.steps, asked.dtype, asked.fault, _fields(asked.filters), asked.engine)
+            model: clean_steps(
+                model,
+                asked.steps,
+                asked.dtype,
+                asked.fault,
+                _fields(asked.filters),
+                asked.engine,
+                asked.seed,
+                _deadline(asked.minutes),
+            )
             for model in asked.step_models
         }
     asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps({"dtype": asked.dtype, **found}, indent=1) + "\n")
+    asked.json.write_text(json.dumps({"dtype": asked.dtype, "seed": asked.seed, **found}, indent=1) + "\n")
 
 
-def clean_syncs(model: str, count: int, dtype: str) -> dict[str, float]:
-    """Push changed weights. After each push, probe every module and score the canary."""
+def _deadline(minutes: float | None) -> float:
+    """The time of the monotonic clock after so many minutes; None: never."""
+    return math.inf if minutes is None else time.monotonic() + 60 * minutes
+
+
+def clean_syncs(model: str, most: int, dtype: str, seed: int, deadline: float) -> dict[str, float]:
+    """Push changed weights, until the deadline at most. After each push, probe every module and score the canary."""
     from lockstep.errors import ProofError
     from lockstep.parity.canary import score_canary
     from lockstep.parity.gap import over_limits
@@ -69,14 +92,15 @@ def clean_syncs(model: str, count: int, dtype: str) -> dict[str, float]:
     from lockstep.verify.stage import open_stage, stage_config
 
     worst = {"module_probe": 0.0, "canary_mean": 0.0, "canary_max": 0.0, "canary_k3": 0.0}
-    alarms, noise = 0, torch.randn(1 << 21)
+    alarms, count, noise = 0, 0, torch.randn(1 << 21, generator=torch.Generator().manual_seed(seed))
     with (
         tempfile.TemporaryDirectory() as folder,
         open_stage(model, stage_config(folder, bf16=dtype == "bfloat16")) as stage,
     ):
         proofs, context = stage.trainer.proofs, stage.engine.settings().max_model_len
-        for done in range(count):
-            _nudge(stage.model, noise, done)
+        while count < most and time.monotonic() < deadline:
+            _nudge(stage.model, noise, count)
+            count += 1
             try:
                 probed = stage.push(every_module=True)
             except ProofError as error:
@@ -87,7 +111,7 @@ def clean_syncs(model: str, count: int, dtype: str) -> dict[str, float]:
             figures = (probed.worst[1], gap.mean_abs, gap.max_abs, gap.k3)
             alarms += bool(over_limits(gap, proofs.limit))
             worst = {name: max(old, new) for (name, old), new in zip(worst.items(), figures, strict=True)}
-            _progress("syncs", done + 1, count)
+            _progress("syncs", count, most)
         largest = proofs.limit.largest(gap.tokens)
         limits = (probe_limit(proofs.engine_dtype), proofs.limit.mean, largest, proofs.limit.k3)
     print(
@@ -111,9 +135,16 @@ def _fields(words: list[str]) -> dict[str, float]:
 
 
 def clean_steps(
-    model: str, count: int, dtype: str, fault: float, filters: dict[str, float], engine: str = "vllm"
+    model: str,
+    most: int,
+    dtype: str,
+    fault: float,
+    filters: dict[str, float],
+    engine: str,
+    seed: int,
+    deadline: float,
 ) -> dict[str, Any]:
-    """Train for `count` clean steps, then one step with a fault. An alarm in a clean step ends the run.
+    """Train for `most` clean steps, or until the deadline, then one step with a fault. An alarm in a clean step ends the run.
 
     Args:
         engine: vllm or transformers.
@@ -123,6 +154,7 @@ def clean_steps(
 
     from lockstep.errors import ProofError
     from lockstep.parity.receipt import RECEIPT, read_receipt
+    from lockstep.parity.step.draws import DrawEvidence
     from lockstep.report.log_lines import LogLines
     from lockstep.training.trainers.grpo import GRPOTrainer
     from lockstep.verify.stage import stage_config
@@ -130,13 +162,19 @@ def clean_steps(
     with tempfile.TemporaryDirectory() as folder:
         small = model in tiny.KINDS
         path = str(tiny.save_model(Path(folder) / "model", kind=model, tied=model == "llama")) if small else model
-        changes = {"max_steps": count + 1, "learning_rate": 1e-4 if small else 1e-6, "max_completion_length": 48}
+        changes = {
+            "max_steps": most + 1,
+            "seed": seed,
+            "learning_rate": 1e-4 if small else 1e-6,
+            "max_completion_length": 48,
+        }
         changes |= {"logging_steps": 1, "disable_tqdm": True, "use_vllm": engine == "vllm", **filters}
         config = stage_config(folder, bf16=dtype == "bfloat16", shuffle_dataset=True, **changes)
         data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {7 * i}" for i in range(60)]})
         trainer = GRPOTrainer(path, _alternating, config, data)
         trainer.remove_callback(LogLines)
-        trainer.add_callback(_fault_after(trainer.engine, count, fault))
+        last = Last(trainer.engine, most, fault, deadline)
+        trainer.add_callback(last.callback())
         sets = KeptSetRecord(trainer.proofs)
         trainer.add_callback(sets.callback())
         alarm = ""
@@ -148,8 +186,8 @@ def clean_steps(
             trainer.close()
         steps = [line for line in read_receipt(Path(folder) / RECEIPT) if line["kind"] == "step"]
         limit = trainer.proofs.limit
-    clean = steps[:count]
-    early = len(clean) < count
+    early = last.clean == 0
+    clean = steps if early else steps[: last.clean]
     if early:
         print(alarm, flush=True)
     tokens = sum(line["checked_tokens"] for line in clean)
@@ -162,6 +200,8 @@ def clean_steps(
         "tail": sum(line["sum_fourths"] for line in clean) / (4 * sum(line["sum_cubes"] for line in clean)),
         "allowed_first": clean[0]["max_allowed"],
         "allowed_last": clean[-1]["max_allowed"],
+        "bets": sum(line["draws"]["tokens"] for line in clean),
+        "log10_evidence": max(DrawEvidence.of(line["draws"]).log_evidence for line in clean) / math.log(10),
     }
     outcome = "not tried" if early else "stopped" if alarm else "passed"
     print(
@@ -169,11 +209,12 @@ def clean_steps(
         f"mean {found['mean_abs_gap']:.2g} of {limit.mean:g}, k3 {found['k3']:.2g} of {limit.k3:g}, "
         f"max {found['max_abs_gap']:.2g}, at most {found['nearest']:.0%} of its step's limit "
         f"({found['allowed_first']:.2g} at the first step, {found['allowed_last']:.2g} at the last); "
-        f"tail {found['tail']:.2g} of {limit.tail:g}; one token per prompt wrong by {fault:g}: {outcome}",
+        f"tail {found['tail']:.2g} of {limit.tail:g}; evidence of the draws at most 1e{found['log10_evidence']:.1f} of 1e6 over "
+        f"{found['bets']} tokens; one token per prompt wrong by {fault:g}: {outcome}",
         flush=True,
     )
     if filters:
-        found |= sets.figures(count)
+        found |= sets.figures(len(clean))
         print(
             f"  kept sets under {filters}: {found['edge_differences']:.2g} ids differ per drawn token; rounding at most "
             f"{found['set_mean']:.2g} nats in a step's mean, {found['set_mean_nearest']:.0%} of its limit, and at most "
@@ -220,32 +261,56 @@ class KeptSetRecord:
         }
 
 
-def _fault_after(engine: Any, step: int, size: float) -> Any:
-    """Make the engine report a log-prob too low in every generation after optimizer step `step`.
+class Last:
+    """Ends the clean steps: from then on the engine reports a log-prob too low.
 
     It is the first token of one completion of each prompt. One prompt alone could have a group that agrees, and most of these
     groups do not go through the model.
+
+    Args:
+        most: number of clean steps at most.
+        size: of the fault, in nats.
+        deadline: time of the monotonic clock at which the clean steps end too.
+
+    Attributes:
+        clean: number of clean steps; 0 while they go on.
     """
-    from transformers import TrainerCallback
 
-    from lockstep.verify.faults.seams import Between
+    def __init__(self, engine: Any, most: int, size: float, deadline: float) -> None:
+        self._engine, self._most, self._size, self._deadline = engine, most, size, deadline
+        self.clean = 0
 
-    real = engine.serve
+    def callback(self) -> Any:
+        """A callback that looks after each step whether the clean steps are over."""
+        from transformers import TrainerCallback
 
-    def wrong(requests: Any, answers: list[Any]) -> list[Any]:
+        last = self
+
+        class Switch(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                step = state.global_step
+                if last.clean:
+                    # The step with the fault has passed.
+                    control.should_training_stop = True
+                elif step >= last._most or time.monotonic() >= last._deadline:
+                    last._begin(step)
+                _progress("steps", step, last._most)
+
+        return Switch()
+
+    def _begin(self, step: int) -> None:
+        from lockstep.verify.faults.seams import Between
+
+        self.clean, real = step, self._engine.serve
+        self._engine.serve = lambda inbox: real(Between(inbox, answers=self._wrong))
+
+    def _wrong(self, requests: Any, answers: list[Any]) -> list[Any]:
         return [
-            replace(answer, logprobs=[float(answer.logprobs[0]) - size, *answer.logprobs[1:]])
+            replace(answer, logprobs=[float(answer.logprobs[0]) - self._size, *answer.logprobs[1:]])
             if answer.key.sample == 0
             else answer
             for answer in answers
         ]
-
-    class Switch(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == step:
-                engine.serve = lambda inbox: real(Between(inbox, answers=wrong))
-
-    return Switch()
 
 
 def _alternating(completions: list, **columns: Any) -> list[float]:

@@ -169,7 +169,7 @@ class MadeUpPolicy(Policy):
         with self.watch.row(_LEFT_OUT):
             logps = pack.column("behaviour_logps").requires_grad_(torch.is_grad_enabled())
             # A token of probability p whose place among the others is drawn.
-            sums = DrawSums(len(logps), logps.device)
+            sums = DrawSums(torch.ones_like(logps, dtype=torch.bool))
             sums.variances.fill_(1.0)
             sums.below[:] = torch.rand(len(logps)) * (1 - logps.detach().exp())
             sums.upto[:] = sums.below + logps.detach().exp()

@@ -10,6 +10,8 @@ Without `--filters` the recipe runs unchanged, on real vLLM, in this process. No
 are those of the run itself, by proof (`benchmarks/proof_seconds.py`). Two threads compute the transport digest during a push, and
 their seconds are added. Seconds are medians over the steps after the first two. Shares are computed from the sums over the same
 steps. The first step also has what is proven at the start.
+
+On a machine that other programs use, read the processor seconds, with one thread: `OMP_NUM_THREADS=1 make proof-overhead`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from proof_seconds import DIGEST, PROBE, Seconds
+from proof_seconds import DIGEST, NOTHING, PROBE, Seconds, Spent, now
 
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -119,11 +121,12 @@ def measure(steps: int, folder: str, fields: list[str], tokens: int = 0) -> list
     rewards, prompts = list(data.rewards), data.train
     if tokens:
         rewards, prompts = [_some_differ], _open_text(steps * max(1, tokens // _LENGTH // 8))
-    seconds, proofs = Seconds(), []
+    seconds, proofs, clocks = Seconds(), list[dict[str, Spent]](), [now()]
 
     class Steps(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             proofs.append(seconds.take())
+            clocks.append(now())
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(seconds.counted())
@@ -138,9 +141,10 @@ def measure(steps: int, folder: str, fields: list[str], tokens: int = 0) -> list
             **{name.removeprefix("time/"): value for name, value in entry.items() if name.startswith("time/")},
             "groups_without_gradient": entry["frac_reward_zero_std"],
             "tokens": entry["sampling/tokens"],
+            "cpu": (end - start).cpu,
             "proofs": own,
         }
-        for entry, own in zip(logs, proofs, strict=True)
+        for entry, own, start, end in zip(logs, proofs, clocks[:-1], clocks[1:], strict=True)
     ]
 
 
@@ -153,10 +157,11 @@ def shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
     def total(part: Callable[[dict[str, Any]], float]) -> float:
         return sum(part(row) for row in rows)
 
-    def of(proof: str) -> Callable[[dict[str, Any]], float]:
-        return lambda row: row["proofs"].get(proof, 0.0)
+    def of(proof: str, clock: str = "wall") -> Callable[[dict[str, Any]], float]:
+        return lambda row: getattr(row["proofs"].get(proof, NOTHING), clock)
 
     steps, syncs = total(lambda r: r["step"]), total(lambda r: r["sync"] + of(PROBE)(r))
+    processor = total(lambda r: r["cpu"])
     names = sorted({name for row in rows for name in row["proofs"]})
     return {
         "step_s": median(lambda r: r["step"]),
@@ -164,10 +169,19 @@ def shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "generate_s": median(lambda r: r["generate"]),
         "learn_s": median(lambda r: r["forward_backward"] + r["optimizer"]),
         "share_of_sync": total(lambda r: of(DIGEST)(r) + of(PROBE)(r)) / syncs,
-        "share_of_step": total(lambda r: sum(r["proofs"].values())) / steps,
+        "cpu_s": median(lambda r: r["cpu"]),
+        "share_of_step": sum(total(of(name)) for name in names) / steps,
+        "share_of_cpu": sum(total(of(name, "cpu")) for name in names) / processor,
         "groups_without_gradient": total(lambda r: r["groups_without_gradient"]) / len(rows),
         "tokens": total(lambda r: r["tokens"]) / len(rows),
-        "proofs": {name: {"median_s": median(of(name)), "share": total(of(name)) / steps} for name in names},
+        "proofs": {
+            name: {
+                "median_s": median(of(name)),
+                "share": total(of(name)) / steps,
+                "share_of_cpu": total(of(name, "cpu")) / processor,
+            }
+            for name in names
+        },
     }
 
 
@@ -179,16 +193,19 @@ def show(figures: dict[str, Any], first: dict[str, Any]) -> None:
     """
     f = figures
     print(
-        f"{f['tokens']:.0f} tokens per step; step {f['step_s']:.2f} s, of which sampling {f['generate_s']:.2f} s, "
-        f"learning {f['learn_s']:.2f} s, sync {f['sync_s']:.3f} s\n"
+        f"{f['tokens']:.0f} tokens per step; step {f['step_s']:.2f} s ({f['cpu_s']:.2f} s of the processor), "
+        f"of which sampling {f['generate_s']:.2f} s, learning {f['learn_s']:.2f} s, sync {f['sync_s']:.3f} s\n"
         f"{f['groups_without_gradient']:.0%} of the groups have no gradient\n"
-        f"{'proof':32} {'s per step':>11} {'of a step':>10} {'first step, s':>14}"
+        f"{'proof':32} {'s per step':>11} {'of a step':>10} {'of its processor':>17} {'first step, s':>14}"
     )
-    for name, own in sorted(f["proofs"].items(), key=lambda item: -item[1]["share"]):
-        print(f"{name:32} {own['median_s']:11.4f} {own['share']:10.2%} {first['proofs'].get(name, 0.0):14.3f}")
+    for name, own in sorted(f["proofs"].items(), key=lambda item: -item[1]["share_of_cpu"]):
+        print(
+            f"{name:32} {own['median_s']:11.4f} {own['share']:10.2%} {own['share_of_cpu']:17.2%} "
+            f"{first['proofs'].get(name, NOTHING).wall:14.3f}"
+        )
     print(
-        f"all proofs {f['share_of_step']:.1%} of a step (at most 5 %); digest and module probe {f['share_of_sync']:.1%} of a sync "
-        "(at most 10 %)"
+        f"all proofs {f['share_of_step']:.1%} of a step, {f['share_of_cpu']:.1%} of its processor seconds (at most 5 %); "
+        f"digest and module probe {f['share_of_sync']:.1%} of a sync (at most 10 %)"
     )
 
 

@@ -1,6 +1,8 @@
 """The seconds that each proof takes in a run, for `benchmarks/proof_overhead.py`.
 
-Functions of the proofs are wrapped while a run goes on. Seconds of one proof inside another count for the inner one.
+Functions of the proofs are wrapped while a run goes on. Seconds of one proof inside another count for the inner one. Processor
+seconds are counted beside the seconds of the clock, because other programs of the machine hardly change them. Those of the main
+thread are those of the whole process meanwhile, so that the threads of PyTorch count.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 # The forward over groups that have no gradient: a trainer without proofs would not make it.
@@ -18,30 +20,53 @@ FORWARD = "forward without gradient"
 DIGEST, PROBE = "digest", "module_probe"
 
 
+class Spent(NamedTuple):
+    """Seconds of the clock, and of the processor."""
+
+    wall: float
+    cpu: float
+
+    def __add__(self, other: Any) -> Spent:
+        return Spent(self.wall + other.wall, self.cpu + other.cpu)
+
+    def __sub__(self, other: Any) -> Spent:
+        return Spent(self.wall - other.wall, self.cpu - other.cpu)
+
+
+NOTHING = Spent(0.0, 0.0)
+
+
+def now() -> Spent:
+    """What the clocks show in this thread."""
+    main = threading.current_thread() is threading.main_thread()
+    return Spent(time.perf_counter(), time.process_time() if main else time.thread_time())
+
+
 class Seconds:
     """Seconds per proof since the last `take`. Threads are added up."""
 
     def __init__(self) -> None:
-        self._spent: dict[str, float] = defaultdict(float)
+        self._spent: dict[str, Spent] = defaultdict(lambda: NOTHING)
         self._lock, self._open = threading.Lock(), threading.local()
 
-    def take(self) -> dict[str, float]:
+    def take(self) -> dict[str, Spent]:
         """The seconds so far; then they begin anew."""
         with self._lock:
-            found, self._spent = dict(self._spent), defaultdict(float)
+            found = dict(self._spent)
+            self._spent.clear()
         return found
 
     @contextmanager
     def of(self, proof: str) -> Iterator[None]:
         """Count a block for a proof, without the blocks of other proofs inside it."""
-        inside: list[float] = getattr(self._open, "inside", [])
+        inside: list[Spent] = getattr(self._open, "inside", [])
         self._open.inside = inside
-        inside.append(0.0)
-        start = time.perf_counter()
+        inside.append(NOTHING)
+        start = now()
         try:
             yield
         finally:
-            whole = time.perf_counter() - start
+            whole = now() - start
             own = whole - inside.pop()
             if inside:
                 inside[-1] += whole

@@ -48,6 +48,7 @@ PAIRS_OF_A_GROUP = (
 )
 BETS = ("parity/step/bets.py", "tests/parity/test_draws.py::test_a_bet_pays_one_on_average")
 DRAWS = ("parity/step/draws.py", "tests/parity/test_draws.py")
+DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
 BACKWARD = "tests/training/test_model_gradient.py"
 CUTS = "tests/training/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"
 ASKED_AGAIN = ("training/generate/asked_again.py", "tests/training/test_asked_again.py")
@@ -396,6 +397,12 @@ MUTATIONS = [
         "c for c in self.completions if str(c.key) in names",
         "c for c in ()",
     ),
+    _of(
+        ASIDE,
+        "rollouts that are drawn of every generation",
+        "if np.random.default_rng((seed, version // of, 1))",
+        "if 0 * np.random.default_rng(0)",
+    ),
     _of(ASIDE_SUMS, "bets where rewards decide", "drawn = [s for s in sequences if s.drawn]", "drawn = [*sequences]"),
     _of(ASIDE_STEP, "means of the verified tokens alone", "stands_for = _share(still, verified)", "stands_for = 1.0"),
     _of(FILTER_BOUNDS, "top-p without rounding", "if above < sure else -math.inf", "if False else -math.inf"),
@@ -707,6 +714,15 @@ MUTATIONS = [
     _of(DRAWS, "a bet against the trainer's own log-probs", "behaviour.double().cpu().numpy()", "draws.logps"),
     _of(DRAWS, "bets that do not begin anew", "stake = -math.log(self.generations)", "stake = -99 * self.generations"),
     _of(DRAWS, "a resumed run that forgets its generations", 'int(data["generations"])', "0"),
+    _of(
+        DRAWS, "a stake for a generation of which nothing is drawn", "if not stats.tokens:\n            return", "pass"
+    ),
+    _of(
+        DRAW_SUMS,
+        "sums of tokens that were not drawn",
+        "wanted = self._wanted[places]",
+        "wanted = self._wanted[places] | True",
+    ),
     _of(DRAWS, "a whole stake at every generation", "- math.log(self.generations + 1)\n        for", "\n        for"),
     _of(DRAW_SUMS, "equal ids that count as less likely", "torch.lt(p, own[part", "torch.le(p, own[part"),
     _of(DRAW_SUMS, "equal ids of a long row", "torch.lt(p, own[token", "torch.le(p, own[token"),
@@ -2058,6 +2074,20 @@ MUTATIONS = [
         "audit/dumps.py",
         "np.concatenate([[0.0], found]) if len(found) == tokens - 1 else found",
         "np.concatenate([found, [0.0]]) if len(found) == tokens - 1 else found",
+        AUDIT,
+    ),
+    Mutation(
+        "an audit makes the sums of the draws proof for every hypothesis",
+        "audit/evidence.py",
+        "if draws and not name:",
+        "if not name:",
+        AUDIT,
+    ),
+    Mutation(
+        "an audit compares a server at the stated temperature",
+        "audit/findings.py",
+        "{_PLAIN: replace(suspects.stated, sampling=Sampling(1))}",
+        "{_PLAIN: suspects.stated}",
         AUDIT,
     ),
     Mutation(

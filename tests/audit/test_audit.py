@@ -25,7 +25,11 @@ from audit.dumped import (
 from tiny import make_model, make_tokenizer, perturbed, save
 from transformers import PreTrainedModel
 
+from lockstep.audit import evidence
+from lockstep.audit.dumps import AuditedRollout
 from lockstep.cli.main import main
+from lockstep.engines.protocol import Sampling
+from lockstep.parity.distributions import Distribution
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,38 @@ def test_a_stated_temperature_and_filter_are_scored(model: PreTrainedModel, fold
     rows = sampled_rows(model, draw=lambda logits: cut(0.9)(logits / 0.8))
     path = write(as_trl(rows), tmp_path / "dump.jsonl")
     assert audited(folder, path, "--temperature", "0.8", "--top_p", "0.9")[0] == 0
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.3])
+def test_a_server_is_compared_at_temperature_one_and_every_rollout_is_scored_once(
+    apart: float, model: PreTrainedModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards: list[int] = []
+    real = evidence.logit_chunks
+
+    def server(url: str, rollouts: list[AuditedRollout]) -> list[Any]:
+        found = [evidence.score(model, r, Distribution(Sampling(1))).own + apart for r in rollouts]
+        forwards.clear()
+        return found
+
+    monkeypatch.setattr(evidence, "logit_chunks", lambda *args: forwards.append(1) or real(*args))
+    monkeypatch.setattr("lockstep.audit.server.server_logprobs", server)
+    path = write(as_trl(sampled_rows(model, draw=tempered(0.8))), tmp_path / "dump.jsonl")
+    code, found = audited(folder, path, "--temperature", "0.8", "--url", "http://localhost:1")
+    assert (code, found["weights"]["verdict"]) == ((1, "DIFFER") if apart else (0, "agree"))
+    assert ("differ from the model's by 0.3 nats" in found["weights"]["says"]) == bool(apart)
+    assert len(forwards) == 16
+
+
+def test_no_sums_are_made_while_a_cause_is_sought(
+    model: PreTrainedModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums: list[int] = []
+    real = evidence._sums
+    monkeypatch.setattr(evidence, "_sums", lambda logps, own: sums.append(len(own)) or real(logps, own))
+    path = write(as_trl(sampled_rows(model, draw=tempered(0.8))), tmp_path / "dump.jsonl")
+    assert audited(folder, path)[0] == 1
+    assert sum(sums) == 16 * 24
 
 
 def changed(name: str, model: PreTrainedModel, clean: list[Row]) -> list[Row]:

@@ -11,7 +11,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import proof_seconds
-from proof_seconds import FORWARD, Seconds
+from proof_seconds import FORWARD, Seconds, Spent
 
 from lockstep.parity.step.draws import DrawEvidence, DrawStats
 from lockstep.training.step.update import Policy
@@ -19,13 +19,13 @@ from lockstep.training.step.update import Policy
 
 def test_a_proof_inside_another_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 3.0, 7.0, 10.0, 12.0])
-    monkeypatch.setattr(proof_seconds.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(proof_seconds, "now", lambda: Spent(time := next(clock), 2 * time))
     seconds = Seconds()
     with seconds.of("outer"), seconds.of("inner"):
         pass
     with seconds.of("outer"):
         pass
-    assert seconds.take() == {"outer": 5.0 + 2.0, "inner": 2.0}
+    assert seconds.take() == {"outer": (7.0, 14.0), "inner": (2.0, 4.0)}
     assert seconds.take() == {}
 
 

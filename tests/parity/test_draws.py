@@ -24,7 +24,7 @@ def draws_of(logits: torch.Tensor, tokens: torch.Tensor) -> TokenDraws:
     """What the trainer's forward says of one token per row."""
     logps = logits.log_softmax(-1)
     p, rows = logps.exp(), torch.arange(len(logits))
-    sums = DrawSums(len(logits), logits.device)
+    sums = DrawSums(torch.ones(len(logits), dtype=torch.bool))
     sums.of_rows(0, rows, rows, tokens, p, logits, (p * logits).sum(-1))
     found = logps[rows, tokens], torch.special.entr(p).sum(-1), sums.variances, sums.below, sums.upto
     return TokenDraws(*torch.stack([values.double() for values in found]).numpy())
@@ -161,6 +161,19 @@ def test_a_fault_that_begins_late_is_found() -> None:
     for seed in range(4):
         evidence.add(stats_of(best_of_two, 400, seed))
     assert evidence.log_evidence > _LIMIT
+
+
+def test_a_generation_of_which_nothing_is_drawn_changes_no_evidence_and_takes_no_stake() -> None:
+    every, some = DrawEvidence(), DrawEvidence()
+    for seed in range(4):
+        stats = stats_of(honest, 40, seed)
+        every.add(stats)
+        for _ in range(7):
+            some.add(DrawStats())
+        some.add(stats)
+        assert some.data() == every.data()
+        some.add(DrawStats())
+        assert some.log_evidence == every.log_evidence
 
 
 def test_evidence_that_a_receipt_kept_goes_on_as_it_was() -> None:

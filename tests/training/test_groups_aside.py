@@ -1,4 +1,4 @@
-"""Of the groups without a gradient, a drawn part is verified, and the rest goes through no forward."""
+"""Of the completions without a gradient, a drawn part is verified, and the rest goes through no forward."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.batch.pack import Pack
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.step import generation
-from lockstep.training.step.generation import branches_of, drawn_groups
+from lockstep.training.step.generation import branches_of, drawn_rollouts
 from lockstep.training.step.update import Policy
 from lockstep.training.step.update_sums import UpdateSums
 
 PROMPTS = Dataset.from_list([{"prompt": f"What comes after {number}"} for number in range(16)])
-# A group may have 16 tokens, so 8 of the 16 groups are drawn.
+# A completion may have 8 tokens, so 16 of the 32 completions are drawn: 8 of the 16 groups.
 SIXTEEN: dict[str, Any] = {
     "per_device_train_batch_size": 32,
     "num_generations": 2,
@@ -34,6 +34,15 @@ SIXTEEN: dict[str, Any] = {
 }
 
 
+TOGETHER = generation._TOGETHER
+
+
+@pytest.fixture(autouse=True)
+def every_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of every generation is drawn, in place of a larger part of some."""
+    monkeypatch.setattr(generation, "_TOGETHER", 128)
+
+
 def sixteen(folder: str, output: Path, engine: Engine, **fields: Any) -> Any:
     """A run of which every second group agrees, and half of these are not drawn."""
     more = {"reward_funcs": agreeing, "train_dataset": PROMPTS}
@@ -41,7 +50,7 @@ def sixteen(folder: str, output: Path, engine: Engine, **fields: Any) -> Any:
 
 
 def drawn(run: Any) -> list[int]:
-    return drawn_groups(16, 16, (run.config.seed, 0))
+    return [place for place, own in enumerate(drawn_rollouts(16, 2, 8, run.config.seed, 0)) if own]
 
 
 def names(groups: list[RolloutGroup]) -> Counter[str]:
@@ -90,7 +99,7 @@ def test_the_step_is_the_one_in_which_everything_is_verified(
 ) -> None:
     part = sixteen(untied_dir, tmp_path / "part", hf_engine)
     part.train()
-    monkeypatch.setattr(generation, "drawn_groups", lambda count, *_: list(range(count)))
+    monkeypatch.setattr(generation, "drawn_rollouts", lambda groups, size, *_: [[*range(size)]] * groups)
     whole = sixteen(untied_dir, tmp_path / "whole", hf_engine)
     whole.train()
     assert whole.state.log_history[0]["parity/aside_tokens"] == 0 < part.state.log_history[0]["parity/aside_tokens"]
@@ -136,10 +145,44 @@ def test_verified_tokens_stand_for_those_left_aside_in_means(
     assert sums.tally.count("entropy") == pytest.approx(tokens(list(run.loop.generation.groups)))
 
 
-def test_the_draw_looks_at_nothing_that_was_sampled_and_reaches_every_group() -> None:
-    assert drawn_groups(16, 64, (3, 7)) == drawn_groups(16, 64, (3, 7))
-    assert len(drawn_groups(64, 4096, (1, 1))) == 8
-    assert sorted(drawn_groups(4, 8, (1, 1))) == [0, 1, 2, 3]
-    often = Counter(i for version in range(400) for i in drawn_groups(16, 64, (1, version)))
-    # Each is drawn in 50 of 400 generations, give or take 7.
-    assert min(often[i] for i in range(16)) > 20
+def test_where_nothing_is_drawn_nothing_is_bet_on_and_all_that_is_learned_from_is_compared(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "_TOGETHER", 256)
+    run = sixteen(untied_dir, tmp_path, hf_engine, max_steps=4)
+    run.train()
+    lines = [line for line in read_receipt(tmp_path / RECEIPT) if line["kind"] == "step"]
+    logs = [log for log in run.state.log_history if "loss" in log]
+    whole = [any(drawn_rollouts(16, 2, 8, run.config.seed, version)) for version in range(4)]
+    assert sorted(whole[:2]) == sorted(whole[2:]) == [False, True]
+    for drawn_here, line, log in zip(whole, lines, logs, strict=True):
+        assert line["aside_tokens"] == (0 if drawn_here else line["sampled_tokens"] - line["checked_tokens"])
+        assert bool(line["aside_tokens"]) != drawn_here
+        assert line["checked_tokens"] >= line["sampled_tokens"] // 4
+        assert line["draws"]["tokens"] == (line["sampled_tokens"] if drawn_here else 0)
+        assert ("parity/draws_z" in log) == drawn_here
+    assert [line["draws"]["generations"] for line in lines] == [sum(whole[: i + 1]) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "size", "tokens", "block"),
+    [(16, 8, 8, 8), (2, 8, 64, 8), (4, 8, 16, 4), (3, 8, 128, 2), (16, 8, 64, 1), (4, 2, 8, 1), (3, 4, 12, 1)],
+)
+def test_each_rollout_is_drawn_equally_often_whatever_was_sampled(
+    groups: int, size: int, tokens: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in eight, or more where a generation has few tokens; all those of a block of generations in one of them."""
+    monkeypatch.setattr(generation, "_TOGETHER", TOGETHER)
+    drawn = [drawn_rollouts(groups, size, tokens, 3, version) for version in range(512)]
+    assert drawn == [drawn_rollouts(groups, size, tokens, 3, version) for version in range(512)]
+    blocks = [tuple(any(own) for own in drawn[start : start + block]) for start in range(0, 512, block)]
+    assert {sum(found) for found in blocks} == {1}
+    assert len(set(blocks)) == block
+    often = Counter((group, place) for found in drawn for group, own in enumerate(found) for place in own)
+    each = 512 / max(1, min(8, groups * size * tokens // 128))
+    # A draw of one in eight gives 64, give or take 8.
+    assert all(abs(often[group, place] - each) < 45 for group in range(groups) for place in range(size))
+
+
+def test_of_a_large_generation_whole_groups_are_drawn_and_of_the_last_one_a_part() -> None:
+    assert sorted(len(own) for own in drawn_rollouts(10, 8, 4096, 1, 1)) == [0] * 8 + [2, 8]

@@ -29,14 +29,14 @@ class Scored:
     Attributes:
         reported: (S,) log-probs of the dump; NaN where there is none.
         own: (S,) the model's log-probs under the stated distribution.
-        draws: sums over the model's distributions.
+        draws: sums over the model's distributions; None: they were not asked for.
         others: (S,) log-probs under other distributions, by name.
     """
 
     rollout: AuditedRollout
     reported: Values
     own: Values
-    draws: TokenDraws
+    draws: TokenDraws | None = None
     others: dict[str, Values] = field(default_factory=dict)
 
     @property
@@ -53,12 +53,15 @@ def score(
     precision: Precision = _PLAIN,
     others: dict[str, Distribution] | None = None,
     prompt_ids: Sequence[int] | None = None,
+    *,
+    draws: bool = False,
 ) -> Scored:
     """Score a rollout's sampled ids. No tensor of logits is larger than `LOGITS_BYTES`.
 
     Args:
         others: further distributions under which the ids are scored too.
         prompt_ids: another prompt than the rollout's.
+        draws: whether to compute the sums for the draws proof, which cost as much as the log-probs.
     """
     prompt, tokens = list(rollout.prompt_ids if prompt_ids is None else prompt_ids), rollout.completion_ids
     wanted = {"": stated, **(others or {})}
@@ -71,15 +74,16 @@ def score(
         logits = rows[chosen].cpu()
         for name, distribution in wanted.items():
             logps = _logps(logits, distribution, prompt, tokens, [place + i for i in chosen])
-            own = logps.gather(1, targets[:, None])[:, 0]
-            found[name] += own.tolist()
-            if not name:
-                sums += _sums(logps.double(), own.double())
+            chosen_logps = logps.gather(1, targets[:, None])[:, 0]
+            found[name] += chosen_logps.tolist()
+            if draws and not name:
+                sums += _sums(logps.double(), chosen_logps.double())
         place += len(rows)
     reported, scores = rollout.logprobs[rollout.sampled], {name: np.array(v) for name, v in found.items()}
-    entropies, variances, below, upto = np.array(sums).reshape(-1, 4).T
-    draws = TokenDraws(scores[""], entropies, variances, below, upto)
-    return Scored(rollout, reported, scores.pop(""), draws, scores)
+    own = scores.pop("")
+    # The sums of each id, as columns: entropies, variances, below, upto.
+    found_draws = TokenDraws(own, *np.array(sums).reshape(-1, 4).T) if draws else None
+    return Scored(rollout, reported, own, found_draws, scores)
 
 
 def _logps(

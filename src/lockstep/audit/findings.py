@@ -17,7 +17,7 @@ from lockstep.engines.protocol import Sampling
 from lockstep.parity.distributions import Distribution
 from lockstep.parity.gap import GapStats, measure_gap, over_limits
 from lockstep.parity.rescoring import Precision
-from lockstep.parity.step.bets import BETS
+from lockstep.parity.step.bets import BETS, TokenDraws
 from lockstep.parity.step.draws import FALSE_ALARM, DrawEvidence, measure_draws
 from lockstep.parity.tolerances import Tolerance, tolerance
 from lockstep.tokens.tokenizer import embedding_rows
@@ -27,6 +27,8 @@ AGREE, DIFFER, UNKNOWN = "agree", "DIFFER", "not judged"
 _EXPLAINED = 8
 # Two rollouts of one prompt are equal by chance with a probability of at most exp of this.
 _TOO_UNLIKELY = math.log(1e-9)
+# Name of the distribution of a server's own log-probs.
+_PLAIN = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,10 @@ def audit(
             malformed,
             *(Finding(about, UNKNOWN, "the ids are not usable") for about in ("weights", "log-probs", "draws")),
         ]
+    # The server gives log-probs at temperature 1 and without filters.
+    plain = {} if served is None else {_PLAIN: replace(suspects.stated, sampling=Sampling(1))}
     scored = [
-        score(suspects.model, rollout, _stated(suspects.stated, rollout), precision)
+        score(suspects.model, rollout, _stated(suspects.stated, rollout), precision, plain, draws=True)
         for rollout in rollouts
         if rollout.tokens
     ]
@@ -94,7 +98,7 @@ def audit(
     cause = (_cause(scored, suspects, limit) or _rounding(gap)) if over else None
     return [
         _tokens(rollouts, cause),
-        _weights(scored, suspects, cause, over, limit, served),
+        _weights(scored, cause, over, limit, served),
         _log_probs(figures, over, cause),
         _draws(scored, over),
     ]
@@ -159,16 +163,13 @@ def _tokens(rollouts: Sequence[AuditedRollout], cause: Cause | None) -> Finding:
 
 def _weights(
     scored: Sequence[Scored],
-    suspects: Suspects,
     cause: Cause | None,
     over: list[str],
     limit: Tolerance,
     served: Sequence[Values] | None,
 ) -> Finding:
     if served is not None:
-        plain = replace(suspects.stated, sampling=Sampling(1))
-        own = [score(suspects.model, s.rollout, plain).own for s in scored]
-        apart = mean_gap(list(zip(served, own, strict=True)))
+        apart = mean_gap([(values, s.others[_PLAIN]) for values, s in zip(served, scored, strict=True)])
         if apart > limit.mean:
             says = f"the server's own log-probs differ from the model's by {apart:.2g} nats in the mean (limit {limit.mean:.2g})"
             return Finding(
@@ -218,14 +219,14 @@ def _draws(scored: Sequence[Scored], over: list[str]) -> Finding:
         return Finding(
             "draws", UNKNOWN, "the log-probs differ; without them it is not known from what the ids should be drawn"
         )
-    lengths = [len(s.own) for s in scored]
-    together = {
-        name: np.concatenate([getattr(s.draws, name) for s in scored])
-        for name in ("logps", "entropies", "variances", "below", "upto")
-    }
-    stats = measure_draws(
-        type(scored[0].draws)(**together), torch.from_numpy(np.concatenate([s.reported for s in scored])), lengths
+    draws = TokenDraws(
+        *(
+            np.concatenate([getattr(s.draws, name) for s in scored])
+            for name in ("logps", "entropies", "variances", "below", "upto")
+        )
     )
+    reported = torch.from_numpy(np.concatenate([s.reported for s in scored]))
+    stats = measure_draws(draws, reported, [len(s.own) for s in scored])
     evidence = DrawEvidence()
     evidence.add(stats)
     found, enough = evidence.log_evidence / math.log(10), -math.log10(FALSE_ALARM)

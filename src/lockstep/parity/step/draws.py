@@ -1,9 +1,16 @@
 """The draws proof: every token was drawn from the distribution whose log-prob the engine reported.
 
 An engine that samples at another temperature, cuts the tail or keeps the better of two tokens, and reports the right log-probs,
-has no gap. The proof bets against such engines on every sampled token of drawn groups (`parity/step/bets.py`). The product of the
-pays is the evidence of a bet. Without a fault it has mean 1 at any time, so it exceeds 1e6 in at most one of a million runs of any
-length (Ville's inequality).
+has no gap. The proof bets against such engines on every sampled token of drawn rollouts (`parity/step/bets.py`). The product of
+the pays is the evidence of a bet. Without a fault it has mean 1 at any time, so it exceeds 1e6 in at most one of a million runs of
+any length (Ville's inequality). Why the mean is 1:
+
+- The pay of a token has mean 1, whatever came before it: its bet is fixed before the token is sampled.
+- The seed and the version of the weights alone decide which rollouts are drawn (`training/step/generation.py`). Neither a token
+  nor a reward has a part in it. So the tokens that are bet on are tokens like all others.
+- Rollouts that are not drawn pay nothing, also where the policy learns from them and their sums would be at hand. It learns from
+  them because of their rewards, and tokens that are chosen by a reward may be likelier or rarer than their log-probs say.
+- A generation of which nothing is drawn leaves the evidence as it is.
 
 The forward of the step gives the sums (`training/step/update_sums.py`), `training/generate/proofs.py` adds them up over the run,
 and the receipt keeps the evidence, with which a resumed run goes on.
@@ -112,7 +119,7 @@ class DrawEvidence:
     stake: 1 ÷ k(k + 1) at generation k, in all 1. The evidence is the mean over bets of all that they hold.
 
     Attributes:
-        generations: number of generations so far.
+        generations: number of generations so far that had tokens to bet on.
         held: logarithm of what each bet holds.
     """
 
@@ -121,7 +128,9 @@ class DrawEvidence:
         self.held: dict[str, float] = {}
 
     def add(self, stats: DrawStats) -> None:
-        """Add a generation."""
+        """Add a generation. One without tokens that were bet on does not count."""
+        if not stats.tokens:
+            return
         self.generations += 1
         stake = -math.log(self.generations) - math.log(self.generations + 1)
         for name in BETS:
@@ -175,9 +184,8 @@ class DrawEvidence:
 
 
 def draw_metrics(evidence: DrawEvidence, stats: DrawStats) -> dict[str, float]:
-    """Metrics of a run's evidence and of its last generation."""
-    return {
-        "parity/draws_z": stats.z,
-        "parity/draws_z_completions": stats.z_completions,
-        "parity/draws_log10_evidence": evidence.log_evidence / math.log(10),
-    }
+    """Metrics of a run's evidence, and of its last generation if tokens of it were bet on."""
+    found = {"parity/draws_log10_evidence": evidence.log_evidence / math.log(10)}
+    if stats.tokens:
+        found |= {"parity/draws_z": stats.z, "parity/draws_z_completions": stats.z_completions}
+    return found

@@ -68,8 +68,8 @@ class TrainingSequence(ArrayFields):
         kept_ids: one set of ids for each sampled token, if a filter (top-k, top-p, min-p) was in force. The trainer scores the
             token among them.
         pictures: the pictures of the prompt and of what was inserted before the last sampled id; None: there are none.
-        drawn: whether its group is one of those that are verified whatever their rewards are. The draws proof bets on its tokens.
-        aside: whether it needs no forward: it has no gradient, and its group is not drawn.
+        drawn: whether its rollout is one of those that are verified whatever their rewards are. The draws proof bets on its tokens.
+        aside: whether it needs no forward: it has no gradient, and is not drawn.
 
     Raises:
         BadValues: a field has values of another kind than integers, numbers or booleans, as its type requires.

@@ -18,7 +18,7 @@ class DrawSums:
     """Sums over the sampling distributions of N tokens. Each chunk fills in its own tokens, once.
 
     Args:
-        tokens: N.
+        wanted: (N,) bool, the tokens whose sums are needed. Those of the others may stay NaN.
 
     Attributes:
         variances: (N,) variance of log p under the token's own distribution p, in nats².
@@ -26,8 +26,9 @@ class DrawSums:
         upto: (N,) mass of the ids that are at most as likely as the token, the token included.
     """
 
-    def __init__(self, tokens: int, device: torch.device) -> None:
-        self.variances, self.below, self.upto = torch.full((3, tokens), torch.nan, device=device).unbind()
+    def __init__(self, wanted: torch.Tensor) -> None:
+        self.variances, self.below, self.upto = torch.full((3, len(wanted)), torch.nan, device=wanted.device).unbind()
+        self._wanted = wanted
         self._known: set[int] = set()
 
     @torch.no_grad()
@@ -55,6 +56,8 @@ class DrawSums:
         if start in self._known:
             return
         self._known.add(start)
+        wanted = self._wanted[places]
+        places, rows, targets = places[wanted], rows[wanted], targets[wanted]
         own = probabilities[rows, targets]
         is_cpu = probabilities.device.type == "cpu"
         if is_cpu and probabilities.shape[-1] >= _LONG_ROW:

@@ -42,7 +42,7 @@ class TokenScores:
         values: (N,) float32 the critic's value before each token, with gradient, if there is a critic.
         support: (N,) int64 number of ids that could be sampled as each token; None: the sampling distribution has no filter, no
             grammar and no ban.
-        draws: sums over the distribution of each token; None: they were not asked for.
+        draws: sums over the distribution of each token that the draws proof bets on; None: they were not asked for.
     """
 
     logps: torch.Tensor
@@ -119,7 +119,7 @@ def score_pack(
         critic: maps hidden states (rows, width) to values (rows, 1).
         rules: the run's sampling settings; None: only the temperature is set. If they have a filter that depends on the logits, the
             sequences must have kept ids.
-        draws: whether to compute what the draws proof needs.
+        draws: whether to compute what the draws proof needs, for the tokens of the drawn sequences.
 
     Raises:
         InputError: a layer adds a bias, a mask or dropout to its attention, or a rule cannot be used with inserted ids.
@@ -206,7 +206,10 @@ class _Head:
         return TokenScores(logps, entropies, support=kept.sizes, draws=draws)
 
     def _sums(self, pack: Pack) -> DrawSums | None:
-        return DrawSums(len(pack.targets), pack.targets.device) if self.draws else None
+        if not self.draws:
+            return None
+        wanted = np.repeat([s.drawn for s in pack.sequences], [s.length for s in pack.sequences])
+        return DrawSums(torch.from_numpy(wanted).to(pack.targets.device))
 
 
 def _rows(pack: Pack, rules: IdRules | None) -> tuple[torch.Tensor, torch.Tensor, RowRules | None]:

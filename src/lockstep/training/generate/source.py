@@ -345,7 +345,7 @@ class RolloutSource:
 
         Args:
             gap: over all tokens of the generation but those that are left aside.
-            draws: over all tokens of its drawn groups. The draws of a generation count once, at the first call.
+            draws: over all tokens of its drawn rollouts. The draws of a generation count once, at the first call.
             kept_sets: over drawn tokens.
             record: write the receipt's line; there is one per generation.
 

@@ -29,8 +29,10 @@ from lockstep.training.step.expected import advantage_proof
 from lockstep.training.step.score_all import AllScores, score_all
 from lockstep.training.step.update import Policy
 
-# Groups of which every token is verified: one in so many, and as many as may have so many tokens.
+# Rollouts that are verified whatever their rewards are: one in so many, or in fewer, so that on average so many tokens may come.
 _ONE_IN, _AT_LEAST = 8, 128
+# They are taken together from one of a few generations, up to so many tokens: a forward over few tokens reads all weights for them.
+_TOGETHER = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Generation:
 
     @property
     def aside_tokens(self) -> int:
-        """How many of them are left aside: they have no gradient, and their group is not drawn."""
+        """How many of them are left aside: they have no gradient, and are not drawn."""
         return sum(len(c.sampled_versions) for c in self._aside())
 
     @property
@@ -106,17 +108,30 @@ class Generation:
         return replace(self, micro_batches=batches)
 
 
-def drawn_groups(count: int, tokens: int, seed: tuple[int, ...]) -> list[int]:
-    """The places of the groups of a generation that are verified whatever their rewards are.
+def drawn_rollouts(groups: int, size: int, tokens: int, seed: int, version: int) -> list[list[int]]:
+    """The places, within each group of a generation, of the rollouts that are verified whatever their rewards are.
 
-    The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens.
+    The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens. Every rollout is drawn
+    with the same probability. Of a few versions in a row one is drawn. Its groups are drawn whole, because their rollouts share a
+    prompt, and of the last one a part.
 
     Args:
-        count: number of groups.
-        tokens: how many tokens a group may have.
+        groups: number of groups.
+        size: rollouts of a group.
+        tokens: how many tokens a rollout may have.
+        seed: of the run.
+        version: weight version of the generation.
     """
-    size = min(count, max(math.ceil(count / _ONE_IN), math.ceil(_AT_LEAST / tokens)))
-    return np.random.default_rng(seed).choice(count, size, replace=False).tolist()
+    count, found = groups * size, [list[int]() for _ in range(groups)]
+    each = math.ceil(count / max(1, min(_ONE_IN, count // math.ceil(_AT_LEAST / tokens))))
+    of = max(each, min(count, math.ceil(_TOGETHER / tokens))) // each
+    if np.random.default_rng((seed, version // of, 1)).integers(of) != version % of:
+        return found
+    draw, left = np.random.default_rng((seed, version)), each * of
+    for place in draw.permutation(groups).tolist():
+        found[place] = sorted(draw.choice(size, min(left, size), replace=False).tolist())
+        left -= len(found[place])
+    return found
 
 
 def branches_of(groups: Sequence[RolloutGroup]) -> list[Completion]:
@@ -239,12 +254,16 @@ class Preparation:
         return generation, found
 
     def _sequences(self, groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
-        """The sequences of a generation, in which those of the groups that are not drawn are marked."""
+        """The sequences of a generation, in which those of the rollouts that are not drawn are marked."""
         config, found = self._config, sequences_of(groups, version)
-        drawn = drawn_groups(len(groups), config.group_size * config.completion_limit, (config.seed, version))
-        if len(drawn) == len(groups):
-            return found
-        names = {str(c.key) for c in branches_of([groups[i] for i in drawn])}
+        drawn = drawn_rollouts(len(groups), config.group_size, config.completion_limit, config.seed, version)
+        names = {
+            str(branch.key)
+            for group, places in zip(groups, drawn, strict=True)
+            for place, rollout in enumerate(group.rollouts)
+            if place in places
+            for branch in rollout.branches
+        }
         return [s if s.name in names else s.but(drawn=False) for s in found]
 
     def _perhaps_aside(self, sequence: TrainingSequence) -> TrainingSequence:

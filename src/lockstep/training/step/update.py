@@ -1,8 +1,8 @@
 """Forward, proof and backward of one micro-batch.
 
 The input comes from `training/step/generation.py`. The results are gradients on the policy, and sums that the trainer checks
-and logs. Of the sequences without a gradient (advantage or weight zero), those of a drawn part of the groups are scored without
-gradient, only to be verified; the others are left aside. If a pass before the first step has scored them, they are not scored
+and logs. Of the sequences without a gradient (advantage or weight zero), those that are drawn are scored without gradient,
+only to be verified; the others are left aside. If a pass before the first step has scored them, they are not scored
 again, and those scores are counted and logged.
 """
 
@@ -77,7 +77,7 @@ class Policy:
 
         Args:
             rows: collects drawn tokens of the pack.
-            before_steps: as in `DrawnRows.add`. Then the sums for bets are computed too, where the pack has a drawn group.
+            before_steps: as in `DrawnRows.add`. Then the sums for bets are computed too, where the pack has a drawn sequence.
         """
         with self.autocast(), hidden_states(self.model) as seen:
             compute = partial(

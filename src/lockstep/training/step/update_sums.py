@@ -39,7 +39,7 @@ class UpdateSums:
         difference: the same over all tokens, so that it includes the effect of older weights.
         repeated: difference between the log-probs before the generation's first step and those of this step's forward, over the
             tokens that have both.
-        draws: of the draws proof, over the tokens of the drawn groups that went through the model in this step.
+        draws: of the draws proof, over the tokens of the drawn rollouts that went through the model in this step.
         kept_sets: of the proof of kept ids, at drawn tokens.
         aside: number of tokens that were left aside.
         tally: values to log. `_drift` is |log-prob now − at sampling time| of the policy, over the tokens that went through
@@ -133,9 +133,9 @@ def gap_of(sequences: Sequence[TrainingSequence], behaviour: Logps, policy: Logp
 
 @torch.no_grad()
 def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> DrawStats:
-    """Statistics of the draws proof over the drawn groups; none if the forward gave no sums for it.
+    """Statistics of the draws proof over the drawn rollouts; none if the forward gave no sums for it.
 
-    Which tokens are bet on must not depend on the tokens. A rollout learns because of its reward, so the groups that are not drawn
+    Which tokens are bet on must not depend on the tokens. A rollout learns because of its reward, so those that are not drawn
     are left out also where they went through the model.
     """
     if scores.draws is None:
