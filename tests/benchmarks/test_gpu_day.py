@@ -1,4 +1,7 @@
-"""`make gpu-day`, rehearsed on a CPU without the packages that the GPU machine lacks; and what a part loses that fails or hangs."""
+"""`make gpu-day`, rehearsed on a CPU without the packages that the GPU machine lacks; and what a part loses that fails or hangs.
+
+The rehearsal of all parts takes twenty seconds. It matters before a day on such a machine, and is run before a release.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ for name in gpu_day.PARTS:
 """
 
 
+@pytest.mark.release
 def test_every_part_runs_at_a_tiny_size_and_finds_right_gradients(tmp_path: Path) -> None:
     environment = gpu_day._environment(str(Path(gpu_day.__file__).parent))
     command = [sys.executable, "-c", REHEARSAL]

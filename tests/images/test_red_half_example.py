@@ -1,4 +1,8 @@
-"""`make train-images`: the script runs, and its pictures and its model are what it says."""
+"""`make train-images`: the script runs, and its pictures and its model are what it says.
+
+The whole run, which must learn, takes most of a minute and is run before a release. CI proves the steps of such runs on vLLM in
+`test_pictures_on_vllm.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ def test_the_script_trains_on_the_transformers_engine(capsys: pytest.CaptureFixt
     assert "WARNING" not in printed
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.vllm
 @needs_vllm
 def test_a_policy_on_vllm_learns_what_only_the_picture_shows() -> None:

@@ -162,6 +162,14 @@ CASES: dict[str, Case] = {
 }
 
 
+# What ranks add up is the same in these cases as in another case of the same method: their losses, corrections and masks are of one
+# token or of one sequence.
+OF_ONE_RANK = (
+    *("grpo-bnpo", "grpo-cispo", "grpo-sapo", "grpo-vespo", "cispo-token_mask", "sapo-sequence_geometric_mask"),
+    *("vespo-sequence_truncate", "gspo", "rloo-lora", "dpo-ipo", "reinforce++-group", "ppo-sequence_mask"),
+)
+
+
 def shifted_engine(model: str) -> Engine:
     """The transformers engine in fp32, with every log-prob slightly off."""
 

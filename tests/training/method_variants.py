@@ -8,6 +8,7 @@ from typing import Any
 import reference_methods as plain
 import torch
 from drawn import ReferenceLoss
+from draws import PROFILE
 from reference_methods import Drawn
 from subjects import Subject
 
@@ -182,4 +183,15 @@ VARIANTS: dict[str, Variant] = {f"GRPO: {name}": Variant("GRPO", fields) for nam
     f"{method}: {fields}": Variant(method, fields) for method, choices in OTHERS.items() for fields in choices
 }
 # The allowed numbers of completions per prompt, for methods that do not accept every number.
-SIZES = {"OnlineDPO": (2,), "PPO": (1, 2, 8), "ReinforcePP": (2, 4, 8)}
+_SIZES = {"OnlineDPO": (2,), "PPO": (1, 2, 8)}
+# In CI a group has at most four completions: eight take twice the time, and no code depends on the number.
+_LARGEST = 8 if PROFILE == "thorough" else 4
+
+
+def sizes_of(variant: Variant) -> tuple[int, ...]:
+    """The numbers of completions per prompt that are drawn for a variant."""
+    return tuple(size for size in _SIZES.get(variant.method, (2, 4, 8)) if size <= _LARGEST)
+
+
+# The first variant of each method.
+FIRST = {next(name for name, variant in VARIANTS.items() if variant.method == method) for method in CLASSES}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from sharded_works import ADAPTED, METHODS  # noqa: E402
+from sharded_works import ADAPTED, METHODS, OTHERS  # noqa: E402
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[3])
 
@@ -218,7 +218,7 @@ def refused(model: str, folder: Path) -> Any:
 
 
 WORK: dict[str, Callable[[str, Path], Any]] = {
-    **{case: of_method(case) for case in (*METHODS, *ADAPTED)},
+    **{case: of_method(case) for case in (*METHODS, *OTHERS, *ADAPTED)},
     "float32": in_float32,
     "memory": memory,
     "saved": saved,

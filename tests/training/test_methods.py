@@ -13,7 +13,7 @@ from drawn import attending_by_trees, check, config, drawn_of, groups_of, shapes
 from draws import draws, hold
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from method_variants import SIZES, VARIANTS, fit
+from method_variants import VARIANTS, fit, sizes_of
 from subjects import ARCHITECTURES, in_double
 
 from lockstep import GRPOConfig, OnlineDPOConfig
@@ -46,9 +46,9 @@ def test_loss_and_gradients_equal_the_padded_reference(name: str) -> None:
 
     hold(
         name,
-        4,
+        2,
         same,
-        drawn=shapes(SIZES.get(variant.method, (2, 4, 8)), trees=True),
+        drawn=shapes(sizes_of(variant), trees=True),
         kind=st.sampled_from(sorted(SUBJECTS)),
     )
 

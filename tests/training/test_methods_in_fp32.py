@@ -9,7 +9,8 @@ import pytest
 from drawn import attending_by_trees, check, config, shapes
 from draws import hold
 from hypothesis import strategies as st
-from method_variants import SIZES, VARIANTS, fit
+from method_variants import FIRST, VARIANTS, fit, sizes_of
+from portions import portion
 from subjects import ARCHITECTURES, ROWS, in_single
 
 pytestmark = pytest.mark.usefixtures("trees")
@@ -64,11 +65,8 @@ def test_loss_and_gradients_are_within_1e_5_of_the_padded_reference(name: str, k
     check(SUBJECTS[kind], variant.objective(run), shape, variant.reference(run))
 
 
-# CI draws for every third variant. In double precision `test_methods.py` draws for all of them.
-DRAWN = [pytest.param(name, marks=[pytest.mark.release] if number % 3 else []) for number, name in enumerate(VARIANTS)]
-
-
-@pytest.mark.parametrize("name", DRAWN)
+# CI draws for one variant of each method. In double precision `test_methods.py` draws for all of them.
+@pytest.mark.parametrize("name", portion(VARIANTS, lambda name: name in FIRST))
 def test_whatever_is_drawn_loss_and_gradients_are_within_1e_5_of_the_padded_reference(name: str) -> None:
     variant = VARIANTS[name]
 
@@ -80,4 +78,4 @@ def test_whatever_is_drawn_loss_and_gradients_are_within_1e_5_of_the_padded_refe
         run = config(variant.config, shape, **variant.fields)
         check(SUBJECTS[kind], variant.objective(run), shape, variant.reference(run))
 
-    hold(name, 2, near, drawn=shapes(SIZES.get(variant.method, (2, 4, 8))), kind=st.sampled_from(sorted(SUBJECTS)))
+    hold(name, 2, near, drawn=shapes(sizes_of(variant)), kind=st.sampled_from(sorted(SUBJECTS)))

@@ -25,10 +25,10 @@ def test_in_fp32_every_sampled_token_of_every_step_agrees_within_1e_3(tmp_path: 
     fields = {k: recipe[k] for k in ("num_generations", "max_completion_length", "lr_scheduler_type")}
     args = GRPOConfig(
         output_dir=str(tmp_path),
-        per_device_train_batch_size=16,
-        # The learning rate is much higher than the recipe's, so that two steps change the weights visibly.
+        per_device_train_batch_size=8,
+        # The learning rate is much higher than the recipe's, so that one step changes the weights visibly.
         learning_rate=2e-5,
-        max_steps=3,
+        max_steps=2,
         logging_steps=1,
         save_strategy="no",
         disable_tqdm=True,
@@ -40,8 +40,8 @@ def test_in_fp32_every_sampled_token_of_every_step_agrees_within_1e_3(tmp_path: 
     trainer.train()
     trainer.close()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logs) == 3
+    assert len(logs) == 2
     assert all(entry["parity/max_abs_gap"] <= 1e-3 for entry in logs)
-    assert all(entry["parity/checked_tokens"] == round(16 * entry["completions/mean_length"]) for entry in logs)
+    assert all(entry["parity/checked_tokens"] == round(8 * entry["completions/mean_length"]) for entry in logs)
     # The tied embedding has changed, and so has the head, of which the engine keeps a packed copy.
     assert float((trainer.model.get_input_embeddings().weight.detach() - before).abs().max()) > 1e-5

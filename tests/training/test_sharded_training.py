@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from accounts import difference
-from sharded_works import ADAPTED, ALONE, FOUR, METHODS, TWO
+from portions import portion
+from sharded_works import ADAPTED, ALONE, FOUR, METHODS, OTHERS, TWO
 from test_two_ranks import check_entries, run_ranks, same_logs
 
 pytestmark = pytest.mark.long
@@ -32,21 +33,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(untied_dir: str, folder: Path) -> Found:
     """The results of a piece of work: of a rank among so many, or of a single process without shards (0 ranks)."""
-    started: set[int] = set()
+    started: set[tuple[int, bool]] = set()
 
-    def start(ranks: int) -> None:
-        started.add(ranks)
-        logs = folder / f"logs-{ranks}"
+    def start(ranks: int, others: bool) -> None:
+        started.add((ranks, others))
+        logs = folder / f"logs-{ranks}-{others}"
         logs.mkdir()
-        works = {0: ALONE, 2: TWO, 4: FOUR}[ranks]
+        works = OTHERS if others else {0: ALONE, 2: TWO, 4: FOUR}[ranks]
         names = [str(rank) for rank in range(max(ranks, 1))]
         words = [str(ranks), untied_dir, str(folder), *works]
         run_ranks([sys.executable, str(SCRIPT)], words, logs, [0] * len(names), names)
 
     @functools.cache
     def of(name: str, rank: int = 0, ranks: int = 2) -> Any:
-        if ranks not in started:
-            start(ranks)
+        if (ranks, name in OTHERS) not in started:
+            start(ranks, name in OTHERS)
         return torch.load(folder / f"{name.replace(':', '-')}.{rank}-{ranks}.pt")
 
     return of
@@ -65,7 +66,7 @@ def _curves(run: dict[str, Any]) -> list[dict[str, Any]]:
     return [{n: v for n, v in log.items() if not n.startswith(("parity/", "checked/"))} for log in run["logs"]]
 
 
-@pytest.mark.parametrize("case", [*METHODS, *ADAPTED])
+@pytest.mark.parametrize("case", portion([*METHODS, *OTHERS, *ADAPTED], lambda case: case not in OTHERS))
 def test_two_ranks_with_a_sharded_model_take_the_steps_of_one_without(found: Found, case: str) -> None:
     for rank in (0, 1):
         # Adapters are float32, also on these float64 models.
