@@ -181,7 +181,7 @@ def test_sampled_ids_stay_and_what_is_inserted_is_the_templates_own(name: str) -
             # The proof has no false alarm.
             extension.check(messages[: -1 - len(new)], before, turn, new, context)
 
-    hold(name, 12, check, data=st.data(), special=st.booleans())
+    hold(name, 6, check, data=st.data(), special=st.booleans())
 
 
 def _check_ordinary(name: str, messages: list[Message], sampled: Ids, step: Insert | Branch) -> None:
@@ -212,7 +212,7 @@ def test_nothing_that_is_sampled_raises_an_error(name: str) -> None:
         for call in turn.calls:
             json.dumps(call.arguments).encode()
 
-    hold(name, 20, check, ids=st.lists(st.integers(0, size - 1) | control, max_size=30))
+    hold(name, 10, check, ids=st.lists(st.integers(0, size - 1) | control, max_size=30))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm-4.5", "gemma-4", "gpt-oss", "lfm2.5"])
@@ -311,7 +311,7 @@ def test_ordinary_messages_give_the_ids_of_the_prompt(name: str) -> None:
         messages = [{"role": "user", "content": text}]
         assert tuple(extension_of(name).prompt(messages)) == render_prompt(messages, tokenizer_of(name), kwargs)
 
-    hold(name, 10, check, text=texts(name, special=False))
+    hold(name, 5, check, text=texts(name, special=False))
 
 
 @pytest.mark.parametrize("name", _GROWING)
@@ -329,7 +329,7 @@ def test_first_prompts_are_guarded_as_later_turns_are(name: str) -> None:
         marks = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
         assert np.isin(ids, marks).sum() == np.isin(harmless, marks).sum()
 
-    hold(name, 10, check, text=texts(name, special=True))
+    hold(name, 5, check, text=texts(name, special=True))
 
 
 def test_a_system_message_may_name_marks_of_thinking_and_no_special_tokens() -> None:

@@ -170,7 +170,7 @@ def runs() -> st.SearchStrategy[GRPOConfig]:
     )
 
 
-@draws(60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@draws(24, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     sequences=steps(), kind=st.sampled_from(sorted(MODELS)), run=runs(), parts=st.integers(1, 3), moved=st.booleans()
 )
@@ -190,7 +190,7 @@ USUAL = {kind: make_model(kind, tied=kind == "llama", scale=0.1) for kind in MOD
 UNROUNDED = {kind: copy.deepcopy(model).double() for kind, model in USUAL.items()}
 
 
-@draws(60, suppress_health_check=list(HealthCheck))
+@draws(12, suppress_health_check=list(HealthCheck))
 @given(sequences=steps(), kind=st.sampled_from(sorted(USUAL)), run=runs(), parts=st.integers(1, 3), moved=st.booleans())
 def test_in_fp32_loss_and_gradients_of_what_is_drawn_are_within_1e_5(
     sequences: list[TrainingSequence], kind: str, run: GRPOConfig, parts: int, moved: bool

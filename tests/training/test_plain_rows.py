@@ -33,7 +33,7 @@ def sliding(window: int = WINDOW) -> PreTrainedModel:
 EXACT = {"sliding": sliding().double(), "stateful": make_stateful().double()}
 
 
-@draws(40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@draws(12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(sequences=steps(), kind=st.sampled_from(sorted(EXACT)), budget=st.integers(1, 200), chunk=st.integers(1, 40))
 def test_loss_and_gradients_equal_the_padded_reference(
     sequences: list[TrainingSequence], kind: str, budget: int, chunk: int
