@@ -96,13 +96,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoint-4" / "model.safetensors")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+# Both signals have one handler, and the exit code and the words name the signal: each case has one of them.
 @pytest.mark.parametrize(
-    ("fields", "call", "stop"),
+    ("number", "fields", "call", "stop"),
     [
-        ({}, 3, "after step 2, with a checkpoint"),
+        (signal.SIGINT, {}, 3, "after step 2, with a checkpoint"),
         # The first generation makes the second call of the reward. The second step of this generation has not run yet.
-        ({"num_iterations": 2}, 2, "after step 2, where its generation ends, with a checkpoint"),
+        (signal.SIGTERM, {"num_iterations": 2}, 2, "after step 2, where its generation ends, with a checkpoint"),
     ],
     ids=["a step a generation", "two steps a generation"],
 )
@@ -132,15 +132,24 @@ def test_a_signal_stops_after_the_step_under_way_whatever_the_intervals_and_the_
     assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize(
-    ("fields", "calls", "message"),
+    ("number", "fields", "calls", "message"),
     [
-        ({"save_strategy": "no"}, "3", "stopped after step 2; there is no checkpoint, so the same command starts anew"),
-        ({}, "2 2", "stopped at once; there is no checkpoint, so the same command starts anew"),
-        ({}, "4 4", "stopped at once; the same command goes on from checkpoint-2"),
+        (
+            signal.SIGINT,
+            {"save_strategy": "no"},
+            "3",
+            "stopped after step 2; there is no checkpoint, so the same command starts anew",
+        ),
+        (signal.SIGTERM, {}, "2 2", "stopped at once; there is no checkpoint, so the same command starts anew"),
+        (signal.SIGINT, {}, "4 4", "stopped at once; the same command goes on from checkpoint-2"),
         # During the evaluation before training, there is no step that the run could finish.
-        ({"eval_size": 4}, "2", "stopped at once; there is no checkpoint, so the same command starts anew"),
+        (
+            signal.SIGTERM,
+            {"eval_size": 4},
+            "2",
+            "stopped at once; there is no checkpoint, so the same command starts anew",
+        ),
     ],
     ids=["nothing is saved", "twice before a checkpoint", "twice after a checkpoint", "before training"],
 )

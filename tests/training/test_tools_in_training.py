@@ -14,6 +14,7 @@ from caller import Product, multiply
 from conftest import VLLM
 from datasets import Dataset
 from methods import StopAfter, logs, parameters
+from portions import portion
 
 import lockstep
 from lockstep.engines.vllm.in_process import VLLMInProcess
@@ -70,7 +71,11 @@ def logs_of(run: OnlineTrainer) -> list[dict[str, float]]:
     return [line for line in run.state.log_history if "loss" in line]
 
 
-@pytest.mark.parametrize("method", CONFIGS)
+# A trainer with pairs, one with a critic and one with groups; the others are run before a release.
+METHODS = portion(CONFIGS, lambda method: method in ("GRPO", "PPO", "OnlineDPO"))
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns_from_rollouts_with_tools(method: str, make: Make) -> None:
     run = make(method, tools=[multiply])
     run.train()
@@ -253,7 +258,7 @@ def test_several_environments_are_chosen_by_a_column_and_show_their_own_tools(ma
         assert (rollout.scores["Product"] is None) == (chosen == "quiet")
 
 
-@pytest.mark.parametrize("method", CONFIGS)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_failed_environment_leaves_its_rollout_out_of_rewards_baseline_and_loss(
     method: str, make: Make, capsys: Any
 ) -> None:
