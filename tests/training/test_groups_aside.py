@@ -153,7 +153,7 @@ def test_where_nothing_is_drawn_nothing_is_bet_on_and_all_that_is_learned_from_i
     run.train()
     lines = [line for line in read_receipt(tmp_path / RECEIPT) if line["kind"] == "step"]
     logs = [log for log in run.state.log_history if "loss" in log]
-    whole = [any(drawn_rollouts(16, 2, 8, run.config.seed, version)) for version in range(4)]
+    whole = [any(drawn_rollouts(16, 2, 8, run.config.seed, number)) for number in range(4)]
     assert sorted(whole[:2]) == sorted(whole[2:]) == [False, True]
     for drawn_here, line, log in zip(whole, lines, logs, strict=True):
         assert line["aside_tokens"] == (0 if drawn_here else line["sampled_tokens"] - line["checked_tokens"])
@@ -162,6 +162,15 @@ def test_where_nothing_is_drawn_nothing_is_bet_on_and_all_that_is_learned_from_i
         assert line["draws"]["tokens"] == (line["sampled_tokens"] if drawn_here else 0)
         assert ("parity/draws_z" in log) == drawn_here
     assert [line["draws"]["generations"] for line in lines] == [sum(whole[: i + 1]) for i in range(4)]
+
+
+def test_the_choice_counts_generations_and_not_the_steps_of_one(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(generation, "drawn_rollouts", lambda *given: asked.append(given[-1]) or drawn_rollouts(*given))
+    sixteen(untied_dir, tmp_path, hf_engine, max_steps=4, num_iterations=2).train()
+    assert asked == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -173,8 +182,8 @@ def test_each_rollout_is_drawn_equally_often_whatever_was_sampled(
 ) -> None:
     """One in eight, or more where a generation has few tokens; all those of a block of generations in one of them."""
     monkeypatch.setattr(generation, "_TOGETHER", TOGETHER)
-    drawn = [drawn_rollouts(groups, size, tokens, 3, version) for version in range(512)]
-    assert drawn == [drawn_rollouts(groups, size, tokens, 3, version) for version in range(512)]
+    drawn = [drawn_rollouts(groups, size, tokens, 3, number) for number in range(512)]
+    assert drawn == [drawn_rollouts(groups, size, tokens, 3, number) for number in range(512)]
     blocks = [tuple(any(own) for own in drawn[start : start + block]) for start in range(0, 512, block)]
     assert {sum(found) for found in blocks} == {1}
     assert len(set(blocks)) == block

@@ -6,7 +6,7 @@ the pays is the evidence of a bet. Without a fault it has mean 1 at any time, so
 any length (Ville's inequality). Why the mean is 1:
 
 - The pay of a token has mean 1, whatever came before it: its bet is fixed before the token is sampled.
-- The seed and the version of the weights alone decide which rollouts are drawn (`training/step/generation.py`). Neither a token
+- The seed and the number of the generation alone decide which rollouts are drawn (`training/step/generation.py`). Neither a token
   nor a reward has a part in it. So the tokens that are bet on are tokens like all others.
 - Rollouts that are not drawn pay nothing, also where the policy learns from them and their sums would be at hand. It learns from
   them because of their rewards, and tokens that are chosen by a reward may be likelier or rarer than their log-probs say.

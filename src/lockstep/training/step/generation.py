@@ -108,11 +108,11 @@ class Generation:
         return replace(self, micro_batches=batches)
 
 
-def drawn_rollouts(groups: int, size: int, tokens: int, seed: int, version: int) -> list[list[int]]:
+def drawn_rollouts(groups: int, size: int, tokens: int, seed: int, number: int) -> list[list[int]]:
     """The places, within each group of a generation, of the rollouts that are verified whatever their rewards are.
 
     The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens. Every rollout is drawn
-    with the same probability. Of a few versions in a row one is drawn. Its groups are drawn whole, because their rollouts share a
+    with the same probability. Of a few generations in a row one is drawn. Its groups are drawn whole, because their rollouts share a
     prompt, and of the last one a part.
 
     Args:
@@ -120,14 +120,14 @@ def drawn_rollouts(groups: int, size: int, tokens: int, seed: int, version: int)
         size: rollouts of a group.
         tokens: how many tokens a rollout may have.
         seed: of the run.
-        version: weight version of the generation.
+        number: of the generation in the run.
     """
     count, found = groups * size, [list[int]() for _ in range(groups)]
     each = math.ceil(count / max(1, min(_ONE_IN, count // math.ceil(_AT_LEAST / tokens))))
     of = max(each, min(count, math.ceil(_TOGETHER / tokens))) // each
-    if np.random.default_rng((seed, version // of, 1)).integers(of) != version % of:
+    if np.random.default_rng((seed, number // of, 1)).integers(of) != number % of:
         return found
-    draw, left = np.random.default_rng((seed, version)), each * of
+    draw, left = np.random.default_rng((seed, number)), each * of
     for place in draw.permutation(groups).tolist():
         found[place] = sorted(draw.choice(size, min(left, size), replace=False).tolist())
         left -= len(found[place])
@@ -256,7 +256,8 @@ class Preparation:
     def _sequences(self, groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
         """The sequences of a generation, in which those of the rollouts that are not drawn are marked."""
         config, found = self._config, sequences_of(groups, version)
-        drawn = drawn_rollouts(len(groups), config.group_size, config.completion_limit, config.seed, version)
+        number = version // config.steps_a_generation
+        drawn = drawn_rollouts(len(groups), config.group_size, config.completion_limit, config.seed, number)
         names = {
             str(branch.key)
             for group, places in zip(groups, drawn, strict=True)
