@@ -400,7 +400,7 @@ MUTATIONS = [
     _of(
         ASIDE,
         "rollouts that are drawn of every generation",
-        "if np.random.default_rng((seed, version // of, 1))",
+        "if np.random.default_rng((seed, number // of, 1))",
         "if 0 * np.random.default_rng(0)",
     ),
     _of(ASIDE_SUMS, "bets where rewards decide", "drawn = [s for s in sequences if s.drawn]", "drawn = [*sequences]"),

@@ -112,8 +112,8 @@ def drawn_rollouts(groups: int, size: int, tokens: int, seed: int, number: int) 
     """The places, within each group of a generation, of the rollouts that are verified whatever their rewards are.
 
     The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens. Every rollout is drawn
-    with the same probability. Of a few generations in a row one is drawn. Its groups are drawn whole, because their rollouts share a
-    prompt, and of the last one a part.
+    with the same probability. Of a few generations in a row one is drawn. Its groups are drawn whole, because their rollouts share
+    a prompt, and of the last one a part.
 
     Args:
         groups: number of groups.
