@@ -25,7 +25,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 # On a CPU, torch compiles one function of vLLM's sampler (the ranks of log-probs) with g++: up to 10 CPU seconds per process.
-# Without compilation the function gives the same ranks. `server/test_examples.py` starts a server that compiles it.
+# Without compilation the function gives the same ranks. A test of `server/test_examples.py` compiles it before a release.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 

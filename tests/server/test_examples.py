@@ -1,4 +1,8 @@
-"""The examples run unchanged on a tiny model: their calls, their proofs, and their output."""
+"""The examples run unchanged on a tiny model: their calls, their proofs, and their output.
+
+The script with a server runs in CI as forks of the suite's fork server. Before a release it runs as in a user's shell: with imports
+and with the compilation of vLLM's sampler, which take a minute.
+"""
 
 from __future__ import annotations
 
@@ -70,17 +74,24 @@ def test_trls_trainer_with_one_assignment_proves_every_push(
         assert float(ratio) == pytest.approx(1.0, abs=1e-3)
 
 
+# What `lockstep` is in the script: a real interpreter as in a user's shell, or a fork that has imported the libraries already.
+COMMANDS = {"interpreter": "-m lockstep.cli.main", "fork": str(Path(__file__).parents[1] / "forked_command.py")}
+
+
 @pytest.mark.long
-def test_the_script_serves_trains_and_stops_its_server(untied_dir: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [pytest.param("interpreter", marks=pytest.mark.release), "fork"])
+def test_the_script_serves_trains_and_stops_its_server(kind: str, untied_dir: str, tmp_path: Path) -> None:
     shim = tmp_path / "bin" / "lockstep"
     shim.parent.mkdir()
-    shim.write_text(f'#!/bin/sh\nexec {sys.executable} -m lockstep.cli.main "$@"\n')
+    shim.write_text(f'#!/bin/sh\nexec {sys.executable} {COMMANDS[kind]} "$@"\n')
     shim.chmod(shim.stat().st_mode | stat.S_IXUSR)
     port, run = free_port(), tmp_path / "run"
     fields: dict[str, Any] = {"max_steps": 2, "save_steps": 2, "train_size": 24, "eval_size": 4}
     fields |= {"per_device_train_batch_size": 8, "num_generations": 4, "num_generations_eval": 2, "output_dir": run}
-    # As in a user's shell: without a key, and with the compilation that conftest.py turns off.
-    environment = {n: value for n, value in os.environ.items() if n not in (KEY_VARIABLE, "TORCHDYNAMO_DISABLE")}
+    environment = {n: value for n, value in os.environ.items() if n != KEY_VARIABLE}
+    if kind == "interpreter":
+        # As in a user's shell: with the compilation that conftest.py turns off.
+        environment.pop("TORCHDYNAMO_DISABLE", None)
     environment |= {"PATH": f"{shim.parent}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path / "home")}
     environment |= {"LOCKSTEP_EXAMPLE_MODEL": untied_dir, "LOCKSTEP_EXAMPLE_PORT": str(port)}
     words = [str(word) for name, value in fields.items() for word in (f"--{name}", value)]

@@ -2,11 +2,16 @@
 
 Each run continues and ends with the weights of a run without a fault, bit for bit. Or it stops with one error before it learns from
 wrong data, and reaches those weights when it is resumed.
+
+CI injects the faults with which the trainer has another thing to do each time: a lost answer, a late one, one that it gets although
+it was asked twice, a push that is lost before, while and after its weights travel, and a wrong answer. `test_sick_answers.py` shows
+for each fault and each call that the engine is lost or the answer refused. All faults in whole runs are tested before a release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,7 @@ import pytest
 import torch
 from conftest import VLLM
 from faulty_proxy import GENERATE, FaultyProxy, faulty_proxy
+from portions import portion
 from servers import KEY, Server, impatient
 from training import equal, make_trainer, train, weights
 
@@ -28,6 +34,7 @@ pytestmark = [*VLLM, pytest.mark.long]
 
 # The faults of an answer; each step has one of them.
 ANSWERS = ["cut", "500", "503", "late", "asked_twice", "body_twice", "truncated", "empty", "last"]
+OFTEN = ["cut", "late", "asked_twice"]
 # The faults after which the trainer has all answers that it needs.
 HARMLESS = {"asked_twice", "last"}
 # The calls of a push, in their order, with the fault of each.
@@ -42,6 +49,7 @@ PUSH = [
     ("empty", "/weight_info"),
     ("cut", "/resume"),
 ]
+PUSH_OFTEN = [("cut", "/pause"), ("late", "/update_weights"), ("cut", "/finish_weight_update"), ("cut", "/resume")]
 # Wrong answers, their number, and the proof that detects them.
 LIES = [
     ("token_lost", 1, "logprobs"),
@@ -49,16 +57,18 @@ LIES = [
     ("prompt_changed", 1, "echo"),
     ("exchanged", 2, "keys"),
 ]
-STEPS = len(ANSWERS)
+LIES_OFTEN = [("exchanged", 2, "keys")]
+# The steps of the longest run of CI, and of the longest run before a release.
+STEPS_OFTEN, STEPS = len(PUSH_OFTEN), len(ANSWERS)
 # Seconds that a call may take in the step with the late answer, which comes after it.
 LIMIT = 4.0
 SETTINGS: dict[str, Any] = {
-    "max_steps": STEPS,
     # With a constant learning rate the first steps of a run do not depend on the number of steps.
     "lr_scheduler_type": "constant",
     "max_completion_length": 24,
 }
 Weights = dict[str, torch.Tensor]
+Expected = Callable[[int], list[Weights]]
 
 
 class Faults:
@@ -100,14 +110,17 @@ def proxy(server: Server) -> Iterator[FaultyProxy]:
 
 
 @pytest.fixture(scope="module")
-def expected(server: Server, proxy: FaultyProxy, untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list:
-    """The weights after each step of a run without faults."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(KEY_VARIABLE, KEY)
+def expected(server: Server, proxy: FaultyProxy, untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """The weights before the first step of a run without faults, and after each of so many steps."""
+
+    @functools.cache
+    def whole(steps: int) -> list[Weights]:
         watch = Faults(proxy, {})
-        trainer = make_trainer(untied_dir, tmp_path_factory.mktemp("whole"), server.url, **SETTINGS)
+        trainer = make_trainer(untied_dir, tmp_path_factory.mktemp("whole"), server.url, **SETTINGS, max_steps=steps)
         last = train(trainer, watch)
         return [*watch.begun, last]
+
+    return lambda steps: whole(STEPS_OFTEN if steps <= STEPS_OFTEN else STEPS)[: steps + 1]
 
 
 def check(found: Weights, faults: Faults, expected: list[Weights], folder: Path) -> None:
@@ -117,23 +130,27 @@ def check(found: Weights, faults: Faults, expected: list[Weights], folder: Path)
     check_receipt(folder / "receipt.jsonl")
 
 
+@pytest.mark.parametrize("answers", portion([OFTEN, ANSWERS], lambda answers: answers == OFTEN), ids=len)
 def test_whatever_happens_to_an_answer_the_run_goes_on_with_the_right_data(
-    proxy: FaultyProxy, expected: list[Weights], untied_dir: str, tmp_path: Path
+    answers: list[str], proxy: FaultyProxy, expected: Expected, untied_dir: str, tmp_path: Path
 ) -> None:
-    faults = Faults(proxy, {step: (fault, GENERATE, 1) for step, fault in enumerate(ANSWERS)})
-    trainer = make_trainer(untied_dir, tmp_path, proxy.url, **SETTINGS)
+    faults = Faults(proxy, {step: (fault, GENERATE, 1) for step, fault in enumerate(answers)})
+    trainer = make_trainer(untied_dir, tmp_path, proxy.url, **SETTINGS, max_steps=len(answers))
     found = train(trainer, faults)
-    check(found, faults, expected, tmp_path)
-    assert trainer.source.losses == STEPS - len(HARMLESS)
+    check(found, faults, expected(len(answers)), tmp_path)
+    assert trainer.source.losses == len(set(answers) - HARMLESS)
 
 
 # A transport takes part in four of the calls; the other calls are the same for both.
-@pytest.mark.parametrize(("transport", "calls"), [("shared_memory", PUSH), ("gloo", PUSH[1:5])])
+PUSHES = [("shared_memory", PUSH_OFTEN), ("gloo", PUSH_OFTEN[1:3]), ("shared_memory", PUSH), ("gloo", PUSH[1:5])]
+
+
+@pytest.mark.parametrize(("transport", "calls"), portion(PUSHES, lambda push: push in PUSHES[:2]))
 def test_whatever_happens_to_a_push_the_run_goes_on_with_the_right_weights(
     transport: str,
     calls: list[tuple[str, str]],
     proxy: FaultyProxy,
-    expected: list[Weights],
+    expected: Expected,
     untied_dir: str,
     tmp_path: Path,
 ) -> None:
@@ -141,27 +158,28 @@ def test_whatever_happens_to_a_push_the_run_goes_on_with_the_right_weights(
     settings = {**SETTINGS, "max_steps": len(calls), "vllm_weight_transport": transport}
     trainer = make_trainer(untied_dir, tmp_path, proxy.url, **settings)
     found = train(trainer, faults)
-    check(found, faults, expected[: len(calls) + 1], tmp_path)
+    check(found, faults, expected(len(calls)), tmp_path)
     assert trainer.source.losses >= len(calls) - 1
 
 
+@pytest.mark.parametrize("lies", portion([LIES_OFTEN, LIES], lambda lies: lies == LIES_OFTEN), ids=len)
 def test_answers_that_lie_stop_the_run_before_it_learns_and_it_resumes_to_the_same_weights(
-    proxy: FaultyProxy, expected: list[Weights], untied_dir: str, tmp_path: Path
+    lies: list[tuple[str, int, str]], proxy: FaultyProxy, expected: Expected, untied_dir: str, tmp_path: Path
 ) -> None:
     saves = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
-    settings = {**SETTINGS, **saves, "max_steps": len(LIES) + 1}
+    settings = {**SETTINGS, **saves, "max_steps": len(lies) + 1}
 
     def resumed() -> tuple[GRPOTrainer, str | None]:
         found = last_checkpoint(tmp_path)
         return make_trainer(untied_dir, tmp_path, proxy.url, **settings), str(found) if found else None
 
-    for step, (fault, times, proof) in enumerate(LIES, start=1):
+    for step, (fault, times, proof) in enumerate(lies, start=1):
         trainer, checkpoint = resumed()
         with pytest.raises(ProofError) as refused:
             train(trainer, Faults(proxy, {step: (fault, GENERATE, times)}), resume_from_checkpoint=checkpoint)
         assert refused.value.check == proof
         assert trainer.state.global_step == step
-        assert equal(weights(trainer), expected[step]), f"something was learned from {fault}"
+        assert equal(weights(trainer), expected(step)[step]), f"something was learned from {fault}"
     trainer, checkpoint = resumed()
-    assert equal(train(trainer, resume_from_checkpoint=checkpoint), expected[len(LIES) + 1])
+    assert equal(train(trainer, resume_from_checkpoint=checkpoint), expected(len(lies) + 1)[-1])
     check_receipt(tmp_path / "receipt.jsonl")

@@ -1,10 +1,14 @@
-"""Generations that a real server samples while the trainer learns: right prompts, tokens of known age, and a complete proof."""
+"""Generations that a real server samples while the trainer learns: right prompts, tokens of known age, and a complete proof.
+
+CI has one case per kind of trainer and shape of generation, and loses the engine at a cut connection. The methods that share their
+trainer's code with one of these cases, and a server that is killed meanwhile, are tested before a release.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -14,7 +18,9 @@ import datasets
 import pytest
 import torch
 from conftest import VLLM
+from faulty_proxy import GENERATE, faulty_proxy
 from methods import INTERRUPTED, StopAfter
+from portions import portion
 from servers import KEY, Asked, Server, connect, serve
 from test_in_flight import gap_by_version, long_requests
 from tiny import make_model, perturbed
@@ -167,10 +173,20 @@ def test_a_token_that_is_too_old_stops_the_run(
         train(trainer)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["several steps a generation", "RLOO", "PPO", "REINFORCE++", "Online DPO", "solved prompts leave", "interrupted"],
+KINDS = (
+    "several steps a generation",
+    "RLOO",
+    "PPO",
+    "REINFORCE++",
+    "Online DPO",
+    "solved prompts leave",
+    "interrupted",
 )
+# The loop of these two is that of GRPO and of PPO; their losses are tested without an engine.
+AS_ANOTHER = {"RLOO", "REINFORCE++"}
+
+
+@pytest.mark.parametrize("kind", portion(KINDS, lambda kind: kind not in AS_ANOTHER))
 def test_other_methods_and_shapes_learn_from_generations_ahead(
     kind: str, untied_dir: str, tmp_path: Path, server: Server
 ) -> None:
@@ -296,22 +312,35 @@ def test_an_evaluation_between_steps_is_of_the_policy_as_it_is(untied_dir: str, 
     assert [log["step"] for log in trainer.state.log_history if "eval_reward" in log] == [2, 4]
 
 
-@pytest.mark.parametrize(
-    "role", [pytest.param("api", marks=pytest.mark.release), pytest.param("core", marks=pytest.mark.long)]
-)
+@pytest.mark.release
+@pytest.mark.parametrize("role", ["api", "core"])
 def test_a_server_that_is_killed_with_generations_under_way_loses_none(
     role: str, untied_dir: str, tmp_path: Path
 ) -> None:
+    with serve(untied_dir, tmp_path) as server:
+        check_nothing_is_lost(untied_dir, tmp_path / "run", server.url, lambda: server.kill(role))
+
+
+def test_an_answer_that_is_cut_off_with_generations_under_way_loses_none(
+    untied_dir: str, tmp_path: Path, server: Server
+) -> None:
+    with faulty_proxy(server.url) as proxy:
+        check_nothing_is_lost(untied_dir, tmp_path / "run", proxy.url, lambda: proxy.once("cut", GENERATE))
+        assert proxy.faults == 1
+
+
+def check_nothing_is_lost(model: str, folder: Path, url: str, lose: Callable[[], None]) -> None:
+    """Lose the engine in the third step. Every prompt is learned from once, and every token has the right log-prob."""
     watch = Watch()
 
-    def kill(trainer: GRPOTrainer, step: int) -> Any:
+    def losing(trainer: GRPOTrainer, step: int) -> Any:
         if step == 2:
-            server.kill(role)
+            lose()
         return watch(trainer, step)
 
-    with serve(untied_dir, tmp_path) as server:
-        folder = tmp_path / "run"
-        train(make_trainer(untied_dir, folder, server.url, **AHEAD, max_steps=6, max_completion_length=100), kill)
+    trainer = make_trainer(model, folder, url, **AHEAD, max_steps=6, max_completion_length=100)
+    train(trainer, losing)
+    assert trainer.source.losses >= 1
     assert sorted(watch.generations) == list(range(6))
     for generation in watch.generations.values():
         assert gap_by_version(watch.models, generation.completions) < 2e-3

@@ -1,4 +1,8 @@
-"""Servers started by vLLM's own command line: with all arguments that our errors name, and with one of them missing."""
+"""Servers started by vLLM's own command line: with all arguments that our errors name, and with one of them missing.
+
+The servers that lack arguments or differ in several are tested before a release: each one is a start of its own.
+`parity/test_handshake_and_receipt.py` shows that one error names everything that differs.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +104,7 @@ def test_a_server_that_lacks_one_of_them_is_refused_with_what_to_change(
         assert hand.supervisor.poll() is None
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_the_handshake_names_everything_that_differs_at_once(tied_dir: str, untied_dir: str, tmp_path: Path) -> None:
     """A server with another model, dtype and log-probs mode than the run assumes."""
     arguments = [*NAMED[: NAMED.index("--logprobs-mode")], "--no-enable-chunked-prefill"]

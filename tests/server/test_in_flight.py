@@ -22,9 +22,12 @@ from lockstep.sync.push import push_weights
 pytestmark = [*VLLM, pytest.mark.long]
 
 
-@pytest.fixture(params=["shared_memory", "gloo"])
+BOTH = pytest.mark.parametrize("engine", ["shared_memory", "gloo"], indirect=True)
+
+
+@pytest.fixture
 def engine(server: Server, request: pytest.FixtureRequest) -> Iterator[VLLMServer]:
-    made = connect(server.url, transport=request.param)
+    made = connect(server.url, transport=getattr(request, "param", "shared_memory"))
     yield made
     made.close()
 
@@ -77,6 +80,7 @@ def crossing(found: list[Completion]) -> list[Completion]:
     return [c for c in found if len(set(c.weight_versions.tolist())) == 2]
 
 
+@BOTH
 def test_tokens_of_running_requests_carry_the_version_that_sampled_each(server: Server, engine: VLLMServer) -> None:
     # Enough steps for half a second or more on any machine.
     models, found = pushed_into(server, engine, long_requests(50, 400))

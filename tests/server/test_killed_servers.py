@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import VLLM
-from servers import KEY, Server, descendants, serve
+from servers import KEY, Server, serve
 from training import equal, make_trainer, train
 
 import lockstep.sync.shared_memory as shared_memory
@@ -201,45 +200,6 @@ def check(untied_dir: str, tmp_path: Path, steps: int) -> None:
 @pytest.mark.timeout(1800)
 def test_a_kill_at_each_moment_of_a_step_changes_nothing(untied_dir: str, tmp_path: Path) -> None:
     check(untied_dir, tmp_path, len(MOMENTS))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_a_killed_supervisor_takes_a_server_of_two_workers_with_it(untied_dir: str, tmp_path: Path) -> None:
-    tied = ["--tensor_parallel_size", "2", "--max_num_seqs", "4"]
-    with serve(untied_dir, tmp_path, *tied, max_model_len=128) as server:
-        pids = descendants(server.supervisor.pid)
-        assert {"api", "core", "worker"} <= server.processes.keys()
-        check_sockets(pids)
-        server.supervisor.kill()
-        server.supervisor.wait()
-        deadline = time.monotonic() + 60
-        while left := [pid for pid in pids if is_running(pid)]:
-            assert time.monotonic() < deadline, f"of {pids}, {left} are left"
-            time.sleep(0.1)
-
-
-def check_sockets(pids: list[int]) -> None:
-    """The sockets between the server's processes are in folders that only this user can open."""
-    own = {os.readlink(file)[8:-1] for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir() if is_socket(file)}
-    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    files = [Path(row[7]) for row in rows if row[6] in own and len(row) > 7 and row[7].startswith("/")]
-    assert files
-    assert {stat.S_IMODE(file.parent.stat().st_mode) for file in files} == {0o700}
-
-
-def is_socket(file: Path) -> bool:
-    try:
-        return os.readlink(file).startswith("socket:")
-    except OSError:
-        return False
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.release

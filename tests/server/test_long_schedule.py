@@ -3,7 +3,7 @@
 `long_schedule.py` draws the signals. It sends them to server, engine, supervisor, trainer and single ranks, in every phase.
 In turns the final weights and the metrics must be those of an undisturbed run, bit for bit. With generations ahead the ages of
 tokens depend on the clock (docs/reference/methods.md), so that the receipt is checked instead. Another test fills
-the disk of such a run.
+the disk of such a run. Both are run before a release; in CI, `test_run.py` fills the disk of a run without a server.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def score(completion_ids, **_):
 """
 
 
-@pytest.mark.long
+@pytest.mark.release
 @pytest.mark.timeout(1800)
 def test_a_disk_that_fills_in_server_mode_is_one_line_and_the_run_goes_on_to_the_same_weights(
     server: Server, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,8 @@
-"""What a server needs from its machine, without vLLM: real processes, real locks, real limits."""
+"""What a server needs from its machine, without vLLM: real processes, real locks, real limits.
+
+Before a release, vLLM's own parser in a process of its own refuses a second model. In CI, `test_keys_guard_and_command.py` calls what
+refuses it.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +91,16 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.long
+def test_a_server_finds_no_module_in_the_current_directory(tmp_path: Path, untied_dir: str) -> None:
+    (tmp_path / "vllm.py").touch()
+    inside = environment("a-key-for-tests-only", ServeOptions(untied_dir, "127.0.0.1", 9, torch.float32, 64, 4, 1, 0.5))
+    code = "import importlib.util as u; found = u.find_spec('vllm'); print(found and found.origin)"
+    done = subprocess.run([sys.executable, "-c", code], env=inside, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path) not in done.stdout
+
+
+@pytest.mark.release
 @pytest.mark.vllm
 @pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed here")
 def test_a_second_model_is_refused_in_one_line_and_nothing_of_the_current_directory_is_imported(

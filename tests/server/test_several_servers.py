@@ -43,9 +43,9 @@ class Pair:
     servers: tuple[Server, Server]
 
 
-@pytest.fixture(params=["shared_memory", "gloo"])
+@pytest.fixture
 def pair(server: Server, second: Server, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    engine = connect(server.url, second.url, transport=request.param)
+    engine = connect(server.url, second.url, transport=getattr(request, "param", "shared_memory"))
     yield Pair(engine, (server, second))
     engine.close()
 
@@ -58,6 +58,7 @@ def asked(prompts: int, samples: int) -> list[GenerationRequest]:
     ]
 
 
+@pytest.mark.parametrize("pair", ["shared_memory", "gloo"], indirect=True)
 def test_both_hold_the_weights_and_both_answer(pair: Pair) -> None:
     model = perturbed(make_model(), scale=0.5)
     push_weights(model, pair.engine, 3)
@@ -122,6 +123,7 @@ def test_requests_that_were_given_up_are_not_counted_for_ever(pair: Pair) -> Non
     assert pair.engine._requests._open == [0, 0]
 
 
+@pytest.mark.parametrize("pair", ["shared_memory", "gloo"], indirect=True)
 def test_the_probe_names_the_server_whose_weights_are_old(pair: Pair) -> None:
     first, moved = make_model(), perturbed(make_model(), scale=0.5)
     push_weights(first, pair.engine, 1)

@@ -1,13 +1,20 @@
-"""A real server whose model is split over two workers: the same tokens, every byte to both, and a probe of whole modules."""
+"""A real server whose model is split over two workers: the same tokens, every byte to both, and a probe of whole modules.
+
+When its supervisor is killed, all its processes end.
+"""
 
 from __future__ import annotations
 
+import os
+import stat
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import VLLM
-from servers import Server, connect, serve
+from servers import Server, connect, descendants, serve
 from test_in_flight import gap_by_version
 from tiny import make_model, perturbed
 
@@ -86,3 +93,41 @@ def test_after_a_push_that_the_trainer_gave_up_both_workers_take_the_next(
     check_probe(ModuleProbe(moved, engine, torch.float32).measure(2, every=True), 2)
     assert gap_by_version({2: moved}, list(engine.generate(REQUESTS).values())) < 1e-3
     engine.close()
+
+
+# The last test of this file, because it kills the server.
+@pytest.mark.timeout(1800)
+def test_a_killed_supervisor_takes_a_server_of_two_workers_with_it(split: tuple[str, Server]) -> None:
+    _, server = split
+    pids = descendants(server.supervisor.pid)
+    assert {"api", "core", "worker"} <= server.processes.keys()
+    check_sockets(pids)
+    server.supervisor.kill()
+    server.supervisor.wait()
+    deadline = time.monotonic() + 60
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"of {pids}, {left} are left"
+        time.sleep(0.1)
+
+
+def check_sockets(pids: list[int]) -> None:
+    """The sockets between the server's processes are in folders that only this user can open."""
+    own = {os.readlink(file)[8:-1] for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir() if is_socket(file)}
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    files = [Path(row[7]) for row in rows if row[6] in own and len(row) > 7 and row[7].startswith("/")]
+    assert files
+    assert {stat.S_IMODE(file.parent.stat().st_mode) for file in files} == {0o700}
+
+
+def is_socket(file: Path) -> bool:
+    try:
+        return os.readlink(file).startswith("socket:")
+    except OSError:
+        return False
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

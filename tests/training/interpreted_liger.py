@@ -1,4 +1,4 @@
-"""Run two steps of GRPO with Liger's kernels and two without, from the same start. Print one JSON line.
+"""Run a step of GRPO with Liger's kernels and one without, from the same start. Print one JSON line.
 
 Run with TRITON_INTERPRET=1, with which a CPU runs the same kernels as a GPU.
 
@@ -41,11 +41,11 @@ def let_the_interpreter_run_them() -> None:
 
 
 def trained(path: str, folder: Path, **fields: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """The weights after two steps, and the trainer."""
+    """The weights after a step, and the trainer."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     engine = TransformersEngine(path, load_tokenizer(path), dtype=torch.float32, max_model_len=CONTEXT)
     # SGD is used because AdamW's first steps depend on the sign of a gradient, even of one that is only rounding.
-    fields |= {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, "beta": 0.1}
+    fields |= {"max_steps": 1, "optim": "sgd", "learning_rate": 0.1, "beta": 0.1}
     run = make("GRPO", model, folder, engine, {**GROUPS, **fields})
     run.train()
     return parameters(run.model), run
