@@ -2,6 +2,8 @@
 
 The model is an Idefics3, because TRL needs the processor of the whole model, and those of the Qwen families and of SmolVLM need
 torchvision, which this environment leaves out (`requirements.lock`).
+
+TRL itself runs the script of one method in CI, and of the other one before a release.
 """
 
 from __future__ import annotations
@@ -138,8 +140,9 @@ def test_trls_vision_tests_pass_with_a_changed_import(name: str, folder: str, tm
     trainer.close()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("GRPO", marks=pytest.mark.long), pytest.param("RLOO", marks=pytest.mark.release)]
+)
 def test_the_same_script_runs_with_trl(name: str, folder: str, tmp_path: Path) -> None:
     method, fields = VISION_TESTS[name]
     _, moved = vision_script(trl, method, folder, tmp_path, **fields)

@@ -1,4 +1,8 @@
-"""Each family on a real vLLM server: two proven steps in fp32 and in bf16, and faults on the way and in the server."""
+"""Each family on a real vLLM server: two proven steps in fp32 and in bf16, and faults on the way and in the server.
+
+CI has one family per implementation of reading pictures. The server in bf16 is tested before a release; in CI,
+`test_families_on_vllm.py` has bf16.
+"""
 
 from __future__ import annotations
 
@@ -172,6 +176,7 @@ def test_tiles_in_other_places_than_were_sent_are_found_by_the_echo(
     assert broken(folder, tmp_path, engine) == "echo"
 
 
+@pytest.mark.release
 def test_two_steps_in_bf16_are_proven_with_pictures(folder: str, tmp_path: Path, narrow: VLLMServer) -> None:
     trainer = look(folder, tmp_path, engine=narrow, bf16=True)
     trainer.train()
@@ -180,6 +185,7 @@ def test_two_steps_in_bf16_are_proven_with_pictures(folder: str, tmp_path: Path,
     assert max(means) < BF16_LIMIT
 
 
+@pytest.mark.release
 def test_pixels_left_out_are_found_in_bf16_too(
     folder: str, tmp_path: Path, narrow: VLLMServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

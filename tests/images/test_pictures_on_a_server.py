@@ -1,4 +1,8 @@
-"""Pictures on a real vLLM server: two GRPO steps are proven to the last token, and faults on the way and in it are found."""
+"""Pictures on a real vLLM server: two GRPO steps are proven to the last token, and faults on the way and in it are found.
+
+Faults of the trainer, and weights over gloo, are tested here before a release. In CI, `test_pictures_in_training.py` has the faults
+of the trainer, and `tests/server` has gloo.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ def seeing(folder: str, path: str, tmp_path_factory: pytest.TempPathFactory) -> 
             yield running
 
 
-@pytest.fixture(params=["shared_memory", "gloo"])
+@pytest.fixture(params=["shared_memory", pytest.param("gloo", marks=pytest.mark.release)])
 def either(seeing: Server, request: pytest.FixtureRequest) -> Iterator[VLLMServer]:
     made = connect(seeing.url, transport=request.param)
     yield made
@@ -167,6 +171,7 @@ def test_a_restarted_server_is_sent_every_picture_again(folder: str, tmp_path: P
     engine.close()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("fault", sorted(IN_THE_TRAINER))
 def test_a_fault_of_the_trainer_is_found_by_the_gap(
     fault: str, folder: str, tmp_path: Path, engine: VLLMServer, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,8 @@
-"""Pictures on real vLLM in this process: two GRPO steps are proven to the last token, and faults of the engine are found."""
+"""Pictures on real vLLM in this process: two GRPO steps are proven to the last token, and faults of the engine are found.
+
+Faults of the trainer, and an adapter on the language part alone, are tested here before a release. In CI,
+`test_pictures_in_training.py` has these faults, and `test_adapters_with_pictures.py` has this adapter.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +69,7 @@ def test_two_steps_on_mixed_rows_are_proven_and_the_tower_learns(
     assert probe.unreached == ("visual.patch_embed.proj.weight",)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("fault", sorted(IN_THE_TRAINER))
 def test_a_fault_of_the_trainer_is_found_by_the_gap(
     fault: str, folder: str, tmp_path: Path, vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
@@ -178,7 +183,7 @@ def test_an_engine_that_normalises_pixels_again_is_refused(folder: str, tmp_path
     assert found.value.check == "handshake"
 
 
-@pytest.mark.parametrize("where", ["language", "all"])
+@pytest.mark.parametrize("where", [pytest.param("language", marks=pytest.mark.release), "all"])
 def test_an_adapter_is_proven_with_pictures(where: str, folder: str, tmp_path: Path, vllm: VLLMInProcess) -> None:
     trainer = look(folder, tmp_path, engine=vllm, peft_config=adapter("qwen2_5_vl", where))
     trainer.train()

@@ -1,7 +1,7 @@
 """What a server needs from its machine, without vLLM: real processes, real locks, real limits.
 
-Before a release, vLLM's own parser in a process of its own refuses a second model. In CI, `test_keys_guard_and_command.py` calls what
-refuses it.
+Before a release, a process of its own with vLLM's parser refuses a second model. In CI, `test_keys_guard_and_command.py` calls the
+function that refuses it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Models that scale or cap their logits are scored as their own forward computes, with gradients, and by every engine."""
+"""Models that scale or cap their logits are scored as their own forward computes, with gradients, and by every engine.
+
+CI has one scale and one cap on vLLM. The others are tested before a release.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +71,8 @@ def test_an_attention_that_leaves_a_cap_out_is_refused_with_the_name_of_the_fiel
         (CAPPED, False),
         ("gemma2, with a low cap", False),
         pytest.param("cohere", True, marks=[*VLLM, pytest.mark.long]),
-        pytest.param("granite", True, marks=[*VLLM, pytest.mark.long]),
-        pytest.param(CAPPED, True, marks=[*VLLM, pytest.mark.long]),
+        pytest.param("granite", True, marks=[*VLLM, pytest.mark.release]),
+        pytest.param(CAPPED, True, marks=[*VLLM, pytest.mark.release]),
         pytest.param("gemma2, with a low cap", True, marks=[*VLLM, pytest.mark.long]),
     ],
 )
