@@ -1,4 +1,7 @@
-"""Games of textarena, the real package: seeds, isolation, and whole rollouts that are trained."""
+"""Games of textarena, the real package: seeds, isolation, and whole rollouts that are trained.
+
+Training on vLLM is tested before a release. In CI, `test_tools_in_training.py` trains with environments on vLLM.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,9 @@ def trainer(model: str, folder: Path, **fields: Any) -> Any:
     return lockstep.GRPOTrainer(model, args=config, environment_factory=game("Blackjack-v0"))
 
 
-@pytest.mark.parametrize("use_vllm", [False, pytest.param(True, marks=VLLM)], ids=["transformers", "vllm"])
+@pytest.mark.parametrize(
+    "use_vllm", [False, pytest.param(True, marks=[*VLLM, pytest.mark.release])], ids=["transformers", "vllm"]
+)
 def test_games_are_played_in_training_and_every_move_is_proven(use_vllm: bool, player_dir: str, tmp_path: Path) -> None:
     made = trainer(player_dir, tmp_path, use_vllm=use_vllm)
     try:

@@ -388,7 +388,7 @@ def test_a_turn_without_a_call_is_answered_by_the_user_until_the_environment_end
     factory: Any, play: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     played = play(function=None, factory=factory)
-    rollouts = played.run(tokens=400)
+    rollouts = played.run(rows=4, tokens=400)
     whole = [rollout for rollout in rollouts if rollout.finish_reason == "stop" and "tool" not in roles(rollout)]
     assert whole
     assert any("tool" in roles(rollout) for rollout in rollouts)
