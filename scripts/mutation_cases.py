@@ -425,6 +425,20 @@ MUTATIONS = [
     _of(CALLS, "answers need no proof", "if session.is_server(call, answer.headers.get(PROOF_HEADER)):", "if True:"),
     _of(COMMAND, "vLLM's own sockets follow the host", "**inside, ", ""),
     _of(COMMAND, "the server imports from the current directory", ', "PYTHONSAFEPATH": "1"', ""),
+    Mutation(
+        "a second model is taken by a server",
+        "server/launch.py",
+        "if second is not None:",
+        "if second == '':",
+        "tests/server/test_keys_guard_and_command.py::TestCommand",
+    ),
+    Mutation(
+        "a failed check of verify ends the others",
+        "verify/run.py",
+        "            recover(stage)\n    return rows",
+        "            recover(stage)\n            break\n    return rows",
+        "tests/verify/test_verify_command.py::test_a_failed_check_does_not_end_the_others",
+    ),
     _of(MACHINE, "a server outlives its supervisor", "os.killpg(int(sys.argv[1]), signal.SIGKILL)", "0"),
     Mutation(
         "a server's engine outlives it",
