@@ -28,24 +28,26 @@ from lockstep.parity.tolerances import tolerance
 from lockstep.report.busy import busy
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
-from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire
+from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.conversation import Program, single_turn
 from lockstep.rollouts.driver import Driver, OnRollout, Start, decoding, groups_from, sampled_now, starts_for
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.interruptions import interrupted
+from lockstep.rollouts.scores.early_scores import EarlyScores
+from lockstep.rollouts.scores.reward_log import RewardLog
 from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.training.config.interruption import interruption_of
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
 from lockstep.training.generate.asked_again import AskedAgain
 from lockstep.training.generate.engine import shake_hands, start_engine
-from lockstep.training.generate.group_scores import GroupScores
 from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
 from lockstep.training.generate.proofs import Proofs
 from lockstep.training.generate.recovery import Recovery
 from lockstep.training.generate.rollout_func import RolloutFunction
 from lockstep.training.generate.rollout_tools import RolloutTools
+from lockstep.training.step.distributed import share_of
 from lockstep.training.step.generation import Generation, branches_of
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
+# How many reasons of rollouts that could not be finished are named.
+_MOST_TOLD = 20
 # What a watcher shows during the first proof.
 _PROVING = "proving every module of the engine"
 
@@ -95,7 +99,7 @@ class RolloutSource:
         function: RolloutFunction | None = None,
         images: ImagePrompts | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._scorer, self._tokenizer = scorer, tokenizer
         self.decode = decoding(tokenizer)
         self.asked_again = AskedAgain(
             scorer,
@@ -111,7 +115,7 @@ class RolloutSource:
         # The program that makes every rollout.
         self.program = self._one_turn
         self._tools, self.rollout_function = tools, function
-        self._scores = GroupScores(scorer, ranks, clock, tools)
+        self._reward_log = RewardLog()
         self.limit = tolerance(config.engine_torch_dtype, config.precision.dtype_of(policy))
         self._owns_engine = given is None
         self._proven = False
@@ -123,6 +127,7 @@ class RolloutSource:
         self._ahead: GenerationsAhead | None = None
         # A group of the last metrics, for the live view.
         self.shown_group: RolloutGroup | None = None
+        self._told: set[str] = set()
         self._ranks.on_owner("engine", lambda: self._open(model_path, max_model_len, longest))
 
     def _open(self, model_path: str, max_model_len: int, longest: int) -> None:
@@ -314,19 +319,56 @@ class RolloutSource:
 
     def score(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
         """Groups with their rewards; each rank scores its share. Every rank calls."""
-        return self._scores.score(groups, state)
+        with self._clock.phase("rewards"):
+            scored = self._scorer.finish(self._scored(groups, state))
+            self._release(scored)
+            return scored
+
+    def _release(self, groups: Sequence[RolloutGroup]) -> None:
+        if self._tools is not None and self._ranks.owner:
+            self._tools.release(rollout for group in groups for rollout in group.rollouts)
+
+    def _scored(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
+        if self._ranks.count == 1:
+            return self._scorer.score(groups, state, self._reward_log)
+
+        def part() -> dict[str, Any]:
+            # A rank without groups does not call the reward functions. Environments are on one rank, which then scores all groups.
+            here = self._tools is not None and self._tools.has_environments
+            own: Sequence[RolloutGroup] = share_of(groups, self._ranks)
+            if here:
+                own = groups if self._ranks.owner else []
+            log = RewardLog()
+            return {
+                "scores": scores_to_wire(self._scorer.score(own, state, log) if own else []),
+                "metrics": log.values(),
+            }
+
+        parts = self._ranks.share("rewards", part)
+        for found in parts:
+            self._reward_log.add(found["metrics"])
+        return scores_from_wire([found["scores"] for found in parts], groups)
 
     def sample_and_score(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
-        """Push, sample, and score each group while the engine samples others."""
+        """Push, sample, and score each group while the engine samples others. Scores count only after all answers are checked."""
 
         def work() -> list[RolloutGroup]:
-            version = state.global_step
-            self.push(version)
-            return self._scores.while_sampling(
-                prompts, num_generations, state, lambda ended: self.sample(prompts, num_generations, version, ended)
-            )
+            self.push(state.global_step)
+            return self._sample_scored(prompts, num_generations, state)
 
-        return self._scores.finished(self.recovery.run(work))
+        scored = self._scorer.finish(self.recovery.run(work))
+        self._release(scored)
+        return scored
+
+    def _sample_scored(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
+
+        def score(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
+            return self._scorer.score(groups, state, log)
+
+        with EarlyScores(prompts, num_generations, score) as early:
+            groups = self.sample(prompts, num_generations, state.global_step, early.finished)
+            with self._clock.phase("rewards"):
+                return early.take(groups, self._reward_log)
 
     # ---- prove and log ---------------------------------------------------------------------------------------------
 
@@ -398,8 +440,15 @@ class RolloutSource:
             metrics |= interruption_metrics(groups)
         if self._tools is not None:
             metrics |= self._tools.metrics(groups)
-            self._scores.tell_failures(groups)
-        return metrics | self._scores.log.take(own=metrics)
+            self._tell_failures(groups)
+        return metrics | self._reward_log.take(own=metrics)
+
+    def _tell_failures(self, groups: Sequence[RolloutGroup]) -> None:
+        """Print each reason for which an environment or an agent failed once."""
+        for said in dict.fromkeys(r.failed for group in groups for r in group.rollouts if r.failed is not None):
+            if said not in self._told and self._ranks.owner and len(self._told) < _MOST_TOLD:
+                self._told.add(said)
+                _logger.warning(f"{said}; nothing is learned from its rollout")
 
     def abandon_pending(self) -> None:
         """Abandon the generations that the engine is sampling ahead. They are sampled again where they are needed."""
