@@ -282,7 +282,10 @@ def steps(model: str, rounds: int, calls: Sequence[str], folder: Path) -> dict[s
             for number in range(rounds + 1):
                 taken.append({program: player.ask("step") for program, player in players.items()})
                 said = ", ".join(f"{program} {step['step']:.2f} s" for program, step in taken[-1].items())
-                print(f"  step, calls of {seconds} s, round {number}: {said}", flush=True)
+                ratio = taken[-1]["trl"]["step"] / taken[-1]["lockstep"]["step"]
+                # A run that is cut off has shown the ratio of each round that it finished.
+                kind = "" if number else " (warm-up, not counted)"
+                print(f"  step, calls of {seconds} s, round {number}{kind}: {said}, ratio {ratio:.2f}", flush=True)
             found[seconds] = taken[1:]
         finally:
             for player in players.values():

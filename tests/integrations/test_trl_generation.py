@@ -166,7 +166,11 @@ def test_ways_of_training_that_cut_the_model_up_are_refused(setting: Setting) ->
 
 @pytest.mark.parametrize(
     ("prompts", "images", "said"),
-    [(["text"], None, "prompt 0 is no list"), ([[1], [2]], [None, ["image"]], "images"), ([[]], None, "no tokens")],
+    [
+        (["text"], None, "prompt 0 is no list"),
+        ([[1], [2]], [None, ["image"]], "shown no images"),
+        ([[]], None, "no tokens"),
+    ],
 )
 def test_prompts_that_cannot_be_sampled_from(setting: Setting, prompts: Any, images: Any, said: str) -> None:
     with pytest.raises(InputError, match=said):

@@ -97,7 +97,7 @@ def test_versions_are_the_same_on_both_ranks(results: Results) -> None:
 @pytest.mark.parametrize(
     ("case", "kinds", "said"),
     [
-        ("images on rank 1", ["InputError"] * 2, "rank 1: images are not supported"),
+        ("images on rank 1", ["InputError"] * 2, "rank 1: this model is shown no images"),
         ("proof fails", ["ProofError"] * 2, "rank 0: other ids"),
         ("engine breaks", ["ZeroDivisionError", "LockstepError"], "in the engine"),
         ("engine lost for good", ["LockstepError"] * 2, "rank 0: the engine was lost 4 times"),
@@ -126,7 +126,31 @@ def test_images_on_one_rank_are_refused_on_both_beside_a_real_server(served: Res
     refused = [found["images on rank 1"] for found in served]
     assert refused[0] == refused[1]
     assert refused[0]["raised"] == "InputError"
-    assert "rank 1: images are not supported" in refused[0]["message"]
+    assert "rank 1: this model is shown no images" in refused[0]["message"]
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@needs_vllm
+def test_ranks_leave_a_tool_loop_after_different_numbers_of_calls(served: Results) -> None:
+    """A call with one completion per prompt is answered to the rank alone, with the weights of the last push."""
+    for rank, lengths in enumerate([(1, 3), (4, 2)]):
+        loops = served[rank]["alone"]
+        assert [len(calls) for calls in loops] == list(lengths)
+        for calls, version in zip(loops, (loops[0][0]["version"], loops[0][0]["version"] + 1), strict=True):
+            assert {call["version"] for call in calls} == {version}
+            assert all(call["prompt_ids"] == call["asked"] and call["worst"] < 1e-4 for call in calls)
+    drawn = [tuple(call["completion_ids"][0]) for own in served for calls in own["alone"] for call in calls]
+    # The seeds of all calls and ranks differ.
+    assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@needs_vllm
+def test_a_rank_alone_refuses_the_weights_of_another_trainer(served: Results) -> None:
+    assert served[0]["another trainer"] is None
+    assert served[1]["another trainer"]["raised"] == "ProofError", served[1]["another trainer"]
 
 
 @pytest.mark.long

@@ -47,15 +47,42 @@ def with_server(rank: int, model: str, out: Path, url: str) -> Any:
     weights = [float(p.double().sum()) for p in generation.model.parameters()]
     calls = [{**vars(call), "worst": call.worst} for call in generation.calls]
 
-    def generate(prompts: list[list[int]], images: Any = None) -> Any:
-        generation.generate(prompts, images, 1)
+    def generate(prompts: list[list[int]], images: Any = None, num_generations: int = 2) -> Any:
+        generation.generate(prompts, images, num_generations)
         call = generation.calls[-1]
         return {**vars(call), "worst": call.worst}
 
     generation.sync_weights()
     found = {**shapes(rank, generate), "after all that": tried(lambda: generate([[5, 6 + rank]]))}
+    found["alone"] = tried(lambda: uneven_loops(rank, generation, generate))
+    found["another trainer"] = tried(lambda: beside_another_trainer(rank, generation, generate, url))
     generation.close()
     return {"calls": calls, "weights": weights, **found}
+
+
+def uneven_loops(rank: int, generation: Any, generate: Callable[..., Any]) -> Any:
+    """Two generations whose tool loops have 0 and 3, and then 2 and 1 calls. A push lies between them."""
+    found = []
+    for loops in ((0, 3), (2, 1)):
+        generation.sync_weights()
+        found.append([generate([[6, 7]], num_generations=2)])
+        found[-1] += [generate([[6, 7], [8]], num_generations=1) for _ in range(loops[rank])]
+    return found
+
+
+def beside_another_trainer(rank: int, generation: Any, generate: Callable[..., Any], url: str) -> Any:
+    """Rank 0 lets another trainer push other weights to the server. Then rank 1 makes a call alone."""
+    import torch.distributed as dist
+
+    from lockstep.connection import connect
+
+    generation.sync_weights()
+    if rank == 0:
+        other = connect(url, timeout=60.0)
+        other.update_weights(generation.model, generation.version)
+        other.close()
+    dist.barrier()
+    return generate([[6, 7]], num_generations=1) if rank == 1 else None
 
 
 def with_transformers(rank: int, model: str, out: str) -> Any:

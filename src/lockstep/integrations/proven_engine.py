@@ -8,7 +8,7 @@ for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.answers import check_answers
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling, request_seed
+from lockstep.images.pictures import PromptPictures
 from lockstep.parity.proven_push import ProvenPusher, PushProof
 from lockstep.parity.rescoring import Precision
 from lockstep.parity.samples import check_samples
@@ -64,11 +65,13 @@ class ProvenEngine:
         self._recovery.run(self._push)
         return self.version
 
-    def generate(self, prompts: Mapping[RequestKey, Ids], sampling: Sampling) -> dict[RequestKey, Completion]:
+    def generate(
+        self, prompts: Mapping[RequestKey, tuple[Ids, PromptPictures | None]], sampling: Sampling
+    ) -> dict[RequestKey, Completion]:
         """One completion per key. An engine that holds no weights, or lost them, gets them first.
 
         Args:
-            prompts: token ids by key.
+            prompts: token ids and pictures by key.
             sampling: `max_tokens` is lowered for a prompt that leaves less room in the engine's context, as in vLLM.
 
         Raises:
@@ -82,15 +85,9 @@ class ProvenEngine:
         if not self._holds_our_weights:
             self.sync()
         # Fixed before the first try, so that the same requests give the same tokens, also if the engine was lost in between.
-        requests = [
-            GenerationRequest(key, ids, self._fitted(sampling, len(ids)), request_seed(self._seed, self.version, key))
-            for key, ids in prompts.items()
-        ]
+        requests = requests_for(prompts, sampling, self.version, self._seed, self._context)
         answers = self._recovery.run(lambda: self._answers(requests))
-        by_prompt: dict[bytes, list[tuple[Completion]]] = {}
-        for completion in answers.values():
-            by_prompt.setdefault(completion.prompt_ids.tobytes(), []).append((completion,))
-        check_samples(by_prompt.values())
+        check_draws(answers.values())
         return answers
 
     @property
@@ -108,6 +105,34 @@ class ProvenEngine:
         self.version += 1
         self._pusher.push(self.version, canary=True)
 
-    def _fitted(self, sampling: Sampling, prompt_tokens: int) -> Sampling:
-        room = max(self._context - prompt_tokens, 1)
+
+def requests_for(
+    prompts: Mapping[RequestKey, tuple[Ids, PromptPictures | None]],
+    sampling: Sampling,
+    version: int,
+    seed: int,
+    context: int,
+) -> list[GenerationRequest]:
+    """A request per prompt, each with a seed of its own and no more tokens than the context has room for."""
+
+    def fitted(prompt_tokens: int) -> Sampling:
+        room = max(context - prompt_tokens, 1)
         return sampling if sampling.max_tokens <= room else replace(sampling, max_tokens=room)
+
+    return [
+        GenerationRequest(key, ids, fitted(len(ids)), request_seed(seed, version, key), pictures)
+        for key, (ids, pictures) in prompts.items()
+    ]
+
+
+def check_draws(answers: Iterable[Completion]) -> None:
+    """Check that completions of the same prompt do not repeat themselves.
+
+    Raises:
+        ProofError: they do.
+    """
+    by_prompt: dict[tuple[bytes, tuple[str, ...]], list[tuple[Completion]]] = {}
+    for completion in answers:
+        shown = completion.pictures.digests if completion.pictures is not None else ()
+        by_prompt.setdefault((completion.prompt_ids.tobytes(), shown), []).append((completion,))
+    check_samples(by_prompt.values())

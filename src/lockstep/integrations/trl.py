@@ -6,8 +6,10 @@
     trl.trainer.grpo_trainer.VLLMGeneration = LockstepGeneration
 
 before the trainer is made with `use_vllm=True`. TRL's trainer gives prompts as token ids, and its model. They go to the engine
-through `rollouts/across_ranks/ranks.py` and `integrations/proven_engine.py`. A LoRA adapter is sent merged, and the model itself is
-only read. Options of TRL that no engine here supports are refused by name.
+through `rollouts/across_ranks/ranks.py` and `integrations/proven_engine.py`. With several ranks on servers, a call with
+`num_generations=1` is one of TRL's tool loop: the rank makes it alone (`integrations/lone_calls.py`), because the ranks leave that
+loop after different numbers of calls. A LoRA adapter is sent merged, and the model itself is only read. Options of TRL that no
+engine here supports are refused by name.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lockstep.connection import connect
+from lockstep.engines.http.following import FollowingServer
+from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.errors import InputError
+from lockstep.integrations.lone_calls import LoneCalls
 from lockstep.integrations.proven_engine import ProvenEngine
 from lockstep.integrations.trl_parameters import (
     check_alone,
@@ -33,12 +38,14 @@ from lockstep.integrations.trl_parameters import (
     urls_of,
     warn_of_other_scores,
 )
+from lockstep.integrations.trl_pictures import Shown, TrlPictures, tokenizer_of
 from lockstep.models.adapters import causal_model
 from lockstep.models.resolve import resolve_model
 from lockstep.parity.proven_push import PushProof
 from lockstep.parity.rescoring import Precision
 from lockstep.rollouts.across_ranks.ranks import Ranks
-from lockstep.tokens.arrays import Ids, Reals, whole_numbers
+from lockstep.server.keys import key_for
+from lockstep.tokens.arrays import Ids, Reals
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
 from lockstep.training.generate.engine import shake_hands, start_here
 from lockstep.training.trainers.setup import context_within
@@ -83,7 +90,7 @@ class LockstepGeneration:
         self,
         model: PreTrainedModel,
         accelerator: Any,
-        processing_class: PreTrainedTokenizerBase,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         mode: str = "colocate",
         structured_outputs_regex: str | None = None,
         server_base_url: str | None = None,
@@ -122,6 +129,7 @@ class LockstepGeneration:
         self.version = 0
         self._logprobs = logprobs
         self._owned: Engine | None = None
+        self._lone: LoneCalls | None = None
         self._proven: ProvenEngine | None = None
         self._calls = 0
         self._ranks = Ranks(limit=_LONGEST_CALL * server_timeout)
@@ -130,9 +138,14 @@ class LockstepGeneration:
             check_parameters(given)
             check_model(model, accelerator, processing_class)
             sampled_from(given)
+            self._pictures = TrlPictures(model, processing_class)
 
         described = self._ranks.call("start", check, lambda parts: [self._start(given)] * len(parts))
         self._sampling = sampled_from(given).sampling
+        if self._ranks.count > 1 and described["session"] is not None:
+            self._lone = LoneCalls(
+                self._ranks.rank, lambda: self._client(given, described["session"]), self._sampling, described["seed"]
+            )
         # TRL's trainers read these attributes of their engine.
         config = SimpleNamespace(max_model_len=described["max_model_len"])
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
@@ -166,10 +179,13 @@ class LockstepGeneration:
     ) -> tuple[list, list, list | None, list | None]:
         """One completion per prompt of this rank. Every rank calls this, also a rank without prompts.
 
+        With several ranks on servers, a call with `num_generations=1` is an exception: each rank makes it as often as it wants,
+        and no other rank takes part. Its errors are raised on this rank only, and a server that was lost is not waited for.
+
         Args:
             prompts: token ids. A prompt with several completions occurs that often, as TRL's trainers give it.
-            images: refused if there are any.
-            num_generations: how often TRL repeated each prompt. It is checked and otherwise not used.
+            images: the images of each prompt, or None. Their ids are in the prompts.
+            num_generations: how often TRL repeated each prompt. 1 in TRL's tool loop.
             profiler: context that is entered around the call.
 
         Returns:
@@ -178,16 +194,22 @@ class LockstepGeneration:
             are None if `logprobs` is None.
 
         Raises:
-            InputError: on every rank; a prompt is no list of token ids, is empty or fills the context, or there are images.
+            InputError: on every rank; a prompt is no list of token ids, is empty or fills the context, or its images are not those
+                of its ids, or the model reads none.
             ProofError: on every rank; trainer and engine do not agree.
             LockstepError: on every rank; the engine was lost and did not come back in time.
         """
-        self._calls += 1
+        if num_generations < 1:
+            raise InputError(f"num_generations={num_generations}; it must be at least 1")
         with profiler or nullcontext():
-            found = self._ranks.call(
-                "generate", lambda: _checked_prompts(prompts, images, num_generations), self._sample
-            )
-        completions, self.version = found
+            if self._lone is not None and num_generations == 1:
+                shown = self._pictures.placed(self._pictures.part(prompts, images))
+                completions = [_sendable(c) for c in self._lone.generate(shown, self.version, self._calls)]
+            else:
+                self._calls += 1
+                completions, self.version = self._ranks.call(
+                    "generate", lambda: self._pictures.part(prompts, images), self._sample
+                )
         prompt_ids, token_ids, logprobs = (
             [c[part].tolist() for c in completions] for part in ("prompt", "tokens", "logprobs")
         )
@@ -197,9 +219,19 @@ class LockstepGeneration:
 
     def close(self) -> None:
         """Release the engine, if this object started it or connected to it."""
+        if self._lone is not None:
+            self._lone.close()
         if self._owned is not None:
             self._owned.close()
             self._owned = None
+
+    def _client(self, given: Mapping[str, Any], session: str) -> VLLMServer:
+        """The client of the servers with which this rank makes calls alone. The main rank has one already."""
+        if isinstance(self._owned, VLLMServer):
+            return self._owned
+        urls = urls_of(given)
+        keys = [key_for(url, given["server_key_file"]) for url in urls]
+        return FollowingServer(urls, keys, timeout=given["server_timeout"], session=session)
 
     # ---- on the main rank -------------------------------------------------------------------------------------------
 
@@ -207,7 +239,7 @@ class LockstepGeneration:
         """Start the engine or connect to it. Returns the settings that TRL's trainers read."""
         sampled = sampled_from(given)
         path = resolve_model(causal_model(self.model).config.name_or_path)
-        tokenizer = guard_tokenizer(self.processing_class)
+        tokenizer = guard_tokenizer(tokenizer_of(self.processing_class))
         fit_vocabulary(causal_model(self.model), tokenizer)
         dtype = engine_dtype_for(given["engine_dtype"], self.model, self.accelerator)
         warn_of_other_scores(sampled.sampling)
@@ -223,7 +255,10 @@ class LockstepGeneration:
             self.close()
             raise
         settings = engine.settings()
-        return {"max_model_len": settings.max_model_len, "logprobs_mode": settings.logprobs_mode}
+        # `session`: how the other ranks recognise this trainer's weights on the servers.
+        session = self._owned.session if isinstance(self._owned, VLLMServer) else None
+        described = {"max_model_len": settings.max_model_len, "logprobs_mode": settings.logprobs_mode}
+        return {**described, "seed": seed, "session": session}
 
     def _engine(self, given: Mapping[str, Any], path: str, dtype: torch.dtype, seed: int) -> Engine:
         if self.mode == "server":
@@ -239,7 +274,7 @@ class LockstepGeneration:
         context = given["max_model_length"] or context_within(self.model, None)
         return start_here(
             path,
-            self.processing_class,
+            tokenizer_of(self.processing_class),
             use_vllm=None,
             vllm_arguments={
                 "gpu_memory_utilization": given["gpu_memory_utilization"],
@@ -253,16 +288,16 @@ class LockstepGeneration:
             timeout=given["server_timeout"],
         )
 
-    def _sample(self, parts: Sequence[list[list[int]]]) -> list[tuple[list[dict[str, Any]], int]]:
+    def _sample(self, parts: Sequence[Mapping[str, Any]]) -> list[tuple[list[dict[str, Any]], int]]:
         """Completions for the prompts of all ranks, with the weight version that sampled them."""
         assert self._proven is not None
         call = f"call{self._calls}"
-        keys = [
-            [RequestKey(f"{call}/rank{rank}/row{row}", 0) for row in range(len(part))]
-            for rank, part in enumerate(parts)
-        ]
-        pairs = ((key, ids) for own, part in zip(keys, parts, strict=True) for key, ids in zip(own, part, strict=True))
-        asked = {key: whole_numbers(ids) for key, ids in pairs}
+        asked: dict[RequestKey, Shown] = {}
+        keys = []
+        for rank, part in enumerate(parts):
+            rows = self._pictures.placed(part)
+            keys.append([RequestKey(f"{call}/rank{rank}/row{row}", 0) for row in range(len(rows))])
+            asked |= dict(zip(keys[-1], rows, strict=True))
         answers = self._proven.generate(asked, self._sampling)
         return [([_sendable(answers[key]) for key in own], self._proven.version) for own in keys]
 
@@ -274,14 +309,3 @@ def _sendable(completion: Completion) -> dict[str, Ids | Reals]:
 def _each_alone(sequences: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
     """(tokens,) values in the shape that TRL expects: (tokens, 1)."""
     return [[[value] for value in sequence] for sequence in sequences]
-
-
-def _checked_prompts(prompts: Any, images: Any, num_generations: int) -> list[list[int]]:
-    if images is not None and any(image is not None and image != [] for image in images):
-        raise InputError("images are not supported yet: give prompts of text only")
-    if num_generations < 1:
-        raise InputError(f"num_generations={num_generations}; it must be at least 1")
-    for row, prompt in enumerate(prompts):
-        if isinstance(prompt, str) or not all(isinstance(token, int) for token in prompt):
-            raise InputError(f"prompt {row} is no list of token ids: {prompt!r:.80}")
-    return [list(prompt) for prompt in prompts]

@@ -82,14 +82,14 @@ def check_model(model: Any, accelerator: Any, processing_class: Any) -> None:
     """Refuse a model unless this process holds all of its weights, without wrappers.
 
     Raises:
-        InputError: the model is not a plain text model, perhaps with a LoRA adapter, or the kind of training splits it.
+        InputError: the model is not a plain model of transformers, perhaps with a LoRA adapter, or the kind of training splits it.
     """
     inner = causal_model(model) if isinstance(model, torch.nn.Module) else model
     if not isinstance(inner, PreTrainedModel):
         raise InputError(f"model is a {type(inner).__name__}; wrapped models are not supported yet")
-    if not isinstance(processing_class, PreTrainedTokenizerBase):
+    if not isinstance(getattr(processing_class, "tokenizer", processing_class), PreTrainedTokenizerBase):
         raise InputError(
-            f"processing_class is a {type(processing_class).__name__}: only text models with a tokenizer are supported"
+            f"processing_class is a {type(processing_class).__name__}: give a tokenizer, or a processor that has one"
         )
     if getattr(inner.config, "quantization_config", None) is not None:
         raise InputError("the model is quantised; training needs its full-precision weights")

@@ -54,6 +54,9 @@ class VLLMServer:
         generation_timeouts: how many of these time limits one request for a completion may take, and the wait for requests.
         transport: chooses how weights are sent, after the servers have answered.
 
+    Attributes:
+        session: distinguishes this trainer's weights from those of any other trainer, and of an earlier run at the same step.
+
     Raises:
         InputError: a server does not accept the key, or was started without an option that training needs.
         LockstepError: a server did not answer in time.
@@ -78,8 +81,7 @@ class VLLMServer:
         self._closed = threading.Event()
         self._version: int | None = None
         self._wire_dtype: torch.dtype | None = None
-        # Distinguishes this trainer's weights from those of any other trainer, and of an earlier run at the same step.
-        self._session = secrets.token_hex(6)
+        self.session = secrets.token_hex(6)
         self._stamps: dict[str, int] = {}
         self._requests = ServerRequests(self._servers, self._stamps, self.recover)
         self._committed: list[int] = []
@@ -265,7 +267,7 @@ class VLLMServer:
 
     def _stamp(self, version: int) -> str:
         """The servers' name for a weight version of this trainer."""
-        return f"{self._session}:{version}"
+        return f"{self.session}:{version}"
 
     # ---- life -------------------------------------------------------------------------------------------------------
 

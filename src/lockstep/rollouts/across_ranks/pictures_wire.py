@@ -21,6 +21,18 @@ _NONE, _OWN = -1, -2
 Pair = tuple[PromptPictures | None, PromptPictures | None]
 
 
+def picture_to_wire(picture: Picture) -> dict[str, Any]:
+    """The pixels of one picture, with what they say of its place in a prompt."""
+    return {"pixel_values": picture.pixel_values.numpy(), "grid": picture.grid.numpy(), "tokens": picture.tokens}
+
+
+def picture_from_wire(data: Mapping[str, Any]) -> Picture:
+    """The picture of `picture_to_wire`. The caller compares its digest."""
+    # A model may write into tensors, and the arrays of a message are read-only.
+    pixels, grid = (torch.from_numpy(np.array(data[name])) for name in ("pixel_values", "grid"))
+    return Picture(pixels, grid, data["tokens"])
+
+
 def pictures_to_wire(pairs: Sequence[Pair]) -> dict[str, Any]:
     """What the completions were shown, by completion, and the pictures that no prompt of the data has."""
     known = {digest for _, own in pairs if own is not None for digest in own.digests}
@@ -47,10 +59,7 @@ def pictures_to_wire(pairs: Sequence[Pair]) -> dict[str, Any]:
             }
             for shown in others.values()
         ],
-        "pictures": [
-            {"pixel_values": p.pixel_values.numpy(), "grid": p.grid.numpy(), "tokens": p.tokens}
-            for p in pictures.values()
-        ],
+        "pictures": [picture_to_wire(picture) for picture in pictures.values()],
     }
 
 
@@ -67,9 +76,7 @@ def pictures_from_wire(
     """
     known = {p.digest: p for own in owns if own is not None for p in own.pictures}
     for found in data["pictures"]:
-        # A model may write into tensors, and the arrays of a message are read-only.
-        pixels, grid = (torch.from_numpy(np.array(found[name])) for name in ("pixel_values", "grid"))
-        picture = Picture(pixels, grid, found["tokens"])
+        picture = picture_from_wire(found)
         # A picture that changed on its way has another digest, and is missing below.
         known[picture.digest] = picture
     if missing := {digest for shown in data["others"] for digest in shown["digests"]} - known.keys():
