@@ -120,10 +120,12 @@ test: dev
 test-long: dev
 	@$(PYTEST) -n 3 -m "long and not release" $(ARGS)
 
-# Installs OpenEnv and verifiers in Pythons of their own, for tests/environments. They need older packages than vLLM.
-environments: .environments/openenv .environments/verifiers
+# Installs OpenEnv, verifiers and smolagents in Pythons of their own, for tests/environments and tests/gateway. The first two need older
+# packages than vLLM.
+environments: .environments/openenv .environments/verifiers .environments/smolagents
 .environments/openenv: PACKAGE = openenv==0.10.0
 .environments/verifiers: PACKAGE = verifiers==0.1.14
+.environments/smolagents: PACKAGE = smolagents[openai]==1.26.0
 .environments/%: | dev
 	@$(BIN)/python -m venv $@.new && $@.new/bin/pip install --quiet "$(PACKAGE)" && mv $@.new $@
 

@@ -281,16 +281,23 @@ def steps(model: str, rounds: int, calls: Sequence[str], folder: Path) -> dict[s
             taken = []
             for number in range(rounds + 1):
                 taken.append({program: player.ask("step") for program, player in players.items()})
-                said = ", ".join(f"{program} {step['step']:.2f} s" for program, step in taken[-1].items())
-                ratio = taken[-1]["trl"]["step"] / taken[-1]["lockstep"]["step"]
-                # A run that is cut off has shown the ratio of each round that it finished.
-                kind = "" if number else " (warm-up, not counted)"
-                print(f"  step, calls of {seconds} s, round {number}{kind}: {said}, ratio {ratio:.2f}", flush=True)
+                print(f"  step, calls of {seconds} s, {round_line(number, taken[-1])}", flush=True)
             found[seconds] = taken[1:]
         finally:
             for player in players.values():
                 player.close()
     return found
+
+
+def round_line(number: int, taken: Mapping[str, Round]) -> str:
+    """A round of both trainers. A run that is cut off has shown the ratio of each round that it finished."""
+    said = ", ".join(f"{program} {step['step']:.2f} s" for program, step in taken.items())
+    kind = "" if number else " (warm-up, not counted)"
+    return f"round {number}{kind}: {said}, ratio {trl_over_lockstep(taken):.2f}"
+
+
+def trl_over_lockstep(taken: Mapping[str, Round]) -> float:
+    return float(taken["trl"]["step"] / taken["lockstep"]["step"])
 
 
 def environment(program: str) -> dict[str, str]:
@@ -350,7 +357,7 @@ def step_figures(rounds: Sequence[Mapping[str, Round]]) -> dict[str, Any]:
         "lockstep_s": statistics.median(own["lockstep"]["step"] for own in rounds),
         "trl_s": statistics.median(own["trl"]["step"] for own in rounds),
         "sampled_tokens": max(tokens["lockstep"]),
-        "trl_over_lockstep": statistics.median(own["trl"]["step"] / own["lockstep"]["step"] for own in rounds),
+        "trl_over_lockstep": statistics.median(map(trl_over_lockstep, rounds)),
     }
 
 

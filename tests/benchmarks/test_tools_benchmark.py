@@ -17,6 +17,7 @@ from tools import (
     SAMPLED,
     Desk,
     check_work,
+    round_line,
     step_figures,
     turns_figures,
     waits_figures,
@@ -66,6 +67,9 @@ def test_a_step_is_compared_only_if_both_trainers_sampled_as_much() -> None:
     assert (found["trl_over_lockstep"], found["lockstep_s"], found["trl_s"]) == (3, 2, 6)
     with pytest.raises(SystemExit, match="different numbers of tokens"):
         step_figures([step(2.0, 6.0, tokens=60)])
+    # Each round is printed as it comes.
+    assert round_line(0, step(4.0, 6.0)) == "round 0 (warm-up, not counted): lockstep 4.00 s, trl 6.00 s, ratio 1.50"
+    assert round_line(2, step(1.0, 9.0)) == "round 2: lockstep 1.00 s, trl 9.00 s, ratio 9.00"
 
 
 def test_a_rollout_with_other_turns_or_tokens_stops_the_benchmark() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / ".environments"
+FOLDER = Path(__file__).parents[1] / ".environments"
 
 
 def python_with(package: str) -> Path:
