@@ -1678,6 +1678,13 @@ MUTATIONS = [
         f"{PICTURE_TURNS}::test_a_result_with_more_pictures_than_the_limit_is_an_error_for_the_model",
     ),
     Mutation(
+        "a branch may leave out the last token of a turn that was cut",
+        CONTINUATION,
+        "(len(own_ids) > end and int(own_ids[-1]) in self._end_ids)",
+        "1",
+        f"{EXTENSION_TESTS}::test_the_last_token_of_a_turn_that_was_cut_may_be_neither_left_out_nor_another",
+    ),
+    Mutation(
         "the ids of a result stand for the pictures of the whole conversation",
         "tokens/conversation/continuation.py",
         "suffix = self.template.ids(text[at:], pictures_in(new_messages))",

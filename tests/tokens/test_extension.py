@@ -69,6 +69,18 @@ def test_ids_that_the_template_does_not_show_are_refused_after_a_turn(name: str,
             extension.check(asked, context, turn, new, joined([own, ids]))
 
 
+def test_the_last_token_of_a_turn_that_was_cut_may_be_neither_left_out_nor_another() -> None:
+    name = "qwen3"
+    extension, turn = extension_of(name), turn_of(name, sampled_end=False)
+    asked, new = [{"role": "user", "content": "two and two"}], [{"role": "user", "content": "sure?"}]
+    context = extension.prompt(asked)
+    step = extension.next(asked, context, turn, new)
+    assert isinstance(step, Insert)
+    for last in (whole_numbers([]), turn[-1:] + 1):
+        with pytest.raises(ProofError, match="do not begin with the ids before the last turn"):
+            extension.check(asked, context, turn, new, joined([context, turn[:-1], last, step.ids]))
+
+
 def as_text(name: str, text: str) -> Ids:
     """Ids of text in which nothing is a control token, made without the code under test."""
     whole = tokenizer_of(name).backend_tokenizer

@@ -115,12 +115,13 @@ class Continuation:
         whole = self.template.ids(text, pictures_in([*messages, *new_messages]))
         if np.array_equal(ids, whole):
             return
-        # A branch may leave out the sampled end token where the template has another one.
-        for kept in (len(own_ids), len(own_ids) - 1):
+        # A branch may leave out the sampled end token where the template has another one. It leaves out no other token.
+        least = len(own_ids) - (len(own_ids) > end and int(own_ids[-1]) in self._end_ids)
+        for kept in range(len(own_ids), least - 1, -1):
             said, inserted = own_ids[end:kept], ids[kept:]
             if np.array_equal(ids[:kept], own_ids[:kept]) and self._continues(said, inserted, whole):
                 return
-        if not np.array_equal(ids[: len(own_ids) - 1], own_ids[:-1]):
+        if not np.array_equal(ids[:least], own_ids[:least]):
             raise ProofError(
                 "turns",
                 "the ids before the next turn do not begin with the ids before the last turn and the ids that were sampled in it",
