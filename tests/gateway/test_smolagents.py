@@ -43,6 +43,7 @@ def test_an_unchanged_agent_is_recorded_id_for_id_and_gives_its_reward(
     assert (counts["answered"], counts["unmet"], counts["refused"], counts["malformed"]) == (len(texts), unmet, 0, 0)
     # A turn with a call is written anew by smolagents, so that the rollout branches. A turn without one is extended.
     assert len(rollout.branches) == len(branches)
+    assert counts["extended"] == len(texts) - len(branches)
     for branch, calls in zip(rollout.branches, branches, strict=True):
         check_ids(watched, branch, calls)
     shown = [tokenizer.decode(request.prompt_ids) for request in watched.requests]
