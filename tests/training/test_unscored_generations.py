@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,17 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.fixture
+def quiet_root() -> Iterator[None]:
+    """The level that some libraries give the root logger."""
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(logging.ERROR)
+    yield
+    root.setLevel(before)
+
+
+@pytest.mark.usefixtures("quiet_root")
 @pytest.mark.parametrize("method", sorted(FIELDS))
 def test_the_policy_stays_as_it_is_and_the_next_generation_is_learned_from(
     untied_dir: str,

@@ -16,6 +16,8 @@ _logger = logging.getLogger(__name__)
 # imported, and not of `lockstep`, whose lines are printed. Without a handler, Python would print the words itself.
 _trl_logger = logging.getLogger("lockstep_trl")
 _trl_logger.addHandler(logging.NullHandler())
+# Other libraries change the level of the root logger, which would count otherwise.
+_trl_logger.setLevel(logging.WARNING)
 
 
 class UnscoredGenerations:
