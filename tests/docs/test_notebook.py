@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 from conftest import needs_vllm
-from forked import finish
+from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_run.ipynb"
 
@@ -19,15 +18,12 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_run.ipynb"
 def test_the_notebook_runs_and_shows_a_panel_that_is_replaced(
     untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    assert all(not cell.get("outputs") for cell in notebook.cells), "save the notebook without outputs"
     monkeypatch.setenv("LOCKSTEP_EXAMPLE_MODEL", untied_dir)
     monkeypatch.setenv("LOCKSTEP_EXAMPLE_STEPS", "2")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    program, result = Path(__file__).parent / "run_notebook.py", tmp_path / "executed.ipynb"
-    done = finish([sys.executable, str(program), str(NOTEBOOK), str(tmp_path), str(result)], timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    notebook = nbformat.read(result, as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert all(not cell.get("outputs") for cell in notebook.cells), "save the notebook without outputs"
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     # A loop runs in the kernel while the cells run, as in a browser.
     texts = ["".join(_texts(cell)) for cell in notebook.cells]
     (training,) = [text for cell, text in zip(notebook.cells, texts, strict=True) if "trainer.train()" in cell.source]
