@@ -115,7 +115,8 @@ def test_every_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
     for line, generation in zip(lines, watch.generations.values(), strict=True):
         assert line["sampled_tokens"] == sum(len(c.token_ids) for c in generation.completions)
         assert line["checked_tokens"] == generation.due_tokens
-        assert line["stale_tokens"] == line["sampled_tokens"] - line["checked_tokens"]
+        aside = line.get("aside_tokens", 0)
+        assert line["stale_tokens"] + aside == line["sampled_tokens"] - line["checked_tokens"]
         assert line["canary"]["tokens"] == 4 * 23
     logs = [log for log in trainer.state.log_history if "loss" in log]
     for log, generation in zip(logs, watch.generations.values(), strict=True):
@@ -219,7 +220,10 @@ def test_other_methods_and_shapes_learn_from_generations_ahead(
     assert trainer.state.global_step == 4
     if kind == "interrupted":
         assert all(log["completions/interrupted"] > 0 for log in logs)
-    assert all(line["stale_tokens"] + line["checked_tokens"] == line["sampled_tokens"] for line in steps_of(tmp_path))
+    counted = [
+        line["stale_tokens"] + line["checked_tokens"] + line.get("aside_tokens", 0) for line in steps_of(tmp_path)
+    ]
+    assert counted == [line["sampled_tokens"] for line in steps_of(tmp_path)]
     assert all(torch.isfinite(torch.tensor(log["loss"])) for log in logs)
 
 

@@ -128,7 +128,8 @@ def test_a_run_under_signals_to_every_process_ends_as_if_nothing_had_happened(
     lines = [json.loads(line) for line in (tmp_path / "disturbed" / "receipt.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     assert [line["step"] for line in steps] == list(range(1, case.steps + 1))
-    assert all(line["sampled_tokens"] == line["checked_tokens"] + line.get("stale_tokens", 0) for line in steps)
+    parts = ("checked_tokens", "stale_tokens", "aside_tokens")
+    assert all(line["sampled_tokens"] == sum(line.get(part, 0) for part in parts) for line in steps)
     if case.ahead:
         return
     expected, found = (final_weights(tmp_path / run, case.steps) for run in ("whole", "disturbed"))
