@@ -7,6 +7,7 @@ in the same namespace. The kernel here has no `netem`, so a link can be slow (`t
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import socket
 import subprocess
@@ -100,6 +101,7 @@ def hosts(*names: str) -> Iterator[list[Host]]:
             _ip("netns", "del", name)
 
 
+@functools.cache
 def can_make_hosts() -> bool:
     """Whether this process may make namespaces (root with the programs of iproute2)."""
     try:

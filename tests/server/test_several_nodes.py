@@ -6,7 +6,6 @@ happens to links, servers and trainers meanwhile. The death of a trainer host is
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,15 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import VLLM
 from forked import Program
 from hosts import Host, can_make_hosts, hosts
-from safetensors.torch import load_file
+from long_schedule import kill, newest
 from servers import KEY, Server, descendants, free_port, serve
+from test_long_schedule import curve, final_weights
 
 from lockstep.server.keys import KEY_VARIABLE
 
@@ -40,8 +39,6 @@ REWARDS = """
 def score(completion_ids, **_):
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 """
-# Figures that depend on the clock, or on which requests an engine computed together.
-LOOSE = ("time/", "step_time", "checked/", "parity/", "engine/", "sampling/", "train_")
 
 
 class Cluster:
@@ -114,19 +111,9 @@ class Cluster:
 
     def check_equal(self, name: str) -> None:
         """Compare a finished run with `whole`: every weight, and every metric that does not depend on the clock."""
-        ends = [load_file(self.home / run / f"checkpoint-{STEPS}" / "model.safetensors") for run in ("whole", name)]
+        ends = [final_weights(self.home / run, STEPS) for run in ("whole", name)]
         assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
         assert curve(self.home / name) == curve(self.home / "whole")
-
-
-def curve(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith(LOOSE)} for line in lines]
-
-
-def newest(run: Path) -> int:
-    found = [int(path.parent.name.partition("-")[2]) for path in run.glob("checkpoint-*/trainer_state.json")]
-    return max(found, default=0)
 
 
 def await_step(cluster: Cluster, name: str, step: int, programs: Sequence[Program]) -> None:
@@ -140,11 +127,8 @@ def await_step(cluster: Cluster, name: str, step: int, programs: Sequence[Progra
 
 def kill_host(program: Program) -> None:
     """Kill a program and all that it started, as a host that loses power."""
-    for pid in [program.pid, *descendants(program.pid)] if program.poll() is None else []:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    if program.poll() is None:
+        kill([program.pid, *descendants(program.pid)], signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,9 @@ from conftest import VLLM
 from servers import Server, connect, descendants, serve
 from test_in_flight import gap_by_version
 from tiny import make_model, perturbed
+from transformers import PreTrainedModel
 
+from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import LockstepError
 from lockstep.parity.module_probe import ModuleProbe, check_probe
@@ -38,21 +40,25 @@ def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         yield request.param, running
 
 
+def check_whole(engine: VLLMServer, model: PreTrainedModel, version: int) -> None:
+    """Push weights, probe every module, and compare the log-probs of what is sampled."""
+    push_weights(model, engine, version)
+    probe = ModuleProbe(model, engine, torch.float32)
+    record = probe.measure(version, every=True)
+    check_probe(record, version)
+    assert not record.unreached
+    assert probe.reached() == 1.0
+    assert gap_by_version({version: model}, list(engine.generate(REQUESTS).values())) < 1e-3
+
+
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_a_split_model_gets_every_weight_and_is_probed_whole(split: tuple[str, Server], transport: str) -> None:
     kind, server = split
     first = make_model("llama", tied=True) if kind == "tied" else make_model()
     engine = connect(server.url, transport=transport)
-    probe = None
     for version, model in enumerate([first, perturbed(first, scale=0.5), perturbed(first, scale=0.7)]):
-        push_weights(model, engine, version)
-        probe = ModuleProbe(model, engine, torch.float32)
-        record = probe.measure(version, every=True)
-        check_probe(record, version)
-        assert not record.unreached
-        assert probe.reached() == 1.0
-        assert gap_by_version({version: model}, list(engine.generate(REQUESTS).values())) < 1e-3
+        check_whole(engine, model, version)
     # With other weights the probe fails for every part, so the probe can fail.
     assert ModuleProbe(first, engine, torch.float32).measure(9, every=True).failed
     with torch.no_grad():

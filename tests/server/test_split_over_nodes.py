@@ -11,18 +11,14 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import VLLM
 from hosts import Host, can_make_hosts, hosts
 from servers import KEY, Server, descendants, free_port, serve
-from test_in_flight import gap_by_version
+from test_split_models import REQUESTS, check_whole
 from tiny import make_model, perturbed
 
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost
-from lockstep.parity.module_probe import ModuleProbe, check_probe
-from lockstep.sync.push import push_weights
 from lockstep.sync.transport import choose_transport
 
 pytestmark = [
@@ -31,8 +27,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not can_make_hosts(), reason="only root can make network namespaces"),
 ]
-
-REQUESTS = [GenerationRequest(RequestKey(f"p{i}", 0), (7, 8, 9 + i), Sampling(16), 50 + i) for i in range(6)]
 
 
 def test_a_model_that_is_split_over_two_hosts_is_pushed_probed_and_comes_back(untied_dir: str, tmp_path: Path) -> None:
@@ -65,7 +59,7 @@ def learn_of(first: Server, second: Server, trainer: Host) -> None:
     )
     model = make_model()
     for version in range(2):
-        check(engine, model, version)
+        check_whole(engine, model, version)
         model = perturbed(model, scale=0.5)
     for pid in descendants(second.supervisor.pid):
         with suppress(ProcessLookupError):
@@ -74,17 +68,6 @@ def learn_of(first: Server, second: Server, trainer: Host) -> None:
         engine.generate(REQUESTS)
     before = second.log.read_text().count("is ready")
     lost.value.recover()
-    check(engine, model, 2)
+    check_whole(engine, model, 2)
     assert second.log.read_text().count("is ready") > before
     engine.close()
-
-
-def check(engine: VLLMServer, model: torch.nn.Module, version: int) -> None:
-    """Push weights, probe every module, and compare the log-probs of what is sampled."""
-    push_weights(model, engine, version)
-    probe = ModuleProbe(model, engine, torch.float32)
-    record = probe.measure(version, every=True)
-    check_probe(record, version)
-    assert not record.unreached
-    assert probe.reached() == 1.0
-    assert gap_by_version({version: model}, list(engine.generate(REQUESTS).values())) < 1e-3

@@ -121,17 +121,23 @@ def with_image_urls(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: an image cannot be opened.
     """
-    found = dict(row)
+    found = _each_image_of_columns(row, _as_data_url)
     if isinstance(row["prompt"], list):
         found["prompt"] = _each_part(
             with_data_urls(with_images(row)),
             lambda part: {"type": "image_url", "image_url": {"url": part["image"]}} if _is_image(part) else part,
         )
+    return found
+
+
+def _each_image_of_columns(row: Mapping[str, Any], own: Callable[[Any], Any]) -> dict[str, Any]:
+    """A row with what `own` returns for each image of its columns."""
+    found = dict(row)
     for name in COLUMNS:
         if isinstance(row.get(name), list | tuple):
-            found[name] = [_as_data_url(image) for image in row[name]]
+            found[name] = [own(image) for image in row[name]]
         elif row.get(name) is not None:
-            found[name] = _as_data_url(row[name])
+            found[name] = own(row[name])
     return found
 
 
@@ -164,12 +170,7 @@ def with_fetched(row: Mapping[str, Any], fetch: Callable[[str], str]) -> dict[st
         known = as_image_part(part) if isinstance(part, Mapping) else {}
         return {**known, "image": own(known["image"])} if known.get("image") is not None else part
 
-    found = dict(row)
-    for name in COLUMNS:
-        if isinstance(row.get(name), list | tuple):
-            found[name] = [own(image) for image in row[name]]
-        elif row.get(name) is not None:
-            found[name] = own(row[name])
+    found = _each_image_of_columns(row, own)
     if isinstance(row.get("prompt"), list):
         found["prompt"] = _each_part(row["prompt"], part_with_file)
     return found

@@ -19,6 +19,7 @@ from lockstep.engines.protocol import Grammar, Sampling
 from lockstep.engines.vllm.arguments import NEUTRAL_SAMPLING
 from lockstep.engines.vllm.in_process import vllm_installed
 from lockstep.errors import InputError
+from lockstep.integrations.trl_pictures import tokenizer_of
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.sync.adapters import weights_of
 
@@ -87,7 +88,7 @@ def check_model(model: Any, accelerator: Any, processing_class: Any) -> None:
     inner = causal_model(model) if isinstance(model, torch.nn.Module) else model
     if not isinstance(inner, PreTrainedModel):
         raise InputError(f"model is a {type(inner).__name__}; wrapped models are not supported yet")
-    if not isinstance(getattr(processing_class, "tokenizer", processing_class), PreTrainedTokenizerBase):
+    if not isinstance(tokenizer_of(processing_class), PreTrainedTokenizerBase):
         raise InputError(
             f"processing_class is a {type(processing_class).__name__}: give a tokenizer, or a processor that has one"
         )
