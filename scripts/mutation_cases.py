@@ -462,6 +462,13 @@ MUTATIONS = [
         STRANGERS[1],
     ),
     Mutation(
+        "a column with one picture keeps its URL",
+        "images/reading.py",
+        "found[name] = own(row[name])",
+        "found[name] = row[name]",
+        "tests/images/test_reading_pictures.py",
+    ),
+    Mutation(
         "workers wait on when another server has died",
         "sync/gloo.py",
         'store.set(_ENDED, "")',

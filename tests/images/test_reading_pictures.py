@@ -14,8 +14,9 @@ from PIL import Image
 from seeing import make_seeing, make_seeing_tokenizer, mixed_rows, picture, save_seeing
 
 from lockstep.errors import InputError
+from lockstep.images.data_urls import to_data_url
 from lockstep.images.prompts import ImagePrompts
-from lockstep.images.reading import images_of_row, opened
+from lockstep.images.reading import images_of_row, opened, with_fetched, with_image_urls
 
 TEXT = {"type": "text", "text": "what"}
 
@@ -180,3 +181,14 @@ def test_rows_come_through_datasets_unchanged(reader: ImagePrompts) -> None:
         (ids, shown), (own, due) = reader.read(read), reader.read(row)
         assert (ids == own).all()
         assert (shown.digests if shown else ()) == (due.digests if due else ())
+
+
+@pytest.mark.parametrize("row", [{"image": "https://a.example/1"}, {"images": ["https://a.example/1"], "image": None}])
+def test_every_column_with_pictures_gets_its_files_and_an_agent_gets_urls(row: dict[str, Any]) -> None:
+    file = to_data_url(picture(0))
+    fetched = with_fetched({"prompt": "look", **row}, {"https://a.example/1": file}.__getitem__)
+    (column,) = [name for name, value in row.items() if value is not None]
+    assert fetched == {"prompt": "look", **row, column: [file] if column == "images" else file}
+    opened_row = {**row, column: [picture(0)] if column == "images" else picture(0)}
+    shown = with_image_urls({"prompt": "look", **opened_row})
+    assert shown == fetched
