@@ -193,8 +193,8 @@ def clean_steps(
     tokens = sum(line["checked_tokens"] for line in clean)
     nearest = max(clean, key=lambda line: line["max_abs_gap"] / line["max_allowed"])
     found = {
-        "mean_abs_gap": max(line["sum_abs_gap"] / line["checked_tokens"] for line in clean),
-        "k3": max(line["sum_k3"] / line["checked_tokens"] for line in clean),
+        "mean_abs_gap": max(line["sum_abs_gap"] / line["checked_tokens"] for line in clean if line["checked_tokens"]),
+        "k3": max(line["sum_k3"] / line["checked_tokens"] for line in clean if line["checked_tokens"]),
         "max_abs_gap": max(line["max_abs_gap"] for line in clean),
         "nearest": nearest["max_abs_gap"] / nearest["max_allowed"],
         "tail": sum(line["sum_fourths"] for line in clean) / (4 * sum(line["sum_cubes"] for line in clean)),

@@ -7,9 +7,9 @@
 With `--tokens` the recipe has prompts for open text with 8 completions of up to 64 tokens, and half of the groups agree.
 
 Without `--filters` the recipe runs unchanged, on real vLLM, in this process. Nothing is switched off to make a baseline. Seconds
-are those of the run itself, by proof (`benchmarks/proof_seconds.py`). Two threads compute the transport digest during a push, and
-their seconds are added. Seconds are medians over the steps after the first two. Shares are computed from the sums over the same
-steps. The first step also has what is proven at the start.
+are those of the run itself, by proof (`benchmarks/proof_seconds.py`). Two threads compute the transport digest during a push: by
+the clock, a second in which both compute counts once. Seconds are medians over the steps after the first two. Shares are computed
+from the sums over the same steps. The first step also has what is proven at the start.
 
 On a machine that other programs use, read the processor seconds, with one thread: `OMP_NUM_THREADS=1 make proof-overhead`.
 """

@@ -1,8 +1,9 @@
 """The seconds that each proof takes in a run, for `benchmarks/proof_overhead.py`.
 
-Functions of the proofs are wrapped while a run goes on. Seconds of one proof inside another count for the inner one. Processor
-seconds are counted beside the seconds of the clock, because other programs of the machine hardly change them. Those of the main
-thread are those of the whole process meanwhile, so that the threads of PyTorch count.
+Functions of the proofs are wrapped while a run goes on. Seconds of one proof inside another count for the inner one. A second of
+the clock in which two threads compute the same proof counts once. Processor seconds are counted beside the seconds of the clock,
+because other programs of the machine hardly change them; those of all threads are added. Those of the main thread are those of the
+whole process meanwhile, so that the threads of PyTorch count.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ def now() -> Spent:
 
 
 class Seconds:
-    """Seconds per proof since the last `take`. Threads are added up."""
+    """Seconds per proof since the last `take`."""
 
     def __init__(self) -> None:
         self._spent: dict[str, Spent] = defaultdict(lambda: NOTHING)
         self._lock, self._open = threading.Lock(), threading.local()
+        # Number of threads that are in a proof, and the time since which their number is so.
+        self._inside: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
 
     def take(self) -> dict[str, Spent]:
         """The seconds so far; then they begin anew."""
@@ -56,22 +59,38 @@ class Seconds:
             self._spent.clear()
         return found
 
+    def _moves(self, proof: str, threads: int, time_now: float) -> None:
+        """Threads have entered (1) or left (-1) a proof."""
+        with self._lock:
+            inside, since = self._inside[proof]
+            if inside:
+                self._spent[proof] += Spent(time_now - since, 0.0)
+            self._inside[proof] = (inside + threads, time_now)
+
     @contextmanager
     def of(self, proof: str) -> Iterator[None]:
         """Count a block for a proof, without the blocks of other proofs inside it."""
-        inside: list[Spent] = getattr(self._open, "inside", [])
-        self._open.inside = inside
-        inside.append(NOTHING)
+        # The open blocks of this thread: proof, and processor seconds of the blocks inside.
+        blocks: list[tuple[str, float]] = getattr(self._open, "blocks", [])
+        self._open.blocks = blocks
         start = now()
+        if blocks:
+            self._moves(blocks[-1][0], -1, start.wall)
+        self._moves(proof, 1, start.wall)
+        blocks.append((proof, 0.0))
         try:
             yield
         finally:
-            whole = now() - start
-            own = whole - inside.pop()
-            if inside:
-                inside[-1] += whole
+            end = now()
+            whole = end.cpu - start.cpu
+            _, others = blocks.pop()
+            self._moves(proof, -1, end.wall)
+            if blocks:
+                outer, spent = blocks[-1]
+                blocks[-1] = (outer, spent + whole)
+                self._moves(outer, 1, end.wall)
             with self._lock:
-                self._spent[proof] += own
+                self._spent[proof] += Spent(0.0, whole - others)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -155,7 +174,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("settings", SettingsProof, ("check_request", "check_completion", "check_reward")),
         ("accumulation", AccumulationProof, ("__init__", "added", "check")),
         # The work of the hooks during the backward.
-        ("accumulation", Drawn, ("views",)),
+        ("accumulation", Drawn, ("of_tensor",)),
         ("clipping", UpdateProof, ("clipped", "before")),
         ("learning_rate", Rates, ("at",)),
         ("update", UpdateProof, ("begin_step", "gradients", "after")),

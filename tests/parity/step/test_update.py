@@ -91,6 +91,35 @@ def test_a_tensor_that_is_frozen_during_the_run_is_named(untied_dir: str, tmp_pa
         run.train()
 
 
+def test_a_clip_by_another_norm_than_that_of_all_gradients_is_found_within_four_steps(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    fields = {**methods.GROUPS, "max_grad_norm": 1e-3, "max_steps": 9}
+    run = methods.make("GRPO", untied_dir, tmp_path, hf_engine, fields)
+
+    def by_half_the_norm(parameters: Any, limit: float) -> torch.Tensor:
+        own = list(parameters)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in own]) / 2
+        torch.nn.utils.clip_grads_with_norm_(own, limit, norm)
+        return norm
+
+    run.add_callback(At("on_step_begin", 1, lambda: setattr(run.accelerator, "clip_grad_norm_", by_half_the_norm)))
+    with pytest.raises(
+        ProofError, match="the gradients were clipped by a norm of .*; the norm over all trained tensors is"
+    ):
+        run.train()
+    assert 1 <= run.state.global_step <= 4
+
+
+def test_a_clip_that_is_left_out_is_named(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+    fields = {**methods.GROUPS, "max_grad_norm": 1e-3, "max_steps": 3}
+    run = methods.make("GRPO", untied_dir, tmp_path, hf_engine, fields)
+    run.add_callback(At("on_step_begin", 1, lambda: setattr(run, "_clip_grad_norm", lambda model: torch.tensor(1.0))))
+    with pytest.raises(ProofError, match="clipping"):
+        run.train()
+    assert run.state.global_step == 1
+
+
 def test_a_tensor_that_is_in_no_group_of_the_optimizer_is_named(
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:

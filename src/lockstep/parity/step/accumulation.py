@@ -59,9 +59,7 @@ class AccumulationProof:
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def note(gradient: torch.Tensor) -> None:
-            pieces = self._drawn.views(gradient, index)
-            if pieces:
-                self._added[index].append(torch.cat(pieces))
+            self._added[index].append(self._drawn.of_tensor(gradient, index))
 
         return note
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lockstep.shards.parts import first_element, local_part
+from lockstep.shards.parts import first_element, is_sharded, local_part
 
 # Elements of a window, and windows of a tensor. A tensor with fewer elements is read whole.
 WINDOW = 16
@@ -28,9 +28,17 @@ class Drawn:
     """
 
     def __init__(self, owners: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> None:
-        self._windows = list(zip(owners, starts, lengths, strict=True))
+        of_windows, sizes = np.array(owners, np.int64), np.array(lengths, np.int64)
         # (N,) index of the tensor of each element.
-        self.owners = torch.tensor(np.repeat(np.array(owners, np.int64), lengths))
+        self.owners = torch.from_numpy(np.repeat(of_windows, sizes))
+        within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        # (N,) place of each element in its flattened tensor.
+        self._places = torch.from_numpy(np.repeat(np.array(starts, np.int64), sizes) + within)
+        tensors, first = np.unique(of_windows, return_index=True)
+        self._tensors: list[int] = tensors.tolist()
+        # Number of elements of each of these tensors, whose windows follow each other, and their places.
+        self._counts: list[int] = np.add.reduceat(sizes, first).tolist() if len(tensors) else []
+        self._places_of = self._places.split(self._counts)
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], seed: tuple[int, ...]) -> Drawn:
@@ -57,30 +65,30 @@ class Drawn:
     def __len__(self) -> int:
         return len(self.owners)
 
-    def views(self, tensor: torch.Tensor, index: int) -> list[torch.Tensor]:
-        """The windows of one tensor, without a copy where the tensor is contiguous."""
-        flat = tensor.detach().reshape(-1)
-        return [flat[start : start + length] for owner, start, length in self._windows if owner == index]
+    def of_tensor(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """(n,) values of the windows of one tensor, on its device and in its dtype."""
+        at = self._tensors.index(index)
+        return torch.take(tensor.detach(), self._places_of[at].to(tensor.device))
 
     def read(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """(N,) float64 values of the windows, on the host. A tensor that is None, and a part of another rank, reads as zeros."""
-        flat = [None if t is None else local_part(t).detach().reshape(-1) for t in tensors]
-        firsts = [0 if t is None else first_element(t) for t in tensors]
-        empty = torch.zeros(0, device=next((t.device for t in flat if t is not None), None))
-        pieces = [
-            empty.new_zeros(length) if (own := flat[owner]) is None else _window(own, start - firsts[owner], length)
-            for owner, start, length in self._windows
-        ]
+        given = [tensors[index] for index in self._tensors]
+        device = next((t.device for t in given if t is not None), torch.device("cpu"))
+        on_host = device == torch.device("cpu")
+        places = self._places_of if on_host else self._places.to(device).split(self._counts)
+        pieces = [_elements(t, own) for t, own in zip(given, places, strict=True)]
         # torch.cat promotes mixed dtypes to one that holds all of them.
-        return (torch.cat(pieces) if pieces else empty).to("cpu", torch.float64)
+        return (torch.cat(pieces) if pieces else torch.zeros(0)).to("cpu", torch.float64)
 
 
-def _window(own: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    """A window of a flattened tensor, or of a part of it: then elements outside the part are zeros."""
-    low, high = max(start, 0), min(start + length, len(own))
-    if high - low == length:
-        return own[start : start + length]
-    found = own.new_zeros(length)
-    if low < high:
-        found[low - start : high - start] = own[low:high]
+def _elements(tensor: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor:
+    """Elements of a flattened tensor."""
+    if tensor is None:
+        return torch.zeros(len(places), device=places.device)
+    if not is_sharded(tensor):
+        return torch.take(tensor.detach(), places)
+    own, local = local_part(tensor).reshape(-1), places - first_element(tensor)
+    found = own.new_zeros(len(places))
+    here = (local >= 0) & (local < len(own))
+    found[here] = own[local[here]]
     return found

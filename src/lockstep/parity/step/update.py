@@ -26,6 +26,8 @@ _logger = logging.getLogger(__name__)
 Share = Callable[[Callable[[], Any]], list[Any]]
 # Steps that may pass before every trained tensor has had a gradient and has moved.
 PATIENCE = 10
+# The norm of the gradients is computed again at one step in so many: this reads every gradient once more.
+_NORM_EVERY = 4
 # Elements whose squares are summed in one call: in float32 the sum of many more loses digits.
 _CHUNK = 1 << 22
 # Elements that are searched at once for one that is not 0.
@@ -77,8 +79,10 @@ class UpdateProof:
         self._without, self._stuck = [0] * len(self._names), [0] * len(self._names)
         self._named: set[str] = set()
         self._accumulation: AccumulationProof | None = None
-        self._norm, self._scale_due = 0.0, 1.0
+        # The norm before the clip; None: this proof has not computed it, or the clip has not reported it.
+        self._norm: float | None = None
         self._has_moved = False
+        self._first = step
         self._draw(step)
 
     def _draw(self, step: int) -> None:
@@ -107,6 +111,7 @@ class UpdateProof:
                 "set requires_grad before the trainer is made, and leave it",
             )
         parameters = dict(zip(self._names, self._trained, strict=True))
+        self._step, self._norm = step, None
         self.abandon()
         self._accumulation = AccumulationProof(parameters, (self._seed, step, 2), tuple(self._always), self._gathered)
 
@@ -129,12 +134,16 @@ class UpdateProof:
         assert self._accumulation is not None
         self._accumulation.check(share(self._accumulation.added))
         gradients = [p.grad for p in self._trained]
-        squares = self._over_ranks([_squares([local_part(g) for g in gradients])], share)[0]
-        self._norm = math.sqrt(sum(squares))
-        self._check_gradients(squares, learning=learning)
         self._unclipped = self._drawn.read(gradients)
+        seen = torch.zeros(len(gradients)).index_add(0, self._drawn.owners, (self._unclipped != 0).float()) > 0
+        # Ranks with parts of a tensor see other elements of it. They must add up the same tensors.
+        whole = any(self._sharded) or self._step == self._first or (self._step + self._seed) % _NORM_EVERY == 0
+        read = [local_part(g) if whole or not seen[i] else None for i, g in enumerate(gradients)]
+        squares = self._over_ranks([_squares(read)], share)[0]
+        self._norm = math.sqrt(sum(squares)) if whole else None
+        silent = [not seen[i] and not square for i, square in enumerate(squares)]
+        self._check_gradients(silent, learning=learning)
         # Where a tensor has a gradient in few elements only, one of these is read beside the drawn ones.
-        seen = torch.zeros(len(squares)).index_add(0, self._drawn.owners, (self._unclipped != 0).float())
         places = {
             i: first_element(gradient) + _some_nonzero(local_part(gradient))
             for i, gradient in enumerate(gradients)
@@ -142,9 +151,6 @@ class UpdateProof:
         }
         self._sparse = Drawn.around(places, self._trained)
         self._sparse_kept = self._rule.read(self._sparse)
-        self._scale_due = 1.0
-        if self._max_norm > 0:
-            self._scale_due = min(1.0, self._max_norm / (self._norm + 1e-6))
 
     def clipped(self, norm: float) -> None:
         """After the gradients were clipped.
@@ -155,6 +161,8 @@ class UpdateProof:
         Raises:
             ProofError: it is another than the norm of the gradients that were there before.
         """
+        if self._norm is None:
+            self._norm = norm
         coarse = any(p.dtype != torch.float32 for p in self._trained)
         if not abs(norm - self._norm) <= (2e-2 if coarse else 1e-3) * self._norm + 1e-12:
             raise ProofError(
@@ -175,7 +183,17 @@ class UpdateProof:
         gradients = [p.grad for p in self._trained]
         self._seen, self._sparse_seen = self._drawn.read(gradients), self._sparse.read(gradients)
         eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._trained], dtype=torch.float64)[self._drawn.owners]
-        due = self._unclipped * self._scale_due
+        scale = 1.0
+        if self._max_norm > 0:
+            if self._norm is None:
+                raise ProofError(
+                    "clipping",
+                    f"max_grad_norm is {self._max_norm:g}, and the gradients were not clipped before the optimizer step",
+                    "the trainer's clip was replaced or left out",
+                    "remove an override of the trainer that leaves out the clip, or set max_grad_norm=0",
+                )
+            scale = min(1.0, self._max_norm / (self._norm + 1e-6))
+        due = self._unclipped * scale
         # The clip's own norm may differ from this proof's by rounding.
         wrong = ~((self._seen - due).abs() <= (2e-3 + 4 * eps) * due.abs() + 1e-30)
         if bool(wrong.any()):
@@ -183,8 +201,8 @@ class UpdateProof:
             raise ProofError(
                 "clipping",
                 f"the gradient of {self._name(self._drawn, at)} is {float(self._seen[at]):.6g} at the optimizer; "
-                f"{float(self._unclipped[at]):.6g} × {self._scale_due:.4g} = {float(due[at]):.6g} is right for a norm of "
-                f"{self._norm:.4g} and max_grad_norm={self._max_norm:g}",
+                f"{float(self._unclipped[at]):.6g} × {scale:.4g} = {float(due[at]):.6g} is right for a norm of "
+                f"{self._norm or 0.0:.4g} and max_grad_norm={self._max_norm:g}",
                 "the gradients were not clipped, were clipped to another norm, or were changed afterwards",
                 "remove a callback or an override that changes gradients or clips them",
             )
@@ -273,11 +291,11 @@ class UpdateProof:
             "remove what changes weights beside the optimizer step, or the wrapper around the optimizer; " + _REPORT,
         )
 
-    def _check_gradients(self, squares: Sequence[float], *, learning: bool) -> None:
+    def _check_gradients(self, none: Sequence[bool], *, learning: bool) -> None:
         """Count the steps in which a tensor had no gradient. lora_A has none while lora_B is 0."""
         if not learning or not self._has_moved:
             return
-        self._without = [0 if square else n + 1 for n, square in zip(self._without, squares, strict=True)]
+        self._without = [n + 1 if no else 0 for n, no in zip(self._without, none, strict=True)]
         silent = [n for n, count in zip(self._names, self._without, strict=True) if count >= PATIENCE]
         if silent := [name for name in silent if name not in self._may_rest]:
             raise ProofError(

@@ -28,7 +28,8 @@ from lockstep.tokens.arrays import SmallIds
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence
 
-# Tokens that are drawn from each pack. Where kept ids are compared: from a micro-batch, because a mean over few sets shows little.
+# Tokens that are drawn from each pack. So many of a micro-batch are compared, each pack's share. Where kept ids are compared, more
+# are, because a mean over few sets shows little.
 _DRAWN, _DRAWN_SETS = 8, 64
 # A token so far from the start of its completion is not compared with the filters, because all ids before it would be read.
 _LONGEST = 4096
@@ -151,10 +152,12 @@ class DrawnRows:
         return found
 
     def _chosen(self) -> tuple[list[_Row], torch.Tensor]:
-        """The rows that are checked, and their hidden states."""
+        """The rows that are checked, and their hidden states: as many of each pack, but for rounding."""
         rows, hidden = self._rows, torch.cat(self._hidden)
-        if self._kept_sets is not None and len(rows) > _DRAWN_SETS:
-            chosen = np.sort(np.random.default_rng(len(rows)).permutation(len(rows))[:_DRAWN_SETS])
+        most = max(_DRAWN if self._kept_sets is None else _DRAWN_SETS, len(self._hidden))
+        if len(rows) > most:
+            # The rows of a pack follow each other.
+            chosen = np.linspace(0, len(rows) - 1, most).round().astype(int)
             rows, hidden = [rows[i] for i in chosen], hidden[torch.from_numpy(chosen).to(hidden.device)]
         return rows, hidden
 
