@@ -8,12 +8,13 @@
 Real vLLM in this process. The model calls a tool at the end of every turn (`tools_model.py`), and all turns have the same length.
 Each figure is the median over the rounds after the first.
 
-waits: 64 rollouts with 4 turns and 3 calls each; a call takes 0 to 2 s, drawn from the seed of its rollout. The floor is the larger
-    one of two times, which are both measured:
-    - the slowest rollout's own chain: the rollout whose calls take longest, run alone with the same calls;
-    - the computing: all rollouts with calls of 0 s. On few cores the rollouts share the engine, and no order of work can be faster.
-    The wall time of the 64 rollouts may be 1.2 times the floor. For comparison: with a barrier after every turn the time would be
-    the computing plus the longest call of each turn (`with_barriers_s`; added up, not measured).
+waits: 64 rollouts with 4 turns and 3 calls each; a call takes 0 to 2 s, drawn from the seed of its rollout. Their wall time is compared
+    with two times, which are both measured:
+    - the slowest rollout's own chain: the rollout whose calls take longest, run alone with the same calls (`chains`);
+    - the floor, which is the larger one of this chain and the computing (`floors`). The computing is all rollouts with calls of 0 s. On
+      few cores the rollouts share the engine, and no order of work can be faster.
+    The wall time may be 1.2 times the floor. With `--size tiny` the chain is the floor. For comparison: with a barrier after every turn
+    the time would be the computing plus the longest call of each turn (`with_barriers_s`; added up, not measured).
 turns: sampled tokens per second of the same 64 rollouts with calls of 0 s, and of 64 rollouts of one turn which sample as many
     tokens. The prompts of the single turns are longer by as many ids as the tools insert: both runs compute the same number of ids,
     and the engine's cache starts empty. The rate with turns must be at least 0.9 of the rate without. (vLLM caches whole blocks of
@@ -323,7 +324,8 @@ def with_barriers(computing: float, waits: Sequence[Sequence[float]]) -> float:
 
 
 def waits_figures(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Wall time, both floors, and the median of the rounds' ratios to the larger floor."""
+    """Wall time, both times that it is compared with, and the median of the rounds' ratios to the chain and to the floor."""
+    chains = [own["wall_s"] / own["chain_s"] for own in rounds]
     ratios = [own["wall_s"] / max(own["chain_s"], own["computing_s"]) for own in rounds]
     return {
         "wall_s": statistics.median(own["wall_s"] for own in rounds),
@@ -331,6 +333,7 @@ def waits_figures(rounds: Sequence[Round]) -> dict[str, Any]:
         "longest_calls_s": statistics.median(max(map(sum, own["waits"])) for own in rounds),
         "computing_s": statistics.median(own["computing_s"] for own in rounds),
         "with_barriers_s": statistics.median(with_barriers(own["computing_s"], own["waits"]) for own in rounds),
+        "chains": statistics.median(chains),
         "floors": statistics.median(ratios),
         "reached": statistics.median(ratios) <= MOST_FLOORS,
     }

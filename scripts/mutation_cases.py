@@ -17,6 +17,7 @@ class Mutation(NamedTuple):
         file: path below `src/lockstep`.
         old, new: the text to replace, and its replacement.
         tests: arguments of pytest, separated by spaces; at least one test must fail.
+        needs: what `make environments` must have installed for these tests. Without it the case is left out.
     """
 
     about: str
@@ -24,6 +25,7 @@ class Mutation(NamedTuple):
     old: str
     new: str
     tests: str
+    needs: str = ""
 
 
 AUDIT = "tests/audit/test_audit.py"
@@ -159,6 +161,12 @@ TOOL_FORMATS = ("tokens/conversation/tool_formats.py", "tests/tokens/test_tool_c
 def _extended(file: str, test: str, about: str, old: str, new: str) -> Mutation:
     """A fault that one test of conversations catches; the drawn ones take long to find the smallest example."""
     return Mutation(about, file, old, new, f"tests/tokens/test_extension.py::{test}")
+
+
+def _rendered(file: str, test: str, about: str, old: str, new: str) -> Mutation:
+    """A fault of conversations with a renderer of the library `renderers`."""
+    tests = f"tests/tokens/test_family_renderer.py::{test}"
+    return Mutation(about, f"tokens/conversation/{file}", old, new, tests, needs="renderers")
 
 
 def _of(place: tuple[str, str], about: str, old: str, new: str) -> Mutation:
@@ -301,6 +309,54 @@ MUTATIONS = [
         "a marker that is not there is found as text",
         "characters.get(found[0], _ABSENT)",
         "characters.get(found[0], found[0])",
+    ),
+    _of(
+        TOOL_FORMATS,
+        "the id that a model gives its call is lost",
+        '_checked(found["name"], value, found["id"] or None)',
+        '_checked(found["name"], value)',
+    ),
+    _rendered(
+        "continuation.py",
+        "test_the_ids_come_from_the_renderer_where_it_makes_some",
+        "a renderer that is named is not used",
+        "return found if ids is None else Insert(ids)",
+        "return found",
+    ),
+    _rendered(
+        "continuation.py",
+        "test_the_ids_come_from_the_renderer_where_it_makes_some",
+        "a renderer makes control tokens of a tool's text",
+        "return ended and are_texts and not self.template.is_guarded(new_messages)",
+        "return ended and are_texts",
+    ),
+    _rendered(
+        "continuation.py",
+        "test_both_back_ends_give_the_same_ids",
+        "a renderer closes a turn that was cut",
+        "return ended and are_texts and",
+        "return are_texts and",
+    ),
+    _rendered(
+        "extension_proof.py",
+        "test_a_renderer_that_writes_other_ids_is_refused_at_start_and_after_a_turn",
+        "a renderer that writes other ids is accepted at start",
+        "    except RendererDiffers:\n        raise\n",
+        "",
+    ),
+    _rendered(
+        "family_renderer.py",
+        "test_a_renderer_that_changes_what_was_sampled_is_refused",
+        "a renderer may change what was sampled",
+        "if not np.array_equal(ids[: len(own)], own):",
+        "if False:",
+    ),
+    _rendered(
+        "family_renderer.py",
+        "test_calls_that_no_format_reads_are_read_by_the_renderer",
+        "text after a call counts as part of the call",
+        "outside[slice(*call.token_span)] = False",
+        "outside[call.token_span[0] :] = False",
     ),
     _of(TOOL_FORMATS, "text after the arguments is swallowed", "if not text.startswith(closing, end):", "if False:"),
     _of(

@@ -149,6 +149,12 @@ def main() -> int:
     if arguments.fit:
         print(f"{len(cases)} cases fit the source")
         return 0
+    left_out = [case for case in cases if case.needs and not (ROOT / ".environments" / case.needs).exists()]
+    for case in left_out:
+        print(f"left out (make environments)  {case.file:38} {case.about}")
+    cases = [case for case in cases if case not in left_out]
+    if not cases:
+        return 0
     import_libraries()
     start = time.monotonic()
     check_unbroken(cases)

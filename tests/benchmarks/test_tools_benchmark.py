@@ -35,6 +35,7 @@ def test_the_floor_of_a_round_is_its_chain_or_its_computing_whichever_takes_long
     assert (by_chain["floors"], by_chain["reached"]) == (1.2, True)
     by_computing = waits_figures([waiting(6.0, 2.0, 4.0)])
     assert (by_computing["floors"], by_computing["reached"]) == (1.5, False)
+    assert (by_chain["chains"], by_computing["chains"]) == (1.2, 3.0)
     assert by_chain["longest_calls_s"] == 2.25
 
 

@@ -1,6 +1,7 @@
 """Chat templates of model families, each with a tiny tokenizer that has the family's control tokens.
 
-Most templates are read from the installed TRL, so that nothing is copied. Those of Mistral and SmolLM2 are minimal ones of our own.
+Most templates are read from the installed TRL, so that nothing is copied. Those of Mistral, SmolLM2 and Kimi K2
+are minimal ones of our own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ _MISTRAL = (
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
     "{{ ', ' if not loop.last }}{% endfor %}]{% endif %}{{ eos_token }}{% endif %}{% endfor %}"
 )
+_KIMI = (
+    "<|im_system|>system<|im_middle|>You are Kimi.<|im_end|>"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_system|>{{ m.name }}<|im_middle|>## Return of {{ m.tool_call_id }}\n"
+    "{{ m.content }}{% else %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}{% endif %}"
+    "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}"
+    "<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>"
+    "{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
 _PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 
 
@@ -44,37 +54,37 @@ class Family(NamedTuple):
     kwargs: tuple[tuple[str, object], ...] = ()
 
 
-_IM = "<|im_end|> <|im_start|> <|endoftext|>"
-_QWEN = "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>"
+IM = "<|im_end|> <|im_start|> <|endoftext|>"
+QWEN = "<tool_call> </tool_call> <tool_response> </tool_response> <think> </think>"
 _DEEPSEEK = (
     "<｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁outputs▁begin｜> "
     "<｜tool▁outputs▁end｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜> <｜tool▁sep｜> "
     "<｜User｜> <｜Assistant｜> <think> </think>"
 )
-_LLAMA = "<|eot_id|> <|eom_id|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|python_tag|>"
-_GEMMA4 = '<turn|> <|tool_response> <|turn> <tool_response|> <|tool_call> <tool_call|> <|channel> <channel|> <|"|> <|tool> <tool|>'
+LLAMA = "<|eot_id|> <|eom_id|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|python_tag|>"
+GEMMA4 = '<turn|> <|tool_response> <|turn> <tool_response|> <|tool_call> <tool_call|> <|channel> <channel|> <|"|> <|tool> <tool|>'
 _COHERE = "<|END_OF_TURN_TOKEN|> <|START_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|>"
 _LFM = (
     "<|im_end|> <|im_start|> <|tool_call_start|> <|tool_call_end|> <|tool_list_start|> <|tool_list_end|> <|endoftext|>"
 )
 
 FAMILIES: dict[str, Family] = {
-    "smollm2": Family(_CHATML, _IM),
-    "qwen2.5": Family("qwen2_5", _IM, "<tool_call> </tool_call>"),
-    "qwen3": Family("qwen3", _IM, _QWEN),
-    "qwen3, thinking off": Family("qwen3", _IM, _QWEN, kwargs=(("enable_thinking", False),)),
-    "qwen3-2507": Family("qwen3_instruct_2507", _IM, _QWEN),
-    "qwen3.5": Family("qwen3_5_think", _IM, _QWEN),
-    "qwen3.5, thinking off": Family("qwen3_5_nothink", _IM, _QWEN),
-    "nemotron-3": Family("nemotron_3_nano", _IM, _QWEN),
-    "llama-3": Family("llama3", _LLAMA),
-    "llama-3.1": Family("llama3_1", _LLAMA, ends=2),
-    "llama-3.2": Family("llama3_2", _LLAMA, ends=2),
+    "smollm2": Family(_CHATML, IM),
+    "qwen2.5": Family("qwen2_5", IM, "<tool_call> </tool_call>"),
+    "qwen3": Family("qwen3", IM, QWEN),
+    "qwen3, thinking off": Family("qwen3", IM, QWEN, kwargs=(("enable_thinking", False),)),
+    "qwen3-2507": Family("qwen3_instruct_2507", IM, QWEN),
+    "qwen3.5": Family("qwen3_5_think", IM, QWEN),
+    "qwen3.5, thinking off": Family("qwen3_5_nothink", IM, QWEN),
+    "nemotron-3": Family("nemotron_3_nano", IM, QWEN),
+    "llama-3": Family("llama3", LLAMA),
+    "llama-3.1": Family("llama3_1", LLAMA, ends=2),
+    "llama-3.2": Family("llama3_2", LLAMA, ends=2),
     "mistral": Family(_MISTRAL, "</s> <s> [INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"),
     "glm-4.5": Family(
         "glm4moe",
         "<|user|> <|observation|> <|endoftext|> <|assistant|> <|system|> [gMASK] <sop>",
-        _QWEN + " <arg_key> </arg_key> <arg_value> </arg_value>",
+        QWEN + " <arg_key> </arg_key> <arg_value> </arg_value>",
         ends=3,
     ),
     "gpt-oss": Family(
@@ -86,12 +96,17 @@ FAMILIES: dict[str, Family] = {
     "deepseek-r1-distill": Family("deepseek_r1_distill", "<｜end▁of▁sentence｜> <｜begin▁of▁sentence｜>", _DEEPSEEK),
     "gemma-2": Family("gemma", "<end_of_turn> <eos> <bos> <start_of_turn>", ends=2),
     "gemma-3": Family("gemma3", "<end_of_turn> <eos> <bos> <start_of_turn>", ends=2),
-    "gemma-4": Family("gemma4_v5", _GEMMA4, ends=2),
+    "gemma-4": Family("gemma4_v5", GEMMA4, ends=2),
     "phi-3": Family("phi3", "<|end|> <|user|> <|assistant|> <|system|> <|endoftext|>"),
     "cohere": Family("cohere", _COHERE),
     "cohere-2": Family("cohere2", _COHERE + " <|END_RESPONSE|> <|START_RESPONSE|>"),
     "lfm2": Family("lfm2_v2", _LFM),
     "lfm2.5": Family("lfm2_2_5_v2", _LFM, "<think> </think>"),
+    "kimi-k2": Family(
+        _KIMI,
+        "<|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|tool_calls_section_begin|> "
+        "<|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>",
+    ),
     "no control tokens": Family(_PLAIN, "<|endoftext|>"),
 }
 
@@ -99,17 +114,21 @@ FAMILIES: dict[str, Family] = {
 _SEEN = "<|vision_start|> <|image_pad|> <|vision_end|>"
 _TILES = "<|im_start|> <fake_token_around_image> <image> <global-img>"
 VISION: dict[str, Family] = {
-    "qwen2.5-vl": Family("qwen2_5_vl", f"{_IM} {_SEEN}"),
-    "qwen3-vl": Family("qwen3_vl", f"{_IM} {_SEEN}", _QWEN),
+    "qwen2.5-vl": Family("qwen2_5_vl", f"{IM} {_SEEN}"),
+    "qwen3-vl": Family("qwen3_vl", f"{IM} {_SEEN}", QWEN),
     "smolvlm": Family("smolvlm", f"<end_of_utterance> {_TILES}"),
     "idefics3": Family("idefics3", f"<end_of_utterance> <|begin_of_text|> {_TILES}"),
 }
 
 
-@cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a family, by its name."""
+    return make_tokenizer((FAMILIES | VISION)[name])
+
+
+@cache
+def make_tokenizer(family: Family) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of 400 tokens and the family's control tokens, with the family's template."""
-    family = (FAMILIES | VISION)[name]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -146,8 +165,12 @@ def extension_of(name: str, tool_format: str | None = None) -> Extension:
 
 def end_ids_of(name: str) -> list[int]:
     """The ids that end a turn of the family."""
-    family = FAMILIES[name]
-    return [tokenizer_of(name).convert_tokens_to_ids(token) for token in family.special.split()[: family.ends]]
+    return end_ids(FAMILIES[name])
+
+
+def end_ids(family: Family) -> list[int]:
+    """The ids that end a turn."""
+    return [make_tokenizer(family).convert_tokens_to_ids(token) for token in family.special.split()[: family.ends]]
 
 
 def table() -> str:

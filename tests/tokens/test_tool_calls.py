@@ -42,6 +42,9 @@ _SEEK = (
 )
 _LLAMA = '{"name": "look_up", "parameters": {"city": "Paris", "count": 3}}'
 _GEMMA = '<|tool_call>call:look_up{city:<|"|>Paris<|"|>,count:3}<tool_call|>'
+_KIMI = (
+    '<|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{"city": "Paris", "count": 3}<|tool_call_end|>'
+)
 _LFM = "look_up(city='Paris', count=3)"
 
 WRITTEN = {
@@ -63,6 +66,13 @@ WRITTEN = {
         f"</think><｜tool▁calls▁begin｜>{_SEEK}\n{_SEEK}<｜tool▁calls▁end｜>",
         f"</think><｜tool▁calls▁begin｜>{_SEEK.replace('```json', '')}<｜tool▁calls▁end｜>",
         "has no name and no JSON block",
+    ),
+    "kimi": Written(
+        "kimi-k2",
+        f"<|tool_calls_section_begin|>{_KIMI}<|tool_calls_section_end|>",
+        f"<|tool_calls_section_begin|>{_KIMI}{_KIMI.replace(':0', ':1')}<|tool_calls_section_end|>",
+        f"<|tool_calls_section_begin|>{_KIMI.replace('3}', '3')}<|tool_calls_section_end|>",
+        "is not valid JSON",
     ),
     "gemma": Written("gemma-4", _GEMMA, _GEMMA + _GEMMA, _GEMMA.replace(",count", "count"), "has no ','"),
     "pythonic": Written(
@@ -151,6 +161,8 @@ def test_a_call_without_arguments_and_a_call_with_an_own_id_are_read() -> None:
     assert (call.name, call.arguments) == ("f", {})
     (call,) = read("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abcdefghi"}]').calls
     assert call.id == "abcdefghi"
+    (call,) = read("kimi-k2", WRITTEN["kimi"].one).calls
+    assert call.id == "functions.look_up:0"
     (call,) = read("mistral", '[TOOL_CALLS]f{"a": 1}').calls
     assert (call.name, call.arguments) == ("f", {"a": 1})
 

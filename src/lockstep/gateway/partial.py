@@ -16,7 +16,7 @@ from lockstep.gateway.calls import Listener, Partial
 from lockstep.gateway.wishes import Wishes
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.conversation.extension import Extension
-from lockstep.tokens.conversation.tool_formats import text_before_calls, without_beginning
+from lockstep.tokens.conversation.tool_calls import text_before_calls, without_beginning
 
 # Bytes of a character that is not complete yet are decoded to U+FFFD.
 _OPEN = re.compile("[\\s\ufffd]+$")
@@ -76,7 +76,7 @@ def certain_part(extension: Extension, ids: Ids, wishes: Wishes) -> Partial:
         reasoning = _OPEN.sub("", without_beginning(reasoning, how.thinking[1]))
     if how.thinking_field is not None and turn.reasoning is None and how.thinking[0].startswith(content.lstrip()):
         content = ""
-    if how.tool_format is not None and wishes.reads_calls:
+    if extension.reads_calls and wishes.reads_calls:
         content = text_before_calls(content, how.tool_format)
     content = wishes.before_stop(content)
     for stop in wishes.stop:

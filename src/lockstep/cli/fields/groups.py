@@ -29,7 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "overlap_rewards", "max_unscored_generations", "missing_eos_penalty", "reward_clip_range",
     ),
     "tools": (
-        "tools", "environment_factory", "rollout_func", "max_tool_calling_iterations", "tool_timeout", "tool_format",
+        "tools", "environment_factory", "rollout_func", "max_tool_calling_iterations", "tool_timeout", "tool_format", "renderer",
         "agent", "agent_command", "rollouts_file", "agent_timeout", "gateway_host", "gateway_port",
     ),
     "method": (

@@ -18,6 +18,7 @@ from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.conversation.continuation import Branch, Continuation, Insert, closings
 from lockstep.tokens.conversation.extension_proof import CALLS, REFUSED, proven_cases
+from lockstep.tokens.conversation.family_renderer import FamilyRenderer
 from lockstep.tokens.conversation.template import Content, Message, Template
 from lockstep.tokens.conversation.tool_calls import schemas_of
 from lockstep.tokens.conversation.tool_formats import ToolCall
@@ -41,9 +42,12 @@ class Extension:
             renders them.
         placeholder: the id that the template's text has for a picture; None: no message shows pictures. A message contains a
             picture as a part (`tokens/stand_ins.py`).
+        renderer: a model family of the library `renderers`, or "auto" (`tokens/conversation/family_renderer.py`). Then this library
+            makes the inserted ids after turns that the model has ended, and reads tool calls that no `tool_format` reads.
 
     Attributes:
         conventions: what the template makes of an assistant turn.
+        reads_calls: whether tool calls are read.
         cases: what happens in each proven case (`tokens/conversation/extension_proof.py`): "extends", "branches: reason" or
             "refused: reason".
 
@@ -60,16 +64,19 @@ class Extension:
         tools: Sequence[Tool] | None = None,
         tool_format: str | None = None,
         placeholder: int | None = None,
+        renderer: str | None = None,
     ) -> None:
         schemas = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools or ()]
         self._template = Template(tokenizer, end_ids, chat_template_kwargs, schemas, placeholder)
         ends = sorted({*end_ids, *closings(self._template)})
-        self._reader = TurnReader(self._template, ends, schemas_of(schemas), tool_format)
-        self._continuation = Continuation(self._template, self._reader, ends)
-        self.conventions = self._reader.conventions
-        if tools and self.conventions.tool_format is None:
+        family = None if renderer is None else FamilyRenderer(renderer, tokenizer, chat_template_kwargs, schemas)
+        self._reader = TurnReader(self._template, ends, schemas_of(schemas), tool_format, family)
+        self._continuation = Continuation(self._template, self._reader, ends, family)
+        self.conventions, self.reads_calls = self._reader.conventions, self._reader.reads_calls
+        if tools and not self.reads_calls:
             raise InputError(
-                "the chat template renders tool calls in no format that can be read here: name the format with tool_format"
+                "the chat template renders tool calls in no format that can be read here: name the format with tool_format, or the "
+                "model family with renderer"
             )
         self.cases = proven_cases(self._continuation)
         refused = {case: why for case, why in self.cases.items() if why.startswith(REFUSED)}

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import numpy as np
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, joined
-from lockstep.tokens.conversation.continuation import EARLIER, Branch, Continuation
+from lockstep.tokens.conversation.continuation import EARLIER, Branch, Continuation, Insert
+from lockstep.tokens.conversation.family_renderer import RendererDiffers
 from lockstep.tokens.conversation.template import Message
-from lockstep.tokens.conversation.tool_formats import ToolCall
-from lockstep.tokens.conversation.turns import Conventions, tool_call_field
+from lockstep.tokens.conversation.turns import Conventions, made_up_call, tool_call_field
 
 EXTENDS, BRANCHES, REFUSED = "extends", "branches", "refused"
 CALLS = ("call, result", "text and call, result", "two calls, results", "thinking and call, result", "answer, result")
@@ -26,10 +27,16 @@ USER_TURN = "answer, user"
 CASES = (USER_TURN, "thinking, user", *CALLS)
 _PIECES = ("tell me", " ", "\n", "é", "日本", "🙂", "a  b", ".\n\n", "12 + 34", "\t", "<b>", "{}", "I'm", "\u00a0x")
 _DRAWS = 6
+# So many tokens of a difference are shown.
+_SHOWN = 8
 
 
 def proven_cases(conversations: Continuation) -> dict[str, str]:
-    """What happens in each case that the template has: "extends", "branches: reason" or "refused: reason"."""
+    """What happens in each case that the template has: "extends", "branches: reason" or "refused: reason".
+
+    Raises:
+        RendererDiffers: a renderer inserts other ids than the template.
+    """
     return {case: _outcome(conversations, case) for case in CASES if _applies(conversations.reader.conventions, case)}
 
 
@@ -43,19 +50,21 @@ def _outcome(conversations: Continuation, case: str) -> str:
     if "two calls" in case and conversations.reader.conventions.most_calls == 1:
         return f"{REFUSED}: the template shows one tool call per turn"
     try:
-        outcomes = [_proven(conversations, "thinking" in case, *drawn) for drawn in _drawn(conversations, case)]
+        outcomes = [_proven(conversations, "thinking" in case, *drawn) for drawn in drawn(conversations, case)]
+    except RendererDiffers:
+        raise
     except InputError as error:
         return f"{REFUSED}: {error}"
     return next((outcome for outcome in outcomes if outcome != EXTENDS), EXTENDS)
 
 
-def _drawn(conversations: Continuation, case: str) -> Iterator[tuple[list[Message], Message, list[Message]]]:
+def drawn(conversations: Continuation, case: str) -> Iterator[tuple[list[Message], Message, list[Message]]]:
     """A conversation before a turn, the turn, and the messages that follow it."""
     how, draw = conversations.reader.conventions, random.Random(case)
     for _ in range(_DRAWS):
         asked, said, thought, result = ("".join(draw.choices(_PIECES, k=draw.randint(0, 6))) for _ in range(4))
         calls = [
-            ToolCall("look_up", {"city": f"P{n} é日本", "count": n}, f"{n}23456789") for n in range(1 + ("two" in case))
+            made_up_call(how, "look_up", {"city": f"P{n} é日本", "count": n}, n) for n in range(1 + ("two" in case))
         ]
         last: Message = {"role": "assistant", "content": f"w{said}n"}
         if how.thinking_field is not None and ("thinking" in case or how.thinks_first):
@@ -95,14 +104,20 @@ def _proven(
     # The tokenizer may join the end of the prompt with the start of the turn. Then only the texts can be compared.
     joins = not np.array_equal(whole[: len(context)], context) or own[:end] != text[:at]
     turn = template.ids(own[len(before) : end]) if joins else whole[len(context) : cut]
+
+    def is_whole(sampled: Ids, step: Insert | Branch) -> bool:
+        ids = step.ids if isinstance(step, Branch) else joined([context, sampled, step.ids])
+        return (
+            template.tokenizer.decode(ids) == template.tokenizer.decode(whole) if joins else np.array_equal(ids, whole)
+        )
+
     steps = []
     for sampled in (turn, joined([turn, suffix[:1]])):
         step = conversations.next(asked, context, sampled, follow)
-        ids = step.ids if isinstance(step, Branch) else joined([context, sampled, step.ids])
-        same = (
-            template.tokenizer.decode(ids) == template.tokenizer.decode(whole) if joins else np.array_equal(ids, whole)
-        )
-        if not same:
+        if not is_whole(sampled, step):
+            alone = conversations.by_template(asked, context, sampled, follow)
+            if is_whole(sampled, alone):
+                _refuse_renderer(conversations, step, alone)
             raise InputError(
                 "what is sampled and what is inserted are not the template's rendering of the whole conversation"
             )
@@ -111,8 +126,22 @@ def _proven(
     return next((f"{BRANCHES}: {step.reason}" for step in steps if isinstance(step, Branch)), EXTENDS)
 
 
+def _refuse_renderer(conversations: Continuation, step: Insert | Branch, alone: Insert | Branch) -> NoReturn:
+    """Refuse a renderer that inserts `step` where the template alone gives `alone`."""
+    assert conversations.renderer is not None
+    tokenizer = conversations.template.tokenizer
+    found, wanted = ([tokenizer.decode([i]) for i in ids.tolist()] for ids in (step.ids, alone.ids))
+    least = min(len(found), len(wanted))
+    at = next((n for n in range(least) if found[n] != wanted[n]), least)
+    raise RendererDiffers(
+        f"the renderer {conversations.renderer.family!r} inserts other ids than the chat template (it goes on with the tokens "
+        f"{found[at : at + _SHOWN]}, and the template with {wanted[at : at + _SHOWN]}): leave renderer out, or use the chat "
+        "template that belongs to this family"
+    )
+
+
 def _check_calls(conversations: Continuation, turn: Ids, last: Message) -> None:
-    if not last.get("tool_calls") or conversations.reader.conventions.tool_format is None:
+    if not last.get("tool_calls") or not conversations.reader.reads_calls:
         return
     read = conversations.reader.read(turn).message
     calls, found = (

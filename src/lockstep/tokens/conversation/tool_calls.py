@@ -22,6 +22,18 @@ from lockstep.tokens.arrays import Ids
 from lockstep.tokens.conversation.template import Template
 from lockstep.tokens.conversation.tool_formats import FORMATS, SURROGATE, Found, Schemas
 
+# What a call may begin with. In harmony the name of a call stands before its first marker.
+_OPENINGS = {
+    "hermes": ("<tool_call>",),
+    "qwen3_xml": ("<tool_call>",),
+    "glm": ("<tool_call>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek": ("<｜tool▁calls▁begin｜>",),
+    "kimi": ("<|tool_calls_section_begin|>",),
+    "gemma": ("<|tool_call>",),
+    "pythonic": ("<|tool_call_start|>", "["),
+    "llama3_json": ("<|python_tag|>", "{"),
+}
 # Decoded text contains no surrogates: each control token of a turn becomes one of them.
 _FIRST, _COUNT, _ABSENT = 0xD800, 0x7F0, "\udfff"
 
@@ -88,3 +100,19 @@ def schemas_of(tools: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """JSON schema of the arguments by tool name, from tools in the format of OpenAI."""
     functions = [tool.get("function", tool) for tool in tools]
     return {f["name"]: f.get("parameters", {}) for f in functions}
+
+
+def text_before_calls(text: str, form: str | None) -> str:
+    """The beginning of an unfinished turn's text that no call can change any more. `form` is a key of `FORMATS`, or None."""
+    if form not in _OPENINGS or text[:1].isspace():
+        # A turn with a call loses the white space around its text.
+        return ""
+    for opening in _OPENINGS[form]:
+        text = without_beginning(text.partition(opening)[0], opening)
+    return text
+
+
+def without_beginning(text: str, marker: str) -> str:
+    """A text without the beginning of a marker at its end."""
+    size = next((n for n in range(min(len(marker), len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+    return text[: len(text) - size]

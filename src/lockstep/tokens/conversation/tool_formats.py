@@ -325,21 +325,39 @@ def _gemma(text: str, mark: Mark, schemas: Schemas) -> Found:
 def _deepseek(text: str, mark: Mark, schemas: Schemas) -> Found:
     """`<｜tool▁calls▁begin｜>`, then each call with its name and a JSON block, then `<｜tool▁calls▁end｜>`."""
     begin, end = mark("<｜tool▁call▁begin｜>"), mark("<｜tool▁call▁end｜>")
-    head = re.compile(rf"\s*{re.escape(begin)}\w*{re.escape(mark('<｜tool▁sep｜>'))}([\w.-]+)\s*```json\s*")
+    head = re.compile(
+        rf"\s*{re.escape(begin)}(?P<id>)\w*{re.escape(mark('<｜tool▁sep｜>'))}(?P<name>[\w.-]+)\s*```json\s*"
+    )
+    return _section(text, mark("<｜tool▁calls▁begin｜>"), mark("<｜tool▁calls▁end｜>"), head, "```" + end)
+
+
+def _kimi(text: str, mark: Mark, schemas: Schemas) -> Found:
+    """`<|tool_calls_section_begin|>`, then each call with its id `functions.name:0` and JSON, then `<|tool_calls_section_end|>`."""
+    name = r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*"
+    head = re.compile(
+        rf"\s*{re.escape(mark('<|tool_call_begin|>'))}{name}{re.escape(mark('<|tool_call_argument_begin|>'))}"
+    )
+    return _section(
+        text, mark("<|tool_calls_section_begin|>"), mark("<|tool_calls_section_end|>"), head, mark("<|tool_call_end|>")
+    )
+
+
+def _section(text: str, opening: str, closing: str, head: re.Pattern[str], tail: str) -> Found:
+    """Calls between two markers, each with a head, JSON, and a tail. The head has the groups `name` and `id`."""
 
     def read(text: str, at: int) -> tuple[list[ToolCall], int]:
         calls = []
-        while name := head.match(text, at):
-            value, at = _json_at(text, name.end())
-            if not text.startswith("```" + end, at):
+        while found := head.match(text, at):
+            value, at = _json_at(text, found.end())
+            if not text.startswith(tail, at):
                 raise BadCall(f"does not end after its arguments, but continues with {text[at : at + 20]!r}")
-            calls.append(_checked(name[1], value))
-            at = _space(text, at + 3 + len(end))
+            calls.append(_checked(found["name"], value, found["id"] or None))
+            at = _space(text, at + len(tail))
         if not calls:
             raise BadCall("has no name and no JSON block")
         return calls, at
 
-    return _between(text, mark("<｜tool▁calls▁begin｜>"), mark("<｜tool▁calls▁end｜>"), read)
+    return _between(text, opening, closing, read)
 
 
 FORMATS: dict[str, Format] = {
@@ -348,40 +366,9 @@ FORMATS: dict[str, Format] = {
     "glm": _glm,
     "mistral": _mistral,
     "deepseek": _deepseek,
+    "kimi": _kimi,
     "harmony": _harmony,
     "gemma": _gemma,
     "pythonic": _pythonic,
     "llama3_json": _llama3_json,
 }
-
-# What a call may begin with. In harmony the name of a call stands before its first marker.
-_OPENINGS = {
-    "hermes": ("<tool_call>",),
-    "qwen3_xml": ("<tool_call>",),
-    "glm": ("<tool_call>",),
-    "mistral": ("[TOOL_CALLS]",),
-    "deepseek": ("<｜tool▁calls▁begin｜>",),
-    "gemma": ("<|tool_call>",),
-    "pythonic": ("<|tool_call_start|>", "["),
-    "llama3_json": ("<|python_tag|>", "{"),
-}
-
-
-def text_before_calls(text: str, form: str) -> str:
-    """The beginning of an unfinished turn's text that no call can change any more.
-
-    Args:
-        form: a key of `FORMATS`.
-    """
-    if form not in _OPENINGS or text[:1].isspace():
-        # A turn with a call loses the white space around its text.
-        return ""
-    for opening in _OPENINGS[form]:
-        text = without_beginning(text.partition(opening)[0], opening)
-    return text
-
-
-def without_beginning(text: str, marker: str) -> str:
-    """A text without the beginning of a marker at its end."""
-    size = next((n for n in range(min(len(marker), len(text)), 0, -1) if text.endswith(marker[:n])), 0)
-    return text[: len(text) - size]

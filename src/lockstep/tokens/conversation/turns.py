@@ -11,10 +11,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import product
 from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids
+from lockstep.tokens.conversation.family_renderer import FamilyRenderer
 from lockstep.tokens.conversation.template import Content, Message, Template, shared_start
 from lockstep.tokens.conversation.tool_calls import marked, read_calls
 from lockstep.tokens.conversation.tool_formats import FORMATS, Found, Schemas, ToolCall
@@ -24,6 +26,8 @@ _THINK, _THINK_END = "<think>", "</think>"
 # Words of made-up messages. No template contains them.
 _ASKED, _SAID, _THOUGHT, _RESULT = "asked quokka", "said wombat", "thought numbat", "result bilby"
 _NAME, _ARGUMENTS = "look_up", {"city": "Paris", "count": 3}
+# Nine letters and digits, which is what the strictest templates take; and the id of Kimi, which holds the name of the tool.
+_CALL_IDS = ("{n}23456789", "functions.{name}:{n}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +60,11 @@ class Conventions:
         thinking: what stands before and after the thinking.
         thinks_first: the opening of a turn already contains what stands before the thinking.
         content_mark: what stands before the content (gpt-oss names a channel there). Usually empty.
-        tool_format: the format of the tool calls (`FORMATS`). None: the template shows none, and no format was named.
+        tool_format: the format of the tool calls (`FORMATS`). None: the template shows none, and no format was named; or it shows
+            calls in a format that is none of these.
         shows_calls: whether the template renders `tool_calls`. Otherwise they stay in the content.
         arguments_as_text: the template takes the arguments as JSON text instead of a dict.
+        call_id: the form of a call's id, with the places {name} and {n}.
         most_calls: how many calls of a turn the template shows: 1, or None for any number.
         result_role: the role of a tool's result: "tool" if the template shows it, otherwise "user".
         error_role: the role of the answer to a turn that has only malformed calls.
@@ -71,6 +77,7 @@ class Conventions:
     tool_format: str | None
     shows_calls: bool
     arguments_as_text: bool
+    call_id: str
     most_calls: int | None
     result_role: str
     error_role: str
@@ -84,24 +91,39 @@ class TurnReader:
         end_ids: ids that end a turn.
         schemas: JSON schema of the arguments by tool name.
         tool_format: a name of `FORMATS`. None: the format in which the template renders calls.
+        renderer: reads the calls where the template renders them in no format of `FORMATS`.
+
+    Attributes:
+        conventions: what the template makes of an assistant turn.
+        reads_calls: whether tool calls are read.
 
     Raises:
         InputError: the template does not show what a user or the assistant says, or there is no such format.
     """
 
     def __init__(
-        self, template: Template, end_ids: Sequence[int], schemas: Schemas, tool_format: str | None = None
+        self,
+        template: Template,
+        end_ids: Sequence[int],
+        schemas: Schemas,
+        tool_format: str | None = None,
+        renderer: FamilyRenderer | None = None,
     ) -> None:
         if tool_format is not None and tool_format not in FORMATS:
             raise InputError(f"there is no tool format {tool_format!r}: choose one of {', '.join(FORMATS)}")
         self._template, self._ends, self._schemas = template, frozenset(end_ids), schemas
-        self.conventions = _conventions(template, self._ends, tool_format)
+        self.conventions = how = _conventions(template, self._ends, tool_format)
+        self._renderer = renderer if how.shows_calls and how.tool_format is None else None
+        self._opening = template.ids(template.text([{"role": "user", "content": _ASKED}]))
+        self.reads_calls = how.tool_format is not None or self._renderer is not None
 
     def read(self, ids: Ids, *, calls_are_text: bool = False) -> ParsedTurn:
         """A sampled turn (N,), with or without the token that ended it. Nothing that was sampled raises an error."""
         own = _without_end(ids, self._ends)
         how = replace(self.conventions, tool_format=None) if calls_are_text else self.conventions
         said, found = _read(self._template, how, own, self._schemas)
+        if self._renderer is not None and not calls_are_text:
+            found = self._with_calls(self._renderer, own, found)
         errors = [f"The tool call {error}." for error in found.errors]
         most = self.conventions.most_calls
         if most is not None and len(found.calls) > most:
@@ -123,6 +145,17 @@ class TurnReader:
         if self.conventions.result_role == "user":
             return {"role": "user", "content": content}
         return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
+
+    def _with_calls(self, renderer: FamilyRenderer, ids: Ids, whole: _Parts) -> _Parts:
+        """The parts of a turn whose calls a renderer reads. `whole` has them as text."""
+        read = renderer.read(self._opening, ids)
+        if read is None or not (read.calls or read.errors):
+            return whole
+        content, reasoning = read.content, read.reasoning
+        if self.conventions.thinking_field is None and reasoning is not None:
+            content, reasoning = f"{_THINK}{reasoning}{_THINK_END}{content}", None
+        outside = marked(self._template, ids[read.outside])
+        return _Parts(content, reasoning, outside.plain(outside.text), list(read.calls), list(read.errors))
 
     def _message(self, content: str, reasoning: str | None, calls: tuple[ToolCall, ...], said: str) -> Message:
         how = self.conventions
@@ -185,6 +218,11 @@ def tool_call_field(how: Conventions, call: ToolCall) -> dict[str, Any]:
     return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments}}
 
 
+def made_up_call(how: Conventions, name: str, arguments: dict[str, Any], number: int) -> ToolCall:
+    """A call that no model made, with an id that the template takes."""
+    return ToolCall(name, arguments, how.call_id.format(name=name, n=number))
+
+
 def _own_id(ids: Ids, number: int) -> str:
     """Nine letters and digits, which is what the strictest templates take."""
     return sha256(ids.tobytes() + bytes([number % 256])).hexdigest()[:9]
@@ -215,6 +253,7 @@ def _conventions(template: Template, ends: frozenset[int], named: str | None) ->
         named,
         shows_calls=False,
         arguments_as_text=False,
+        call_id=_CALL_IDS[0],
         most_calls=None,
         result_role="user",
         error_role="user",
@@ -257,9 +296,9 @@ def _thinking(
 
 def _with_calls(template: Template, ends: frozenset[int], how: Conventions, asked: list[Message]) -> Conventions:
     words = [_NAME, *_ARGUMENTS.values()]
-    for as_text in (False, True):
-        trial = replace(how, arguments_as_text=as_text)
-        calls = [tool_call_field(trial, ToolCall(_NAME, _ARGUMENTS, f"{n}23456789")) for n in range(2)]
+    for as_text, call_id in product((False, True), _CALL_IDS):
+        trial = replace(how, arguments_as_text=as_text, call_id=call_id)
+        calls = [tool_call_field(trial, made_up_call(trial, _NAME, _ARGUMENTS, n)) for n in range(2)]
         results = [{"role": "tool", "name": _NAME, "content": _RESULT, "tool_call_id": call["id"]} for call in calls]
         called = {"role": "assistant", "content": "", "tool_calls": calls[:1]}
         shown = _shown(template, [*asked, called, results[0]], *map(str, words), _RESULT)

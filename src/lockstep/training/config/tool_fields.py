@@ -29,7 +29,14 @@ class ToolFields:
     tool_format: str | None = field(
         default=None,
         metadata=doc(
-            "How the model writes tool calls: hermes, qwen3_xml, glm, mistral, deepseek, harmony, pythonic or llama3_json. "
-            "Default: as the chat template writes them."
+            "How the model writes tool calls: hermes, qwen3_xml, glm, mistral, deepseek, kimi, harmony, gemma, pythonic or "
+            "llama3_json. Default: as the chat template writes them."
+        ),
+    )
+    renderer: str | None = field(
+        default=None,
+        metadata=doc(
+            "A model family of the library renderers, or auto: it makes the ids between turns and reads tool calls that no "
+            "tool_format reads. Default: the chat template makes them."
         ),
     )

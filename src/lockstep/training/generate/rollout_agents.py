@@ -76,7 +76,9 @@ class RolloutAgents:
         arguments: Any = self._config.chat_template_kwargs
         self._tokenizer, self._images = tokenizer, images
         placeholder = images.placeholder if images is not None else None
-        self._extensions = Extensions(tokenizer, end_ids, arguments, self._config.tool_format, placeholder)
+        self._extensions = Extensions(
+            tokenizer, end_ids, arguments, self._config.tool_format, placeholder, self._config.renderer
+        )
 
     def start(self) -> AgentProgram:
         """Start the gateway, and return the program of the run's rollouts. On the rank that holds the engine, after `open`.
