@@ -8,13 +8,13 @@
 Real vLLM in this process. The model calls a tool at the end of every turn (`tools_model.py`), and all turns have the same length.
 Each figure is the median over the rounds after the first.
 
-waits: 64 rollouts with 4 turns and 3 calls each; a call takes 0 to 2 s, drawn from the seed of its rollout. Their wall time is compared
-    with two times, which are both measured:
+waits: 64 rollouts with 4 turns and 3 calls each; a call takes 0 to 2 s, drawn from the seed of its rollout. Their wall time is
+    compared with two times, which are both measured:
     - the slowest rollout's own chain: the rollout whose calls take longest, run alone with the same calls (`chains`);
-    - the floor, which is the larger one of this chain and the computing (`floors`). The computing is all rollouts with calls of 0 s. On
-      few cores the rollouts share the engine, and no order of work can be faster.
-    The wall time may be 1.2 times the floor. With `--size tiny` the chain is the floor. For comparison: with a barrier after every turn
-    the time would be the computing plus the longest call of each turn (`with_barriers_s`; added up, not measured).
+    - the floor, which is the larger one of this chain and the computing (`floors`). The computing is all rollouts with calls of
+      0 s. On few cores the rollouts share the engine, and no order of work can be faster.
+    The wall time may be 1.2 times the floor. With `--size tiny` the chain is the floor. For comparison: with a barrier after every
+    turn the time would be the computing plus the longest call of each turn (`with_barriers_s`; added up, not measured).
 turns: sampled tokens per second of the same 64 rollouts with calls of 0 s, and of 64 rollouts of one turn which sample as many
     tokens. The prompts of the single turns are longer by as many ids as the tools insert: both runs compute the same number of ids,
     and the engine's cache starts empty. The rate with turns must be at least 0.9 of the rate without. (vLLM caches whole blocks of

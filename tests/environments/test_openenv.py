@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from other_pythons import needs, python_with
 
 from lockstep.environments.openenv import server
+from lockstep.rollouts.programs.content import Content
 from lockstep.rollouts.programs.environments import Environment, EnvironmentFailed, Environments
 from lockstep.rollouts.programs.tools import ToolCalls
 
@@ -56,6 +57,14 @@ class Table:
         return found.text
 
 
+def text(said: Coroutine[Any, Any, Content | None]) -> str:
+    """What an environment says, which has no images."""
+    content = asyncio.run(said)
+    assert content is not None
+    assert not content.pictures
+    return content.text
+
+
 @pytest.fixture
 def table() -> Iterator[Table]:
     made = Table()
@@ -78,7 +87,7 @@ def test_the_fields_of_an_action_are_the_parameters_of_a_tool_and_rewards_are_su
     for seed in (1, 2, 1):
         # The server draws from the seed and the column of the row.
         number = random.Random(seed).randint(0, 5)
-        assert asyncio.run(found.reset({"limit": 5, "other": 1}, seed)) == " 0 to 5"
+        assert text(found.reset({"limit": 5, "other": 1}, seed)) == " 0 to 5"
         assert table.step(found, number=number + 1) == "lower"
         assert table.step(found, number=number) == "right"
         assert table.step(found, number=number) == "The episode is over."
@@ -89,8 +98,8 @@ def test_a_field_of_an_action_may_take_the_text_of_a_turn(words: str, table: Tab
     found = table.take(server(words, python=PYTHON, answer="text", name="Words"))
     assert (found.tools, found.title) == ({}, "Words")
     number = random.Random(4).randint(0, 9)
-    assert asyncio.run(found.reset({}, 4)) == '{"hint": " 0 to 9"}'
-    assert asyncio.run(found.next_user_message("x" * (number + 1))) == '{"hint": "lower"}'
+    assert text(found.reset({}, 4)) == '{"hint": " 0 to 9"}'
+    assert text(found.next_user_message("x" * (number + 1))) == '{"hint": "lower"}'
     assert asyncio.run(found.next_user_message("x" * number)) is None
     assert asyncio.run(found.reward()) == 0.75
 

@@ -64,6 +64,7 @@ RENDERED = {
     "qwen3.5, thinking off": Rendered(Family("qwen3_5_nothink", *_QWEN35), "qwen3.5"),
     "qwen3.6": Rendered(Family("qwen3_6", *_QWEN35), "qwen3.6"),
     "qwen3.8": Rendered(Family("qwen3_8", *_QWEN35), "qwen3.8"),
+    "qwen3-vl": Rendered(Family("qwen3_vl", *_QWEN35), "qwen3-vl"),
     "nemotron-3 nano": Rendered(FAMILIES["nemotron-3"], "nemotron-3"),
     "nemotron-3 super": Rendered(Family("nemotron_3_super", IM, QWEN), "nemotron-3"),
     "nemotron-3 ultra": Rendered(Family("nemotron_3_ultra", IM, QWEN), "nemotron-3-ultra"),

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from renderer_families import RENDERED, extension_of, needs_renderers, table
 
 from lockstep.errors import InputError, ProofError
+from lockstep.gateway.partial import certain_part
+from lockstep.gateway.wishes import Wishes
 from lockstep.tokens.arrays import Ids, joined, whole_numbers
 from lockstep.tokens.conversation.extension import Branch, Extension, Insert, Message
 from lockstep.tokens.conversation.extension_proof import CALLS, drawn
@@ -79,7 +81,7 @@ def test_both_back_ends_give_the_same_ids(name: str) -> None:
     ours, theirs = extension_of(name, with_renderer=False), extension_of(name)
     assert theirs.cases == ours.cases
     assert ours.reads_calls == (ours.conventions.shows_calls and name != "minimax-m2")
-    pieces = st.lists(st.sampled_from(["a", " ", "\n", "é", "日本", "<|im_end|>", "</think>", "{}"]), max_size=4)
+    pieces = st.lists(st.sampled_from(["a", " ", "\n", "é", "日本", "<|im_end|>", "</think>", "\udc80"]), max_size=4)
 
     def check(place: int, texts: list[list[str]], cut: bool) -> None:
         asked, context, turn, new = conversations[place]
@@ -100,14 +102,14 @@ def test_both_back_ends_give_the_same_ids(name: str) -> None:
 
 @needs_renderers
 def test_the_ids_come_from_the_renderer_where_it_makes_some(bridge: Any) -> None:
-    given = bridge(lambda ids: ids)
+    turns, given = turns_with_calls("qwen3"), bridge(lambda ids: ids)
     extension = new_extension("qwen3")
     given.clear()
-    for asked, context, turn, new in turns_with_calls("qwen3"):
+    for asked, context, turn, new in turns:
         assert isinstance(extension.next(asked, context, turn, new), Insert)
     assert len(given) == 6
     # Not for a turn that was cut, for text that looks like a control token, and for a user's next question.
-    asked, context, turn, new = turns_with_calls("qwen3")[0]
+    asked, context, turn, new = turns[0]
     special = [{**new[0], "content": "<|im_end|>"}]
     for own, messages in ((turn[:-1], new), (turn, special), (turn, [{"role": "user", "content": "why"}])):
         extension.next(asked, context, own, messages)
@@ -121,14 +123,14 @@ def test_the_ids_come_from_the_renderer_where_it_makes_some(bridge: Any) -> None
     ids=["an id is missing", "an id is doubled", "another id"],
 )
 def test_a_renderer_that_writes_other_ids_is_refused_at_start_and_after_a_turn(bridge: Any, wrong: Any) -> None:
-    given = bridge(wrong)
+    turns, given = turns_with_calls("qwen3"), bridge(wrong)
     with pytest.raises(RendererDiffers, match=r"the renderer 'qwen3' inserts other ids .*: leave renderer out"):
         new_extension("qwen3")
     bridge(lambda ids: ids)
     extension = new_extension("qwen3")
     bridge(wrong)
     given.clear()
-    for asked, context, turn, new in turns_with_calls("qwen3"):
+    for asked, context, turn, new in turns:
         found = extension.next(asked, context, turn, new)
         with pytest.raises(ProofError, match="leave renderer='qwen3' out"):
             extension.check(asked, context, turn, new, joined([context, turn, found.ids]))
@@ -189,6 +191,30 @@ def test_a_malformed_call_is_an_error_for_the_model_and_stays_in_the_content() -
     assert read.errors[0].startswith("The tool call is not well-formed (unclosed block)")
     assert "P0" in read.content
     assert read.message["content"] == read.content
+
+
+@needs_renderers
+def test_a_call_inside_the_thinking_is_not_made() -> None:
+    extension = extension_of("minimax-m2")
+    _, _, turn, _ = turns_with_calls("minimax-m2")[0]
+    thinking = turn[turn != written("minimax-m2", "</think>")[0]]
+    assert len(thinking) == len(turn) - 1
+    read = extension.read(thinking)
+    assert (read.calls, read.content) == ((), "")
+    assert "look_up" in (read.reasoning or "")
+    read = extension.read(joined([written("minimax-m2", " I call\n</think>\n\n"), thinking]))
+    assert (read.reasoning, len(read.calls)) == (" I call", 1)
+
+
+@needs_renderers
+def test_no_part_of_a_call_is_streamed_as_text() -> None:
+    extension = extension_of("minimax-m2")
+    _, _, turn, _ = turns_with_calls("minimax-m2")[0]
+    said = joined([written("minimax-m2", "hmm\n</think>\n\nLet me see.\n"), turn])
+    parts = {certain_part(extension, said[:size], wishes=Wishes(reads_calls=True)).content for size in range(len(said))}
+    assert parts == {""}
+    texts = {certain_part(extension, said[:size], wishes=Wishes()).content for size in range(len(said))}
+    assert any("look_up" in text for text in texts)
 
 
 @needs_renderers

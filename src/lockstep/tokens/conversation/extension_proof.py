@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 import numpy as np
 
@@ -113,27 +112,28 @@ def _proven(
 
     steps = []
     for sampled in (turn, joined([turn, suffix[:1]])):
-        step = conversations.next(asked, context, sampled, follow)
-        if not is_whole(sampled, step):
+        step = alone = conversations.next(asked, context, sampled, follow)
+        if conversations.renderer is not None:
             alone = conversations.by_template(asked, context, sampled, follow)
-            if is_whole(sampled, alone):
-                _refuse_renderer(conversations, step, alone)
+        if not is_whole(sampled, alone):
             raise InputError(
                 "what is sampled and what is inserted are not the template's rendering of the whole conversation"
             )
+        if not np.array_equal(step.ids, alone.ids):
+            raise _differs(conversations, step, alone)
         steps.append(step)
     _check_calls(conversations, turn, last)
     return next((f"{BRANCHES}: {step.reason}" for step in steps if isinstance(step, Branch)), EXTENDS)
 
 
-def _refuse_renderer(conversations: Continuation, step: Insert | Branch, alone: Insert | Branch) -> NoReturn:
-    """Refuse a renderer that inserts `step` where the template alone gives `alone`."""
+def _differs(conversations: Continuation, step: Insert | Branch, alone: Insert | Branch) -> RendererDiffers:
+    """Says that a renderer inserts `step` where the template alone gives `alone`."""
     assert conversations.renderer is not None
     tokenizer = conversations.template.tokenizer
     found, wanted = ([tokenizer.decode([i]) for i in ids.tolist()] for ids in (step.ids, alone.ids))
     least = min(len(found), len(wanted))
     at = next((n for n in range(least) if found[n] != wanted[n]), least)
-    raise RendererDiffers(
+    return RendererDiffers(
         f"the renderer {conversations.renderer.family!r} inserts other ids than the chat template (it goes on with the tokens "
         f"{found[at : at + _SHOWN]}, and the template with {wanted[at : at + _SHOWN]}): leave renderer out, or use the chat "
         "template that belongs to this family"

@@ -114,7 +114,8 @@ class TurnReader:
         self._template, self._ends, self._schemas = template, frozenset(end_ids), schemas
         self.conventions = how = _conventions(template, self._ends, tool_format)
         self._renderer = renderer if how.shows_calls and how.tool_format is None else None
-        self._opening = template.ids(template.text([{"role": "user", "content": _ASKED}]))
+        if self._renderer is not None:
+            self._opening = template.ids(template.text([{"role": "user", "content": _ASKED}]))
         self.reads_calls = how.tool_format is not None or self._renderer is not None
 
     def read(self, ids: Ids, *, calls_are_text: bool = False) -> ParsedTurn:
@@ -149,13 +150,14 @@ class TurnReader:
     def _with_calls(self, renderer: FamilyRenderer, ids: Ids, whole: _Parts) -> _Parts:
         """The parts of a turn whose calls a renderer reads. `whole` has them as text."""
         read = renderer.read(self._opening, ids)
-        if read is None or not (read.calls or read.errors):
+        # Calls inside the thinking are not made: then nothing stands behind the thinking.
+        if read is None or not (read.calls or read.errors) or not whole.content.strip():
             return whole
-        content, reasoning = read.content, read.reasoning
-        if self.conventions.thinking_field is None and reasoning is not None:
-            content, reasoning = f"{_THINK}{reasoning}{_THINK_END}{content}", None
+        content = read.content
+        if self.conventions.thinking_field is None and read.reasoning is not None:
+            content = f"{_THINK}{read.reasoning}{_THINK_END}{content}"
         outside = marked(self._template, ids[read.outside])
-        return _Parts(content, reasoning, outside.plain(outside.text), list(read.calls), list(read.errors))
+        return _Parts(content, whole.reasoning, outside.plain(outside.text), list(read.calls), list(read.errors))
 
     def _message(self, content: str, reasoning: str | None, calls: tuple[ToolCall, ...], said: str) -> Message:
         how = self.conventions
