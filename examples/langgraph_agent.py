@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 from langchain_openai import ChatOpenAI
+from langgraph.errors import GraphRecursionError
 from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
@@ -43,8 +44,13 @@ def agent() -> Any:
 
 def main() -> None:
     row = json.load(sys.stdin)
-    # At most three turns of the model.
-    messages = agent().invoke({"messages": row["prompt"]}, {"recursion_limit": 6})["messages"]
+    try:
+        # At most three turns of the model.
+        messages = agent().invoke({"messages": row["prompt"]}, {"recursion_limit": 6})["messages"]
+    except GraphRecursionError:
+        # It still calls the tool instead of an answer.
+        print(json.dumps({"reward": 0.0}))
+        return
     called = any(message.type == "tool" for message in messages)
     right = row["answer"] in messages[-1].text.split()
     print(json.dumps({"reward": (1.0 if right else 0.5) if called else 0.0}))

@@ -318,7 +318,7 @@ MUTATIONS = [
     ),
     _rendered(
         "continuation.py",
-        "test_the_ids_come_from_the_renderer_where_it_makes_some",
+        "test_a_renderer_that_writes_other_ids_is_refused_at_start_and_after_a_turn",
         "a renderer that is named is not used",
         "return found if ids is None else Insert(ids)",
         "return found",

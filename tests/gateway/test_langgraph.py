@@ -29,8 +29,9 @@ def call(**arguments: Any) -> str:
         # LangGraph tells the model what is wrong with a call.
         ([call(a=6), "It is 42"], "<|tool|>Error", 1.0),
         (["It is 42"], "", 0.0),
+        ([call(a=6, b=7)] * 3, "<|tool|>42<|end|>", 0.0),
     ],
-    ids=["right", "wrong", "bad call", "guessed"],
+    ids=["right", "wrong", "bad call", "guessed", "no answer"],
 )
 def test_an_unchanged_graph_is_recorded_id_for_id_in_one_branch_and_gives_its_reward(
     texts: list[str], shown: str, reward: float
