@@ -105,7 +105,7 @@ def test_a_clip_by_another_norm_than_that_of_all_gradients_is_found_within_four_
 
     run.add_callback(At("on_step_begin", 1, lambda: setattr(run.accelerator, "clip_grad_norm_", by_half_the_norm)))
     with pytest.raises(
-        ProofError, match="the gradients were clipped by a norm of .*; the norm over all trained tensors is"
+        ProofError, match=r"the gradients were clipped by a norm of .*; the norm over all trained tensors is"
     ):
         run.train()
     assert 1 <= run.state.global_step <= 4
