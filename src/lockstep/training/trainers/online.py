@@ -108,6 +108,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         agent: makes the rollouts by calls to the gateway (docs/guides/agents.md): a function `agent(base_url, api_key, row)`,
             or a command line. `reward_funcs` may then be left out.
         engine: a running engine; the trainer uses it instead of starting one, and the caller closes it.
+        ref_model: the reference model of the KL term; by default a copy of the policy as it is now, or with an adapter its base
+            model. It needs `beta` above 0.
         refused: arguments of TRL's trainers that are not supported; a value other than None is refused by name.
 
     Raises:
