@@ -46,7 +46,7 @@ class Generation:
         groups: the rollouts, by prompt.
         micro_batches: lists of sequences, in the order of groups, samples and branches. The micro-batches of one optimizer step are
             adjacent, and within a step so are those of one rank.
-        expected: what every sequence must bring into the loss; None where the method has no definition.
+        expected: the values with which every sequence must enter the loss; None where the method has no definition.
     """
 
     version: int
