@@ -1096,6 +1096,13 @@ MUTATIONS = [
         '" ".join(part["text"]',
         "tests/training/test_trl_names.py",
     ),
+    Mutation(
+        "dir(lockstep) shows what the package imports for itself",
+        "__init__.py",
+        "return sorted({*__all__,",
+        "return sorted({*globals(), *__all__,",
+        "tests/docs/test_public_names.py",
+    ),
     # evaluation sets and streams
     Mutation(
         "a stream is shuffled",

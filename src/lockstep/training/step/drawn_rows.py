@@ -28,7 +28,7 @@ from lockstep.tokens.arrays import SmallIds
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence
 
-# Number of tokens that are drawn from each pack. As many are compared per micro-batch, about the same number from each pack. If kept
+# Number of tokens that are drawn from each pack. As many are compared per micro-batch, about the same number of each pack. If kept
 # ids are compared, the number is larger, because a mean over few sets shows little.
 _DRAWN, _DRAWN_SETS = 8, 64
 # A token so far from the start of its completion is not compared with the filters, because all ids before it would be read.
