@@ -7,11 +7,11 @@
 
 Each command runs on a terminal of its own, in an empty folder without the clone. Printed are its exit code, wall seconds, CPU
 seconds, and the longest time without any output, with the last words before it where it is long. Runs are shortened to `--steps`
-steps of 16 completions. Exit code 1: a command ended otherwise than it should, one that only answers took more than one CPU
-second, or README's "Start here" has a command that is not typed.
+steps of 16 completions. Exit code 1: a command did not end as it should, one that only answers took more than one CPU second, or
+README's "Start here" has a command that is not typed.
 
-`--short` takes about 60 CPU seconds. Each run takes one step, with one thread and without torch's compiler. The second run trains
-a tiny model and keeps no checkpoint. The commands that load the model once more are named and left out. An answer may take 3 CPU
+`--short` takes about 60 CPU seconds. Each run takes one step of 8 completions, with one thread and without torch's compiler. The
+second run trains a tiny model and keeps no checkpoint. The commands that load the model once more are named and left out. An answer may take 3 CPU
 seconds: more than a slow machine needs, and less than the imports of torch and transformers.
 """
 
@@ -74,7 +74,7 @@ def steps(count: int, *, tiny: bool = False) -> list[Step]:
         count: steps of each run.
         tiny: whether the second run trains the model of the folder `tiny`, without a checkpoint.
     """
-    few = f"--max_steps {count} --eval_size 4 --per_device_train_batch_size 16"
+    few = f"--max_steps {count} --eval_size {2 if tiny else 4} --per_device_train_batch_size {8 if tiny else 16}"
     short = f"{few} --save_steps {count}"
     own = f"{few} --model_name_or_path tiny --save_strategy no" if tiny else short
     return [
