@@ -105,7 +105,8 @@ plan:
 tied-head: env
 	@$(BIN)/python examples/tied_head.py $(ARGS)
 
-# Plays somebody who installs the wheel and types every command of README's "Start here" (ARGS=--reuse: in minutes less).
+# Plays somebody who installs the wheel and types every command of README's "Start here". ARGS=--reuse installs the wheel
+# alone, beside the packages of this environment; ARGS=--short does so and takes a minute (.ci/run).
 newcomer: dev
 	@$(BIN)/python scripts/newcomer.py $(ARGS)
 

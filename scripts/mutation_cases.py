@@ -789,7 +789,7 @@ MUTATIONS = [
     _of(BETS, "a tilt whose mean is above 1", "/ (1.0 + size**2 / 2 * draws.variances)", ""),
     _of(BETS, "ids of one probability that lie in the same half of their place", "- log_width", ""),
     _of(DRAWS, "a bet against the trainer's own log-probs", "behaviour.double().cpu().numpy()", "draws.logps"),
-    _of(DRAWS, "bets that do not begin anew", "stake = -math.log(self.generations)", "stake = -99 * self.generations"),
+    _of(DRAWS, "bets that do not start again", "stake = -math.log(self.generations)", "stake = -99 * self.generations"),
     _of(DRAWS, "a resumed run that forgets its generations", 'int(data["generations"])', "0"),
     _of(
         DRAWS, "a stake for a generation of which nothing is drawn", "if not stats.tokens:\n            return", "pass"
@@ -1003,7 +1003,9 @@ MUTATIONS = [
         'if [entry["step"] for entry in wanted] ==',
         'if wanted or [entry["step"] for entry in wanted] ==',
     ),
-    _of(SEALED, "an optimizer that starts anew", "if missing := sorted(", "if missing := sorted(()) and sorted("),
+    _of(
+        SEALED, "an optimizer that starts from nothing", "if missing := sorted(", "if missing := sorted(()) and sorted("
+    ),
     _of(SEALED, "weights that were changed", "if digests[folder / name] != digest", "if False"),
     _of(
         PLACE,
@@ -1093,6 +1095,13 @@ MUTATIONS = [
         '"".join(part["text"]',
         '" ".join(part["text"]',
         "tests/training/test_trl_names.py",
+    ),
+    Mutation(
+        "dir(lockstep) shows what the package imports for itself",
+        "__init__.py",
+        "return sorted({*__all__,",
+        "return sorted({*globals(), *__all__,",
+        "tests/docs/test_public_names.py",
     ),
     # evaluation sets and streams
     Mutation(
@@ -1304,8 +1313,8 @@ MUTATIONS = [
     Mutation(
         "a step beyond the limits of the gap",
         "training/generate/proofs.py",
-        "raise self._explained(",
-        "return self._explained(",
+        "raise self._explained.error(",
+        "return self._explained.error(",
         "tests/training/test_trainer.py::test_raw_log_probs_at_another_temperature_are_refused",
     ),
     Mutation(
@@ -1447,7 +1456,7 @@ MUTATIONS = [
         "tests/rollouts/test_wire.py",
     ),
     Mutation(
-        "a turn that is sent back is encoded anew",
+        "a turn that is sent back is encoded again",
         "gateway/recording.py",
         "return joined([known.context_ids, known.turn_ids, found.ids])",
         "return extension.prompt((*known.messages, *new))",

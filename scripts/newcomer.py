@@ -2,12 +2,17 @@
 """Plays somebody who installs Lockstep for the first time: wheel, fresh environment, and every command of README's "Start here".
 
     .venv/bin/python scripts/newcomer.py              (make newcomer: installs everything into an environment of its own)
-    .venv/bin/python scripts/newcomer.py --reuse      (CI: installs only the wheel; heavy packages are those of this environment)
+    .venv/bin/python scripts/newcomer.py --reuse      (installs only the wheel; heavy packages are those of this environment)
+    .venv/bin/python scripts/newcomer.py --short      (.ci/run: as --reuse, and in a minute)
 
 Each command runs on a terminal of its own, in an empty folder without the clone. Printed are its exit code, wall seconds, CPU
 seconds, and the longest time without any output, with the last words before it where it is long. Runs are shortened to `--steps`
-steps of 16 completions. Exit code 1: a command ended otherwise than it should, or one that only answers took more than one CPU
-second.
+steps of 16 completions. Exit code 1: a command did not end as it should, one that only answers took more than one CPU second, or
+README's "Start here" has a command that is not typed.
+
+`--short` takes about 60 CPU seconds. Each run takes one step of 8 completions, with one thread and without torch's compiler. The
+second run trains a tiny model and keeps no checkpoint. The commands that load the model once more are named and left out. An answer may take 3 CPU
+seconds: more than a slow machine needs, and less than the imports of torch and transformers.
 """
 
 from __future__ import annotations
@@ -26,12 +31,16 @@ import sysconfig
 import tempfile
 import time
 import venv
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# CPU seconds that a command may take if it only answers.
-ANSWER = 1.0
+# CPU seconds that a command may take if it only answers, and with `--short`.
+ANSWER, SHORT_ANSWER = 1.0, 3.0
+# Environment of the commands with `--short`, as in the tests. Threads that wait for each other use the processor too, and the
+# compiler takes up to 10 CPU seconds.
+SHORT_SETTINGS = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 # What moves the cursor and sets colors on a terminal.
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Time limit in seconds of one command.
@@ -48,17 +57,26 @@ class Step:
         code: its exit code.
         answers: whether it only answers, so that it may not import anything heavy.
         says: text that must be among its output.
+        long: whether `--short` leaves it out, because it loads the model once more.
     """
 
     words: str
     code: int = 0
     answers: bool = False
     says: str = ""
+    long: bool = False
 
 
-def steps(count: int) -> list[Step]:
-    """The commands in the order of README.md, and the mistakes that people make on the way."""
-    short = f"--max_steps {count} --save_steps {count} --eval_size 4 --per_device_train_batch_size 16"
+def steps(count: int, *, tiny: bool = False) -> list[Step]:
+    """The commands in the order of README.md, and the mistakes that people make on the way.
+
+    Args:
+        count: steps of each run.
+        tiny: whether the second run trains the model of the folder `tiny`, without a checkpoint.
+    """
+    few = f"--max_steps {count} --eval_size {2 if tiny else 4} --per_device_train_batch_size {8 if tiny else 16}"
+    short = f"{few} --save_steps {count}"
+    own = f"{few} --model_name_or_path tiny --save_strategy no" if tiny else short
     return [
         Step("--version", answers=True, says="lockstep "),
         Step("", answers=True, says="what to do next"),
@@ -72,12 +90,21 @@ def steps(count: int) -> list[Step]:
         Step(
             "evaluate --recipe arithmetic --eval_size 4 --model_name_or_path runs/arithmetic/checkpoint-" + str(count),
             says="held-out reward",
+            long=True,
         ),
         Step("init mine", answers=True, says="wrote mine/config.yaml"),
-        Step(f"grpo --config mine/config.yaml {short}", says="checkpoint-"),
+        Step(f"grpo --config mine/config.yaml {own}", says="runs/mine"),
         Step("compare runs/arithmetic runs/mine", answers=True, says="settings that differ"),
         Step("rollouts runs/mine --best < /dev/null", says="reward"),
     ]
+
+
+def start_here() -> list[str]:
+    """The commands of README's "Start here", without the leading `lockstep`."""
+    section = (ROOT / "README.md").read_text().partition("## Start here")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```bash\n(.*?)^```", section, re.M | re.S)
+    lines = [shlex.split(line, comments=True) for line in "".join(blocks).splitlines()]
+    return [" ".join(words[1:]) for words in lines if words[:1] == ["lockstep"]]
 
 
 def main() -> int:
@@ -88,30 +115,43 @@ def main() -> int:
         "--extra", default="demo", help="extra of the wheel to install: demo, or vllm on a machine with a GPU"
     )
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--short", action="store_true", help="as --reuse, in a minute")
     asked = parser.parse_args()
-    failed = []
+    reuse, limit = asked.reuse or asked.short, SHORT_ANSWER if asked.short else ANSWER
+    every = steps(1, tiny=True) if asked.short else steps(asked.steps)
+    settings = SHORT_SETTINGS if asked.short else {}
+    typed = [step for step in every if not (asked.short and step.long)]
+    failed = [words for words in start_here() if not any(step.words.startswith(words) for step in typed)]
+    for words in failed:
+        print(f"README's \"Start here\" has 'lockstep {words}', which this script does not type")
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
+        (home / "work").mkdir()
         start = time.monotonic()
-        lockstep = install(home, asked.extra, reuse=asked.reuse)
-        print(
-            f"{time.monotonic() - start:8.1f} s  wheel and environment {'(reused)' if asked.reuse else ''}", flush=True
-        )
+        lockstep = install(home, asked.extra, reuse=reuse)
+        if asked.short:
+            make_tiny(home / "work" / "tiny")
+        print(f"{time.monotonic() - start:8.1f} s  wheel and environment {'(reused)' if reuse else ''}", flush=True)
         print(f"{'exit':>4}  {'wall s':>7}  {'CPU s':>6}  {'silent s':>8}  command", flush=True)
-        for step in steps(asked.steps):
-            code, wall, cpu, silent, said, before = run(f"{shlex.quote(str(lockstep))} {step.words}", home)
+        for step in typed:
+            code, wall, cpu, silent, said, before = run(
+                f"{shlex.quote(str(lockstep))} {step.words}", home / "work", settings
+            )
             print(f"{code:4d}  {wall:7.1f}  {cpu:6.2f}  {silent:8.1f}  lockstep {step.words}", flush=True)
             if silent > SILENT:
                 print(f"{'':>29}silent after: {before}", flush=True)
             wrong = [f"exit code {code} instead of {step.code}"] if code != step.code else []
-            wrong += [f"{cpu:.1f} CPU s for an answer"] if step.answers and cpu > ANSWER else []
+            wrong += [f"{cpu:.1f} CPU s for an answer"] if step.answers and cpu > limit else []
             wrong += [f"it does not say {step.says!r}"] if step.says not in said else []
             if wrong:
                 failed.append(step.words)
                 print(f"      {'; '.join(wrong)}. Its last lines:\n{said[-2000:]}", flush=True)
-    print(
-        f"{len(failed)} of {len(steps(asked.steps))} commands failed" if failed else "every command did what it should"
-    )
+    for step in every:
+        if step not in typed:
+            print(f"left out: lockstep {step.words}")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"{used.ru_utime + used.ru_stime:.1f} CPU s in all")
+    print(f"{len(failed)} commands failed" if failed else "every command did what it should")
     return 1 if failed else 0
 
 
@@ -128,33 +168,44 @@ def install(home: Path, extra: str, *, reuse: bool) -> Path:
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(dist)]
     subprocess.run([*pip, *(["--no-build-isolation"] if reuse else []), str(copy)], check=True)
     (wheel,) = dist.glob("*.whl")
-    venv.create(made, with_pip=True)
-    own = [str(made / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    venv.create(made, with_pip=not reuse)
+    python = str(made / "bin" / "python")
     if reuse:
+        # This environment's pip installs into the other one, which has none.
+        own = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index"]
+        subprocess.run([*own, str(wheel)], check=True)
         site = next((made / "lib").glob("python*")) / "site-packages"
         # A line of a .pth file adds a folder at the end of the path, without the .pth files in it: so not this clone's source.
         (site / "heavy_packages.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-        subprocess.run([*own, "--no-deps", "--force-reinstall", str(wheel)], check=True)
     else:
-        subprocess.run([*own, f"{wheel}[{extra}]"], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", f"{wheel}[{extra}]"], check=True)
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    where = [python, "-c", "import lockstep; print(lockstep.__file__)"]
+    place = subprocess.run(where, check=True, capture_output=True, text=True, env=clean, cwd=home).stdout
+    if not place.startswith(str(made)):
+        raise RuntimeError(f"the new environment imports lockstep from {place.strip()}, not from the wheel")
     return made / "bin" / "lockstep"
 
 
-def run(command: str, folder: Path) -> tuple[int, float, float, float, str, str]:
-    """Run a command on a terminal of its own.
+def make_tiny(folder: Path) -> None:
+    """Save the tiny model of the tests, with its tokenizer."""
+    make = "import sys, pathlib, tiny; tiny.save_model(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", make, str(folder)], cwd=ROOT / "tests", check=True, capture_output=True)
+
+
+def run(command: str, folder: Path, settings: Mapping[str, str]) -> tuple[int, float, float, float, str, str]:
+    """Run a command on a terminal of its own, with `settings` in its environment.
 
     Returns:
         Its exit code, wall seconds, CPU seconds with all its children, the longest seconds without output, its output, and the end
         of the output before the longest silence.
     """
-    place = folder / "work"
-    place.mkdir(exist_ok=True)
     terminal, inside = pty.openpty()
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     process = subprocess.Popen(
-        ["bash", "-c", command], cwd=place, stdin=inside, stdout=inside, stderr=inside,
-        env={**clean, "COLUMNS": "100", "LINES": "40", "TERM": "xterm-256color"}, start_new_session=True,
+        ["bash", "-c", command], cwd=folder, stdin=inside, stdout=inside, stderr=inside,
+        env={**clean, **settings, "COLUMNS": "100", "LINES": "40", "TERM": "xterm-256color"}, start_new_session=True,
     )  # fmt: skip
     os.close(inside)
     said, last, silent, before_silence = bytearray(), start, 0.0, 0

@@ -2,7 +2,7 @@
 
     python scripts/site_hosts.py build/site
 
-Exit code 1 with a list of what a page would load. Links that a reader may follow are no loads.
+Exit code 1 with a list of what a page would load. Links that a reader may follow are not loads.
 """
 
 from __future__ import annotations

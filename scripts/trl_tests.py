@@ -34,7 +34,7 @@ PRIVATE = {
     "test_signature_columns_include_tools": "reads the private attribute _signature_columns",
     "test_get_off_policy_mask": "calls a part of TRL's loss, get_off_policy_mask",
     "reward_func_with_log_extra": "reads the private attribute _logs",
-    "test_compute_entropy": "calls get_high_entropy_mask on an object that is no trainer",
+    "test_compute_entropy": "calls get_high_entropy_mask on an object that is not a trainer",
 }
 # Variables of this process that the tests get too.
 KEPT = ("PATH", "LANG", "TMPDIR", "LD_PRELOAD", "OMP_NUM_THREADS")

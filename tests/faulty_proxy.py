@@ -63,7 +63,7 @@ class FaultyProxy:
         self.rule = rule
 
     def wait_until(self, seen: Callable[[], bool], limit: float = 60.0) -> None:
-        """Wait until something can be seen here; without it the call is answered all the same, and the test finds out."""
+        """Wait until something can be seen here; if nothing is seen, the call is still answered, and the test notices it."""
         deadline = time.monotonic() + limit
         while not seen() and time.monotonic() < deadline:
             time.sleep(0.005)

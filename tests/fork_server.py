@@ -31,7 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-# The libraries that servers and trainers import. Every program imports Lockstep itself anew.
+# The libraries that servers and trainers import. Every program imports Lockstep itself again.
 MODULES = (
     "transformers.trainer",
     "transformers.models.qwen2.modeling_qwen2",

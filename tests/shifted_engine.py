@@ -1,6 +1,6 @@
 """An engine with slightly wrong log-probs, like an engine with other kernels, so that corrections have an effect.
 
-The difference is the same each time, and smaller than the limit of the fp32 proofs (1e-4 nats in the mean). Without it, the
+The difference is the same each time, and smaller than the limit of the fp32 proofs (1e-4 nats on average). Without it, the
 transformers engine agrees with the trainer up to rounding.
 """
 

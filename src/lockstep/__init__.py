@@ -60,7 +60,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # Without the names that this file imports for itself.
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 hide_other_builds()

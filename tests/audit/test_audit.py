@@ -127,7 +127,7 @@ def changed(name: str, model: PreTrainedModel, clean: list[Row]) -> list[Row]:
             return with_logprobs(clean, lambda i, own: [own[0], *own[:-1]])
         case "rows of others":
             return with_logprobs(clean, lambda i, own: clean[(i + 2) % len(clean)].logprobs)
-        case "a prompt encoded anew":
+        case "a prompt encoded again":
             tokenizer = make_tokenizer()
             return sampled_rows(model, seen=lambda p: tokenizer.encode(tokenizer.decode(p), add_special_tokens=False))
         case "bfloat16":
@@ -152,7 +152,7 @@ def changed(name: str, model: PreTrainedModel, clean: list[Row]) -> list[Row]:
         ("a filter that nobody stated", "log-probs", "a filter like top_p 0.9 that was not stated", []),
         ("shifted by one id", "log-probs", "stand one id too late", []),
         ("rows of others", "log-probs", "rows are shifted against each other", []),
-        ("a prompt encoded anew", "tokens", "the engine saw the prompt encoded anew", []),
+        ("a prompt encoded again", "tokens", "the engine saw the prompt encoded again", []),
         ("bfloat16", "log-probs", "numerics: the gap is as small as that of an engine in bfloat16", []),
         ("biased draws", "draws", "the engine prefers likely tokens", []),
         ("one seed for all", "draws", "the same prompt and the same ids", []),

@@ -30,7 +30,7 @@ for name in {MISSING}:
 from pathlib import Path
 import gpu_day
 for name in gpu_day.PARTS:
-    # A longer completion is no other code.
+    # A longer completion is of the same code.
     if name not in ("learning-8192", "learning-32768"):
         gpu_day.run_part(name, Path("."), rehearse=True)
 """

@@ -70,7 +70,7 @@ def test_words_win_over_the_file(tmp_path: Path) -> None:
         (
             ["--num_generations", "3", "--model_name_or_path", "m", "--dataset_name", "arithmetic"],
             None,
-            "no multiple of num_generations=3",
+            "not a multiple of num_generations=3",
         ),
         (["--vllm_model_impl", "transformers"], None, "vllm_model_impl='transformers' is not supported"),
         ([], None, "model_name_or_path is not set"),

@@ -77,7 +77,7 @@ def test_help_and_early_errors_import_nothing_heavy(tmp_path: Path) -> None:
         (["demo", "--max_stepz", "3"], 2, "did you mean 'max_steps'?"),
         (["grpo", "--recipe", "agents"], 2, "did you mean 'agent'?"),
         (["compare", "/no/such"], 2, "has no run.json"),
-        (["rollouts", "/no/such"], 2, "is no directory"),
+        (["rollouts", "/no/such"], 2, "is not a directory"),
         (["merge", "/no/such", "x"], 2, "has no adapter_config.json"),
         (["init", "--fast"], 2, "unrecognized arguments"),
     ]

@@ -104,7 +104,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         # The first generation makes the second call of the reward. The second step of this generation has not run yet.
         (signal.SIGTERM, {"num_iterations": 2}, 2, "after step 2, where its generation ends, with a checkpoint"),
     ],
-    ids=["a step a generation", "two steps a generation"],
+    ids=["one step per generation", "two steps per generation"],
 )
 def test_a_signal_stops_after_the_step_under_way_whatever_the_intervals_and_the_run_goes_on_to_the_same_weights(
     home: Path,
@@ -139,16 +139,21 @@ def test_a_signal_stops_after_the_step_under_way_whatever_the_intervals_and_the_
             signal.SIGINT,
             {"save_strategy": "no"},
             "3",
-            "stopped after step 2; there is no checkpoint, so the same command starts anew",
+            "stopped after step 2; there is no checkpoint, so the same command starts from the beginning",
         ),
-        (signal.SIGTERM, {}, "2 2", "stopped at once; there is no checkpoint, so the same command starts anew"),
+        (
+            signal.SIGTERM,
+            {},
+            "2 2",
+            "stopped at once; there is no checkpoint, so the same command starts from the beginning",
+        ),
         (signal.SIGINT, {}, "4 4", "stopped at once; the same command goes on from checkpoint-2"),
         # During the evaluation before training, there is no step that the run could finish.
         (
             signal.SIGTERM,
             {"eval_size": 4},
             "2",
-            "stopped at once; there is no checkpoint, so the same command starts anew",
+            "stopped at once; there is no checkpoint, so the same command starts from the beginning",
         ),
     ],
     ids=["nothing is saved", "twice before a checkpoint", "twice after a checkpoint", "before training"],

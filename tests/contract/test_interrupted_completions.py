@@ -111,7 +111,7 @@ def test_a_stop_string_across_two_parts_is_seen(engine: Engine, untied_dir: str)
             assert stop in text(stopped.token_ids)
             assert stop not in text(stopped.token_ids[:-1])
             return
-    pytest.fail("no completion goes on with a letter")
+    pytest.fail("no completion continues with a letter")
 
 
 def test_a_prompt_that_only_the_first_part_would_fit_behind_is_refused_before_anything_starts(

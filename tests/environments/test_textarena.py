@@ -105,7 +105,7 @@ def test_a_game_leaves_the_random_numbers_of_this_process_alone(play: Play) -> N
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("Chess-v9", "textarena has no game 'Chess-v9'"), ("Nim-v0", "Nim-v0 is no game for one player")],
+    [("Chess-v9", "textarena has no game 'Chess-v9'"), ("Nim-v0", "Nim-v0 is not a game for one player")],
 )
 def test_a_game_that_cannot_be_played_alone_is_refused(name: str, message: str, play: Play) -> None:
     with pytest.raises(EnvironmentFailed, match=message):

@@ -326,7 +326,7 @@ class TestTools:
             (call,) = answer.tool_calls
             assert (call.function.name, call.function.arguments) == ("add", '{"a": 1, "b": 2}')
             result = {"role": "tool", "tool_call_id": call.id, "content": "3 <|end|>"}
-            # Frameworks write the arguments anew.
+            # Frameworks write the arguments again.
             sent = answer.to_dict()
             sent["tool_calls"][0]["function"]["arguments"] = '{"b":2,"a":1}'
             assert ask(client, [*HELLO, sent, result], tools=TOOLS).content == "3"
@@ -337,7 +337,7 @@ class TestTools:
         check_ids(watched, whole, [0, 1])
         text = runs.tokenizer.decode(np.concatenate([whole.prompt_ids, whole.token_ids]))
         assert text.endswith(f"<|assistant|>I add. {CALL}<|end|><|tool|>3 <|end|><|end|><|assistant|>3<|end|>")
-        # Text that looks like the end token is no end token.
+        # Text that looks like the end token is not an end token.
         inserted = whole.token_ids[~whole.sampled].tolist()
         assert inserted.count(runs.tokenizer.eos_token_id) == 1
 

@@ -154,7 +154,7 @@ class TestWishes:
             ({"parallel_tool_calls": False}, "", ["add", "add"], False),
             ({"response_format": {"type": "json_object"}}, '{"a": 1}', [], True),
             ({"response_format": {"type": "json_schema", "json_schema": {}}}, "{oops", [], False),
-            # A turn that calls a tool is no answer yet.
+            # A turn that calls a tool is not an answer yet.
             ({"response_format": {"type": "json_object"}}, "I look", ["add"], True),
         ],
     )

@@ -41,7 +41,7 @@ def test_an_unchanged_agent_is_recorded_id_for_id_and_gives_its_reward(
     assert rollout.notes["rewards"] == {"agent": reward}
     counts = rollout.notes["agent"]
     assert (counts["answered"], counts["unmet"], counts["refused"], counts["malformed"]) == (len(texts), unmet, 0, 0)
-    # A turn with a call is written anew by smolagents, so that the rollout branches. A turn without one is extended.
+    # A turn with a call is written again by smolagents, so that the rollout branches. A turn without one is extended.
     assert len(rollout.branches) == len(branches)
     assert counts["extended"] == len(texts) - len(branches)
     for branch, calls in zip(rollout.branches, branches, strict=True):

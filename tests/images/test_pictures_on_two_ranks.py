@@ -1,4 +1,4 @@
-"""Pictures on two trainer ranks: the steps of one rank, also where only one of them has pictures, or one clear error on both."""
+"""Pictures on two trainer ranks: the same steps as on one rank, even if only one rank has pictures, or one clear error on both."""
 
 from __future__ import annotations
 

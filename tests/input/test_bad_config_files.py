@@ -39,8 +39,8 @@ FILES = [
     Row("bad indentation", b"seed: 1\n  beta: 2\n", "is not YAML"),
     Row("a key twice", b"seed: 1\nbeta: 0.1\nseed: 2\n", "'seed' is there twice"),
     Row("an inner key twice", b"model_init_kwargs: {a: 1, a: 2}\n", "'a' is there twice"),
-    Row("a key that is a number", b"1: 2\n", "1 is no name of a field"),
-    Row("a key that is nothing", b"null: 2\n", "None is no name of a field"),
+    Row("a key that is a number", b"1: 2\n", "1 is not the name of a field"),
+    Row("a key that is nothing", b"null: 2\n", "None is not the name of a field"),
     Row("a key that is a list", b"? [a]\n: 2\n", "is not YAML|no name"),
     Row("an unknown key", b"learning_rat: 1\n", "did you mean 'learning_rate'"),
     Row("a dashed key with a value that is none", b"seed: x\n", "seed"),
@@ -61,7 +61,7 @@ FILES = [
     Row("too large", b"# " + b"x" * (2 << 20), "more than 1 MiB"),
     Row("JSON that is cut", b'{"seed": 1', "is not YAML"),
     Row("a value that looks like a field", b"output_dir: --seed\n", "output_dir|seed"),
-    Row("a surrogate", b'output_dir: "\\ud800"\n', "no text"),
+    Row("a surrogate", b'output_dir: "\\ud800"\n', "not text"),
 ]
 
 

@@ -99,7 +99,7 @@ ARGUMENTS = [
     Row("a reward that is a plain module", {"reward_funcs": Slow()}, "neither a function nor a reward model"),
     Row("a reward that is a language model", {"reward_funcs": other}, "outputs|sequence classifier|tokenizer|reward"),
     Row("tokenizers of another number", {"reward_processing_classes": [None, None]}, "2 entries for 1"),
-    Row("callbacks that are no list", {"callbacks": 3}, "callbacks"),
+    Row("callbacks that are not a list", {"callbacks": 3}, "callbacks"),
     Row("callbacks that are functions", {"callbacks": [reward]}, "callbacks"),
     Row("optimizers that are text", {"optimizers": "adamw"}, "optimizers"),
     Row("one optimizer", {"optimizers": (None,)}, "optimizers"),
@@ -177,8 +177,8 @@ def trainer(make: Callable[..., GRPOTrainer]) -> GRPOTrainer:
 
 RESUMES = [
     Row("no checkpoint at all", True, "no checkpoint"),
-    Row("a checkpoint that is not there", "/nowhere/checkpoint-1", "no checkpoint|does not exist"),
-    Row("a directory without a checkpoint", "/", "no checkpoint|trainer_state.json"),
+    Row("a checkpoint that is not there", "/nowhere/checkpoint-1", "not a checkpoint|does not exist"),
+    Row("a directory without a checkpoint", "/", "not a checkpoint|trainer_state.json"),
     Row("a number", 3, "resume_from_checkpoint"),
 ]
 

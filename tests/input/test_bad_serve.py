@@ -20,7 +20,7 @@ SERVE = [
     Row("a port that is text", ["{model}", "--port", "http"], "port"),
     Row("a port twice as large", ["{model}", "--port", "131072"], "port"),
     Row("an address of another machine", ["{model}", "--host", "192.0.2.1", "--key_file", "{home}/k"], "cannot listen"),
-    Row("a host that is no address", ["{model}", "--host", "no such host", "--key_file", "{home}/k"], "host"),
+    Row("a host that is not an address", ["{model}", "--host", "no such host", "--key_file", "{home}/k"], "host"),
     Row("an empty host", ["{model}", "--host", "", "--key_file", "{home}/k"], "host"),
     Row("an open address without a key", ["{model}", "--host", "0.0.0.0"], "key of your own"),
     Row("an open IPv6 address without a key", ["{model}", "--host", "::"], "key of your own"),

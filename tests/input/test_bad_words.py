@@ -44,7 +44,7 @@ COMMANDS = [
     Row("a field of verify", ["grpo", "--dry_run", "--self_test"], "self_test"),
     Row("a switch that is neither", ["grpo", "--dry_run", "--bf16", "maybe"], "neither yes nor no"),
     Row("a negated field that is none", ["grpo", "--dry_run", "--no_learning_rate"], "no_learning_rate"),
-    Row("a NUL in a name", ["grpo", "--model_name_or_path", "a\0b", "--dataset_name", "arithmetic"], "no text"),
+    Row("a NUL in a name", ["grpo", "--model_name_or_path", "a\0b", "--dataset_name", "arithmetic"], "not text"),
     Row("a surrogate in a name", ["grpo", "--dry_run", "--nonsense\udce9", "x"], "unknown field"),
 ]
 NUMBERS = [

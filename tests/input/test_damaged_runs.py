@@ -248,7 +248,7 @@ FILES = [
     Row(
         "weights in another format",
         filled(last("pytorch_model.bin"), "x"),
-        "pytorch_model.bin in checkpoint-2 is no file",
+        "pytorch_model.bin in checkpoint-2 does not belong to",
     ),
     Row("optimizer a pickle", pickled(last("optimizer.pt")), "optimizer.pt of checkpoint-2 was changed"),
     Row("arguments gone", gone(last("training_args.bin")), "checkpoint-2 has no training_args.bin"),

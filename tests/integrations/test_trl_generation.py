@@ -167,7 +167,7 @@ def test_ways_of_training_that_cut_the_model_up_are_refused(setting: Setting) ->
 @pytest.mark.parametrize(
     ("prompts", "images", "said"),
     [
-        (["text"], None, "prompt 0 is no list"),
+        (["text"], None, "prompt 0 is not a list"),
         ([[1], [2]], [None, ["image"]], "shown no images"),
         ([[]], None, "no tokens"),
     ],

@@ -161,7 +161,7 @@ def test_in_half_precision_the_rounding_of_honest_sets_is_far_below_its_limits(
 @pytest.mark.parametrize("name", ONE_SIDED)
 def test_in_half_precision_a_filter_of_one_side_alone_is_found(model: PreTrainedModel, name: str) -> None:
     asked, done = ONE_SIDED[name]
-    with pytest.raises(ProofError, match=r"applies .*(top_k|top_p|min_p).* otherwise than the run asks for"):
+    with pytest.raises(ProofError, match=r"applies .*(top_k|top_p|min_p).* in another way than the run asks for"):
         in_half_precision(model, Sampling(8, **asked), Sampling(8, **{**asked, **done}))
 
 

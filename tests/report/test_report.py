@@ -170,7 +170,7 @@ def test_the_panel_shows_every_step_before_the_first_log_and_wraps_nothing_at_80
         "tokens/s",
         "0.400  ▁█",
         "1.250",
-        "3 tokens in the mean, 12% cut at the limit",
+        "3 tokens on average, 12% cut at the limit",
         "25% of the groups",
         "1.0e-06 of 1e-04 mean, 1.0e-05 of 1e-03 max",
         "40 tokens, all that were sampled",

@@ -84,9 +84,9 @@ def test_finish_reasons_may_be_given() -> None:
         (columns(score=[1.0]), "1 rows in 'score'"),
         (
             columns(completion_ids=[[10, 50], [11], [14], [15]]),
-            r"row 0 \(rollout row/0#0\): completion_ids: 50 is no token",
+            r"row 0 \(rollout row/0#0\): completion_ids: 50 is not a token",
         ),
-        (columns(completion_ids=[[10, -1], [11], [14], [15]]), "-1 is no token"),
+        (columns(completion_ids=[[10, -1], [11], [14], [15]]), "-1 is not a token"),
         (columns(completion_ids=[[10.5, 1], [11], [14], [15]]), "give a list of token ids"),
         (
             columns(completion_ids=[[10, 0], [11, 12, 13], [], [15]]),
@@ -96,8 +96,8 @@ def test_finish_reasons_may_be_given() -> None:
         (columns(prompt_ids=[[1] * 11, [1], [1], [1]]), "11 prompt ids and 2 completion ids"),
         (columns(logprobs=[[-0.1], [-0.3] * 3, [-0.6], [-0.7] * 3]), "one number for each of the 2 completion ids"),
         (columns(logprobs=[[-0.1, None], [-0.3] * 3, [-0.6], [-0.7] * 3]), "one number for each"),
-        (columns(logprobs=[[-0.1, float("nan")], [-0.3] * 3, [-0.6], [-0.7] * 3]), "nan is no log-prob"),
-        (columns(logprobs=[[-0.1, 0.5], [-0.3] * 3, [-0.6], [-0.7] * 3]), "0.5 is no log-prob"),
+        (columns(logprobs=[[-0.1, float("nan")], [-0.3] * 3, [-0.6], [-0.7] * 3]), "nan is not a log-prob"),
+        (columns(logprobs=[[-0.1, 0.5], [-0.3] * 3, [-0.6], [-0.7] * 3]), "0.5 is not a log-prob"),
         (columns(env_mask=[[1, 2], [1] * 3, [1], [1] * 3]), "a 1 or a 0 for each of the 2 completion ids"),
         (columns(env_mask=[[1], [1] * 3, [1], [1] * 3]), "a 1 or a 0 for each"),
         (columns(env_mask=[[1, 1], [1] * 3, [0], [1] * 3]), r"row 2 .*nothing was sampled"),

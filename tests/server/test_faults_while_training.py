@@ -111,7 +111,7 @@ def proxy(server: Server) -> Iterator[FaultyProxy]:
 
 @pytest.fixture(scope="module")
 def expected(server: Server, proxy: FaultyProxy, untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """The weights before the first step of a run without faults, and after each of so many steps."""
+    """The weights before the first step of a run without faults, and after each step."""
 
     @functools.cache
     def whole(steps: int) -> list[Weights]:

@@ -176,7 +176,7 @@ def test_a_token_that_is_too_old_stops_the_run(
 
 
 KINDS = (
-    "several steps a generation",
+    "several steps per generation",
     "RLOO",
     "PPO",
     "REINFORCE++",
@@ -209,7 +209,7 @@ def test_other_methods_and_shapes_learn_from_generations_ahead(
         trainer = OnlineDPOTrainer(untied_dir, reward_funcs=even_tokens, args=dpo, train_dataset=data)
     else:
         more: dict[str, Any] = {
-            "several steps a generation": {"steps_per_generation": 2},
+            "several steps per generation": {"steps_per_generation": 2},
             "solved prompts leave": {"no_positive_resampling": 0.5},
             "interrupted": INTERRUPTED,
         }[kind]

@@ -70,7 +70,7 @@ class TestKeys:
         (tmp_path / "long").write_text("x" * 5000)
         for path in (tmp_path, tmp_path / "pipe", tmp_path / "long"):
             path.chmod(0o700)
-            with pytest.raises(InputError, match=r"no file with one key|cannot be read"):
+            with pytest.raises(InputError, match=r"not a file with one key|cannot be read"):
                 read_key(path)
 
     @pytest.mark.parametrize("text", ["", "short", "has spaces in it, and is long", "näñ-ascii-characters"])

@@ -135,7 +135,7 @@ def test_a_run_under_signals_to_every_process_ends_as_if_nothing_had_happened(
     expected, found = (final_weights(tmp_path / run, case.steps) for run in ("whole", "disturbed"))
     assert all(torch.equal(expected[key], found[key]) for key in expected)
     assert curve(tmp_path / "disturbed") == curve(tmp_path / "whole")
-    # Where all rewards of a group agree, a step has no gradient of its own, and Adam moves the weights all the same.
+    # Where all rewards of a group agree, a step has no gradient of its own, and Adam still moves the weights.
     learned = sum(line["grad_norm"] > 0 for line in curve(tmp_path / "whole") if "loss" in line)
     assert learned >= 10, f"only {learned} steps learned something"
 

@@ -38,7 +38,7 @@ def test_a_model_that_is_split_over_two_hosts_is_pushed_probed_and_comes_back(un
 
 
 def served(model: str, folder: Path, places: list[Host], held: ExitStack) -> list[Server]:
-    """The same command on both hosts, but for the number of the node."""
+    """The same command on both hosts, except for the number of the node."""
     together = ["--tensor_parallel_size", "2", "--nnodes", "2", "--master_addr", places[0].address]
     together += ["--master_port", str(free_port()), "--distributed_executor_backend", "mp"]
     port, found = free_port(), []

@@ -144,7 +144,7 @@ class TestRuns:
         assert not (folder / "summary.json").exists()
         assert steps(folder) == [1, 2, 3]
 
-        # It goes on with step 4, and its third step is not finished.
+        # It continues with step 4, and its third step is not finished.
         killed = in_a_process(words, TEST_SIGNAL_AT="SIGKILL:4")
         assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
         assert "going on from" in killed.stdout

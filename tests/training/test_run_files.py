@@ -90,7 +90,7 @@ def test_a_script_leaves_the_files_of_the_command_line(
     assert [line.split("  ")[0] for line in lines if "gap" in line] == ["step 1/3", "step 2/3", "step 3/3"]
     assert all(len(line) < 200 for line in lines)
     assert lines[0].startswith(f"held-out reward {before['eval_reward']:.3f}")
-    # Trained anew in the same directory: the earlier lines are kept beside the new ones.
+    # Trained again in the same directory: the earlier lines are kept beside the new ones.
     again = make(max_steps=1)
     again.train()
     assert len(read_run(folder).steps) == 1
@@ -145,7 +145,7 @@ def test_an_interrupt_and_another_error_are_named_and_nothing_hides_them(
     monkeypatch.setattr(RunFiles, "write_report", lambda self: (_ for _ in ()).throw(OSError("no room")))
     with pytest.raises(ZeroDivisionError, match="mine"):
         run.train()
-    # The page could not be written at the log of step 1, and step 2 was taken all the same.
+    # The page could not be written at the log of step 1, and step 2 was still taken.
     record = read_run(tmp_path / "run")
     assert (len(record.steps), record.end["step"], record.end["message"]) == (1, 2, "mine")
 

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(untied_dir: str, folder: Path) -> Found:
-    """The results of a piece of work: of a rank among so many, or of a single process without shards (0 ranks)."""
+    """The results of a piece of work on one of `ranks` ranks, or in a single process without shards (0 ranks)."""
     started: set[tuple[int, bool]] = set()
 
     def start(ranks: int, others: bool) -> None:

@@ -29,7 +29,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_coverage(folder: Path, run: Any) -> None:
-    """From the third step on, older weights have sampled every token. Every generation was compared twice all the same."""
+    """From the third step on, older weights have sampled every token. Still every generation was compared twice."""
     lines = steps_of(folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["checked_tokens"] > 0 for line in lines] == [True, False, False, False, False, False]

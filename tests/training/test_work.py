@@ -199,7 +199,7 @@ def test_figures_of_what_takes_no_pass_in_a_step_are_those_of_the_pass_before_th
         assert second[name] == pytest.approx(first[name], rel=1e-6)
 
 
-def test_several_steps_a_generation_take_one_pass_before_the_first(
+def test_several_steps_per_generation_take_one_pass_before_the_first(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = {**GROUPS, "max_steps": 2, "num_iterations": 2}

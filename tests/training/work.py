@@ -124,7 +124,9 @@ def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
         yield work
     passes = len(work.learning) + len(work.looking)
     assert work.forwards == passes + work.checks + work.repeated, f"{work.forwards} forwards"
-    assert work.repeated <= run.state.global_step - -(-run.state.global_step // run.config.steps_a_generation)
+    assert work.repeated <= run.state.global_step - -(
+        -run.state.global_step // run.config.optimizer_steps_per_generation
+    )
     assert work.checks == (run.loop.generation_number if run.reference is not None else 0)
     assert work.backwards == len(work.learning)
 

@@ -56,7 +56,7 @@ def prompt_weights(lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         groups: (B,) index of each completion's prompt.
 
     Returns:
-        (B,) weight of one token of each completion. A prompt whose completions are all masked still counts in the mean.
+        (B,) weight of one token of each completion. A prompt whose completions are all masked is still counted by the mean.
     """
     prompts, places = groups.unique(return_inverse=True)
     tokens = torch.zeros(len(prompts)).index_add(0, places, lengths.float())

@@ -167,8 +167,8 @@ def _other_prompts(worst: Sequence[Scored], suspects: Suspects) -> list[Cause]:
         return list(tokenizer.encode(tokenizer.decode(rollout.prompt_ids), add_special_tokens=True))
 
     ways: dict[str, Callable[[AuditedRollout], list[int]]] = {
-        "the engine saw the prompt encoded anew from its text, which gives other ids": again,
-        "the engine saw the prompt encoded anew from its text, with special tokens once more": with_special,
+        "the engine saw the prompt encoded again from its text, which gives other ids": again,
+        "the engine saw the prompt encoded again from its text, with special tokens once more": with_special,
     }
     if bos is not None:
         ways["the engine saw the prompt with one more begin token"] = lambda r: [bos, *r.prompt_ids]

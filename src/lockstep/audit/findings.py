@@ -171,7 +171,7 @@ def _weights(
     if served is not None:
         apart = mean_gap([(values, s.others[_PLAIN]) for values, s in zip(served, scored, strict=True)])
         if apart > limit.mean:
-            says = f"the server's own log-probs differ from the model's by {apart:.2g} nats in the mean (limit {limit.mean:.2g})"
+            says = f"the server's own log-probs differ from the model's by {apart:.2g} nats on average (limit {limit.mean:.2g})"
             return Finding(
                 "weights",
                 DIFFER,

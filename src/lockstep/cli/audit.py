@@ -94,6 +94,6 @@ def run(words: list[str]) -> int:
 
 
 def _evenly(rollouts: list[AuditedRollout], most: int) -> list[AuditedRollout]:
-    """Rollouts spread evenly over the file, with at most so many sampled ids in all, but at least one rollout."""
+    """Rollouts spread evenly over the file, with at most this many sampled ids in all, but at least one rollout."""
     every = max(-(-sum(r.tokens for r in rollouts) // most), 1)
     return rollouts[::every]

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import lockstep
 from lockstep.cli.fields.adapter import AdaptedRunArguments
-from lockstep.cli.fields.arguments import build, read, resolved, said_of
+from lockstep.cli.fields.arguments import read, said_of
 from lockstep.cli.fields.inputs import check_inputs
-from lockstep.cli.process.quiet import quiet_libraries
+from lockstep.cli.process.loading import load_config
 from lockstep.errors import InputError
 from lockstep.report.busy import busy, watched_by
 
@@ -46,15 +47,8 @@ def run(words: list[str]) -> int:
     from lockstep.report.status import StatusLine
 
     with watched_by(StatusLine()):
-        with busy("loading PyTorch and transformers"):
-            quiet_libraries()
-            from lockstep import GRPOConfig
-
-            arguments, config = build(given, GRPOConfig, GatewayArguments)
-        if given.dry_run:
-            print(resolved(arguments, config), end="")
-            return 0
-        return _record(arguments, config)
+        loaded = load_config(given, lambda: lockstep.GRPOConfig, GatewayArguments)
+        return 0 if loaded is None else _record(*loaded)
 
 
 def _record(arguments: GatewayArguments, config: Any) -> int:

@@ -8,12 +8,12 @@ from typing import Any
 
 import lockstep
 from lockstep.cli.fields.adapter import AdaptedRunArguments, adapter_arguments, check_adapter, settings_of
-from lockstep.cli.fields.arguments import Given, build, read, resolved, said_of
+from lockstep.cli.fields.arguments import Given, read, said_of
 from lockstep.cli.fields.inputs import check_inputs, check_sizes, factory_names
 from lockstep.cli.past_runs.next_commands import next_lines
 from lockstep.cli.process.guard import run_to_its_end
 from lockstep.cli.process.library_log import LibraryLog, libraries_aside
-from lockstep.cli.process.quiet import quiet_libraries
+from lockstep.cli.process.loading import load_config
 from lockstep.errors import InputError
 from lockstep.report.busy import busy, watched_by
 
@@ -54,15 +54,10 @@ def train(command: str, words: list[str]) -> int:
 
 
 def _run(given: Given, command: str, log: LibraryLog) -> int:
-    with busy("loading PyTorch and transformers"):
-        quiet_libraries()
-        kind = getattr(lockstep, TRAINERS[command])
-        arguments, config = build(given, kind.config_class, AdaptedRunArguments)
-        adapter = adapter_arguments(arguments)
-    if given.dry_run:
-        if config.process_index == 0:
-            print(resolved(arguments, config), end="")
+    loaded = load_config(given, lambda: _trainer_class(command).config_class, AdaptedRunArguments)
+    if loaded is None:
         return 0
+    arguments, config = loaded
     if given.recipe == "arithmetic" and os.environ.get("RANK", "0") == "0":
         import torch
 
@@ -72,14 +67,16 @@ def _run(given: Given, command: str, log: LibraryLog) -> int:
         print(said(estimated_seconds(max(config.max_steps, 0), arguments.eval_size, rate)), flush=True)
     try:
         with run_to_its_end():
-            return _train(kind, arguments, config, adapter, log, given)
+            return _train(_trainer_class(command), arguments, config, log, given)
     finally:
         _leave_ranks()
 
 
-def _train(
-    kind: Any, arguments: AdaptedRunArguments, config: Any, adapter: dict[str, Any], log: LibraryLog, given: Given
-) -> int:
+def _trainer_class(command: str) -> Any:
+    return getattr(lockstep, TRAINERS[command])
+
+
+def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, log: LibraryLog, given: Given) -> int:
     with busy("loading the trainer"):
         from lockstep.cli.fields.data import data_of
         from lockstep.models.resolve import resolve_model
@@ -89,6 +86,7 @@ def _train(
         from lockstep.training.run_files.run_directory import open_run_together
         from lockstep.training.run_files.run_identity import curve_settings
 
+        adapter = adapter_arguments(arguments)
     model = arguments.model_name_or_path
     assert model is not None
     modules: dict[Any, Any] = {}

@@ -66,7 +66,7 @@ class Agent:
         Raises:
             AgentFailed: it failed, or did not end in time. A command is killed then. A function's thread cannot be killed: it
                 goes on alone, and its calls are refused.
-            InputError: the reward is no finite number, or the row cannot be written as JSON for a command.
+            InputError: the reward is not a finite number, or the row cannot be written as JSON for a command.
         """
         work = self._call(base_url, api_key, row) if self.command is None else self._execute(base_url, api_key, row)
         try:

@@ -47,7 +47,7 @@ def choices_of(request: Mapping[str, Any]) -> int:
     """Number of answers that a request asks for (`n`).
 
     Raises:
-        Refused: it is no such number, or there are several and they are to be streamed.
+        Refused: it is not such a number, or there are several and they are to be streamed.
     """
     count = request.get("n")
     if count is None or (count == 1 and not isinstance(count, bool)):
@@ -140,7 +140,7 @@ def _finish_reason(answer: Answer) -> str:
 def _logprobs(answer: Answer) -> dict[str, Any] | None:
     if answer.logprobs is None:
         return None
-    # One id may be a part of a character. Then its text is no text of its own, and OpenAI's field for its bytes stays empty.
+    # One id may be a part of a character. Such a part alone is not valid text, and OpenAI's field for its bytes stays empty.
     tokens: list[dict[str, Any]] = [
         {"token": text, "logprob": value, "bytes": None, "top_logprobs": []} for text, value in answer.logprobs
     ]

@@ -30,7 +30,7 @@ def template_message(given: Any, param: str) -> Message:
     """A message of the chat completions API, as a chat template reads it.
 
     Raises:
-        Refused: it is no such message, or contains more than text, images and tool calls.
+        Refused: it is not such a message, or contains more than text, images and tool calls.
     """
     if not isinstance(given, Mapping) or given.get("role") not in _ROLES:
         raise bad_value(param, f"{param} needs a role out of {', '.join(_ROLES)}")
@@ -51,7 +51,7 @@ def template_call(call: Any, param: str) -> dict[str, Any]:
     """A tool call of an assistant message, with its arguments as an object where they are one.
 
     Raises:
-        Refused: it is no call of a function.
+        Refused: it is not a call of a function.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -119,7 +119,7 @@ def function_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     """Tools as chat templates read them. Both APIs' forms are accepted: `{"function": {…}}`, and the same fields without it.
 
     Raises:
-        Refused: a tool is no function.
+        Refused: a tool is not a function.
     """
     if not isinstance(tools, list | None):
         raise bad_value("tools", "tools must be a list of functions")

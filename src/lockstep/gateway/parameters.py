@@ -90,7 +90,7 @@ def token_limit(request: Mapping[str, Any], *names: str) -> int | None:
     """The smallest of several limits on the number of sampled tokens. None: there is no limit.
 
     Raises:
-        Refused: a limit is no whole number above 0.
+        Refused: a limit is not a whole number above 0.
     """
     given = {name: request[name] for name in names if request.get(name) is not None}
     for name, value in given.items():

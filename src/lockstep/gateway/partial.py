@@ -27,7 +27,7 @@ _EVERY, _SHARE = 0.05, 0.005
 class Teller:
     """Tells a listener what is certain of an answer while its turn is sampled.
 
-    Each time the whole turn is read anew. Therefore a long turn is read more rarely, so that many streams together do not fill the
+    Each time the whole turn is read again. Therefore a long turn is read more rarely, so that many streams together do not fill the
     event loop.
 
     Args:

@@ -78,7 +78,7 @@ def messages_of(items: list[Any]) -> list[Message]:
             output = content_of(item.get("output"), f"{param}.output")
             messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
         else:
-            raise bad_value(param, f"{param} is no message, function call or function call output; leave it out")
+            raise bad_value(param, f"{param} is not a message, a function call or the output of one; leave it out")
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1][THINKING] = reasoning
         reasoning = ""

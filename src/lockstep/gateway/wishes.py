@@ -129,7 +129,7 @@ def _stop(given: Any, of_run: Sequence[str]) -> tuple[str, ...]:
     """The stop strings of a request that the run does not have.
 
     Raises:
-        Refused: they are no texts, or too many.
+        Refused: they are not texts, or too many.
     """
     found = [given] if isinstance(given, str) else given if given is not None else []
     if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):

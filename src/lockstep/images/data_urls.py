@@ -35,13 +35,13 @@ def file_as_data_url(content: bytes) -> str:
     """The bytes of an image file as a `data:` URL.
 
     Raises:
-        InputError: they are no image.
+        InputError: they are not the bytes of an image.
     """
     try:
         with Image.open(io.BytesIO(content)) as file:
             kind = Image.MIME.get(file.format or "", "")
     except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise InputError(f"a file of {len(content)} bytes is no image that can be read: {error}") from error
+        raise InputError(f"a file of {len(content)} bytes is not an image that can be read: {error}") from error
     kind = kind.removeprefix("image/") or "unknown"
     return f"{_START}{kind}{_ENCODED},{base64.b64encode(content).decode()}"
 
@@ -50,7 +50,7 @@ def bytes_of_data_url(url: str) -> bytes:
     """The bytes of the file in a `data:` URL.
 
     Raises:
-        InputError: it is no base64 of an image.
+        InputError: it is not the base64 text of an image.
     """
     kind, comma, content = url.partition(",")
     try:

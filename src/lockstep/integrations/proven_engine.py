@@ -84,7 +84,7 @@ class ProvenEngine:
             return {}
         if not self._holds_our_weights:
             self.sync()
-        # Fixed before the first try, so that the same requests give the same tokens, also if the engine was lost in between.
+        # Fixed before the first try, so that the same requests give the same tokens, even if the engine was lost in between.
         requests = requests_for(prompts, sampling, self.version, self._seed, self._context)
         answers = self._recovery.run(lambda: self._answers(requests))
         check_draws(answers.values())

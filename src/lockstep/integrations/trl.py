@@ -194,8 +194,8 @@ class LockstepGeneration:
             are None if `logprobs` is None.
 
         Raises:
-            InputError: on every rank; a prompt is no list of token ids, is empty or fills the context, or its images are not those
-                of its ids, or the model reads none.
+            InputError: on every rank; a prompt is not a list of token ids, is empty or fills the context, or its images are not
+                those of its ids, or the model reads none.
             ProofError: on every rank; trainer and engine do not agree.
             LockstepError: on every rank; the engine was lost and did not come back in time.
         """

@@ -54,12 +54,12 @@ class TrlPictures:
         """One rank's prompts and pictures, in JSON types and arrays.
 
         Raises:
-            InputError: a prompt is no list of token ids, the model reads no images, an image cannot be used, or a prompt has not
+            InputError: a prompt is not a list of token ids, the model reads no images, an image cannot be used, or a prompt has not
                 the ids of its images.
         """
         for row, prompt in enumerate(prompts):
             if isinstance(prompt, str) or not all(isinstance(token, int) for token in prompt):
-                raise InputError(f"prompt {row} is no list of token ids: {prompt!r:.80}")
+                raise InputError(f"prompt {row} is not a list of token ids: {prompt!r:.80}")
         rows = [list(row or ()) for row in images] if images is not None else [[] for _ in prompts]
         pictures: dict[str, Picture] = {}
         # TRL repeats one image object for all completions of a prompt.

@@ -57,7 +57,7 @@ def checkpoint_tensors(model: torch.nn.Module, named: Mapping[str, torch.Tensor]
         named: tensors by the model's own names; None: all parameters of the model.
 
     Raises:
-        InputError: experts are laid out in a way that is no series of rows.
+        InputError: experts are laid out in a way that is not a series of rows.
     """
     if named is None:
         named = dict(model.named_parameters(remove_duplicate=False))

@@ -62,7 +62,7 @@ class Distribution:
             logits: (V,) raw logits.
             output_ids: ids sampled so far.
             masks: the masks of the whole completion.
-            kept: the sets of the whole completion. The token is scored among its set, and the filters are not applied anew.
+            kept: the sets of the whole completion. The token is scored among its set, and the filters are not applied again.
         """
         place = len(output_ids)
         shaped = self.shaped(logits, prompt_ids, output_ids, masks)

@@ -48,7 +48,7 @@ class FilterBounds:
         # Ascending, because this is the order that a binary search needs. Single precision is sorted faster.
         self._rising = np.sort(logits[logits > -np.inf]).astype(np.float64)
         self._likeliest = float(self._rising[-1])
-        # The probability of the n likeliest ids, for each n, but for one common factor.
+        # The probability of the n likeliest ids, for each n, up to one common factor.
         self._totals = np.concatenate([[0.0], np.exp(self._rising[::-1] - self._likeliest).cumsum()])
 
     def after(self, rounding: float) -> list[Bounds]:

@@ -97,13 +97,13 @@ class KeptSetStats:
         """Check the mean rounding of a generation's drawn tokens.
 
         Raises:
-            ProofError: the sets need more rounding in the mean than the gap allows. The error names the filters.
+            ProofError: the sets need more rounding on average than the gap allows. The error names the filters.
         """
         largest = mean_limit(self.tokens, sampling, limit)
         if self.mean_rounding > largest:
             raise _wrong(
                 f"at {self.tokens} drawn tokens the kept ids are explained only if logits differ by {self.mean_rounding:.3g} nats "
-                f"in the mean; the limit is {largest:.3g}",
+                f"on average; the limit is {largest:.3g}",
                 " or ".join(sampling.filters),
             )
 
@@ -181,6 +181,6 @@ def _wrong(found: str, filters: str) -> ProofError:
     return ProofError(
         "kept_ids",
         found,
-        f"the engine applies {filters} otherwise than the run asks for, or not at all, or reports the set of another token",
+        f"the engine applies {filters} in another way than the run asks for, or not at all, or reports the set of another token",
         "start the engine as Lockstep starts it, without filters or processors of its own; if it was, report this message",
     )

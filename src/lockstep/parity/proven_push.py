@@ -92,7 +92,7 @@ class ProvenPusher:
         """Push the weights as `version`, and prove that the engine computes with them.
 
         Args:
-            every_module: probe all modules, also if this is not the first push.
+            every_module: probe all modules, even if this is not the first push.
             canary: also score the canary.
 
         Raises:

@@ -77,7 +77,7 @@ def completion_logps(
 
     Args:
         sampling: a `Distribution` if the settings have a grammar or `min_tokens`.
-        kept: one set of ids for each token, among which the token is scored; None: the filters are applied anew.
+        kept: one set of ids for each token, among which the token is scored; None: the filters are applied again.
         pictures: the pictures of the prompt and the completion. The model's own forward computes them and the positions.
 
     Raises:

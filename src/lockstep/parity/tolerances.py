@@ -42,8 +42,8 @@ class Tolerance:
         """Limit on the largest |g| of `tokens` tokens, in nats.
 
         The largest of n draws of an exponential distribution of scale s exceeds s × (log n + log 1/α) with probability at most α.
-        A gap of a few times the largest one so far is no fault: in half precision, attention that is almost hard rounds to another
-        token once in 10^5 times, so the true tail is longer than the model of it. The limit of the dtypes holds all the same.
+        A gap of a few times the largest one so far is not a fault: in half precision, attention that is almost hard rounds to
+        another token once in 10^5 times, so the true tail is longer than the model of it. The limit of the dtypes still holds.
         """
         scales = _REACH * (math.log(max(tokens, 1)) - math.log(FALSE_ALARM))
         return max(scales * self.tail, min(_BEYOND * self.seen, scales * self.widest))

@@ -27,7 +27,7 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def printed(self) -> None:
-        """A line was printed just now, so the silence begins anew."""
+        """A line was printed just now, so the silence starts again."""
         if self._thread is None:
             self._stopped = False
             self._thread = threading.Thread(target=self._run, name="lockstep-heartbeat", daemon=True)

@@ -242,7 +242,7 @@ def _line(text: str, style: str = "") -> Text:
 
 def _lengths(figures: Mapping[str, float]) -> str:
     cut = figures.get("completions/clipped_ratio", 0.0)
-    return f"{figures['completions/mean_length']:.0f} tokens in the mean, {cut:.0%} cut at the limit"
+    return f"{figures['completions/mean_length']:.0f} tokens on average, {cut:.0%} cut at the limit"
 
 
 def plain_line(step: int, steps: int, logs: Mapping[str, float], left: float) -> str:

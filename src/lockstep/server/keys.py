@@ -56,7 +56,7 @@ def read_key(path: Path) -> str:
     except OSError as error:
         raise InputError(f"key file {path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(found.st_mode) or len(key) > _LONGEST:
-        raise InputError(f"key file {path} is no file with one key in it")
+        raise InputError(f"key file {path} is not a file with one key in it")
     if found.st_uid != os.geteuid():
         raise InputError(
             f"key file {path} belongs to another user, who could have put any key there; make a file of your own"

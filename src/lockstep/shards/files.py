@@ -17,7 +17,7 @@ import torch
 from lockstep.errors import InputError, LockstepError
 from lockstep.shards.passes import Passes
 
-# The folder of a checkpoint that holds the parts, and the file in it with what is no tensor.
+# The folder of a checkpoint that holds the parts, and the file in it with what is not a tensor.
 SHARDS, REST = "shards", "optimizer.json"
 
 

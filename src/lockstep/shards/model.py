@@ -66,7 +66,7 @@ class ShardedModel:
         self._hidden: torch.Tensor | None = None
         self._backward_began = False
         self.learn: Callable[[], None] | None = None
-        # The order is the order in which acts are done: whoever learns comes first, so that others join in with packs of their own.
+        # The acts are done in this order: a rank that learns comes first, so that others join in with packs of their own.
         self._gathers = [passes.register(partial(collected, p)) for p in self.parameters.values()]
         self._wholes = [passes.register(partial(self._play_unit, unit)) for unit in self._units]
         self._look = passes.register(self._play_look)

@@ -25,7 +25,7 @@ def load_function(name: str, kind: str, modules: Modules | None = None) -> Any:
     Args:
         kind: what it is for, such as `tool`, for errors.
         modules: the files that this run has loaded. With it, everything from one file is from one module. None: the file is loaded
-            anew.
+            again.
 
     Raises:
         InputError: there is no such function or class. The message says where it was searched.

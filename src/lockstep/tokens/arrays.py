@@ -33,7 +33,7 @@ def whole_numbers(values: Values) -> Ids:
     """(N,) int64, read-only.
 
     Raises:
-        BadValues: a value is no integer, or does not fit into int64. Values are not rounded, and text is not read as a number.
+        BadValues: a value is not an integer, or does not fit into int64. Values are not rounded, and text is not read as a number.
     """
     return _held(values, np.dtype(np.int64), "iu")
 
@@ -42,7 +42,7 @@ def small_ids(values: Values) -> SmallIds:
     """(M,) int32, read-only. For token ids of which there are many more than tokens.
 
     Raises:
-        BadValues: a value is no integer, or does not fit into int32.
+        BadValues: a value is not an integer, or does not fit into int32.
     """
     if type(values) is np.ndarray and values.dtype == np.int32:
         return _held(values, np.dtype(np.int32), "i")
@@ -56,7 +56,7 @@ def reals(values: Values) -> Reals:
     """(N,) float32, read-only. A number that is too large for float32 becomes infinite.
 
     Raises:
-        BadValues: a value is no number (for example None).
+        BadValues: a value is not a number (for example None).
     """
     return _held(values, np.dtype(np.float32), "fiu")
 
@@ -133,11 +133,11 @@ def _held(values: Values, dtype: np.dtype[Any], kinds: str) -> npt.NDArray[Any]:
     try:
         found = np.array(values)
     except (ValueError, TypeError, OverflowError) as error:
-        raise BadValues(f"{values!r:.80} is no sequence of {dtype} values") from error
+        raise BadValues(f"{values!r:.80} is not a sequence of {dtype} values") from error
     if found.ndim == 1 and len(found) == 0:
         return _frozen(np.empty(0, dtype))
     if found.ndim != 1 or found.dtype.kind not in kinds or (found.dtype == np.uint64 and dtype != np.float32):
-        raise BadValues(f"{values!r:.80} is no sequence of {dtype} values")
+        raise BadValues(f"{values!r:.80} is not a sequence of {dtype} values")
     with np.errstate(over="ignore"):
         return _frozen(found.astype(dtype, copy=False))
 

@@ -25,7 +25,7 @@ class KeptIds(ArrayFields):
         ends: (N,) int64 where each set ends in `ids`. The first set begins at 0.
 
     Raises:
-        BadValues: a value is no integer, the ends fall, or the last end is not M.
+        BadValues: a value is not an integer, the ends fall, or the last end is not M.
     """
 
     ids: SmallIds

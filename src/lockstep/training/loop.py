@@ -23,6 +23,8 @@ groups, and each rank learns from its own micro-batches.
 | step   | `transformers.Trainer` | clips the gradients and calls the optimizer |
 | prove  | `before_update`, `after_update` | `parity/step/update.py`: compare the step with its definition |
 | log    | `_finish_step`      | `training/run_files/step_log.py` |
+
+`training/evaluation.py` makes an evaluation: it samples, scores and proves like a generation, and learns nothing.
 """
 
 from __future__ import annotations
@@ -45,14 +47,13 @@ from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.sync.live import check_same_parameters
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.data.prompt_order import MicroBatch, PromptOrder, generations_from
-from lockstep.training.generate.evaluation import check_evaluated, drawn_sequences
 from lockstep.training.generate.rows import check_rows
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.generate.unscored import UnscoredGenerations
 from lockstep.training.methods.objective import Objective, Scores
 from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import check_same_weights, check_shards, share_of
-from lockstep.training.step.generation import Generation, Preparation, branches_of
+from lockstep.training.step.generation import Generation, Preparation
 from lockstep.training.step.learned import sampled_tokens
 from lockstep.training.step.model_gradient import ModelGradient
 from lockstep.training.step.step_proofs import PlainForward, StepProofs, drawn_forward
@@ -102,7 +103,7 @@ class TrainingLoop:
         self.objective, self.config = objective, objective.config
         self.source, self.preparation = source, preparation
         self.order, self.prompts = order, prompts
-        self.policy, self.trained, self._state = policy, trained, state
+        self.policy, self.trained, self.state = policy, trained, state
         self.ranks, self.clock, self.log, self.settings = ranks, clock, log, settings
         self.generation: Generation | None = None
         self._step, self._policy_changed = OptimizerStep(objective, clock, ranks), False
@@ -129,8 +130,9 @@ class TrainingLoop:
         generation = self.generation
         if generation is None or generation.prompt_ids != tuple(p.prompt_id for p in batch.prompts):
             raise InputError(
-                f"the checkpoint of step {self._state().global_step} is inside a generation of {self.config.steps_a_generation} "
-                "steps: no run can go on from it; rename it to go on from the one before"
+                f"the checkpoint of step {self.state().global_step} is inside a generation of "
+                f"{self.config.optimizer_steps_per_generation} steps: no run can go on from it; rename it to go on from the one "
+                "before"
             )
         per_step = self.config.gradient_accumulation_steps
         step, place = divmod(batch.part % self.config.parts_per_generation, per_step)
@@ -145,15 +147,15 @@ class TrainingLoop:
     # ---- one generation: push, sample, score, prepare ---------------------------------------------------------------
 
     def _next_generation(self, prompts: Sequence[Prompt]) -> Generation:
-        version, number = self._state().global_step, self.generation_number
-        # If a proof fails from here on, what is at hand belongs to this generation and to no earlier one.
+        version, number = self.state().global_step, self.generation_number
+        # If a proof fails from here on, nothing of an earlier generation may be taken for this one.
         self.generation, self._step = None, OptimizerStep(self.objective, self.clock, self.ranks)
         groups = self.rollout(prompts, self.config.group_size, self._generations_ahead())
         rows = {p.prompt_id: p for p in prompts}
         check_rows(groups, rows, self.source.decode, (self.config.seed, number))
         self._ask_again(groups, rows, number)
 
-        self.objective.epoch = int(self._state().epoch or 0)
+        self.objective.epoch = int(self.state().epoch or 0)
         generation, scored = self.preparation.generation(self.policy(), groups, version)
         self.generation = generation
         self._sampled = sampled_tokens(
@@ -178,7 +180,7 @@ class TrainingLoop:
         return generation
 
     def policy_logps(self) -> Scores:
-        """The policy's log-probs of the generation at hand before its first step, by name of the branch.
+        """The policy's log-probs of the current generation before its first step, by name of the branch.
 
         If no pass has scored the generation before its first step, those of branches that another rank has learned from, or that
         were left aside, are missing.
@@ -196,7 +198,7 @@ class TrainingLoop:
         seed = (self.config.seed, number, self.ranks.rank)
         with self.clock.phase("verify"):
             (mine, *_) = self.ranks.share(
-                "scores", lambda: self.source.asked_again.check(own, rows, self._state(), seed)
+                "scores", lambda: self.source.asked_again.check(own, rows, self.state(), seed)
             )
         self.log.note(mine)
 
@@ -214,7 +216,7 @@ class TrainingLoop:
             ProofError: trainer and engine do not agree.
             LockstepError: the engine was lost and did not come back in time.
         """
-        state, source = self._state(), self.source
+        state, source = self.state(), self.source
         version = state.global_step
         check_same_weights(self.ranks, self.trained(), version)
         check_same_parameters(self.source.policy, self.policy().model, version)
@@ -246,40 +248,6 @@ class TrainingLoop:
         parts = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         return [group for part in parts for group in self.rollout(part, num_generations)]
 
-    # ---- one evaluation: push, sample, score, prove -----------------------------------------------------------------
-
-    def evaluate(
-        self, prompts: Sequence[Prompt], digest: Callable[[], str]
-    ) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """Scored rollouts of an evaluation set, by the policy as it is, and the figures of their proof. Every rank calls.
-
-        Args:
-            digest: gives the digest of the set's rows (`data_digest`). The rank that holds the engine calls it.
-
-        Raises:
-            ProofError: trainer and engine do not agree, or other rows were evaluated.
-        """
-        count, version, seed = self.config.group_size_eval, self._state().global_step, self.config.seed
-        groups = self.rollout_in_parts(prompts, count)
-        self.ranks.on_owner("evaluated rows", lambda: check_evaluated(groups, digest(), count))
-        check_rows(groups, {p.prompt_id: p for p in prompts}, self.source.decode, (seed, version))
-        sequences = drawn_sequences(groups, version, seed)
-        scored = self.preparation.scores(self.policy(), sequences)
-        names = {sequence.name for sequence in sequences}
-        drawn = [c for c in branches_of(groups) if str(c.key) in names and len(c.sampled_places)]
-        self.ranks.on_owner(
-            "evaluation",
-            lambda: self.source.prove_evaluation(scored.gap, scored.draws, scored.kept_sets, drawn, version),
-        )
-        sampled = sum(len(c.sampled_places) for c in branches_of(groups))
-        return groups, {
-            "parity/mean_abs_gap": scored.gap.mean_abs,
-            "parity/max_abs_gap": scored.gap.max_abs,
-            "parity/draws_z": scored.draws.z,
-            "parity/checked_tokens": scored.gap.tokens,
-            "parity/checked_share": scored.gap.tokens / sampled if sampled else 1.0,
-        }
-
     # ---- one optimizer step: learn, prove, log ----------------------------------------------------------------------
 
     def _begin_step(self, generation: Generation, step: int, *, policy_changed: bool) -> Generation:
@@ -294,11 +262,11 @@ class TrainingLoop:
         self.generation = generation.with_step(step, self._batches_per_step, prepared)
         if self.update_proof is not None:
             proof = self.update_proof
-            self._on_shards("begin", lambda: proof.begin_step(self._state().global_step))
+            self._on_shards("begin", lambda: proof.begin_step(self.state().global_step))
         return self.generation
 
     def _check_backward(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
-        return self.model_gradient.check(self.policy(), sequences, self._state().global_step)
+        return self.model_gradient.check(self.policy(), sequences, self.state().global_step)
 
     def _finish_step(self, generation: Generation, step: int) -> None:
         """Add up the step over all ranks and prove it. The optimizer runs after this, or an error was raised."""
@@ -307,7 +275,7 @@ class TrainingLoop:
             if self.config.single_update:
                 scored = generation.sampled_tokens - generation.aside_tokens
                 check_count(total.difference, scored, generation.version)
-                self.source.prove(total.gap, total.draws, total.kept_sets, generation, self._state().global_step + 1)
+                self.source.prove(total.gap, total.draws, total.kept_sets, generation, self.state().global_step + 1)
             else:
                 # The gap of these tokens was proven, and written down, before the generation's first step.
                 if not self._policy_changed:
@@ -335,7 +303,7 @@ class TrainingLoop:
         first = self._batches_per_step * step + self.config.gradient_accumulation_steps * self.ranks.rank
         mine = generation.micro_batches[first : first + self.config.gradient_accumulation_steps]
         names = [s.name for batch in mine for s in batch if self.objective.has_gradient(s)]
-        seed = self.config.seed, self._state().global_step, self.ranks.rank
+        seed = self.config.seed, self.state().global_step, self.ranks.rank
         return drawn_forward(generation.completions, names, self.policy(), self.config.precision, seed)
 
     def trained_parameters(self) -> list[torch.nn.Parameter]:
@@ -349,18 +317,18 @@ class TrainingLoop:
 
     def before_update(self) -> None:
         """Prove what the optimizer is about to use."""
-        check_shards(self.ranks, self.trained(), self._state().global_step)
+        check_shards(self.ranks, self.trained(), self.state().global_step)
         if self.update_proof is not None:
             proof = self.update_proof
             with self.clock.phase("verify"):
-                self._on_shards("before", lambda: proof.before(self._state().global_step))
+                self._on_shards("before", lambda: proof.before(self.state().global_step))
 
     def after_update(self) -> None:
         """Prove what the optimizer has made of the weights."""
         with self.clock.phase("verify"):
             if self.update_proof is not None:
                 self.log.note(
-                    self.update_proof.after(self._state().global_step, lambda part: self.ranks.share("after", part))
+                    self.update_proof.after(self.state().global_step, lambda part: self.ranks.share("after", part))
                 )
             if self.frozen is not None:
                 self._on_shards("frozen", self.frozen.check_elements)
@@ -377,7 +345,7 @@ class TrainingLoop:
     @property
     def generation_number(self) -> int:
         """How many generations are complete."""
-        return self._state().global_step // self.config.steps_a_generation
+        return self.state().global_step // self.config.optimizer_steps_per_generation
 
     @property
     def _batches_per_step(self) -> int:
@@ -385,10 +353,10 @@ class TrainingLoop:
         return self.config.gradient_accumulation_steps * self.ranks.count
 
     def _generations_ahead(self) -> list[tuple[int, list[Prompt]]]:
-        """The generation at hand and those that the engine samples ahead of it; empty where it samples none ahead."""
+        """The current generation and the later ones that the engine already samples; empty where it samples none ahead."""
         if not self.config.generations_ahead:
             return []
-        last = (self._state().max_steps - 1) // self.config.steps_a_generation
+        last = (self.state().max_steps - 1) // self.config.optimizer_steps_per_generation
         first = self.generation_number
         last = min(first + self.config.generations_ahead, last)
         return list(generations_from(self.order, self.prompts, first, last))
@@ -396,14 +364,14 @@ class TrainingLoop:
     def _count_tokens(self, generation: Generation) -> None:
         """Add a generation's tokens to the trainer's state, which checkpoints keep."""
         prompt_tokens = sum(len(c.prompt_ids) for c in generation.completions)
-        self._state().num_input_tokens_seen += generation.sampled_tokens + prompt_tokens
+        self.state().num_input_tokens_seen += generation.sampled_tokens + prompt_tokens
 
     def begin(self) -> None:
         """Forget what an earlier call of `train` left."""
         self.generation = None
         self.model_gradient.forget()
         self.source.asked_again.forget()
-        if self._state().global_step == 0:
+        if self.state().global_step == 0:
             self.order.forget()
         self.log.clear()
 

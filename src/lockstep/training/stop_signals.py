@@ -83,7 +83,7 @@ class StopSignals(TrainerCallback):
     def _every(self) -> int:
         """The run can end after every multiple of this number of steps."""
         assert self._trainer is not None
-        return self._trainer.config.steps_a_generation if self._saves else 1
+        return self._trainer.config.optimizer_steps_per_generation if self._saves else 1
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again, self.number = bool(self.number), number
@@ -109,5 +109,5 @@ def interrupted(number: int, folder: Path, step: int | None = None) -> Interrupt
     stopped = "stopped at once" if step is None else f"stopped after step {step}"
     checkpoint = last_checkpoint(folder)
     if checkpoint is None:
-        return Interrupted(f"{stopped}; there is no checkpoint, so the same command starts anew", number)
+        return Interrupted(f"{stopped}; there is no checkpoint, so the same command starts from the beginning", number)
     return Interrupted(f"{stopped}; the same command goes on from {checkpoint.name}", number)

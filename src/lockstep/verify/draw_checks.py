@@ -14,7 +14,7 @@ from lockstep.training.step.score_all import score_all
 from lockstep.verify.rows import Row
 from lockstep.verify.stage import Stage
 
-# Tokens of `lockstep verify`: enough for coarse faults. Tokens of the self-test: enough for a temperature of 1.05, also where the
+# Tokens of `lockstep verify`: enough for coarse faults. Tokens of the self-test: enough for a temperature of 1.05, even if the
 # model prefers few tokens.
 _TOKENS, _SELF_TEST_TOKENS = 512, 65_536
 _SAMPLES = 32

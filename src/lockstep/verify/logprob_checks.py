@@ -48,7 +48,7 @@ def _semantics_row(stage: Stage, name: str, distribution: Distribution, *, kept:
     """The row of one distribution.
 
     Args:
-        kept: whether to score among the engine's kept ids, as in training. Otherwise the filters are applied anew.
+        kept: whether to score among the engine's kept ids, as in training. Otherwise the filters are applied again.
     """
     completions = stage.sample(distribution.sampling, samples=2)
     gap, outside = _gap_inside(stage, completions, distribution, kept=kept)

@@ -34,6 +34,7 @@ from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.data.prompt_order import MicroBatch
+from lockstep.training.evaluation import evaluate
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.trainers.grpo import GRPOTrainer
 from lockstep.training.trainers.run_files import RunFiles
@@ -131,13 +132,13 @@ class Stage:
         """
         self.trainer.state.global_step += 1
         digest = data_digest(self.prompts)
-        self.trainer.loop.evaluate(self.prompts, lambda: digest)
+        evaluate(self.trainer.loop, self.prompts, lambda: digest)
 
     def learn(self, steps: int, after: int = 0, begin: Callable[[], Any] = lambda: None) -> None:
         """Real optimizer steps, in the loop of training, from version 0 on. The caller restores the weights.
 
         Args:
-            after, begin: a function to call before the first forward that follows so many optimizer steps.
+            after, begin: a function, and the number of optimizer steps after which it is called, before the next forward.
 
         Raises:
             ProofError: as in training.
@@ -157,7 +158,7 @@ class Stage:
             if trainer.loop.update_proof is not None:
                 trainer.loop.update_proof.abandon()
             trainer.loop.update_proof = None
-            # The next call makes them anew.
+            # The next call makes them again.
             trainer.optimizer = trainer.lr_scheduler = None
             self.model.zero_grad(set_to_none=True)
 

@@ -141,7 +141,7 @@ def _check_text(words: list[str]) -> None:
         except UnicodeEncodeError:
             is_text = False
         if not is_text:
-            raise InputError(f"{word!r:.80} holds a character that is no text")
+            raise InputError(f"{word!r:.80} holds a character that is not text")
 
 
 def said_of(given: Given, arguments_class: type[Arguments]) -> Arguments:

@@ -33,7 +33,7 @@ def read_file(path: str) -> dict[str, Any]:
         raise InputError(f"config file {path} cannot be read: {error}") from error
     if len(text) > _LARGEST:
         raise InputError(
-            f"config file {path} has more than {_LARGEST >> 20} MiB; it must hold fields with values, one a line"
+            f"config file {path} has more than {_LARGEST >> 20} MiB; it must hold fields with values, one per line"
         )
     try:
         content = yaml.load(text.decode("utf-8-sig"), Loader=_Fields)
@@ -45,7 +45,7 @@ def read_file(path: str) -> dict[str, Any]:
         # ValueError: a date or a number that YAML recognises and Python cannot represent.
         raise InputError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
-        raise InputError(f"config file {path} must hold fields with values, one a line")
+        raise InputError(f"config file {path} must hold fields with values, one per line")
     for name, value in content.items():
         _check_value(path, name, value)
     return content
@@ -53,7 +53,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 def _check_value(path: str, name: Any, value: Any) -> None:
     if not isinstance(name, str):
-        raise InputError(f"config file {path}: {name!r} is no name of a field")
+        raise InputError(f"config file {path}: {name!r} is not the name of a field")
     if isinstance(value, list) and any(isinstance(entry, list | dict) or entry is None for entry in value):
         raise InputError(f"config file {path}: {name} must be a value, a list of values or a mapping")
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+import lockstep
 from lockstep.cli.fields.adapter import AdaptedRunArguments
-from lockstep.cli.fields.arguments import build, read, resolved, said_of
+from lockstep.cli.fields.arguments import read, said_of
 from lockstep.cli.fields.inputs import check_inputs, check_sizes
 from lockstep.cli.process.library_log import libraries_aside
-from lockstep.cli.process.quiet import quiet_libraries
+from lockstep.cli.process.loading import load_config
 from lockstep.errors import InputError
 from lockstep.report.busy import busy, watched_by
 
@@ -36,14 +37,10 @@ def run(words: list[str]) -> int:
     from lockstep.report.status import StatusLine
 
     with libraries_aside(), watched_by(StatusLine()):
-        with busy("loading PyTorch and transformers"):
-            quiet_libraries()
-            from lockstep import GRPOConfig
-
-            arguments, config = build(given, GRPOConfig, AdaptedRunArguments)
-        if given.dry_run:
-            print(resolved(arguments, config), end="")
+        loaded = load_config(given, lambda: lockstep.GRPOConfig, AdaptedRunArguments)
+        if loaded is None:
             return 0
+        arguments, config = loaded
         if config.world_size > 1:
             raise InputError("lockstep evaluate runs in one process; start it without torchrun")
         metrics = _evaluated(arguments, config)

@@ -1,4 +1,4 @@
-"""`lockstep rollouts RUN`: pages through the rollouts that a run kept, or prints them if standard output is no terminal.
+"""`lockstep rollouts RUN`: pages through the rollouts that a run kept, or prints them if standard output is not a terminal.
 
 Comes from: `RUN/rollouts/` (`report/kept_rollouts.py`). For a run without that folder, `before.json` and `after.json`, the rollouts
 of the evaluations before and after training.
@@ -64,7 +64,7 @@ def read_pages(folder: Path, step: int | None) -> Iterator[dict[str, Any]]:
         InputError: the directory holds no rollouts, or a file cannot be read.
     """
     if not folder.is_dir():
-        raise InputError(f"{folder} is no directory; give the output directory of a run")
+        raise InputError(f"{folder} is not a directory; give the output directory of a run")
     # pyarrow takes a third of a second; --help does not need it.
     from lockstep.report.kept_rollouts import read_rollouts, rollout_files
 

@@ -34,7 +34,7 @@ def product_rate(dtype: torch.dtype) -> float:
 
 
 def estimated_seconds(steps: int, problems: int, rate: float) -> float:
-    """Seconds of the recipe with so many steps, and so many problems in the evaluations before and after training.
+    """Seconds of the recipe with this many steps, and this many problems in the evaluations before and after training.
 
     Args:
         rate: the result of `product_rate`.

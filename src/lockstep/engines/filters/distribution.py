@@ -46,7 +46,7 @@ class Grammar:
         if self.kind == "choice":
             _check_choices(_read_json(self.kind, self.spec))
         if self.kind == "json" and not isinstance(_read_json(self.kind, self.spec), dict | bool):
-            raise InputError(f"the JSON schema of the structured outputs is no mapping: {self.spec[:80]}")
+            raise InputError(f"the JSON schema of the structured outputs is not a mapping: {self.spec[:80]}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ def kept_ids_from(sets: Sequence[Sequence[int]]) -> KeptIds:
     """`KeptIds` from vLLM's answer: one list of ids per token.
 
     Raises:
-        BadValues: an id is no integer.
+        BadValues: an id is not an integer.
     """
     ids = list(chain.from_iterable(sets))
     return KeptIds(small_ids(ids), np.cumsum(np.fromiter(map(len, sets), dtype=np.int64, count=len(sets))))

@@ -137,7 +137,7 @@ def reported_sets(key: RequestKey, sets: Sequence[Sequence[int]] | None, *, filt
     If a request without filters shares steps with one that has some, vLLM puts empty sets into its answer.
 
     Raises:
-        ProofError: a value is no token id.
+        ProofError: a value is not a token id.
     """
     if sets is None or not (filtered or any(sets)):
         return None
@@ -146,7 +146,7 @@ def reported_sets(key: RequestKey, sets: Sequence[Sequence[int]] | None, *, filt
     except BadValues as error:
         raise ProofError(
             "kept_ids",
-            f"request {key} has kept ids that are no token ids: {error}",
+            f"request {key} has kept ids that are not token ids: {error}",
             "the engine's answer is damaged",
             "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
         ) from error

@@ -1,7 +1,7 @@
 """The proof of what is sent to vLLM: each request asks for the sampling settings of the trainer's request, and for no others.
 
 The engine in this process gives the `vllm.SamplingParams` that it adds, and the client of a server gives the body that it posts.
-The error comes before a token is sampled, and also where a difference is too small for any log-prob in half precision.
+The error comes before a token is sampled, even if the difference is too small for any log-prob in half precision.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class _Game:
         try:
             self._game.reset(num_players=1, seed=seed)
         except AssertionError as error:
-            raise ValueError(f"{self._name} is no game for one player ({error})") from error
+            raise ValueError(f"{self._name} is not a game for one player ({error})") from error
         self._done = False
         return self._new_text()
 

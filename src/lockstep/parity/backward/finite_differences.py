@@ -23,7 +23,7 @@ from lockstep.parity.backward.plain_scores import plain_scores
 from lockstep.parity.distributions import Distribution
 
 # Directions of one check.
-# A policy that is certain of every token has no gradient that float32 could hold.
+# The gradient of a policy that is certain of every token is too small for float32.
 _VANISHES = 1e-20
 _DIRECTIONS = 2
 # By how much a move changes the sum of scores, whose size is about 1.
@@ -48,7 +48,7 @@ class Drawn:
     distribution: Distribution
 
     def total(self, moves: Mapping[int, Move]) -> float:
-        """The sum under moved weights."""
+        """The sum, computed with moved weights."""
         was_training = self.model.training
         self.model.eval()
         try:
@@ -105,7 +105,7 @@ class Directions:
         return {id(self.named[n]): self._move(n, number) for n in names if self.named[n].numel()}
 
     def scale(self, names: Sequence[str]) -> float:
-        """The size that the gradient along a direction has in the mean."""
+        """The mean size of the gradient along a direction."""
         return math.sqrt(sum((self.sizes[n] * self.norms[n]) ** 2 for n in names))
 
     def compare(self, drawn: Drawn, names: Sequence[str], step: float) -> Comparison:
@@ -117,7 +117,7 @@ class Directions:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The gradient along each direction, the slope there, and the size that the gradient has in the mean."""
+    """The gradient and the slope along each direction, and the mean size of the gradient."""
 
     found: np.ndarray
     due: np.ndarray
@@ -125,12 +125,12 @@ class Comparison:
 
     @property
     def apart(self) -> float:
-        """How far both are apart, in the mean over directions."""
+        """The mean distance between gradient and slope, over all directions."""
         return float(np.sqrt(np.square(self.found - self.due).mean()))
 
     @property
     def error(self) -> float:
-        """The same in sizes of the gradient."""
+        """The distance, divided by the size of the gradient."""
         return self.apart / max(self.scale, float(np.abs(self.due).max()), 1e-300)
 
 
@@ -156,7 +156,7 @@ def check_model_gradient(
     first = directions.compare(drawn, names, step)
     if first.error <= limit:
         return first.error
-    # Where the slope depends on the step, it is none: a router has chosen other experts, or a kernel computes in few digits.
+    # A slope that depends on the step size says nothing: a router has chosen other experts, or a kernel computes in few digits.
     again = directions.compare(drawn, names, step / 4)
     if not np.abs(again.due - first.due).max() <= 0.25 * first.apart:
         return None

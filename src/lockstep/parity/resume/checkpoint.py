@@ -77,7 +77,7 @@ def check_sealed(folder: Path, sealed: str) -> None:
     if missing := sorted(name for name in wanted["files"] if not (folder / name).is_file()):
         raise InputError(f"{folder.name} has no {_listed(missing)}")
     if foreign := sorted(found - wanted["files"].keys()):
-        raise InputError(f"{_listed(foreign)} in {folder.name} is no file of this checkpoint")
+        raise InputError(f"{_listed(foreign)} in {folder.name} does not belong to this checkpoint")
     digests = _digests([folder / name for name in wanted["files"]])
     if wrong := sorted(name for name, digest in wanted["files"].items() if digests[folder / name] != digest):
         tensors = _changed_tensors(folder / wrong[0], wanted["memory"])
@@ -153,7 +153,7 @@ def _changed_tensors(path: Path, memory: Mapping[str, str]) -> list[str]:
         with safe_open(path, framework="pt") as file:
             return [n for n in file.keys() if n in known and tensor_digest(file.get_tensor(n)) != known[n]]  # noqa: SIM118
     except BAD_FILES:
-        # The file is no safetensors file any more. Its digest has shown already that it was changed.
+        # The file is not a safetensors file any more. Its digest has shown already that it was changed.
         return []
 
 

@@ -70,5 +70,5 @@ def check_inputs(changed: Sequence[str], *, accept: bool) -> None:
         raise InputError(
             f"the run cannot go on as it began, because these have changed since: {', '.join(changed[:_NAMED])}{more}. Put the "
             "old ones back, set resume_with_changes=true to go on with the new ones (the receipt will say so), or give another "
-            "output_dir to start anew"
+            "output_dir to start from the beginning"
         )

@@ -64,7 +64,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a sequence must bring into the loss.
+    """The values with which a sequence must enter the loss.
 
     Attributes:
         advantages: (N,) float64.
@@ -78,7 +78,7 @@ class Expected:
 
 
 class AdvantageProof:
-    """What every sequence of a generation must bring into the loss.
+    """The proof of a generation: the values with which each of its sequences must enter the loss.
 
     Args:
         method: `grpo`, `rloo`, `reinforce++`, `ppo` or `online_dpo`.
@@ -118,7 +118,7 @@ class AdvantageProof:
                 self._expected[name] = Expected(own, slack, weights[c.name])
                 start += count
 
-    # ---- what must be -----------------------------------------------------------------------------------------------
+    # ---- expected values --------------------------------------------------------------------------------------------
 
     def _reward(self, c: Scored) -> float | None:
         weights = tuple(self._settings.reward_weights or ())
@@ -274,10 +274,10 @@ class AdvantageProof:
             weights |= {c.name: w for c, w in zip(step, made, strict=True)}
         return weights
 
-    # ---- what is ----------------------------------------------------------------------------------------------------
+    # ---- comparison -------------------------------------------------------------------------------------------------
 
     def check(self, names: Sequence[str], lengths: Sequence[int], advantages: np.ndarray, weights: np.ndarray) -> None:
-        """Compare sequences, one after the other, with what they must bring into the loss.
+        """Compare sequences, one after the other, with the values with which they must enter the loss.
 
         Args:
             names, lengths: of the B sequences, in tokens.
@@ -290,7 +290,7 @@ class AdvantageProof:
         for name, length in zip(names, lengths, strict=True):
             due = self._expected.get(name)
             if due is None or len(due.advantages) != length:
-                raise _wrong(f"{name} enters the loss with {length} tokens and is no completion of this generation")
+                raise _wrong(f"{name} enters the loss with {length} tokens and is not a completion of this generation")
             own, weight = advantages[start : start + length], weights[start : start + length]
             start += length
             off = np.abs(own.astype(np.float64) - due.advantages)

@@ -8,7 +8,7 @@ any length (Ville's inequality). Why the mean is 1:
 - The pay of a token has mean 1, whatever came before it: its bet is fixed before the token is sampled.
 - The seed and the number of the generation alone decide which rollouts are drawn (`training/step/generation.py`). Neither a token
   nor a reward has a part in it. So the tokens that are bet on are tokens like all others.
-- Rollouts that are not drawn pay nothing, also where the policy learns from them and their sums would be at hand. It learns from
+- Rollouts that are not drawn pay nothing, even if the policy learns from them and their sums are available. It learns from
   them because of their rewards, and tokens that are chosen by a reward may be likelier or rarer than their log-probs say.
 - A generation of which nothing is drawn leaves the evidence as it is.
 
@@ -31,7 +31,7 @@ from lockstep.parity.step.bets import BETS, TokenDraws
 
 # Largest probability that the evidence of a run without a fault ever reaches the limit.
 FALSE_ALARM = 1e-6
-# Nats that each token pays for the rounding of the log-softmax in fp32, which may be the same for every token of a long run.
+# Nats that each token pays for the rounding of the log-softmax in fp32. It may be the same for every token of a long run.
 SLACK = 1e-5
 
 
@@ -115,7 +115,7 @@ def measure_draws(
 class DrawEvidence:
     """The evidence of a run, from generation to generation.
 
-    A fault may begin late, when a bet has long lost what it had. So each bet begins anew at every generation, with a share of the
+    A fault may begin late, when a bet has long lost what it had. So each bet starts again at every generation, with a share of the
     stake: 1 ÷ k(k + 1) at generation k, in all 1. The evidence is the mean over bets of all that they hold.
 
     Attributes:
@@ -174,7 +174,7 @@ class DrawEvidence:
         if not self.log_evidence < -math.log(FALSE_ALARM):
             raise ProofError(
                 "draws",
-                f"at version {version}: the sampled tokens are no draws from the distributions whose log-probs were reported. The "
+                f"at version {version}: the sampled tokens are not draws from the distributions whose log-probs were reported. The "
                 f"evidence is 1e{self.log_evidence / math.log(10):.1f} of {1 / FALSE_ALARM:.0e} after {self.generations} "
                 f"generations, most by the bet '{self.strongest}'; Z {stats.z:+.1f} over the last {stats.fresh} tokens",
                 f"the engine {BETS[self.strongest].suspicion}: it samples with another temperature or filter than it reports, or "

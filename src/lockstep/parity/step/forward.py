@@ -69,7 +69,7 @@ def check_plain(
         raise ProofError(
             "forward",
             f"the loss uses log-probs of completion {completion.key} that differ from a plain forward with the same weights by "
-            f"{mean:.2g} nats in the mean and {largest:.2g} at most, over {len(gap)} tokens",
+            f"{mean:.2g} nats on average and {largest:.2g} at most, over {len(gap)} tokens",
             _CAUSE,
             _FIX,
         )

@@ -61,7 +61,7 @@ class Rates:
         Raises:
             ProofError: the optimizer has other rates.
         """
-        # The first step of a resumed run has the rate that its checkpoint was written with, also if the run is longer now.
+        # The first step of a resumed run has the rate that its checkpoint was written with, even if the run is longer now.
         resumed = 0 < step == self.start
         formula = None if resumed else self.schedule
         factor = None if formula is None else rate_factor(formula, step, self.warmup, self.total)

@@ -49,7 +49,7 @@ def check_reference_scores(
         raise ProofError(
             "reference",
             f"the reference's log-probs of completion {completion.key} differ from a plain forward of the reference by "
-            f"{mean:.2g} nats in the mean and {largest:.2g} at most, over {len(gap)} tokens",
+            f"{mean:.2g} nats on average and {largest:.2g} at most, over {len(gap)} tokens",
             "the log-probs belong to other tokens or another model, or were changed after they were computed",
             "report it with the run's configuration; leave beta at 0 until it is solved",
         )

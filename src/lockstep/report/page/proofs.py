@@ -50,7 +50,7 @@ EXACT = {
     "accumulation, clipping": "gradients add up, and the clip uses their true norm",
     "learning_rate, update": "drawn elements of every tensor become what AdamW in float64 makes of them",
     "reference": "the reference model stays as it was",
-    "checkpoint": "a run goes on with the files, data and settings with which it stopped",
+    "checkpoint": "a resumed run has the files, data and settings with which it stopped",
 }
 
 

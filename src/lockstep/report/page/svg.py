@@ -196,7 +196,7 @@ def _ticks(low: float, high: float, *, whole: bool = False) -> list[tuple[float,
 
 
 def number(value: float, digits: int = 6) -> str:
-    """A number in few characters, with at most so many digits."""
+    """A number in few characters, with at most `digits` digits."""
     if value and not 1e-3 <= abs(value) < 1e5:
         leading, _, power = f"{value:.2e}".partition("e")
         return f"{float(leading):g}e{int(power)}"

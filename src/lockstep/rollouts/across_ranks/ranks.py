@@ -183,7 +183,7 @@ class Ranks:
         return [_Outcome(done.name, value) for value in values]
 
     def _frames(self, name: str, outcomes: Sequence[_Outcome]) -> list[bytearray]:
-        """The frame of each outcome. If one cannot be encoded, the frame of that failure, so that no rank waits in vain."""
+        """The frame of each outcome, or of the failure to encode it, so that every rank gets an answer."""
         try:
             return [outcome.frame() for outcome in outcomes]
         except (TypeError, ValueError) as error:

@@ -81,7 +81,7 @@ def interrupted(interruption: Interruption, sampling: Sampling) -> Program:
 
     First the engine samples up to the place of the interruption. An unfinished completion is then continued, id for id, for the
     rest of its `max_tokens`. If it still thinks, the interruption is inserted before its continuation. The sampling distribution
-    is the same as without the split. Inserted ids count towards `max_tokens`. They are no part of the text in which stop strings
+    is the same as without the split. Inserted ids count towards `max_tokens`. They are not part of the text in which stop strings
     are searched.
 
     Args:

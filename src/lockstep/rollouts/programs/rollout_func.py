@@ -177,7 +177,7 @@ def _ids(values: Any, where: str, vocabulary: int) -> Ids:
         raise InputError(f"{where}: there are no ids")
     if ids.min() < 0 or ids.max() >= vocabulary:
         wrong = int(ids[(ids < 0) | (ids >= vocabulary)][0])
-        raise InputError(f"{where}: {wrong} is no token of this model, which has {vocabulary}")
+        raise InputError(f"{where}: {wrong} is not a token of this model, which has {vocabulary}")
     return ids
 
 
@@ -208,7 +208,7 @@ def _logprobs(columns: Mapping[str, Any], row: int, where: str, token_ids: Ids, 
         ) from error
     if not np.isfinite(found).all() or found.max() > 1e-4:
         wrong = float(found[~(np.isfinite(found) & (found <= 1e-4))][0])
-        raise InputError(f"{where}: {wrong} is no log-prob; every sampled id needs the one that the engine gave it")
+        raise InputError(f"{where}: {wrong} is not a log-prob; every sampled id needs the one that the engine gave it")
     if "logprob_token_ids" in columns:
         named = np.asarray(_plain(columns["logprob_token_ids"][row]))
         if named.shape != token_ids.shape or (named[sampled] != token_ids[sampled]).any():

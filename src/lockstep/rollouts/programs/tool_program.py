@@ -39,7 +39,7 @@ from lockstep.tokens.conversation import template
 from lockstep.tokens.conversation.extension import Branch, Extension, Message, ParsedTurn
 from lockstep.tokens.stand_ins import pictures_in
 
-# One rollout in so many is rendered again.
+# One rollout in this many is rendered again.
 _CHECKED = 4
 
 
@@ -108,7 +108,7 @@ class ToolProgram:
             self._give_back(rollout.notes.get("environment", -1))
 
     def release_all(self) -> None:
-        """Use the environments of all rollouts again that are not running: their generations are given up, or begin anew."""
+        """Use the environments of all rollouts again that are not running: their generations are given up, or begin again."""
         for seed in list(self._held):
             self._give_back(seed)
 

@@ -81,7 +81,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     name = getattr(function, "__name__", None)
     if not callable(function) or name is None or name == "<lambda>":
         raise InputError(
-            f"tool {function!r:.80} is no function with a name; give a function with type hints and a docstring"
+            f"tool {function!r:.80} is not a function with a name; give a function with type hints and a docstring"
         )
     try:
         schema = get_json_schema(function)

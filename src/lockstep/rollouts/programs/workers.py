@@ -1,7 +1,7 @@
 """Threads that run a user's code beside the engine, each call with a time limit.
 
 `rollouts/programs/tools.py` and `rollouts/programs/environments.py` call tools and environments through them. A thread cannot be
-ended from outside. Therefore a call that hangs keeps its thread, and the caller goes on without it. The threads do not keep the
+ended from outside. Therefore a call that hangs keeps its thread, and the caller continues without it. The threads do not keep the
 process alive.
 """
 

@@ -147,7 +147,7 @@ class Extension:
         new_messages: Sequence[Message],
         ids: Ids,
     ) -> None:
-        """Check the ids before the next turn: the template renders the conversation anew, and must end it with the same ids.
+        """Check the ids before the next turn: the template renders the conversation again, and must end it with the same ids.
 
         Args:
             messages, context_ids, turn_ids, new_messages: as in `next`.

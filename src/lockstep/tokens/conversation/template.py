@@ -28,7 +28,7 @@ Message = dict[str, Any]
 Content = str | list[dict[str, Any]]
 # No text that is encoded contains a lone surrogate. The tokenizer reads the character below in its place, which no text uses.
 _GUARD, _READ_AS = "\udfff", "\ufdd0"
-# Words and white space are ordinary text, also where a tokenizer has a token of its own for them.
+# Words and white space are ordinary text, even if a tokenizer has a token of its own for them.
 _PLAIN = re.compile(r"\w+|\s+")
 # A word with which a template is tried.
 _TRIED = "quokka"

@@ -4,7 +4,7 @@ The sequences come from rollout groups. `training/forward/scoring.py` uses the p
 tokens. The pack has one row with one position per node. A token attends to its ancestors, and its position id is its depth.
 Therefore each branch attends to the same tokens as if it went through the model alone. A tree has no pad tokens. A prompt goes
 through the model once, for any number of completions. Examples that all prompts repeat go through it once, and so do equal
-completions. Branches of one rollout share the tokens up to the place where they part, also where one branch has them in its prompt
+completions. Branches of one rollout share the tokens up to the place where they part, even if one branch has them in its prompt
 and another one in its completion. The last token of a completion has no position, because it predicts no token of the loss. Models
 that cannot attend within a tree get plain rows instead.
 

@@ -218,7 +218,7 @@ def _check_mapping(name: str, value: Any) -> None:
     try:
         json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{name}={value:.80} is no mapping in JSON: {error}") from error
+        raise InputError(f"{name}={value:.80} is not a mapping in JSON: {error}") from error
 
 
 def check_trackers(report_to: Any) -> None:

@@ -99,7 +99,7 @@ class GroupConfig(OnlineConfig):
         if self.generation_batch_size is not None:
             if self.generation_batch_size % batch:
                 raise InputError(
-                    f"generation_batch_size={self.generation_batch_size} is no multiple of "
+                    f"generation_batch_size={self.generation_batch_size} is not a multiple of "
                     f"per_device_train_batch_size × processes = {batch}"
                 )
             steps = self.generation_batch_size // batch
@@ -116,10 +116,10 @@ class GroupConfig(OnlineConfig):
         if self.generation_batch_size % self.num_generations:
             raise InputError(
                 f"one generation makes {self.generation_batch_size} completions ({batch} × "
-                f"steps_per_generation={self.steps_per_generation}), no multiple of num_generations={self.num_generations}"
+                f"steps_per_generation={self.steps_per_generation}), not a multiple of num_generations={self.num_generations}"
             )
         if self.steps_per_generation % self.gradient_accumulation_steps:
             raise InputError(
-                f"steps_per_generation={self.steps_per_generation} is no multiple of gradient_accumulation_steps="
+                f"steps_per_generation={self.steps_per_generation} is not a multiple of gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps}: an optimizer step would span two generations"
             )

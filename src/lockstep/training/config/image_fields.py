@@ -24,12 +24,12 @@ class ImageFields:
     min_pixels: int | None = field(
         default=None,
         metadata=doc(
-            "A smaller picture is enlarged to so many pixels. Default: preprocessor_config.json. Not for tiles."
+            "A smaller picture is enlarged to this many pixels. Default: preprocessor_config.json. Not for tiles."
         ),
     )
     max_pixels: int | None = field(
         default=None,
-        metadata=doc("A larger picture is shrunk to so many pixels at most. Default: preprocessor_config.json."),
+        metadata=doc("A larger picture is shrunk to at most this many pixels. Default: preprocessor_config.json."),
     )
     limit_mm_per_prompt: dict | str | None = field(
         default=None,

@@ -23,6 +23,7 @@ from lockstep.shards.settings import take_settings
 from lockstep.sync.transport import TRANSPORTS
 from lockstep.training.config.agent_fields import AgentFields
 from lockstep.training.config.checks import check_fields
+from lockstep.training.config.contradictions import check_best_model, check_corrections, check_staleness
 from lockstep.training.config.filter_fields import FilterFields
 from lockstep.training.config.image_fields import ImageFields
 from lockstep.training.config.interruption_fields import InterruptionFields
@@ -200,14 +201,14 @@ class OnlineConfig(
         self.drop_what_has_no_effect(owner=self.process_index == 0)
         self.liger_kernel_config = liger_config(self.use_liger_kernel, self.liger_kernel_config, use_cpu=self.use_cpu)
         self._check_server()
-        self._check_corrections()
+        check_corrections(self)
         self.check_images()
         self.size_generation()
         self.check_interruption(self.completion_limit, self.stop_strings or [])
         self.take_generation_kwargs()
         self.check_filters(self.completion_limit, interrupted=self.max_thinking_length is not None)
-        self._check_staleness()
-        self._check_best_model()
+        check_staleness(self)
+        check_best_model(self)
 
     def size_generation(self) -> None:
         """Set and check the sizes of a generation.
@@ -267,19 +268,19 @@ class OnlineConfig(
         return self.parts_per_generation * self.passes
 
     @property
-    def steps_a_generation(self) -> int:
+    def optimizer_steps_per_generation(self) -> int:
         """Number of optimizer steps between two generations."""
         return self.micro_batches_per_generation // self.gradient_accumulation_steps
 
     @property
     def generations_ahead(self) -> int:
         """Number of later generations that are begun before the current one is used."""
-        return self.max_staleness // self.steps_a_generation
+        return self.max_staleness // self.optimizer_steps_per_generation
 
     @property
     def single_update(self) -> bool:
         """Whether each generation is used for exactly one optimizer step, so that the policy does not change while it is used."""
-        return self.steps_a_generation == 1
+        return self.optimizer_steps_per_generation == 1
 
     @property
     def trainer_dtype(self) -> torch.dtype:
@@ -353,50 +354,3 @@ class OnlineConfig(
         if self.vllm_engine_kwargs:
             raise InputError("vllm_engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead")
         check_urls("vllm_server_base_url", self.server_urls)
-
-    def _check_staleness(self) -> None:
-        if self.max_staleness == 0:
-            return
-        if self.max_staleness < 0 or self.max_staleness % self.steps_a_generation:
-            raise InputError(
-                f"max_staleness={self.max_staleness}; it must be 0 or a multiple of the {self.steps_a_generation} optimizer steps "
-                "of a generation"
-            )
-        if self.overlap_rewards:
-            raise InputError(
-                "overlap_rewards and max_staleness have the same purpose: with max_staleness, rewards are computed while later "
-                "generations are sampled; leave overlap_rewards out"
-            )
-        if not self.vllm_importance_sampling_correction:
-            raise InputError(
-                "max_staleness samples with older weights, and vllm_importance_sampling_correction=false leaves that "
-                "uncorrected; leave one of the two out"
-            )
-
-    def _check_corrections(self) -> None:
-        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        if low is not None and high is not None and low >= high:
-            raise InputError(
-                f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}"
-            )
-        if self.vllm_importance_sampling_correction and low is None and high is None:
-            raise InputError(
-                "vllm_importance_sampling_correction needs a bound: set vllm_importance_sampling_clip_max, or switch it off"
-            )
-
-    def _check_best_model(self) -> None:
-        """Check that the best model of a run can be found. `run_files/resumable.py` places the checkpoints."""
-        if not self.load_best_model_at_end:
-            return
-        if str(self.metric_for_best_model).removeprefix("eval_") == "loss":
-            raise InputError(
-                "metric_for_best_model=loss: an evaluation samples and has no loss; leave it out (then it is reward), or name "
-                "another metric of an evaluation"
-            )
-        by_steps = str(getattr(self.save_strategy, "value", self.save_strategy)) == "steps"
-        if by_steps and (self.save_steps < 1 or self.save_steps % self.steps_a_generation):
-            raise InputError(
-                f"load_best_model_at_end with save_steps={self.save_steps:g}: checkpoints are only written where a generation of "
-                f"{self.steps_a_generation} optimizer steps ends, which would not be where evaluations are; make save_steps a "
-                f"multiple of {self.steps_a_generation}"
-            )

@@ -74,7 +74,7 @@ def named_sets(given: Any) -> dict[str, Any]:
     """The datasets of `eval_dataset`, each by the name that its prompts get.
 
     Raises:
-        InputError: a mapping is empty, or a name is no text.
+        InputError: a mapping is empty, or a name is not text.
     """
     if given is None:
         return {}
@@ -91,7 +91,7 @@ def _training_rows(stream: IterableDataset, config: OnlineConfig) -> Dataset:
         raise InputError(
             "the train dataset is an IterableDataset: set max_steps, which says how many of its rows the run needs"
         )
-    generations = -(-config.max_steps // config.steps_a_generation)
+    generations = -(-config.max_steps // config.optimizer_steps_per_generation)
     return _rows(stream, generations * config.prompts_per_generation)
 
 

@@ -172,7 +172,7 @@ class PromptOrder:
 class GenerationBatches:
     """Batch sampler: the same prompts for every micro-step of a generation, then the next generation's.
 
-    An epoch has as many generations as the whole dataset fills, also if prompts are left out. It ends early if too few
+    An epoch has as many generations as the whole dataset fills, even if prompts are left out. It ends early if too few
     prompts are left.
     """
 

@@ -67,7 +67,7 @@ def made_up_group(dataset: Dataset, config: OnlineConfig) -> RolloutGroup | None
     """A group for the first row's prompt, of the size that the run samples. Every completion is the prompt's own text.
 
     Returns:
-        The group; None if the row is no valid prompt, which another check reports later.
+        The group; None if the row is not a valid prompt, which another check reports later.
     """
     row = dataset[0]
     source = with_joined_text(row["prompt"])
@@ -83,7 +83,7 @@ def made_up_group(dataset: Dataset, config: OnlineConfig) -> RolloutGroup | None
 
 def first_state(dataset: Dataset, config: OnlineConfig) -> TrainerState:
     """The trainer's state at the first call of a run's reward functions."""
-    per_epoch = len(dataset) // config.prompts_per_generation * config.steps_a_generation
+    per_epoch = len(dataset) // config.prompts_per_generation * config.optimizer_steps_per_generation
     steps = config.max_steps if config.max_steps > 0 else math.ceil(config.num_train_epochs * per_epoch)
     epochs = math.ceil(steps / max(per_epoch, 1))
     return TrainerState(epoch=0.0, max_steps=steps, num_train_epochs=epochs, train_batch_size=config.train_batch_size)

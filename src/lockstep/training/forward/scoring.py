@@ -186,7 +186,7 @@ class _Head:
         return TokenScores(logps, entropies[place], support=support, draws=draws)
 
     def among_kept(self, hidden: torch.Tensor, pack: Pack, rules: IdRules) -> TokenScores:
-        """Scores among the kept ids. Each token has a set of its own, also where tokens share a predictor."""
+        """Scores among the kept ids. Each token has a set of its own, even if tokens share a predictor."""
         kept = KeptSets.of(pack.kept_ids(), flat(pack.sequences, "sampled_ids"), hidden.device)
         logits = kept_logits(
             self.module,

@@ -59,7 +59,7 @@ class AskedAgain:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: all functions are asked at the next generation."""
+        """Start again: all functions are asked at the next generation."""
         self._functions = list(self._all)
         self._spent, self._began = 0.0, time.perf_counter()
 

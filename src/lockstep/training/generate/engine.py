@@ -119,7 +119,7 @@ def shake_hands(
         pictures: whether requests will have pictures.
 
     Raises:
-        InputError: vLLM computes or loads this model otherwise than transformers.
+        InputError: vLLM does not compute or load this model as transformers does.
         ProofError: a setting differs; names it.
     """
     settings = engine.settings()
@@ -132,7 +132,7 @@ def shake_hands(
 
 
 def _check_runnable(model: PreTrainedModel, longest: int) -> None:
-    """Refuse what vLLM 0.32 computes or loads otherwise than transformers 5 (`make families`).
+    """Refuse models that vLLM 0.32 does not compute or load as transformers 5 does (`make families`).
 
     Raises:
         InputError: the model's experts are laid out in a way that cannot be sent, or it is a Cohere2 with sequences longer than

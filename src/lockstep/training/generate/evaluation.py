@@ -19,7 +19,7 @@ from lockstep.training.step.generation import sequences_of
 
 _logger = logging.getLogger(__name__)
 
-# Completions that are scored again: one in so many, and at least so many.
+# One completion in this many is scored again, and at least this many completions.
 _ONE_IN, _AT_LEAST = 4, 64
 
 

@@ -25,10 +25,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Sampling
-from lockstep.parity.decomposition import decompose
-from lockstep.parity.gap import GapStats, PooledGap, check_count, gap_error, measure_gap, over_limits
+from lockstep.parity.gap import GapStats, PooledGap, check_count, over_limits
 from lockstep.parity.kept_sets import KeptSetStats
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord
 from lockstep.parity.proven_push import ProvenPusher, PushProof
@@ -39,17 +37,13 @@ from lockstep.parity.step.draws import DrawEvidence, DrawStats, draw_metrics
 from lockstep.parity.step.ends import Ends
 from lockstep.parity.step.settings import SettingsProof
 from lockstep.parity.tail import GapTail
-from lockstep.parity.tolerances import Tolerance
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.driver import decoding
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.filters.id_rules import IdRules
+from lockstep.training.generate.gap_explained import ExplainedGap
 from lockstep.training.generate.proofs_ahead import ProofsAhead
-
-# How many completions, and tokens, a failed gap is explained with.
-_EXPLAINED = 3
-_EXPLAINED_TOKENS = 2048
 
 
 class Proofs:
@@ -93,6 +87,9 @@ class Proofs:
         rules = IdRules.of_run(sampling, model, tokenizer)
         self.distribution = rules.distribution
         self._ahead = ProofsAhead(model, engine, self.distribution, self.precision, config.seed)
+        self._explained = ExplainedGap(
+            model, engine, self.distribution, self.precision, self._pusher, stale_by_design=config.max_staleness > 0
+        )
         self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer))
         settings.check_sampling(rules.sampling, "the distribution that the trainer scores")
         self.kept_sets = KeptSetStats()
@@ -307,7 +304,7 @@ class Proofs:
     def _check_limits(self, gap: GapStats, completions: Sequence[Completion], version: int) -> None:
         limit = self._tail.limit
         if over_limits(gap, limit):
-            raise self._explained(gap, limit, completions, version)
+            raise self._explained.error(gap, limit, completions, version)
 
     def check_draws(self, draws: DrawStats, version: int) -> None:
         """Bet on a generation's tokens. Further calls for the same version do nothing.
@@ -325,54 +322,11 @@ class Proofs:
         kept = self.kept_sets.metrics() if self.distribution.sampling.is_filtered else {}
         return kept | self._ahead.metrics() | draw_metrics(self._draws, self._drawn)
 
-    def _explained(self, gap: GapStats, limit: Tolerance, completions: Sequence[Completion], version: int) -> Exception:
-        chosen = _short_enough(sorted(completions, key=lambda c: str(c.key) != gap.worst)[:_EXPLAINED])
-        try:
-            found = decompose(
-                self._model,
-                self._engine,
-                chosen,
-                self.distribution,
-                self.precision,
-                self._pusher.module_probe,
-                version,
-                limit,
-                stale_by_design=self._config.max_staleness > 0,
-                packed=gap,
-            )
-        except (RuntimeError, MemoryError) as error:
-            # Most often out of memory. The gap must be reported even where it cannot be explained.
-            why = f"it could not be taken apart ({type(error).__name__}: {str(error)[:200]})"
-            return gap_error(gap, limit, version, why, "not known", "run 'lockstep verify' on this model and engine")
-        cause = found.cause + self._servers_at_fault(completions, limit, version)
-        return gap_error(gap, limit, version, str(found.parts), cause, found.fix)
-
-    def _servers_at_fault(self, completions: Sequence[Completion], limit: Tolerance, version: int) -> str:
-        """The servers whose answers have a gap, as the end of a sentence; empty if there is one server, or if all have a gap."""
-        if not isinstance(self._engine, VLLMServer):
-            return ""
-        by_server: dict[str, list[Completion]] = {}
-        for c in completions:
-            if (c.sampled_versions == version).all():
-                by_server.setdefault(self._engine.server_of(c.key), []).append(c)
-        wrong = [url for url, answers in by_server.items() if over_limits(self._plain_gap(answers), limit)]
-        if not wrong or len(wrong) == len(by_server):
-            return ""
-        return f"; only the answers of {', '.join(wrong)} differ, those of the other servers agree"
-
-    def _plain_gap(self, completions: Sequence[Completion]) -> GapStats:
-        """The gap of a few completions, by the plain forward."""
-        found = GapStats()
-        for c in _short_enough(completions[:_EXPLAINED]):
-            own = sampled_logps(self._model, c, self.distribution, self.precision)
-            found += measure_gap(torch.from_numpy(c.sampled_logprobs.copy()), own, [str(c.key)], [len(own)])
-        return found
-
     def write(self, gap: GapStats, sampled: int, aside: int, step: int, version: int) -> None:
         """Write the receipt's line of a step whose proofs have passed.
 
         Args:
-            gap: over the tokens that the weights of `version` sampled, but for those that are left aside.
+            gap: over the tokens that the weights of `version` sampled, except the tokens that are left aside.
             sampled: how many tokens the engine sampled in all.
             aside: how many of them are left aside, because nothing is learned from them and their group was not drawn.
         """
@@ -409,18 +363,6 @@ class Proofs:
         """The receipt's fields about stale tokens; empty for a run that has none."""
         found = self._ahead.figures()
         return {"stale_tokens": stale, **{name: _figures(gap) for name, gap in found.items()}} if found else {}
-
-
-def _short_enough(completions: Sequence[Completion]) -> list[Completion]:
-    """The first completion, and as many more as stay within the token limit."""
-    kept: list[Completion] = []
-    tokens = 0
-    for c in completions:
-        tokens += len(c.prompt_ids) + len(c.token_ids)
-        if kept and tokens > _EXPLAINED_TOKENS:
-            break
-        kept.append(c)
-    return kept
 
 
 def _figures(gap: GapStats) -> dict[str, float]:

@@ -3,7 +3,7 @@
 Most of these tokens are never compared by the gap of their own step, because the weights that sampled them are gone by then. So a
 minimum of tokens of every generation is compared at two other times:
 
-- When a generation is used, the engine scores drawn completions of it anew, with the current weights and without its caches. The
+- When a generation is used, the engine scores drawn completions of it again, with the current weights and without its caches. The
   trainer scores them with a plain forward of the same weights. Both must agree.
 - Before the policy changes, the trainer scores drawn completions of *later* generations, which the current weights have sampled.
   Their log-probs must be those that the engine reported.
@@ -36,7 +36,7 @@ from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.tokenizer import embedding_rows
 
 Sequences = dict[str, tuple[int, ...]]
-# Sampled tokens of a generation that are compared at least, if it has as many. With so many, a mean over roundings is steady.
+# At least this many sampled tokens of a generation are compared, if it has as many. A mean over that many roundings is steady.
 LEAST = PooledGap.enough
 
 
@@ -45,7 +45,7 @@ class _Asked:
     """What the engine was asked to score, and its pending answer.
 
     Attributes:
-        drawn: completions of the generation at hand, by the names of their sequences.
+        drawn: completions of the current generation, by the names of their sequences.
     """
 
     canary: Sequences
@@ -126,8 +126,8 @@ class ProofsAhead:
                 limit,
                 version,
                 str(split_gap(gap.mean_abs, 0.0, limit)),
-                "the engine, asked again without its caches, scores completions of this generation otherwise than the trainer does "
-                "with the same weights",
+                "the engine, asked again without its caches, gives completions of this generation other log-probs than the "
+                "trainer does with the same weights",
                 "look at which request is worst; 'lockstep verify' compares both sides on other tokens",
             )
 
@@ -180,7 +180,7 @@ class ProofsAhead:
 
 
 def _drawn(completions: Sequence[Completion], least: int, seed: tuple[int, ...]) -> list[Completion]:
-    """As few drawn completions as have at least so many sampled tokens together."""
+    """As few drawn completions as possible that have at least this many sampled tokens together."""
     found: list[Completion] = []
     tokens = 0
     for place in np.random.default_rng(seed).permutation(len(completions)).tolist():

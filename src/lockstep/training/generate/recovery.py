@@ -50,6 +50,6 @@ class Recovery:
                 lost.recover()
             self._distrust()
             _logger.warning(
-                f"the engine answers again after {time.monotonic() - start:.0f} s; giving it the weights anew"
+                f"the engine answers again after {time.monotonic() - start:.0f} s; giving it the weights again"
             )
         raise LockstepError(f"the engine was lost {_LOSSES} times in one piece of work, the last time: {lost}")

@@ -59,7 +59,7 @@ class RolloutFunction:
         """One unscored group per prompt.
 
         Raises:
-            InputError: the function raised an error, or returned something that is no rollout.
+            InputError: the function raised an error, or returned something that is not a rollout.
         """
         self.calls = 0
         given = [_given(prompt) for prompt in prompts for _ in range(num_generations)]

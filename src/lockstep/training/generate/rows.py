@@ -1,6 +1,7 @@
 """Proof that reward functions got the row and the texts of each completion: both are made again from the data set, by prompt id.
 
-`training/loop.py` calls it with every scored generation. One drawn group is made again; of all groups, the rows are looked up.
+`training/loop.py` calls it with every scored generation. The rows of all groups are looked up, and the texts of one
+drawn group are made again.
 """
 
 from __future__ import annotations

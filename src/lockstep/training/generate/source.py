@@ -243,7 +243,7 @@ class RolloutSource:
     def push(self, version: int) -> None:
         """Push the policy's weights as `version`, and prove the push.
 
-        Every generation begins with a push, also where the version stays the same: weights may have been set by hand, and the
+        Every generation begins with a push, even if the version stays the same: weights may have been set by hand, and the
         reset of the engine's caches makes a resumed run start a generation as the first run did.
         """
         with self._ahead.held() if self._ahead is not None else nullcontext():
@@ -282,8 +282,10 @@ class RolloutSource:
         with self._clock.phase("generate"):
             for number, prompts in upcoming:
                 if number not in self._ahead:
-                    # Not the version at hand: several generations may begin at the same version, and each needs seeds of its own.
-                    starts = self._starts(prompts, num_generations, number * self._config.steps_a_generation)
+                    # Not the current version: several generations may begin at the same version, and each needs seeds of its own.
+                    starts = self._starts(
+                        prompts, num_generations, number * self._config.optimizer_steps_per_generation
+                    )
                     self._ahead.begin(number, starts, self.program)
             number, prompts = upcoming[0]
             groups = groups_from(prompts, self._ahead.take(number))
@@ -407,7 +409,7 @@ class RolloutSource:
             self.proofs.write(gap, generation.sampled_tokens, generation.aside_tokens, step, version)
 
     def _judge(self, draws: DrawStats, version: int) -> None:
-        # The program of a rollout_func may choose between samples.
+        # A rollout_func may choose between samples, so its tokens are not bet on.
         if self.rollout_function is None:
             self.proofs.check_draws(draws, version)
 
@@ -428,7 +430,7 @@ class RolloutSource:
         self.proofs.check_evaluation(gap, draws, kept_sets, completions, version, bets=bets)
 
     def proof_metrics(self) -> dict[str, float]:
-        """Metrics of the proofs on the generation at hand; empty on a rank without the engine."""
+        """Metrics of the proofs on the current generation; empty on a rank without the engine."""
         return self.proofs.metrics() if self._ranks.owner else {}
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:

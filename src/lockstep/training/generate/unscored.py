@@ -12,7 +12,7 @@ from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 
 _logger = logging.getLogger(__name__)
-# Programs that read TRL's logs find its words here. The logger is no child of `trl`, which does not propagate once TRL is
+# Programs that read TRL's logs find its words here. The logger is not a child of `trl`, which does not propagate once TRL is
 # imported, and not of `lockstep`, whose lines are printed. Without a handler, Python would print the words itself.
 _trl_logger = logging.getLogger("lockstep_trl")
 _trl_logger.addHandler(logging.NullHandler())

@@ -1,7 +1,7 @@
 """Online DPO (arXiv 2402.04792): two completions per prompt. One is preferred, and the policy is moved towards it.
 
 A pair is the rollout group of its prompt, and stays together from the engine to the loss. If both rewards are equal or one is
-missing, no completion is preferred. The pair then has no gradient, and still counts in the mean.
+missing, no completion is preferred. The pair then has no gradient, but the mean still counts it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
     ) -> list[TrainingSequence]:
         odd = [group.prompt.prompt_id for group in groups if len(group.rollouts) != 2]
         if odd:
-            raise ValueError(f"the group of prompt {odd[0]} is no pair")
+            raise ValueError(f"the group of prompt {odd[0]} is not a pair")
         rewards = torch.tensor([[self._reward(r) for r in group.rollouts] for group in groups])
         better = choose(rewards[:, 0], rewards[:, 1])
         # A rollout in which nothing was sampled makes no pair.

@@ -52,7 +52,7 @@ def set_damaged_aside(output_dir: str | Path) -> None:
         names = ", ".join(path.name for path in damaged)
         raise InputError(
             f"no checkpoint in {output_dir} can be read: {TRAINER_STATE} is damaged or missing in {names}. Nothing was changed. "
-            "Put a good copy back to go on, or give another output_dir to start anew"
+            "Put a good copy back to go on, or give another output_dir to start from the beginning"
         )
     for path in damaged:
         aside = free_name(path.with_name(f"damaged-{path.name}"))

@@ -58,7 +58,7 @@ def table_of(rows: Sequence[Row], step: int) -> tuple[list[str], list[list[Any]]
 
 
 def markdown_of(columns: Sequence[str], data: Sequence[Sequence[Any]]) -> str:
-    """A table as TensorBoard shows it. Text of models is no markup in it."""
+    """A table as TensorBoard shows it. Text of models is not read as markup."""
     lines = [" | ".join(map(_markdown, columns)), " | ".join("---" for _ in columns)]
     lines += [" | ".join(map(_markdown, row)) for row in data]
     return "\n".join(f"| {line} |" for line in lines)

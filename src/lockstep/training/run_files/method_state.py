@@ -70,6 +70,6 @@ def _there(path: Path, what: str) -> Path:
     if not path.is_file():
         raise InputError(
             f"checkpoint {path.parent} has no {path.name} ({what}): it is of a run with another method or other settings, or was "
-            "copied in part; resume from one that has the file, or start anew"
+            "copied in part; resume from one that has the file, or start from the beginning"
         )
     return path

@@ -30,7 +30,7 @@ class ResumableSaves(TrainerCallback):
     """
 
     def __init__(self, config: OnlineConfig, *, owner: bool) -> None:
-        self._steps, self._owner = config.steps_a_generation, owner
+        self._steps, self._owner = config.optimizer_steps_per_generation, owner
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Computed again, because a state from a checkpoint has the intervals of the run that wrote it.

@@ -131,7 +131,7 @@ def _place(wanted: Path, settings: dict[str, Any]) -> Path:
 
 
 def _is_finished(folder: Path) -> bool:
-    """Whether a run has ended there. A summary that cannot be read does not count if the run has a checkpoint: it is written anew.
+    """Whether a run has ended there. A summary that cannot be read does not count if the run has a checkpoint: it is written again.
 
     Raises:
         InputError: the summary cannot be read, and there is nothing from which the run could continue.

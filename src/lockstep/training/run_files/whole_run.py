@@ -33,7 +33,7 @@ def check_checkpoint(checkpoint: Path, step: int, receipt: Path) -> dict[str, An
             checkpoint holds only the model.
     """
     what = f"the run in {checkpoint.parent} cannot go on: "
-    now = "Nothing was changed. Put a good copy back, or give another output_dir to start anew"
+    now = "Nothing was changed. Put a good copy back, or give another output_dir to start from the beginning"
     if not any((checkpoint / name).exists() for name in (DIGESTS, "optimizer.pt")):
         raise InputError(
             f"{what}{checkpoint.name} holds only the model (save_only_model), and no optimizer state. Nothing was changed. Give "

@@ -28,8 +28,8 @@ from lockstep.tokens.arrays import SmallIds
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence
 
-# Tokens that are drawn from each pack. So many of a micro-batch are compared, each pack's share. Where kept ids are compared, more
-# are, because a mean over few sets shows little.
+# Number of tokens that are drawn from each pack. As many are compared per micro-batch, about the same number of each pack. If kept
+# ids are compared, the number is larger, because a mean over few sets shows little.
 _DRAWN, _DRAWN_SETS = 8, 64
 # A token so far from the start of its completion is not compared with the filters, because all ids before it would be read.
 _LONGEST = 4096
@@ -95,10 +95,10 @@ class DrawnRows:
         Args:
             logps: (N,) log-probs of the pack's tokens, as the loss uses them.
             hidden: (rows, length, width) last hidden states of the forward.
-            before_steps: whether the policy has not changed since the tokens were sampled, but for those that are not `fresh`. Only
+            before_steps: whether the policy has not changed since the tokens were sampled, except those that are not `fresh`. Only
                 then kept ids are compared.
         """
-        # The seed is free: it only must not depend on the values.
+        # Any seed is right that does not depend on the values.
         count = _DRAWN if self._kept_sets is None else _DRAWN_SETS
         drawn = np.sort(np.random.default_rng(len(logps)).permutation(len(logps))[:count])
         here = torch.from_numpy(drawn).to(logps.device)
@@ -152,7 +152,7 @@ class DrawnRows:
         return found
 
     def _chosen(self) -> tuple[list[_Row], torch.Tensor]:
-        """The rows that are checked, and their hidden states: as many of each pack, but for rounding."""
+        """The rows that are checked, and their hidden states: the same number from each pack, up to rounding."""
         rows, hidden = self._rows, torch.cat(self._hidden)
         most = max(_DRAWN if self._kept_sets is None else _DRAWN_SETS, len(self._hidden))
         if len(rows) > most:

@@ -29,9 +29,11 @@ from lockstep.training.step.expected import advantage_proof
 from lockstep.training.step.score_all import AllScores, score_all
 from lockstep.training.step.update import Policy
 
-# Rollouts that are verified whatever their rewards are: one in so many, or in fewer, so that on average so many tokens may come.
+# One rollout in `_ONE_IN` is verified whatever its reward is; more of them in small generations, so that the verified rollouts of a
+# generation may have `_AT_LEAST` tokens on average.
 _ONE_IN, _AT_LEAST = 8, 128
-# They are taken together from one of a few generations, up to so many tokens: a forward over few tokens reads all weights for them.
+# The rollouts of a few generations are verified in one of them, up to this many tokens, because a forward over few tokens must
+# still read all weights.
 _TOGETHER = 1024
 
 
@@ -44,7 +46,7 @@ class Generation:
         groups: the rollouts, by prompt.
         micro_batches: lists of sequences, in the order of groups, samples and branches. The micro-batches of one optimizer step are
             adjacent, and within a step so are those of one rank.
-        expected: what every sequence must bring into the loss; None where the method has no definition.
+        expected: the values with which every sequence must enter the loss; None where the method has no definition.
     """
 
     version: int
@@ -112,8 +114,8 @@ def drawn_rollouts(groups: int, size: int, tokens: int, seed: int, number: int) 
     """The places, within each group of a generation, of the rollouts that are verified whatever their rewards are.
 
     The choice does not depend on what was sampled. Otherwise the draws proof could not bet on the tokens. Every rollout is drawn
-    with the same probability. Of a few generations in a row one is drawn. Its groups are drawn whole, because their rollouts share
-    a prompt, and of the last one a part.
+    with the same probability. Among a few generations in a row, all drawn rollouts are in one generation. They are whole groups,
+    because the rollouts of a group share a prompt, and a part of one more group.
 
     Args:
         groups: number of groups.
@@ -256,7 +258,7 @@ class Preparation:
     def _sequences(self, groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
         """The sequences of a generation, in which those of the rollouts that are not drawn are marked."""
         config, found = self._config, sequences_of(groups, version)
-        number = version // config.steps_a_generation
+        number = version // config.optimizer_steps_per_generation
         drawn = drawn_rollouts(len(groups), config.group_size, config.completion_limit, config.seed, number)
         names = {
             str(branch.key)

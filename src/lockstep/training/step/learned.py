@@ -69,7 +69,7 @@ def check_entering(proof: SampledTokens, batch: TokenBatch) -> None:
             names=[s.name for s in batch.sequences],
             lengths=[s.length for s in batch.sequences],
             input_ids=input_ids,
-            # The positions of a picture's parts are no places in the sequence; the gap proves them.
+            # The positions of a picture's parts are not places in the sequence; the gap proves them.
             position_ids=pack.position_ids.cpu().numpy() if pack.pictures is None else None,
             ends=None if pack.ends is None else pack.ends.numpy(),
             predictors=predictors,

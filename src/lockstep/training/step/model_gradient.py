@@ -53,7 +53,7 @@ class ModelGradient:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: the next step is checked."""
+        """Start again: the next step is checked."""
         self._spent, self._began, self._is_first = 0.0, time.perf_counter(), True
 
     def check(self, policy: Policy, sequences: Sequence[TrainingSequence], step: int) -> dict[str, float]:
@@ -85,9 +85,11 @@ class ModelGradient:
             if p.requires_grad
         }
         if any("lora_magnitude_vector" in name for name in named):
-            self._say("DoRA takes a norm of the weights as constant, so that its backward is no gradient on purpose")
+            self._say(
+                "DoRA's backward takes a norm of the weights as constant, on purpose, so it is not the true gradient"
+            )
             return {}
-        # A gradient that is left from an earlier step is the affair of another proof, which must find it.
+        # Another proof (`accumulation`) must find a gradient that is left from an earlier step.
         if any(p.grad is not None and bool(p.grad.any()) for p in named.values()):
             return {}
         self._is_first = False
@@ -118,7 +120,7 @@ class ModelGradient:
         if autocast is None or policy.model.dtype != torch.float32:
             with self._gradients(policy, chosen, factors, named):
                 return self._proven(drawn, named, seed, gradient_limit(precision.dtype_of(policy.model)))
-        # Without autocast the comparison is sharp. What autocast makes of the same sum is then compared with that.
+        # Without autocast the limit is narrow. Then the gradient with autocast is compared with the gradient without it.
         with self._gradients(replace(policy, autocast=nullcontext), chosen, factors, named):
             error = self._proven(drawn, named, seed, gradient_limit(torch.float32))
             exact = Directions(named, seed)

@@ -136,7 +136,7 @@ def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> Draw
     """Statistics of the draws proof over the drawn rollouts; none if the forward gave no sums for it.
 
     Which tokens are bet on must not depend on the tokens. A rollout learns because of its reward, so those that are not drawn
-    are left out also where they went through the model.
+    are left out, even if they went through the model.
     """
     if scores.draws is None:
         return DrawStats()

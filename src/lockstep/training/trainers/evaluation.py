@@ -22,6 +22,7 @@ from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.training.data.given_data import SINGLE, named_sets, read_sets
 from lockstep.training.data.prompts import check_dataset, with_empty_prompts
+from lockstep.training.evaluation import evaluate
 from lockstep.training.generate.evaluation import count_seen
 from lockstep.training.generate.metrics import evaluation_metrics
 from lockstep.training.generate.source import RolloutSource
@@ -142,7 +143,7 @@ class EvaluatesBySampling(TRLNames):
             self.clock.aside(),
             busy(f"evaluating on {len(prompts)} held-out problems", self.clock.progress),
         ):
-            groups, proven = self.loop.evaluate(prompts, lambda: digest or self.inputs["data"][f"{name} data"])
+            groups, proven = evaluate(self.loop, prompts, lambda: digest or self.inputs["data"][f"{name} data"])
         if self.ranks.owner and not any(rollout.scored for group in groups for rollout in group.rollouts):
             _logger.warning(f"no completion of this evaluation ({prefix}) has a score: its reward is NaN")
         measured = self.source.metrics(groups, self.state.global_step) | proven | seen

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 import torch
 from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProcessorMixin, TrainerCallback
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
 from lockstep.definitions.settings import wanted
 from lockstep.engines.protocol import Engine
@@ -23,8 +22,6 @@ from lockstep.errors import InputError
 from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
 from lockstep.parity.step.settings import SettingsProof
-from lockstep.report.log_lines import LogLines
-from lockstep.report.notebook import in_notebook
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import RolloutGroup
@@ -49,19 +46,18 @@ from lockstep.training.loop import TrainingLoop
 from lockstep.training.methods.objective import Objective
 from lockstep.training.run_files.completion_log import show_generation
 from lockstep.training.run_files.method_state import MethodState
-from lockstep.training.run_files.resumable import ResumableSaves
 from lockstep.training.run_files.run_identity import run_inputs
 from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import leave_unwrapped
 from lockstep.training.step.generation import Preparation
 from lockstep.training.step.moving_share import check_steps_move
 from lockstep.training.trainers.argument_kinds import check_kinds, check_open
+from lockstep.training.trainers.callbacks import add_callbacks
 from lockstep.training.trainers.evaluation import EvaluatesBySampling
 from lockstep.training.trainers.foreign_hooks import RefusesForeignHooks
 from lockstep.training.trainers.images import check_images, image_prompts, parts_of_processor, unsupported_with_images
 from lockstep.training.trainers.live_views import show_in_notebook
 from lockstep.training.trainers.resuming import WholeCheckpoints
-from lockstep.training.trainers.run_files import RunFiles
 from lockstep.training.trainers.setup import (
     check_reference,
     check_reference_model,
@@ -72,7 +68,6 @@ from lockstep.training.trainers.setup import (
     rollout_tools,
 )
 from lockstep.training.trainers.sharding import shard_models
-from lockstep.training.trainers.step_events import StepEvents
 from lockstep.training.trainers.steps import StepHooks
 
 # A rank waits for the rank with the engine this many times as long as a generation may take. The longest wait is for a generation
@@ -108,6 +103,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         agent: makes the rollouts by calls to the gateway (docs/guides/agents.md): a function `agent(base_url, api_key, row)`,
             or a command line. `reward_funcs` may then be left out.
         engine: a running engine; the trainer uses it instead of starting one, and the caller closes it.
+        ref_model: the reference model of the KL term; by default a copy of the policy as it is now, or with an adapter its base
+            model. It needs `beta` above 0.
         refused: arguments of TRL's trainers that are not supported; a value other than None is refused by name.
 
     Raises:
@@ -246,14 +243,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         )
         leave_unwrapped(self.accelerator)
         self.clock = PhaseClock()
-        self.files = RunFiles(self, began)
-        for callback in (self.files, StepEvents(self), ResumableSaves(args, owner=self.ranks.owner)):
-            self.add_callback(callback)
-        if not args.asks_for_progress_bar:
-            for printer in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
-                self.remove_callback(printer)
-            if not in_notebook():
-                self.add_callback(LogLines())
+        self.files = add_callbacks(self, began)
         for part in (self.reference, self.critic):
             if part is not None:
                 part.to(self.args.device)

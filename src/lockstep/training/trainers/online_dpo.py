@@ -28,9 +28,22 @@ _logger = logging.getLogger(__name__)
 class OnlineDPOTrainer(OnlineTrainer[OnlineDPOConfig]):
     """Online Direct Preference Optimization with an engine that provably holds the policy's weights.
 
+    Example:
+        ```python
+        def short(completions, **columns):
+            return [-float(len(text)) for text in completions]
+
+        config = OnlineDPOConfig(output_dir="out", max_steps=20, max_new_tokens=64)
+        trainer = OnlineDPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=short, args=config, train_dataset=dataset)
+        trainer.train()
+        trainer.end()
+        ```
+
     Args:
         ref_model: the reference model; by default a copy of the policy at the start of training.
         judge: a pairwise judge instead of reward functions (`lockstep.rollouts.scores.judges`).
+        data_collator, compute_metrics, preprocess_logits_for_metrics: arguments of TRL's trainer that are not supported; a value
+            other than None is refused by name.
         tools, rollout_func, environment_factory, agent: as in `OnlineTrainer`. TRL's Online DPO has none.
 
     The order of the arguments is TRL's. Other arguments and errors: `lockstep.training.trainers.online.OnlineTrainer`.

@@ -16,6 +16,7 @@ class PPOTrainer(OnlineTrainer[PPOConfig]):
     """Proximal Policy Optimization with an engine that provably holds the policy's weights.
 
     The value head is trained with the policy. Checkpoints contain it in a separate file, and it is never sent to the engine.
+
     Example:
         ```python
         def short(completions, **columns):

@@ -1,7 +1,7 @@
 """Writes and reads checkpoints whole: what is missing, cut, edited, or of another run is one error that names the file.
 
-`transformers.Trainer` starts anew, without a word, with an optimizer, a schedule or random numbers whose file is missing, and keeps
-the values of weights that a file lacks. `training/trainers/online.py` extends this class. The proof is in `parity/resume/`.
+If the file of an optimizer, a schedule or random numbers is missing, `transformers.Trainer` silently starts with new ones. It also
+keeps its own values of weights that a file lacks. `training/trainers/online.py` extends this class; `parity/resume/` has the proof.
 """
 
 from __future__ import annotations
@@ -228,13 +228,13 @@ def _named(asked: Any, output_dir: str | None) -> Path:
         found = None if output_dir is None else last_checkpoint(output_dir)
         if found is None:
             raise InputError(
-                f"resume_from_checkpoint: there is no checkpoint in {output_dir}; leave it out to start anew"
+                f"resume_from_checkpoint: there is no checkpoint in {output_dir}; leave it out to start from the beginning"
             )
         return found
     if not isinstance(asked, str | Path):
         raise InputError(f"resume_from_checkpoint is {asked!r:.80}; it must be True or the directory of a checkpoint")
     if not (Path(asked) / TRAINER_STATE).is_file():
-        raise InputError(f"resume_from_checkpoint: {asked} is no checkpoint (it has no {TRAINER_STATE})")
+        raise InputError(f"resume_from_checkpoint: {asked} is not a checkpoint (it has no {TRAINER_STATE})")
     return Path(asked)
 
 

@@ -208,7 +208,7 @@ class RunFiles(TrainerCallback):
         try:
             self.write_report()
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            # The training goes on without a page about it.
+            # The training continues without the page.
             _logger.warning("report.html could not be written (%s: %s)", type(error).__name__, error)
 
     # ---- rollouts ---------------------------------------------------------------------------------------------------
@@ -228,8 +228,8 @@ class RunFiles(TrainerCallback):
                 "sampling": asdict(trainer.source.sampling),
             }
             keep_rollouts(self.folder, generation, logps, facts, limit)
-        number = generation.version // config.steps_a_generation
-        every = max(trainer.state.max_steps // config.steps_a_generation // _SHOWN_GENERATIONS, 1)
+        number = generation.version // config.optimizer_steps_per_generation
+        every = max(trainer.state.max_steps // config.optimizer_steps_per_generation // _SHOWN_GENERATIONS, 1)
         if failed or number % every == 0:
             shown = shown_generation(
                 generation, trainer.processing_class, logps, failed=failed, images=config.log_multimodal

@@ -147,7 +147,7 @@ def needs_plain_rows(models: Sequence[PreTrainedModel], max_length: int) -> bool
     """Whether one of the models cannot attend within a tree. If so, prints that prompts are not shared."""
     reasons = [why for model in models if (why := why_plain_rows(causal_model(model), max_length))]
     if reasons:
-        _logger.info(f"the model learns from a row a completion, prompts are not shared: {reasons[0]}")
+        _logger.info(f"the model learns from one row per completion, and prompts are not shared: {reasons[0]}")
     return bool(reasons)
 
 

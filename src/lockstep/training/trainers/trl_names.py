@@ -137,7 +137,7 @@ class TRLNames(Trainer):
 
     @property
     def generation_config(self) -> GenerationConfig:
-        """What the run samples with, in transformers' form. It is made anew at each use: a change of it changes nothing."""
+        """What the run samples with, in transformers' form. It is made again at each use: a change of it changes nothing."""
         return GenerationConfig(
             max_new_tokens=self.max_completion_length,
             do_sample=not self.config.is_greedy,
@@ -150,7 +150,7 @@ class TRLNames(Trainer):
 
     @property
     def beta(self) -> float:
-        """Weight of the reference model; Online DPO: the value of the epoch at hand."""
+        """Weight of the reference model; Online DPO: the value of the current epoch."""
         by_epoch = getattr(self.config, "beta_of", None)
         return self.config.beta if by_epoch is None else by_epoch(int(self.state.epoch or 0))
 

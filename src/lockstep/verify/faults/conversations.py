@@ -209,7 +209,7 @@ def _needs_messages(stage: Stage) -> str:
 FAULTS = tuple(
     Fault(name, what, _with(inject), needs=_needs_messages)
     for name, what, inject in (
-        ("T1b", "the text of earlier turns is encoded anew for the next turn", _encoded_anew),
+        ("T1b", "the text of earlier turns is encoded again for the next turn", _encoded_anew),
         ("T5", "a turn that was cut gets the next message without its closing token", _no_closing_token),
         ("T7", "a rollout marks an inserted token as sampled", _inserted_as_sampled),
         ("T7b", "an inserted token is trained", _inserted_is_trained),

@@ -66,7 +66,7 @@ def _top_k_unasked(stage: Stage) -> Patch:
 
 def _first_becomes(stage: Stage, value: float) -> Patch:
     def changed(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
-        # The least likely token: one that the model is sure of has a log-prob near 0 by right.
+        # The least likely token: a token that the model is sure of has a true log-prob near 0.
         unsure = min(answers, key=lambda a: float(a.logprobs.min()))
         logprobs = unsure.logprobs.copy()
         logprobs[unsure.logprobs.argmin()] = value

@@ -35,7 +35,7 @@ from lockstep.training.forward.attention.capped_attention import capped_attentio
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# On other devices than a CPU, blocks are larger: about so many blocks (each costs a kernel start), of at most so many rows.
+# On devices other than a CPU, blocks are larger: about this many blocks (each costs a kernel start), of at most this many rows.
 _MOST_BLOCKS, _MOST_ROWS = 16, 1024
 _HALF = (torch.float16, torch.bfloat16)
 # A custom operation of PyTorch cannot take a `TreeAttention` as an argument. It takes its number.

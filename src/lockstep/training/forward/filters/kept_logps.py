@@ -127,7 +127,7 @@ def kept_logps(
 
 
 def _is_plain(head: torch.nn.Module) -> bool:
-    """Whether a head is no more than a product with its own weight: no adapter, no quantisation, no hook."""
+    """Whether a head is only a product with its own weight: it has no adapter, no quantisation and no hook."""
     hooks = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
     return type(head) is torch.nn.Linear and type(head.weight) is torch.nn.Parameter and not hooks
 

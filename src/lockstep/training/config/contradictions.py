@@ -1,0 +1,74 @@
+"""Checks fields that can contradict each other: staleness, corrections, the best model. `OnlineConfig` calls them at its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lockstep.errors import InputError
+
+if TYPE_CHECKING:
+    from lockstep.training.config.online_config import OnlineConfig
+
+
+def check_staleness(config: OnlineConfig) -> None:
+    """Check `max_staleness`.
+
+    Raises:
+        InputError: generations cannot be sampled that many steps ahead, or another field contradicts it.
+    """
+    if config.max_staleness == 0:
+        return
+    if config.max_staleness < 0 or config.max_staleness % config.optimizer_steps_per_generation:
+        raise InputError(
+            f"max_staleness={config.max_staleness}; it must be 0 or a multiple of the "
+            f"{config.optimizer_steps_per_generation} optimizer steps of a generation"
+        )
+    if config.overlap_rewards:
+        raise InputError(
+            "overlap_rewards and max_staleness have the same purpose: with max_staleness, rewards are computed while later "
+            "generations are sampled; leave overlap_rewards out"
+        )
+    if not config.vllm_importance_sampling_correction:
+        raise InputError(
+            "max_staleness samples with older weights, and vllm_importance_sampling_correction=false leaves that "
+            "uncorrected; leave one of the two out"
+        )
+
+
+def check_corrections(config: OnlineConfig) -> None:
+    """Check the bounds of the importance weights.
+
+    Raises:
+        InputError: there is no bound, or the lower bound is not below the upper one.
+    """
+    low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
+    if low is not None and high is not None and low >= high:
+        raise InputError(
+            f"vllm_importance_sampling_clip_min={low} must be below vllm_importance_sampling_clip_max={high}"
+        )
+    if config.vllm_importance_sampling_correction and low is None and high is None:
+        raise InputError(
+            "vllm_importance_sampling_correction needs a bound: set vllm_importance_sampling_clip_max, or switch it off"
+        )
+
+
+def check_best_model(config: OnlineConfig) -> None:
+    """Check that the best model of a run can be found. `run_files/resumable.py` places the checkpoints.
+
+    Raises:
+        InputError: evaluations do not have the metric, or the checkpoints are not where the evaluations are.
+    """
+    if not config.load_best_model_at_end:
+        return
+    if str(config.metric_for_best_model).removeprefix("eval_") == "loss":
+        raise InputError(
+            "metric_for_best_model=loss: an evaluation samples and has no loss; leave it out (then it is reward), or name "
+            "another metric of an evaluation"
+        )
+    by_steps = str(getattr(config.save_strategy, "value", config.save_strategy)) == "steps"
+    steps = config.optimizer_steps_per_generation
+    if by_steps and (config.save_steps < 1 or config.save_steps % steps):
+        raise InputError(
+            f"load_best_model_at_end with save_steps={config.save_steps:g}: checkpoints are only written where a generation of "
+            f"{steps} optimizer steps ends, which would not be where evaluations are; make save_steps a multiple of {steps}"
+        )
