@@ -11,8 +11,8 @@ steps of 16 completions. Exit code 1: a command did not end as it should, one th
 README's "Start here" has a command that is not typed.
 
 `--short` takes about 60 CPU seconds. Each run takes one step of 8 completions, with one thread and without torch's compiler. The
-second run trains a tiny model and keeps no checkpoint. The commands that load the model once more are named and left out. An answer may take 3 CPU
-seconds: more than a slow machine needs, and less than the imports of torch and transformers.
+second run trains a tiny model and keeps no checkpoint. The commands that load the model once more are named and left out. An
+answer may take 3 CPU seconds: more than a slow machine needs, and less than the imports of torch and transformers.
 """
 
 from __future__ import annotations
