@@ -321,9 +321,10 @@ class Proofs:
             self._draws.check(version, draws)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last generation's proofs."""
+        """Metrics of the last push, and of the last generation's proofs."""
         kept = self.kept_sets.metrics() if self.distribution.sampling.is_filtered else {}
-        return kept | self._ahead.metrics() | draw_metrics(self._draws, self._drawn)
+        pushed = {} if self._pusher.proof is None else self._pusher.proof.push.metrics()
+        return pushed | kept | self._ahead.metrics() | draw_metrics(self._draws, self._drawn)
 
     def _explained(self, gap: GapStats, limit: Tolerance, completions: Sequence[Completion], version: int) -> Exception:
         chosen = _short_enough(sorted(completions, key=lambda c: str(c.key) != gap.worst)[:_EXPLAINED])
