@@ -20,8 +20,8 @@ from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
 from lockstep.parity.module_probe import ModuleProbe
 from lockstep.sync.adapters import weights_of
-from lockstep.sync.push import push_weights
 from lockstep.sync.changes import Update
+from lockstep.sync.push import push_weights
 from lockstep.tokens.tokenizer import load_tokenizer
 
 MODEL = "smollm2-135m-instruct"

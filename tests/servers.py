@@ -204,7 +204,9 @@ def _set_limit(engine: VLLMServer, limit: float, generation_timeouts: float) -> 
         calls.timeout = limit
 
 
-def connect(*urls: str, timeout: float = 120.0, transport: str = "auto", key: str = KEY, deltas: bool = True) -> VLLMServer:
+def connect(
+    *urls: str, timeout: float = 120.0, transport: str = "auto", key: str = KEY, deltas: bool = True
+) -> VLLMServer:
     """A server engine that is connected to running servers."""
     return VLLMServer(
         urls,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import peft
 import pytest
@@ -115,6 +116,19 @@ def test_changes_for_another_base_are_found_by_the_digest_and_followed_by_a_whol
     assert "model.layers.0.mlp.up_proj.weight" in caplog.text
     assert record.sent_bytes == record.bytes
     engine.close()
+
+
+# A server of its own, of two workers.
+@pytest.mark.long
+def test_every_worker_of_a_split_model_puts_the_same_tensors_together(untied_dir: str, tmp_path: Path) -> None:
+    with serve(untied_dir, tmp_path, "--tensor_parallel_size", "2", dtype="bfloat16") as server:
+        engine, model = connect(server.url, transport="gloo"), make_model()
+        proven(model, engine, 0)
+        for version in (1, 2):
+            record = proven(moved(model, version), engine, version)
+            assert record.in_full == ""
+            assert 0 < record.sent_bytes < record.bytes / 20
+        engine.close()
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from conftest import start
 from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from lockstep.engines.held import HeldWeights
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import ProofError
+from lockstep.parity.proven_push import ProvenPusher
+from lockstep.parity.rescoring import Precision
 from lockstep.sync import deltas
 from lockstep.sync.changes import Sent, Update
 from lockstep.sync.deltas import NOTHING, Changes, Reference, apply_changes, changes_between, part_of
@@ -53,7 +56,7 @@ def test_changes_give_the_new_tensor_bit_for_bit(
             new[place] = torch.tensor(value).to(bits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deltas, "_LONGEST_GAP", longest)
-        patch.setattr(deltas, "_TOGETHER", 64)
+        patch.setattr(deltas, "_TOGETHER", 8)
         differing, changes = changes_between(old.view(dtype), new.view(dtype))
     assert differing == int((old != new).sum())
     if changes is None:
@@ -149,7 +152,7 @@ def sent(piece: torch.Tensor | Changes) -> bool:
 
 
 def wire(piece: torch.Tensor | Changes) -> torch.Tensor | Changes:
-    return Changes(piece.count, piece.raw.clone()) if isinstance(piece, Changes) else piece.clone()
+    return Changes(piece.elements, piece.raw.clone()) if isinstance(piece, Changes) else piece.clone()
 
 
 def holds(receiver: Receiver, model: Any) -> bool:
@@ -335,6 +338,19 @@ def test_a_push_after_one_that_failed_sends_everything(pushed: tuple[Any, Receiv
     assert record.in_full == ""
     forget_push(receiver)
     assert push_weights(model, receiver, 4).sent_bytes == record.bytes
+
+
+def test_a_fault_in_the_engines_memory_is_found_by_the_probe_and_then_overwritten(untied_dir: str) -> None:
+    """Nothing changed, so that nothing is sent: the engine's weights are not overwritten until a proof has failed."""
+    engine, model = start("transformers", untied_dir), make_model()
+    pusher = ProvenPusher(model, engine, torch.float32, Precision(None))
+    pusher.push(1)
+    with torch.no_grad():
+        engine._model.model.layers[1].mlp.up_proj.weight[3] += 1  # type: ignore[attr-defined]
+    with pytest.raises(ProofError, match=r"layers\.1\.mlp\.up_proj"):
+        pusher.push(2, every_module=True)
+    assert pusher.push(3, every_module=True).push.sent_bytes == sum(p.nbytes for p in model.parameters())
+    assert pusher.push(4, every_module=True).push.sent_bytes == 0
 
 
 # ---- on the wire ---------------------------------------------------------------------------------------------------------
