@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env dev environments train train-agent train-images test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync server-load plan tied-head docs newcomer
+.PHONY: env dev environments train train-agent train-images test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer
 
 # Makes the environment once, and again when pyproject.toml or the script changes. `env` has what runs need; `dev` has also what
 # tests, linters and benchmarks need, 1.5 GB more.
@@ -90,9 +90,13 @@ draws: dev
 learning: dev
 	@$(BIN)/python benchmarks/learning.py $(ARGS)
 
-# Measures the cost of a push to a server (server-sync), and a server under ten minutes of load (server-load).
+# Measures the cost of a push to a server (server-sync), what a push of the changed elements saves (push-changes), and a server under ten
+# minutes of load (server-load).
 server-sync: dev
 	@$(BIN)/python benchmarks/server_sync.py $(ARGS)
+
+push-changes: dev
+	@$(BIN)/python benchmarks/push_changes.py $(ARGS)
 
 server-load: dev
 	@$(BIN)/python benchmarks/server_load.py $(ARGS)

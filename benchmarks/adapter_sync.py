@@ -20,8 +20,8 @@ from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
 from lockstep.parity.module_probe import ModuleProbe
 from lockstep.sync.adapters import weights_of
+from lockstep.sync.changes import Update
 from lockstep.sync.push import push_weights
-from lockstep.sync.source import DescribedSource
 from lockstep.tokens.tokenizer import load_tokenizer
 
 MODEL = "smollm2-135m-instruct"
@@ -54,7 +54,7 @@ def main() -> None:
             "a sampled probe": lambda probe=probe: probe.measure(1, every=False),
             "a full probe": lambda probe=probe: probe.measure(1, every=True),
         }
-        print(f"{name}: {DescribedSource(weights_of(model)).bytes / 2**20:.0f} MiB")
+        print(f"{name}: {Update(weights_of(model)).bytes / 2**20:.0f} MiB")
         for part, work in parts.items():
             print(f"  {part}: {seconds(work):.3f} s")
 

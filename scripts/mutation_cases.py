@@ -74,6 +74,7 @@ FILTER_FIELDS = ("training/config/filter_fields.py", "tests/training/test_filter
 BAD_WORDS = ("training/config/sampling.py", "tests/training/test_filter_fields.py")
 PUSH = ("sync/push.py", "tests/sync/test_push.py")
 LIVE = ("sync/live.py", "tests/sync/test_live.py")
+CHANGES = "tests/sync/test_changes.py"
 EXPLAINED = "tests/parity/test_decomposition.py::test_a_fault_of_the_"
 PACKED = ("parity/decomposition.py", f"{EXPLAINED}packed_forward_is_not_blamed_on_the_engine[transformers-untied]")
 OF_ENGINE = ("parity/decomposition.py", f"{EXPLAINED}engine_is_not_blamed_on_the_packed_forward[transformers-untied]")
@@ -745,6 +746,32 @@ MUTATIONS = [
         FAMILY_ATTENTION,
     ),
     _of(PUSH, "the acknowledgement of another server", "    for one in loaded.others:", "    for one in ():"),
+    *(
+        Mutation(about, file, old, new, CHANGES)
+        for about, file, old, new in (
+            (
+                "changed tensors that are left out",
+                "sync/changes.py",
+                "get(spec.name) == spec",
+                "get(spec.name) is not None",
+            ),
+            (
+                "a fused layer that is sent in part",
+                "sync/deltas.py",
+                "return found[1] if found else",
+                "return name if found else",
+            ),
+            ("changes beside their places", "sync/deltas.py", "dtype=np.int64) - 1", "dtype=np.int64)"),
+            (
+                "minus zero and NaN",
+                "sync/deltas.py",
+                "tensor.flatten().view(bits).numpy()",
+                "tensor.flatten().float().numpy()",
+            ),
+            ("changes for an engine that was started again", "engines/held.py", "and base != self._known", "and False"),
+            ("a whole push after a failed proof", "parity/proven_push.py", "if not trusted:", "if False:"),
+        )
+    ),
     _of(LIVE, "old weights in the source of a push", "if own != spec]", "if False]"),
     _of(LIVE, "a wrong merge", "if not apart <= allowed:", "if False:"),
     _of(LIVE, "a wrong merge of an adapter that adds little", "torch.float32: 5e-6", "torch.float32: 1e-3"),

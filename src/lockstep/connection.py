@@ -117,6 +117,7 @@ def connect(
     timeout: float = 600.0,
     generation_timeouts: float = 1.0,
     transport: str = "auto",
+    deltas: bool = True,
     group_host: str = "127.0.0.1",
     group_port: int = 0,
 ) -> Connection:
@@ -129,6 +130,8 @@ def connect(
         timeout: seconds that any call may take, and that the trainer waits for a server.
         generation_timeouts: how many of these time limits one request for a completion may take.
         transport: `shared_memory` (one machine), `gloo` (TCP), or `auto`: the fastest that all servers support.
+        deltas: whether gloo sends servers in half precision only the elements of the weights that changed. This process and each
+            worker then keep a copy of the weights in main memory, if there is room for it.
         group_host: this machine's address as servers on other machines reach it. Gloo listens on it and on no other.
         group_port: port that gloo listens on; 0 means a free port.
 
@@ -144,7 +147,7 @@ def connect(
     keys = [key_for(url, key_file) for url in urls]
 
     def choose(servers: Sequence[ServerCalls]) -> WeightTransport:
-        return choose_transport(transport, servers, group_host, group_port, timeout)
+        return choose_transport(transport, servers, group_host, group_port, timeout, deltas=deltas)
 
     return Connection(
         VLLMServer(urls, keys, timeout=timeout, transport=choose, generation_timeouts=generation_timeouts)

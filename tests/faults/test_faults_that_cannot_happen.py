@@ -125,7 +125,7 @@ def test_w5_fifty_syncs_leave_every_weight_bit_identical(stage: Stage) -> None:
 
 
 def test_w7_a_load_that_breaks_off_closes_the_engine(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(tensors):  # type: ignore[no-untyped-def]
+    def broken(tensors, base=""):  # type: ignore[no-untyped-def]
         raise ConnectionError("half-way")
 
     with monkeypatch.context() as patch:

@@ -49,6 +49,8 @@ CAUGHT_BY = {
     "W9b": {"live"},
     "W10": {"module_probe"},
     "W11": {"shards"},
+    "W12": {"live"},
+    "W13": {"module_probe"},
     "small-1": {"module_probe", "gap"},
     "small-2": {"module_probe", "gap"},
     "small-3": {"version"},

@@ -80,10 +80,10 @@ def test_weights_that_stay_behind_stop_the_run(untied_dir: str, tmp_path: Path) 
     engine = start("transformers", untied_dir)
     load, pushes = engine.load, []
 
-    def forgetful(tensors: object) -> LoadedWeights:
+    def forgetful(tensors: object, base: str = "") -> LoadedWeights:
         pushes.append(1)
         before = {name: p.clone() for name, p in engine._model.named_parameters()}  # type: ignore[attr-defined]
-        loaded = load(tensors)  # type: ignore[arg-type]
+        loaded = load(tensors, base)  # type: ignore[arg-type]
         if len(pushes) == 2:
             for name, parameter in engine._model.named_parameters():  # type: ignore[attr-defined]
                 parameter.data.copy_(before[name])

@@ -144,8 +144,8 @@ class Killer:
                         killer.kill(GLOO, role)
                     yield named
 
-        def load(tensors: Any) -> Any:
-            return real(Deadly(trainer._policy_model()) if armed and armed.pop() else tensors)
+        def load(tensors: Any, base: str = "") -> Any:
+            return real(Deadly(trainer._policy_model())) if armed and armed.pop() else real(tensors, base)
 
         trainer.engine._transport.forget()  # type: ignore[union-attr]
         gloo = GlooTransport("127.0.0.1", 0, TIMEOUT)
@@ -159,9 +159,9 @@ class Killer:
         """Records whether the kill interrupted the push."""
         real = trainer.engine.load
 
-        def load(tensors: Any) -> Any:
+        def load(tensors: Any, base: str = "") -> Any:
             with self.lost_by(moment, role):
-                return real(tensors)
+                return real(tensors, base)
 
         with patch.object(trainer.engine, "load", load):
             yield

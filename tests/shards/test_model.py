@@ -208,7 +208,7 @@ class Receiver:
 
     def begin_update(self) -> None: ...
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         seen: list[weakref.ref[torch.Tensor]] = []
 
         def specs() -> Iterator[tuple[str, torch.Tensor]]:

@@ -144,7 +144,7 @@ def test_a_push_never_holds_a_second_copy(together: int, monkeypatch: pytest.Mon
     alive: list[int] = []
 
     class Watcher(Recorder):
-        def load(self, tensors: Any) -> LoadedWeights:
+        def load(self, tensors: Any, base: str = "") -> LoadedWeights:
             refs: list[Any] = []
             for _, tensor in tensors:
                 refs = [*(r for r in refs if r() is not None), weakref.ref(tensor)]

@@ -14,8 +14,9 @@ from tiny import make_model
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_digest, tensor_specs
 from lockstep.errors import ProofError
+from lockstep.sync.changes import Update
 from lockstep.sync.push import check_loaded, push_weights
-from lockstep.sync.source import DescribedSource, PlainSource
+from lockstep.sync.source import PlainSource
 
 
 class Recorder:
@@ -34,7 +35,7 @@ class Recorder:
         self.events.append("begin")
         self.version = None
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         self.events.append("load")
         arrived = [(n, self._damage(n, t)) for n, t in tensors if n != self._loses]
         return LoadedWeights(tensor_specs(arrived), ())
@@ -100,7 +101,7 @@ class Narrow(Recorder):
 
     wire_dtype = torch.bfloat16
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         self.arrived = dict(tensors)
         return LoadedWeights(tensor_specs(list(self.arrived.items())), ())
 
@@ -114,7 +115,7 @@ def test_wider_tensors_are_cast_for_an_engine_that_would_cast_them_and_no_others
         assert receiver.arrived[name].dtype == expected.dtype
         assert torch.equal(receiver.arrived[name], expected)
     assert record.bytes == 2 * sum(p.numel() for p in model.parameters())
-    assert record.digest == DescribedSource(PlainSource(model), torch.bfloat16).manifest(1).digest
+    assert record.digest == Update(PlainSource(model), torch.bfloat16).manifest(1).digest
     assert record.digest != PlainSource(model).manifest(1).digest
 
 

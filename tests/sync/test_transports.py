@@ -33,6 +33,7 @@ class Worker:
 
     url = "http://127.0.0.1:1"
     world_size = 1
+    available_bytes = 1 << 40
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.found: dict[str, torch.Tensor] = {}
@@ -49,14 +50,16 @@ class Worker:
             coming = self.receiver.receive(info, info["chunks"])
         else:
             assert self.segment is not None
-            coming = taken_chunks(
-                self.segment.memory,
-                self.segment.handle,
-                info["chunks"],
-                push=info["push"],
-                worker=info["rank"],
-                workers=info["size"],
-                timeout=info["timeout"],
+            coming = shared_memory.pieces_of(
+                taken_chunks(
+                    self.segment.memory,
+                    self.segment.handle,
+                    info["chunks"],
+                    push=info["push"],
+                    worker=info["rank"],
+                    workers=info["size"],
+                    timeout=info["timeout"],
+                )
             )
         with closing(coming):
             for arrived in coming:
@@ -183,8 +186,9 @@ def test_shared_memory_is_two_chunks_and_a_worker_of_it_has_no_memory_of_its_own
     largest_tensor = 4 * max(SIZES)
     transport.send(weights(0), [worker])
     assert worker.segment is not None
-    counters = chunks_module.ALIGNMENT
-    assert worker.segment.memory.numel() <= counters + 2 * chunks_module.aligned(max(CHUNK, largest_tensor))
+    # The counters of the turns; in each slot, the counts of its chunk.
+    counters = counts = chunks_module.ALIGNMENT
+    assert worker.segment.memory.numel() <= counters + 2 * (counts + chunks_module.aligned(max(CHUNK, largest_tensor)))
     assert worker.receiver._buffer.numel() == 0
 
 

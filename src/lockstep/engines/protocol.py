@@ -168,8 +168,10 @@ class LoadedWeights:
     """An engine's acknowledgement of one load.
 
     Attributes:
-        tensors: the tensors that arrived, in order, described from the arrived tensors themselves.
+        tensors: the tensors that the engine now holds, described from the arrived tensors themselves: first those that arrived in
+            this load, in order, then those of earlier loads.
         untouched: parameters of the engine into which no tensor was written.
+        unknown_base: whether the load builds on weights that the engine does not hold. Then it has loaded nothing.
         server: URL of the server that acknowledges; empty for an engine that is not several servers.
         others: the acknowledgements of the other servers, and of the other workers of each.
     """
@@ -178,6 +180,7 @@ class LoadedWeights:
     untouched: tuple[str, ...]
     server: str = ""
     others: tuple[LoadedWeights, ...] = ()
+    unknown_base: bool = False
 
 
 OnAnswer = Callable[[Completion], None]
@@ -193,8 +196,13 @@ class WeightReceiver(Protocol):
     def begin_update(self) -> None:
         """Stop serving: until `commit_version` the engine refuses to generate."""
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
-        """Write named tensors (checkpoint names and shapes), and report which were written."""
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
+        """Write named tensors (checkpoint names and shapes), and report all tensors that the engine now holds.
+
+        Args:
+            base: digest of the weights that the engine must hold already. The tensors are then those that changed since. Empty: the
+                tensors are all weights of the model.
+        """
 
     def reset_caches(self) -> bool:
         """Drop everything that was computed from older weights. Returns True only if the engine confirms it."""

@@ -10,6 +10,8 @@ Memory that was copied, converted or changed in between is read again.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -85,6 +87,11 @@ def _described(held: list[tuple[str, torch.Tensor]], specs: list[TensorSpec]) ->
     while held:
         yield held.pop()
     specs += finish()
+
+
+def digest_of_all(specs: tuple[TensorSpec, ...]) -> str:
+    """Hex digest of a whole set of weights. Equal digests mean equal names, dtypes, shapes and bytes, in the same order."""
+    return hashlib.blake2b(json.dumps(specs).encode(), digest_size=16).hexdigest()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

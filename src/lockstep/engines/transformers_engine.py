@@ -28,6 +28,7 @@ from transformers import (
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.engines.filters.grammars import GrammarCompiler, GrammarState
 from lockstep.engines.filters.sampling import processed_logprobs
+from lockstep.engines.held import HeldWeights
 from lockstep.engines.inbox import Inbox, answer_all
 from lockstep.engines.model_fields import fields_of_parts
 from lockstep.engines.probe import EngineModules
@@ -119,6 +120,7 @@ class TransformersEngine:
         self._max_num_seqs = max_num_seqs
         self._timeout = timeout
         self._version: int | None = None
+        self._held = HeldWeights()
         self._end_ids = end_ids(self._model, tokenizer)
         # Otherwise `generate` would take open settings from the model's own defaults (for example a repetition penalty).
         self._model.generation_config = GenerationConfig()
@@ -253,16 +255,20 @@ class TransformersEngine:
 
     def begin_update(self) -> None:
         self._version = None
+        self._held.open()
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         own = {p.name: p.tensor for p in checkpoint_tensors(self._model, dict(self._model.named_parameters()))}
         specs: list[TensorSpec] = []
-        for name, tensor in described(((name, tensor) for name, tensor in tensors if name in own), specs):
-            if own[name].shape != tensor.shape:
-                raise LockstepError(f"{name} has shape {tuple(tensor.shape)}, the engine's {tuple(own[name].shape)}")
-            own[name].data.copy_(tensor)
-        written = {spec.name for spec in specs}
-        return LoadedWeights(tuple(specs), tuple(name for name in own if name not in written))
+        if self._held.builds_on(base):
+            for name, tensor in described(((name, tensor) for name, tensor in tensors if name in own), specs):
+                if own[name].shape != tensor.shape:
+                    raise LockstepError(
+                        f"{name} has shape {tuple(tensor.shape)}, the engine's {tuple(own[name].shape)}"
+                    )
+                own[name].data.copy_(tensor)
+        self._held.add(specs, (spec.name for spec in specs))
+        return self._held.close(own)
 
     def reset_caches(self) -> bool:
         # Each call of `generate` makes a new cache and drops it at the end.

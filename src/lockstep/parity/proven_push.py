@@ -20,7 +20,7 @@ from lockstep.parity.gap import GapStats
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
 from lockstep.parity.rescoring import Precision
 from lockstep.parity.tolerances import tolerance
-from lockstep.sync.push import SyncRecord, push_weights
+from lockstep.sync.push import SyncRecord, forget_push, push_weights
 
 Phase = Callable[[str], AbstractContextManager]
 
@@ -43,8 +43,8 @@ class PushProof:
 class ProvenPusher:
     """Pushes a model's weights into an engine and proves each push.
 
-    The first push after the start, or after `distrust`, probes every module of the engine. Later pushes probe a sample of them,
-    unless the caller asks for all.
+    The first push after the start, after a push that was not proven, or after `distrust`, sends everything and probes every module
+    of the engine. Later pushes send what changed, and probe a sample of the modules, unless the caller asks for all.
 
     Args:
         model: the trained model; it is only read.
@@ -85,7 +85,8 @@ class ProvenPusher:
         return self._module_probe
 
     def distrust(self) -> None:
-        """Probe every module after the next push, because the engine was lost and may have been replaced."""
+        """Send everything in the next push and then probe every module: the engine was lost and may have been replaced, or a proof
+        has failed."""
         self._trusted = False
 
     def push(self, version: int, *, every_module: bool = False, canary: bool = False) -> PushProof:
@@ -98,10 +99,14 @@ class ProvenPusher:
         Raises:
             ProofError: the engine did not receive, load or commit the weights, or computes with other weights.
         """
+        trusted, self._trusted = self._trusted, False
+        if not trusted:
+            # What was left out would stay as it is, also if it is wrong.
+            forget_push(self._engine)
         with self._phase("sync"):
             record = push_weights(self._model, self._engine, version)
         with self._phase("verify"):
-            probe = self.probe(version, every_module=every_module or not self._trusted)
+            probe = self.probe(version, every_module=every_module or not trusted)
             gap = self.score_canary(version) if canary else None
         self._trusted = True
         self.proof = PushProof(record, probe, gap)

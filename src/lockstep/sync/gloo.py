@@ -13,12 +13,14 @@ waits. Gloo itself would wait until its time limit.
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
+from itertools import islice
 from threading import Thread
 from typing import Any
 
@@ -27,10 +29,12 @@ import torch.distributed as dist
 
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import EngineLost, InputError
+from lockstep.sync.changes import outline, pieces
 from lockstep.sync.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, chunks, end_of, layout, views
+from lockstep.sync.deltas import Piece, arrived_pieces, available_bytes, count_of, piece_bytes, raw_bytes
 from lockstep.sync.gloo_proof import SignedStore, new_secret, prove_to_each_other
-from lockstep.sync.source import outline
 
+_logger = logging.getLogger(__name__)
 InFlight = deque[tuple[dist.Work, torch.Tensor]]
 
 NAME = "gloo"
@@ -47,16 +51,24 @@ class GlooTransport:
         host: this machine's address, as the servers reach it.
         port: port that the servers connect to; 0 means a free port.
         timeout: seconds that a whole push may take.
+        deltas: whether to send only the changed elements of tensors in half precision. The trainer and every worker then keep a
+            copy of the weights in main memory, if there is room for it.
 
     Raises:
         InputError: this machine cannot listen on that address and port.
     """
 
-    def __init__(self, host: str, port: int, timeout: float) -> None:
+    def __init__(self, host: str, port: int, timeout: float, *, deltas: bool = True) -> None:
         self._host, self._port, self._timeout = host, port, timeout
+        self._wants_deltas = deltas
+        # Whether there is room for the copies; None: no push was made yet.
+        self._deltas: bool | None = None
         _listen(host, port).close()
 
-    def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
+    def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
+        if self._deltas is None:
+            self._deltas = self._wants_deltas and _may_keep_copies(outline(tensors), servers)
+        deltas = self._deltas
         pool = ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push")
         listener = _listen(self._host, self._port)
         ranks = worker_ranks(servers, 1)
@@ -70,13 +82,16 @@ class GlooTransport:
                 "size": size,
                 "timeout": self._timeout,
                 "secret": secret,
+                "base": base,
+                "keeps": deltas,
             }
             pending = [
-                pool.submit(server.update_weights, {**meeting, "secret": secret, "rank": rank, "chunks": placed})
+                pool.submit(server.update_weights, {**meeting, "rank": rank, "chunks": placed})
                 for rank, server in zip(ranks, servers, strict=False)
             ]
             try:
-                self._broadcast(listener, size, secret, tensors, pending)
+                chunked = _sent_bytes(pieces(tensors, deltas=deltas), [len(places) for places in placed])
+                self._broadcast(listener, size, secret, chunked, pending)
             except EngineLost:
                 # The first server that failed. The others fail because of it.
                 wait(pending)
@@ -90,7 +105,8 @@ class GlooTransport:
             pool.shutdown(wait=False)
 
     def forget(self) -> None:
-        """Does nothing: no state is kept between pushes."""
+        """Look again whether there is room for copies, because the servers may be others."""
+        self._deltas = None
 
     def close(self) -> None:
         """Does nothing: no state is kept between pushes."""
@@ -100,7 +116,7 @@ class GlooTransport:
         listener: socket.socket,
         size: int,
         secret: str,
-        tensors: Iterable[Named],
+        raw: Iterable[torch.Tensor],
         pending: Sequence[Future[None]],
     ) -> None:
         # `detach` hands the file descriptor over: the store closes the one that it is given.
@@ -112,7 +128,6 @@ class GlooTransport:
         try:
             self._await(store, size, pending)
             group = _meet(store, secret, _SENDER, size, self._host, self._timeout, check)
-            raw = (tensor.detach().contiguous().cpu().flatten().view(torch.uint8) for _, tensor in tensors)
             _broadcast_parts(group, raw, check)
         except BaseException:
             store.set(_ENDED, "")
@@ -136,12 +151,13 @@ class Receiver:
 
     def receive(
         self, info: Mapping[str, Any], parts: Sequence[Sequence[Sequence[object]]]
-    ) -> Generator[list[Named], None, None]:
-        """Yield the chunks of one push in order. Each chunk is valid until the next one is requested.
+    ) -> Generator[list[Piece], None, None]:
+        """Yield the chunks of one push in order. Each chunk is valid until the next one is requested. Tensors that the trainer has
+        left out are not in them.
 
         Args:
             info: the trainer's connection data, with this worker's own rank.
-            parts: the tensors that each chunk holds (`chunks.Placed`).
+            parts: the tensors that each chunk may hold (`chunks.Placed`).
 
         Raises:
             RuntimeError: the trainer did not connect, or its connection was lost.
@@ -158,20 +174,27 @@ class Receiver:
         group = _meet(store, secret, info["rank"], info["size"], address, timeout, check)
         places = self._places([end_of(part) for part in parts])
 
-        def take(number: int) -> list[Named]:
+        def take(number: int) -> list[Piece]:
             start, end = places[number]
-            arrived = views(self._buffer[start:end], parts[number])
+            room = views(self._buffer[start:end], parts[number])
+            found = torch.empty(len(room), dtype=torch.int64)
             try:
-                _broadcast_parts(group, (tensor.flatten().view(torch.uint8) for _, tensor in arrived), check)
+                _broadcast_parts(group, [found.view(torch.uint8)], check)
+                counts = found.tolist()
+                raw = (
+                    tensor.flatten().view(torch.uint8)[: piece_bytes(count, tensor)]
+                    for count, (_, tensor) in zip(counts, room, strict=True)
+                )
+                _broadcast_parts(group, raw, check)
             except BaseException:
                 # Gloo may still write into this memory.
                 self._buffer = torch.empty(0, dtype=torch.uint8)
                 raise
-            return arrived
+            return arrived_pieces(counts, room)
 
         # Leaving this block waits for the running receive, so that nothing is written into the buffer afterwards.
         with ThreadPoolExecutor(1, thread_name_prefix="lockstep-receive") as pool:
-            ahead: Future[list[Named]] | None = None
+            ahead: Future[list[Piece]] | None = None
             for number in range(len(parts)):
                 arrived = take(number) if ahead is None else ahead.result()
                 is_disjoint = number + 1 < len(parts) and _disjoint(places[number], places[number + 1])
@@ -188,6 +211,37 @@ class Receiver:
         far = [(self._buffer.numel() - size) // ALIGNMENT * ALIGNMENT for size in sizes]
         starts = [far[number] if number % 2 else 0 for number in range(len(sizes))]
         return [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _may_keep_copies(outlined: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> bool:
+    """Whether copies of the weights are worth their memory, and fit into half of what each machine has left.
+
+    In float32 nearly every element changes in a step, so that changed elements are no less than all. The workers of a server may
+    share one machine.
+    """
+    sizes = [(tensor.nbytes, tensor.itemsize) for _, tensor in outlined]
+    needed = sum(size for size, _ in sizes)
+    if 2 * sum(size for size, width in sizes if width <= 2) < needed:
+        return False
+    short = [s.url for s in servers if 2 * needed * s.world_size > s.available_bytes]
+    short += ["this machine"] if 2 * needed > available_bytes() else []
+    if short:
+        _logger.warning(
+            f"every push sends whole tensors: {short[0]} has too little main memory for a copy of the weights "
+            f"({needed / 1e9:.1f} GB per worker)"
+        )
+    return not short
+
+
+def _sent_bytes(coming: Iterator[Piece], lengths: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The bytes of a push in the order in which they are sent: for each chunk its counts, then its pieces."""
+    for length in lengths:
+        chunk = list(islice(coming, length))
+        yield torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64).view(torch.uint8)
+        while chunk:
+            yield raw_bytes(chunk.pop(0)[1])
+    # An update describes its last tensors when it is read to its end.
+    assert next(coming, None) is None
 
 
 def _disjoint(one: tuple[int, int], other: tuple[int, int]) -> bool:

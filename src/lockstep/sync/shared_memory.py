@@ -6,19 +6,22 @@ file in `/dev/shm` that only this user can open. Its name is removed as soon as 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import InputError
+from lockstep.sync.changes import outline, pieces
 from lockstep.sync.chunks import Named, Placed, chunks, layout, views
+from lockstep.sync.deltas import Changes, Piece, arrived_pieces, count_of
 from lockstep.sync.slots import FilledSlots, TrainerLock, segment_bytes
-from lockstep.sync.source import outline
 
 NAME = "shared_memory"
 _FOLDER = Path("/dev/shm")
@@ -42,15 +45,16 @@ class SharedMemoryTransport:
         self._slots: FilledSlots | None = None
         self._lock: TrainerLock | None = None
 
-    def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
-        laid_out = [layout(chunk) for chunk in chunks(outline(tensors))]
+    def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
+        # A slot begins with the counts of its chunk: which tensors are in it.
+        laid_out = [layout([("", torch.empty(len(c), dtype=torch.int64)), *c]) for c in chunks(outline(tensors))]
         # One thread per server: the push cannot finish unless all servers take part at the same time.
         with ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push") as pool:
             try:
                 largest = max((size for _, size in laid_out), default=0)
                 if self._slots is None or largest > self._slots.slot:
                     self._slots = self._opened(largest, servers, pool)
-                self._send(tensors, [places for places, _ in laid_out], self._slots, servers, pool)
+                self._send(tensors, base, [places for places, _ in laid_out], self._slots, servers, pool)
             except BaseException:
                 # A server may still load from the segment or write its counter there, so that the segment is never used again.
                 self.forget()
@@ -59,23 +63,32 @@ class SharedMemoryTransport:
     def _send(
         self,
         tensors: Iterable[Named],
+        base: str,
         layouts: Sequence[Sequence[Placed]],
         slots: FilledSlots,
         servers: Sequence[WeightReceiverCalls],
         pool: Executor,
     ) -> None:
         placed = [[[*p[:3], p.offset + slots.offset(number)] for p in places] for number, places in enumerate(layouts)]
-        info = {"transport": NAME, "chunks": placed, "push": slots.begin(), "size": slots.workers}
+        info = {"transport": NAME, "base": base, "chunks": placed, "push": slots.begin(), "size": slots.workers}
         pending = [
             pool.submit(server.update_weights, {**info, "rank": rank, "timeout": self._timeout})
             for server, rank in zip(servers, worker_ranks(servers, 0), strict=False)
         ]
         try:
-            for number, (chunk, places) in enumerate(zip(chunks(tensors), layouts, strict=True)):
+            coming = pieces(tensors)
+            for number, places in enumerate(layouts):
+                chunk = list(islice(coming, len(places) - 1))
                 slot = slots.free(number, lambda: check_pending(pending))
-                for (_, target), (_, source) in zip(views(slot, places), chunk, strict=True):
-                    _copy(target, source)
+                (_, counts), *targets = views(slot, places)
+                counts.copy_(torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64))
+                for (_, target), (_, piece) in zip(targets, chunk, strict=True):
+                    # The workers have no copy that changes could be written into, so that there are none.
+                    if not isinstance(piece, Changes):
+                        _copy(target, piece)
                 slots.filled(number)
+            # An update describes its last tensors when it is read to its end.
+            assert next(coming, None) is None
         except BaseException as error:
             slots.give_up()
             # Wait until no server reads the segment any more. A server's own error says more than the one that the trainer saw.
@@ -108,6 +121,13 @@ class SharedMemoryTransport:
         finally:
             path.unlink(missing_ok=True)
         return FilledSlots(memory, largest, workers, self._timeout)
+
+
+def pieces_of(coming: Generator[list[Named], None, None]) -> Generator[list[Piece], None, None]:
+    """What was sent in each chunk that a worker takes (`slots.taken_chunks`). Tensors that were left out are not in it."""
+    with contextlib.closing(coming):
+        for (_, counts), *places in coming:
+            yield arrived_pieces(counts.tolist(), places)
 
 
 class Segment:

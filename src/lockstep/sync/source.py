@@ -1,36 +1,33 @@
 """The trainer's weights as a stream of named tensors, and the manifest that describes the stream.
 
-The trained model is the source and is only read. `sync/push.py` sends the stream, and the module probe compares the engine
-with the same tensors. `sync/adapters.py` has the source for models with adapters, and chooses between the two.
+The trained model is the source and is only read. `sync/changes.py` decides what of the stream is sent, and the module probe
+compares the engine with the same tensors. `sync/adapters.py` has the source for models with adapters, and chooses between the two.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from lockstep.engines.protocol import TensorSpec
-from lockstep.engines.tensor_specs import described
-from lockstep.errors import LockstepError
+from lockstep.engines.tensor_specs import described, digest_of_all
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.shards.model import sharded
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of one push: the version, and the name, dtype, shape and byte digest of every tensor, in order."""
+    """The weights of one version: its number, and the name, dtype, shape and byte digest of every tensor, in order."""
 
     version: int
     tensors: tuple[TensorSpec, ...]
 
     @property
     def digest(self) -> str:
-        """Hex digest of the whole push. Equal digests mean equal names, dtypes, shapes and bytes."""
-        return hashlib.blake2b(json.dumps(self.tensors).encode(), digest_size=16).hexdigest()
+        """Hex digest of the whole version. Equal digests mean equal names, dtypes, shapes and bytes."""
+        return digest_of_all(self.tensors)
 
 
 class PlainSource:
@@ -85,7 +82,7 @@ class PlainSource:
 
     def manifest(self, version: int) -> Manifest:
         """Read the whole source and describe its current content."""
-        return Manifest(version, _read(self))
+        return Manifest(version, read_to_the_end(self))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name in self._sent():
@@ -104,62 +101,9 @@ class PlainSource:
         return (name for name, first in self._first.items() if name == first)
 
 
-class DescribedSource:
-    """A source that a push reads once. It describes its tensors while the engine receives them.
-
-    Args:
-        dtype: dtype to which wider floating-point tensors are cast, one by one, when they are read; None: nothing is cast.
-
-    Raises:
-        LockstepError: a tensor could not be made. Raised while the source is read.
-    """
-
-    def __init__(self, source: PlainSource, dtype: torch.dtype | None = None) -> None:
-        self._source, self._dtype = source, dtype
-        self._specs: tuple[TensorSpec, ...] | None = None
-
-    @property
-    def own_memory(self) -> bool:
-        """Whether the tensors are the model's own memory: only if the source says so and nothing is cast."""
-        return self._source.own_memory and self._dtype is None
-
-    @property
-    def bytes(self) -> int:
-        """Size of one push in bytes, after the cast."""
-        return sum(tensor.nbytes for _, tensor in self.outline())
-
-    def outline(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The outline of the source, after the cast."""
-        return _cast(self._source.outline(), self._dtype)
-
-    def manifest(self, version: int) -> Manifest:
-        """The manifest of what was sent, or of what should have been sent if the source was not read to its end."""
-        return Manifest(version, _read(_cast(self._source, self._dtype)) if self._specs is None else self._specs)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        specs: list[TensorSpec] = []
-        try:
-            yield from described(_cast(self._source, self._dtype), specs)
-        except RuntimeError as error:
-            # For example out of memory in the trainer: without this error, the engine would be thought lost.
-            raise LockstepError(f"the weights could not be made ready to be sent: {error}") from error
-        self._specs = tuple(specs)
-
-
-def _cast(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in tensors:
-        is_wider = dtype is not None and tensor.is_floating_point() and tensor.itemsize > dtype.itemsize
-        yield name, tensor.to(dtype) if is_wider else tensor
-
-
-def _read(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorSpec, ...]:
-    """Read a stream to its end and describe its tensors."""
+def read_to_the_end(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorSpec, ...]:
+    """Read a stream, and describe its tensors."""
     specs: list[TensorSpec] = []
     for _ in described(tensors, specs):
         pass
     return tuple(specs)
-
-
-def outline(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Names, dtypes and shapes of a stream that will be read later. A source does not make its tensors for this."""
-    return tensors.outline() if isinstance(tensors, PlainSource | DescribedSource) else tensors

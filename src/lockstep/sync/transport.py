@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from urllib.parse import urlsplit
 
 from lockstep.engines.http.server_calls import is_local
@@ -23,7 +24,13 @@ TRANSPORTS = ("auto", "shared_memory", "gloo")
 
 
 def choose_transport(
-    name: str, servers: Sequence[WeightReceiverCalls], host: str, port: int, timeout: float
+    name: str,
+    servers: Sequence[WeightReceiverCalls],
+    host: str,
+    port: int,
+    timeout: float,
+    *,
+    deltas: bool = True,
 ) -> WeightTransport:
     """The transport that was asked for, or the fastest one that every server supports.
 
@@ -32,31 +39,33 @@ def choose_transport(
         host: this machine's address, as the servers reach it. Gloo listens on it and on no other.
         port: port that gloo listens on; 0 means a free port.
         timeout: seconds that any step of a push may take.
+        deltas: as in `GlooTransport`.
 
     Raises:
         InputError: the name is unknown, or a server cannot use the transport.
     """
     if name not in TRANSPORTS:
         raise InputError(f"vllm_weight_transport={name!r}; it must be one of {', '.join(TRANSPORTS)}")
+    make_gloo = partial(_gloo, servers, host, port, timeout, deltas)
     if name != "gloo" and all(sees_this_memory(server) for server in servers):
         shared = SharedMemoryTransport(timeout)
-        return shared if name == "shared_memory" else FirstThatFits(shared, lambda: _gloo(servers, host, port, timeout))
+        return shared if name == "shared_memory" else FirstThatFits(shared, make_gloo)
     if name != "shared_memory":
-        return _gloo(servers, host, port, timeout)
+        return make_gloo()
     raise InputError(
         "vllm_weight_transport=shared_memory, but a server does not see this machine's shared memory (another machine or "
         "container); use gloo"
     )
 
 
-def _gloo(servers: Sequence[WeightReceiverCalls], host: str, port: int, timeout: float) -> GlooTransport:
+def _gloo(servers: Sequence[WeightReceiverCalls], host: str, port: int, timeout: float, deltas: bool) -> GlooTransport:
     away = [server.url for server in servers if not is_local(urlsplit(server.url).hostname or "")]
     if away and is_local(host):
         raise InputError(
             f"the server at {away[0]} cannot reach this machine at {host}: set vllm_group_host to this machine's address "
             "as that server reaches it"
         )
-    return GlooTransport(host, port, timeout)
+    return GlooTransport(host, port, timeout, deltas=deltas)
 
 
 class FirstThatFits:
@@ -71,14 +80,14 @@ class FirstThatFits:
         self._used: WeightTransport = shared
         self._other = other
 
-    def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> None:
+    def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
         try:
-            self._used.send(tensors, servers)
+            self._used.send(tensors, servers, base)
         except NoRoom as error:
             self._used.close()
             self._used = self._other()
             _logger.warning(f"{error}. Until then weights travel over gloo, which is slower")
-            self._used.send(tensors, servers)
+            self._used.send(tensors, servers, base)
 
     def forget(self) -> None:
         self._used.forget()

@@ -20,13 +20,23 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
+from lockstep.engines.held import HeldWeights
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import begin_specs
 from lockstep.sync import gloo, shared_memory
+from lockstep.sync.changes import Update
 from lockstep.sync.chunks import Named, chunks
+from lockstep.sync.deltas import Changes, Piece, Reference
 from lockstep.sync.slots import taken_chunks
-from lockstep.sync.source import DescribedSource, PlainSource
-from lockstep.sync.vllm_reload import begin_reload, forget_packed_experts, half_loaded, keep_pending, repack_heads
+from lockstep.sync.vllm_reload import (
+    begin_reload,
+    forget_packed_experts,
+    half_loaded,
+    keep_packed_experts,
+    keep_pending,
+    leave_unloaded,
+    repack_heads,
+)
 
 # Merged or cast tensors are loaded in parts of this size. Two parts may be in memory, beside tensors that vLLM still needs.
 _PART_BYTES = 16 << 20
@@ -39,9 +49,14 @@ class InProcessInit(WeightTransferInitInfo):
 
 @dataclass
 class InProcessUpdate(WeightTransferUpdateInfo):
-    """Named tensors of the trainer, by reference. With an adapter each tensor is made when it is read."""
+    """Named tensors of the trainer, by reference. With an adapter each tensor is made when it is read.
+
+    Attributes:
+        base: as in `WeightReceiver.load`.
+    """
 
     tensors: Iterable[Named]
+    base: str = ""
 
 
 @dataclass
@@ -58,11 +73,13 @@ class WireUpdate(WeightTransferUpdateInfo):
     """All chunks of one push, which arrive in the shared-memory segment or over gloo.
 
     Attributes:
-        chunks: the tensors of each chunk (`chunks.Placed`).
+        chunks: what each chunk may hold (`chunks.Placed`).
         rank: rank of this server's first worker among the `size` ranks of the push (over gloo the trainer is one of them).
         push: number of the push, in the segment.
         timeout: seconds to wait for one chunk.
         secret: of this push over gloo (`gloo_proof.py`).
+        base: as in `WeightReceiver.load`.
+        keeps: whether the worker keeps a copy of what it receives, so that later pushes can send changed elements alone.
     """
 
     transport: str
@@ -74,17 +91,23 @@ class WireUpdate(WeightTransferUpdateInfo):
     host: str = ""
     port: int = 0
     secret: str = ""
+    base: str = ""
+    keeps: bool = False
 
 
 class _LayerwiseTransfer(WeightTransferEngine):
-    """Shared by all our backends: one whole update through vLLM's layer-wise reload, with an acknowledgement."""
+    """Shared by all our backends: one update through vLLM's layer-wise reload, with an acknowledgement.
+
+    Layers of which the update has no tensor keep what they compute with.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.acknowledgement = LoadedWeights((), ())
+        self.held = HeldWeights()
         self._parameters: tuple[str, ...] = ()
-        self._written: set[str] = set()
         self._layers: tuple[LayerReloadingInfo, ...] = ()
+        self._kernels: dict[Any, Any] = {}
         self._open = False
 
     def start_weight_update(self) -> None:
@@ -93,10 +116,10 @@ class _LayerwiseTransfer(WeightTransferEngine):
             finalize_layerwise_reload(self.model, self.model_config)
         self._open = True
         self.acknowledgement = LoadedWeights((), ())
-        self._written = set()
+        self.held.open()
         self._parameters = tuple(name for name, _ in self.model.named_parameters())
         self._layers = begin_reload(self.model)
-        forget_packed_experts(self.model)
+        self._kernels = forget_packed_experts(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class's method ends with an accelerator synchronise that fails on CPU.
@@ -106,20 +129,22 @@ class _LayerwiseTransfer(WeightTransferEngine):
 
     def load(self, arrived: Sequence[Named]) -> None:
         """Load some tensors, and compute their descriptions at the same time."""
+        if not arrived:
+            return
         finish_specs = begin_specs(arrived)
         try:
-            self._written |= set(self.model.load_weights(iter(arrived)) or ())
+            written = self.model.load_weights(iter(arrived)) or ()
         finally:
             # When this returns, nothing reads the tensors any more.
             specs = finish_specs()
-        self.acknowledgement = LoadedWeights(self.acknowledgement.tensors + specs, ())
+        self.held.add(specs, written)
 
     def finish_weight_update(self) -> None:
-        missing = tuple(name for name in self._parameters if name not in self._written)
-        untouched = missing + half_loaded(self.model)
-        self.acknowledgement = LoadedWeights(self.acknowledgement.tensors, untouched)
+        self.acknowledgement = self.held.close(self._parameters, half_loaded(self.model))
+        leave_unloaded(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
-        repack_heads(self.model)
+        keep_packed_experts(self._kernels)
+        repack_heads(self.model, self.held.written_now)
         self._open = False
 
     def shutdown(self) -> None:
@@ -137,7 +162,9 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
 
     def receive_weights(self, update_info: InProcessUpdate) -> None:
         tensors = update_info.tensors
-        if isinstance(tensors, PlainSource | DescribedSource) and tensors.own_memory:
+        if not self.held.builds_on(update_info.base):
+            return
+        if isinstance(tensors, Update) and tensors.own_memory:
             # One single load: vLLM searches the whole model for tied weights at the start of each load.
             self.load(list(tensors))
         else:
@@ -155,6 +182,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         super().__init__(*args, **kwargs)
         self._segment: shared_memory.Segment | None = None
         self._gloo = gloo.Receiver()
+        self._reference = Reference()
 
     def init_transfer_engine(self, init_info: WireInit) -> None:
         self._close_segment()
@@ -166,23 +194,40 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         if update_info.transport == gloo.NAME:
             coming = self._gloo.receive({**vars(update_info), "rank": own}, update_info.chunks)
         elif update_info.transport == shared_memory.NAME and self._segment is not None:
-            coming = taken_chunks(
-                self._segment.memory,
-                self._segment.handle,
-                update_info.chunks,
-                push=update_info.push,
-                worker=own,
-                workers=update_info.size,
-                timeout=update_info.timeout,
+            coming = shared_memory.pieces_of(
+                taken_chunks(
+                    self._segment.memory,
+                    self._segment.handle,
+                    update_info.chunks,
+                    push=update_info.push,
+                    worker=own,
+                    workers=update_info.size,
+                    timeout=update_info.timeout,
+                )
             )
         else:
             raise ValueError(f"transport {update_info.transport!r} was not agreed on")
+        takes = self.held.builds_on(update_info.base)
+        if not (update_info.keeps and update_info.base):
+            self._reference.clear()
         # Close at once even if a load fails: transfers in flight then end before the next push can begin.
         with contextlib.closing(coming):
-            for arrived in coming:
-                self.load(arrived)
-                # The memory of these tensors is reused as soon as the next chunk is requested.
-                keep_pending(self._layers, [tensor for _, tensor in arrived])
+            for pieces in coming:
+                # An update that may not be loaded is received too, because other servers receive the same bytes.
+                if takes and update_info.keeps:
+                    takes = self._reference.take(pieces)
+                elif takes:
+                    self._load_passing(pieces)
+        if not takes:
+            self.held.refuse()
+        elif update_info.keeps:
+            self.load(self._reference.to_load())
+
+    def _load_passing(self, pieces: Sequence[Piece]) -> None:
+        """Load tensors whose memory is reused as soon as the next chunk is requested."""
+        arrived = [(name, tensor) for name, tensor in pieces if not isinstance(tensor, Changes)]
+        self.load(arrived)
+        keep_pending(self._layers, [tensor for _, tensor in arrived])
 
     def shutdown(self) -> None:
         self._close_segment()

@@ -7,10 +7,11 @@ packed copy, not one each. Used by `sync/vllm_backend.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -57,13 +58,30 @@ def loaded_dtypes(model: torch.nn.Module) -> list[str]:
     return sorted({dtype_name(tensor.dtype) for tensors in recorded for tensor in tensors.values()})
 
 
-def repack_heads(model: torch.nn.Module) -> None:
-    """Pack every embedding and output head again from its current weight, each weight once.
+def leave_unloaded(model: torch.nn.Module) -> None:
+    """Give layers that received nothing back what they computed with before the update. Nothing of them is packed again.
+
+    vLLM would do the same at the end of the update, with a warning for each of them.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and not info.load_numel and info.kernel_tensors and not is_deferred_attention_layer(layer):
+            _place_kernel_tensors(layer, info)
+            info.reset()
+
+
+def repack_heads(model: torch.nn.Module, written: Collection[str]) -> None:
+    """Pack every embedding and output head that has new weights again, each weight once.
+
+    Args:
+        written: names of the model's parameters that this update has written.
 
     vLLM 0.32.0 processes a layer when the layer's own weights have arrived. A tied head owns no weights. So on CPU it kept
     the packed copy that was made at load, while the embedding that it shares was updated (fault W2).
     """
-    plain = [layer for layer in _vocabularies(model) if _is_plain(layer)]
+    new = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in written}
+    loaded = [layer for layer in _vocabularies(model) if any(id(p) in new for p in layer.parameters(recurse=False))]
+    plain = [layer for layer in loaded if _is_plain(layer)]
     for layer in plain:
         # Drop the old copies first, so that there is never room needed for both.
         vars(layer).pop(_PACKED, None)
@@ -75,22 +93,35 @@ def repack_heads(model: torch.nn.Module) -> None:
             layer.quant_method.process_weights_after_loading(layer)
         elif _PACKED in vars(first):
             setattr(layer, _PACKED, getattr(first, _PACKED))
-    for layer in _vocabularies(model):
+    for layer in loaded:
         if isinstance(layer, ParallelLMHead) and not _is_plain(layer):
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def forget_packed_experts(model: torch.nn.Module) -> None:
+def forget_packed_experts(model: torch.nn.Module) -> dict[RoutedExperts, Any]:
     """Let vLLM's CPU kernels pack the weights of experts in this update too, as when the model was loaded.
 
     vLLM 0.32.0 packs and pads experts only where a layer has no kernel yet. After an update its kernels read rows in another order
     than they lie in memory, and an update of padded experts fails (fault W10). Without the old kernel vLLM makes a new one.
+
+    Returns:
+        The old kernels. `keep_packed_experts` gives them back to layers that received nothing.
     """
+    kernels = {}
     for layer in model.modules():
         if isinstance(layer, RoutedExperts) and isinstance(layer.quant_method, UnquantizedFusedMoEMethod):
             kernel = layer.quant_method.moe_kernel
             if kernel is not None and isinstance(kernel.fused_experts, CPUUnquantizedExperts):
+                kernels[layer] = kernel
                 layer.quant_method.moe_kernel = None
+    return kernels
+
+
+def keep_packed_experts(kernels: dict[RoutedExperts, Any]) -> None:
+    """Give experts their old kernels again if this update has made no new ones."""
+    for layer, kernel in kernels.items():
+        if layer.quant_method.moe_kernel is None:
+            layer.quant_method.moe_kernel = kernel
 
 
 def keep_pending(layers: Iterable[LayerReloadingInfo], passing: Sequence[torch.Tensor]) -> None:

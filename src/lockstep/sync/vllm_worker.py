@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.engines.probe import encode_floats
 from lockstep.engines.vllm.settings import effective_settings, splits_prompts
+from lockstep.sync.deltas import available_bytes
 from lockstep.sync.shared_memory import read_mark
 
 # Made when a worker's process starts. If two URLs lead to the same server, this value shows it.
@@ -45,6 +46,7 @@ class LockstepWorker:
             "picture_cache": picture_cache_bytes(self.vllm_config.model_config),
             "splits_prompts": splits_prompts(self.vllm_config),
             "loads_in": loaded_dtypes(self.model_runner.model),
+            "available_bytes": available_bytes(),
         }
 
     def lockstep_update(self) -> dict[str, bool]:
@@ -80,7 +82,11 @@ class LockstepWorker:
     def lockstep_acknowledgement(self) -> dict[str, Any]:
         """`LoadedWeights` of the last update."""
         found = self.weight_transfer_engine.acknowledgement
-        return {"tensors": [list(spec) for spec in found.tensors], "untouched": list(found.untouched)}
+        return {
+            "tensors": [list(spec) for spec in found.tensors],
+            "untouched": list(found.untouched),
+            "unknown_base": found.unknown_base,
+        }
 
     def lockstep_sees(self, name: str) -> dict[str, str | None]:
         """The content of a trainer's file in shared memory, or None if this machine has no such file."""

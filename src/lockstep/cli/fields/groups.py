@@ -58,7 +58,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "server": (
         "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_key_file",
-        "vllm_server_timeout", "vllm_weight_transport", "vllm_group_host", "vllm_group_port", "max_staleness",
+        "vllm_server_timeout", "vllm_weight_transport", "vllm_weight_deltas", "vllm_group_host", "vllm_group_port",
+        "max_staleness",
     ),
     "proofs": (
         "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",

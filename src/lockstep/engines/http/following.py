@@ -34,7 +34,9 @@ class FollowingServer(VLLMServer):
 class _NoWeights:
     """The transport of a client that sends no weights."""
 
-    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], servers: Sequence[WeightReceiverCalls]) -> None:
+    def send(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], servers: Sequence[WeightReceiverCalls], base: str = ""
+    ) -> None:
         raise LockstepError("this client of the servers sends no weights: the process that owns them does")
 
     def forget(self) -> None:

@@ -46,11 +46,12 @@ class ServerCalls:
     def __init__(self, url: str, key: str | None, timeout: float, loop: CallLoop, recover: Callable[[], None]) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
-        # Set after the first answer of the server: workers that share its model, whether requests may have priorities, and bytes
-        # of its cache of pictures (0: it has none).
+        # Set after the first answer of the server: workers that share its model, whether requests may have priorities, bytes of
+        # its cache of pictures (0: it has none), and main memory that its machine has left.
         self.world_size = 1
         self.takes_priorities = False
         self.picture_cache = 0
+        self.available_bytes = 0
         # The start of an update, if one is in progress. Weights are sent only after it.
         self.beginning: concurrent.futures.Future[Any] | None = None
         self._loop = loop

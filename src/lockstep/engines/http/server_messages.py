@@ -201,4 +201,4 @@ def agreed_answers(workers: Sequence[Mapping[str, str]], url: str) -> dict[str, 
 def loaded_from(found: Mapping[str, Any], server: str) -> LoadedWeights:
     """The acknowledgement of one worker. `server`: the name of its server in errors."""
     tensors = tuple(TensorSpec(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in found["tensors"])
-    return LoadedWeights(tensors, tuple(found["untouched"]), server)
+    return LoadedWeights(tensors, tuple(found["untouched"]), server, unknown_base=found["unknown_base"])

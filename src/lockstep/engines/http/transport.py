@@ -39,10 +39,12 @@ class WeightReceiverCalls(Protocol):
     Attributes:
         url: base URL of the server.
         world_size: number of workers that share the server's model. Each of them receives every byte.
+        available_bytes: main memory that the machine of a worker had left when the trainer connected.
     """
 
     url: str
     world_size: int
+    available_bytes: int
 
     def init_transfer(self, info: dict[str, Any]) -> None:
         """Agree with the server's workers on how the bytes will arrive."""
@@ -57,9 +59,14 @@ class WeightReceiverCalls(Protocol):
 class WeightTransport(Protocol):
     """Moves the bytes of a push to every server at once."""
 
-    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], servers: Sequence[WeightReceiverCalls]) -> None:
-        """Send all tensors. Returns when every server has loaded every tensor. After a failure all agreements with servers
+    def send(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], servers: Sequence[WeightReceiverCalls], base: str = ""
+    ) -> None:
+        """Send what an update has to send. Returns when every server has loaded it. After a failure all agreements with servers
         are void.
+
+        Args:
+            base: as in `WeightReceiver.load`.
 
         Raises:
             EngineLost: a server did not take part until the end.

@@ -207,10 +207,10 @@ class VLLMServer:
             if beginning.exception() is None:
                 beginning.result().wait()
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         assert self._transport is not None
         try:
-            self._transport.send(tensors, self._servers)
+            self._transport.send(tensors, self._servers, base)
         except BaseException as error:
             self._await_pauses()
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
@@ -356,6 +356,7 @@ class VLLMServer:
         server.world_size = state["world_size"]
         server.takes_priorities = state["takes_priorities"]
         server.picture_cache = state["picture_cache"]
+        server.available_bytes = min(worker["available_bytes"] for worker in workers)
         # Stages of a pipeline may have parameters of different dtypes.
         return {**state, "loads_in": [name for worker in workers for name in worker["loads_in"]]}
 

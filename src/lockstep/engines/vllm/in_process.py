@@ -249,8 +249,8 @@ class VLLMInProcess:
             self._llm.finish_weight_update()
         self._llm.start_weight_update()
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
-        self._llm.update_weights({"update_info": {"tensors": tensors}})
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
+        self._llm.update_weights({"update_info": {"tensors": tensors, "base": base}})
         self._llm.finish_weight_update()
         (acknowledgement,) = self._llm.collective_rpc(_acknowledgement)
         return acknowledgement

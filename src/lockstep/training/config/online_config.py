@@ -127,6 +127,13 @@ class OnlineConfig(
     vllm_weight_transport: str = field(
         default="auto", metadata=doc("shared_memory, gloo, or auto: the fastest that all servers support.")
     )
+    vllm_weight_deltas: bool = field(
+        default=True,
+        metadata=doc(
+            "Over gloo, send bf16 servers only the elements of the weights that changed. The trainer and each worker then keep "
+            "a copy of the weights in main memory, if there is room."
+        ),
+    )
     vllm_group_host: str = field(
         default="127.0.0.1",
         metadata=doc("This machine's address as other machines' servers reach it; gloo listens there."),

@@ -48,6 +48,7 @@ def start_engine(
                 timeout=config.vllm_server_timeout,
                 generation_timeouts=config.generation_timeout / config.vllm_server_timeout,
                 transport=config.vllm_weight_transport,
+                deltas=config.vllm_weight_deltas,
                 group_host=config.vllm_group_host,
                 group_port=config.vllm_group_port,
             ).engine

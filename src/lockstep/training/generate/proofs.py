@@ -318,9 +318,10 @@ class Proofs:
             self._draws.check(version, draws)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last generation's proofs."""
+        """Metrics of the last push, and of the last generation's proofs."""
         kept = self.kept_sets.metrics() if self.distribution.sampling.is_filtered else {}
-        return kept | self._ahead.metrics() | draw_metrics(self._draws, self._drawn)
+        pushed = {} if self._pusher.proof is None else self._pusher.proof.push.metrics()
+        return pushed | kept | self._ahead.metrics() | draw_metrics(self._draws, self._drawn)
 
     def write(self, gap: GapStats, sampled: int, aside: int, step: int, version: int) -> None:
         """Write the receipt's line of a step whose proofs have passed.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -121,9 +121,11 @@ def loads_instead(stage: Stage, change: Callable[[Named], Named]) -> Patch:
     """The engine loads other tensors than those it received, and acknowledges those it received."""
     real = stage.engine.load
 
-    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+    def load(tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         sent = list(tensors)
-        return LoadedWeights(tensor_specs(sent), real(change(sent)).untouched)
+        arrived = {spec.name: spec for spec in tensor_specs(sent)}
+        found = real(change(sent), base)
+        return replace(found, tensors=tuple(arrived.get(spec.name, spec) for spec in found.tensors))
 
     return patch.object(stage.engine, "load", load)
 

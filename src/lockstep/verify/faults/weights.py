@@ -1,4 +1,4 @@
-"""Weight faults: W1 to W9, and small ones that log-probs hardly show."""
+"""Weight faults: W1 to W13, and small ones that log-probs hardly show."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch.nn.functional import linear
 import lockstep.parity.module_probe as probe_module
 import lockstep.parity.proven_push as proofs_module
 import lockstep.sync.push as push_module
-from lockstep.engines.protocol import LoadedWeights, WeightReceiver
+from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
 from lockstep.models.checkpoint_names import expert_names
 from lockstep.shards.model import ShardedModel
+from lockstep.sync.changes import Update
+from lockstep.sync.deltas import NOTHING, Piece, apply_changes, changes_between, part_of
 from lockstep.sync.push import SyncRecord
 from lockstep.sync.source import PlainSource
 from lockstep.verify.faults.seams import (
@@ -43,7 +45,7 @@ def _stale_head(stage: Stage) -> Patch:
             # Imported here, because `lockstep verify --engine transformers` runs without vLLM.
             import lockstep.sync.vllm_backend as backend
 
-            return patch.object(backend, "repack_heads", lambda model: None)
+            return patch.object(backend, "repack_heads", lambda model, written: None)
         layer = vllm_worker(stage).model_runner.model.lm_head
         kept = layer.weight.detach().clone()
         return patch.object(layer.quant_method, "apply", lambda layer, x, bias=None: linear(x, kept, bias))
@@ -74,11 +76,14 @@ def _damaged_on_the_way(stage: Stage) -> Patch:
         copy.view(torch.uint8).flatten()[-2] ^= 1
         return copy
 
-    return patch.object(stage.engine, "load", lambda sent: real([(n, flipped(t) if n == name else t) for n, t in sent]))
+    def load(sent: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
+        return real([(n, flipped(t) if n == name else t) for n, t in sent], base)
+
+    return patch.object(stage.engine, "load", load)
 
 
 def _nothing_loaded(stage: Stage) -> Patch:
-    def load(tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+    def load(tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         return LoadedWeights((), ())
 
     return patch.object(stage.engine, "load", load)
@@ -107,7 +112,7 @@ def _cache_survives(stage: Stage) -> Patch:
 
 def _half_an_update(stage: Stage) -> Patch:
     real = stage.engine.load
-    return patch.object(stage.engine, "load", lambda tensors: real(list(tensors)[::2]))
+    return patch.object(stage.engine, "load", lambda tensors, base="": real(list(tensors)[::2], base))
 
 
 def _restarted(stage: Stage) -> Patch:
@@ -147,7 +152,7 @@ def _experts_not_packed(stage: Stage) -> Patch:
     # vLLM 0.32.0 behaves like this without our fix.
     import lockstep.sync.vllm_backend as backend
 
-    return patch.object(backend, "forget_packed_experts", lambda model: None)
+    return patch.object(backend, "forget_packed_experts", lambda model: {})
 
 
 def _needs_packed_experts(stage: Stage) -> str:
@@ -189,6 +194,54 @@ def _stale_source(stage: Stage) -> Iterator[None]:
 
     with patch.object(push_module, "weights_of", pushed), patch.object(probe_module, "weights_of", Old):
         yield
+
+
+def _left_out(stage: Stage) -> Patch:
+    """Pushes of what changed leave out a part of a layer that changed. Their manifests have its old digests, as the engine has."""
+    part, real = part_of(_same_shape_pair(stage)[0]), Update._part
+
+    def without(self: Update, names: list[str], specs: list[TensorSpec]) -> Iterator[Piece]:
+        if part_of(names[0]) != part:
+            return real(self, names, specs)
+        specs += [self._before[name] for name in names]
+        return iter([(name, NOTHING) for name in names])
+
+    return patch.object(Update, "_part", without)
+
+
+@contextlib.contextmanager
+def _older_base(stage: Stage) -> Iterator[None]:
+    """Every push changes one element in 97, others each time. The engine writes them into weights that are one push older than it
+    says, and acknowledges what was sent."""
+    held, real = [_in_main_memory(stage)] * 2, proofs_module.push_weights
+
+    def put_together(sent: Named) -> Named:
+        before, now, found = held[1], dict(sent), []
+        for name, tensor in now.items():
+            _, changes = changes_between(before[name], tensor.cpu())
+            if changes is not None:
+                tensor = held[0][name].clone()
+                apply_changes(tensor, changes)
+            found.append((name, tensor))
+        return found
+
+    def pushed(model: torch.nn.Module, engine: WeightReceiver, version: int) -> SyncRecord:
+        with torch.no_grad():
+            for p in stage.model.parameters():
+                p.view(-1)[version % 97 :: 97] *= 2
+        with loads_instead(stage, put_together):
+            record = real(model, engine, version)
+        held.append(_in_main_memory(stage))
+        del held[0]
+        return record
+
+    # The self-test changes every element before each step.
+    with patch.object(proofs_module, "push_weights", pushed), patch.object(stage, "scale", 0.0):
+        yield
+
+
+def _in_main_memory(stage: Stage) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in weights_now(stage).items()}
 
 
 def _trained_copy(stage: Stage) -> Patch:
@@ -248,6 +301,8 @@ FAULTS = (
         needs=_needs_shards,
         learns=True,
     ),
+    Fault("W12", "a push leaves out a tensor that changed, and its manifest has the old digest", _left_out),
+    Fault("W13", "changes are written into older weights", _older_base, check="module probe"),
     Fault("small-1", "one layer off by 1e-3 of its size", _one_layer_off, needs=_SINGLE, check="module probe"),
     Fault("small-2", "two rows of one matrix swapped", _rows_swapped, check="module probe"),
     Fault("small-3", "one sync skipped at a learning rate of 1e-6", _sync_skipped),

@@ -1,0 +1,205 @@
+"""What changed in a tensor, as bytes: the places of the elements that differ, and their new values. Nothing is rounded.
+
+The trainer compares a tensor with its copy of what a server holds (`sync/changes.py`), and the transports carry the result. The
+server's worker puts the tensor together in a copy of its own (`Reference`). New values are sent, not differences: a sum would be
+rounded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lockstep.sync.chunks import Named
+
+# In the counts of a chunk: the tensor is sent as a whole.
+WHOLE = -1
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_GAP_BYTES, _LONGEST_GAP = 2, 0xFFFF
+# Words of eight bytes that are compared at a time.
+_TOGETHER = 1 << 20
+# The part of a tensor's name that names the part of the model that engines fuse: one layer's attention, one layer's MLP.
+_PART_OF_A_LAYER = re.compile(r"(.*?\.\d+\.[^.]+)\.")
+
+
+class Changes(NamedTuple):
+    """The elements of one tensor that get new values.
+
+    Attributes:
+        elements: number of elements in `raw`.
+        raw: uint8: the new values in the tensor's dtype, then one gap of 16 bits per element. A gap is the distance from the place
+            before, at first from −1. Where a gap would not fit, an element in between is sent that keeps its value.
+    """
+
+    elements: int
+    raw: torch.Tensor
+
+
+Piece = tuple[str, "torch.Tensor | Changes"]
+NOTHING = Changes(0, torch.empty(0, dtype=torch.uint8))
+
+
+def changes_between(old: torch.Tensor, new: torch.Tensor) -> tuple[int, Changes | None]:
+    """What turns `old` into `new`, bit for bit.
+
+    Args:
+        old, new: contiguous tensors in main memory, of the same shape and dtype.
+
+    Returns:
+        The number of elements that differ, and the changes; None if the whole tensor is not larger than they are.
+    """
+    bits = _BITS[new.dtype.itemsize]
+    before, after = (tensor.flatten().view(bits).numpy() for tensor in (old, new))
+    places = _differing(before, after)
+    if not len(places):
+        return 0, NOTHING
+    filled = _with_bridges(places)
+    if new.dtype.itemsize < _GAP_BYTES or changes_bytes(len(filled), new.dtype) >= new.nbytes:
+        return len(places), None
+    gaps = np.diff(filled, prepend=-1).astype(np.uint16)
+    raw = np.concatenate([after[filled].view(np.uint8), gaps.view(np.uint8)])
+    return len(places), Changes(len(filled), torch.from_numpy(raw))
+
+
+def apply_changes(tensor: torch.Tensor, changes: Changes) -> None:
+    """Write the new values into a contiguous tensor in main memory.
+
+    Raises:
+        ValueError: the changes do not fit the tensor.
+    """
+    size = changes.elements * tensor.dtype.itemsize
+    if changes.raw.numel() != changes_bytes(changes.elements, tensor.dtype):
+        raise ValueError(
+            f"{changes.elements} changes in {changes.raw.numel()} bytes do not fit a tensor of {tensor.dtype}"
+        )
+    raw = changes.raw.numpy()
+    places = np.cumsum(raw[size:].view(np.uint16), dtype=np.int64) - 1
+    if changes.elements and not 0 <= places[0] <= places[-1] < tensor.numel():
+        raise ValueError(f"changes up to element {places[-1]} do not fit a tensor of {tensor.numel()} elements")
+    held = tensor.view(-1).view(_BITS[tensor.dtype.itemsize]).numpy()
+    held[places] = raw[:size].view(held.dtype)
+
+
+def changes_bytes(count: int, dtype: torch.dtype) -> int:
+    """Size in bytes of `count` changes of a tensor."""
+    return count * (dtype.itemsize + _GAP_BYTES)
+
+
+def piece_bytes(count: int, tensor: torch.Tensor) -> int:
+    """Size in bytes of what is sent of a tensor, by the tensor's entry in the counts of its chunk."""
+    return tensor.nbytes if count == WHOLE else changes_bytes(count, tensor.dtype)
+
+
+def count_of(piece: torch.Tensor | Changes) -> int:
+    """The entry of a piece in the counts of its chunk."""
+    return piece.elements if isinstance(piece, Changes) else WHOLE
+
+
+def raw_bytes(piece: torch.Tensor | Changes) -> torch.Tensor:
+    """The bytes of a piece as they are sent: uint8, in main memory."""
+    if isinstance(piece, Changes):
+        return piece.raw
+    return piece.detach().contiguous().cpu().flatten().view(torch.uint8)
+
+
+def arrived_pieces(counts: Sequence[int], places: Sequence[Named]) -> list[Piece]:
+    """The pieces of a chunk whose bytes have arrived. Tensors of which nothing was sent are left out.
+
+    Args:
+        counts: one entry per tensor of the chunk.
+        places: the memory of each tensor of the chunk. Changes stand at its beginning.
+    """
+    found: list[Piece] = []
+    for count, (name, place) in zip(counts, places, strict=True):
+        if count == WHOLE:
+            found.append((name, place))
+        elif count:
+            raw = place.flatten().view(torch.uint8)[: changes_bytes(count, place.dtype)]
+            found.append((name, Changes(count, raw)))
+    return found
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a tensor belongs to. An engine may fuse tensors of one part, and loads all of them or none.
+
+    Tensors of one layer belong to the layer's next lower module (`model.layers.3.self_attn`), others to their own module.
+    """
+    found = _PART_OF_A_LAYER.match(name)
+    return found[1] if found else name.rpartition(".")[0]
+
+
+class Reference:
+    """A worker's copy of the tensors that it was sent, in main memory. Changes are written into this copy."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._touched: set[str] = set()
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._tensors.clear()
+        self._touched.clear()
+
+    def take(self, pieces: Iterable[Piece]) -> bool:
+        """Write pieces into the copy. Returns False if something changed in a tensor that the copy does not have."""
+        for name, piece in pieces:
+            self._touched.add(part_of(name))
+            if not isinstance(piece, Changes):
+                self._tensors[name] = piece.clone()
+            elif name in self._tensors:
+                apply_changes(self._tensors[name], piece)
+            else:
+                return False
+        return True
+
+    def to_load(self) -> list[Named]:
+        """All tensors of the parts in which something changed since the last call."""
+        touched, self._touched = self._touched, set()
+        return [(name, tensor) for name, tensor in self._tensors.items() if part_of(name) in touched]
+
+
+def available_bytes() -> int:
+    """Main memory that this machine, or this container, could still give to programs; 0 where it cannot be read (Linux only)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return max(0, min(free, limit))
+
+
+def _differing(before: npt.NDArray, after: npt.NDArray) -> npt.NDArray[np.int64]:
+    """Places at which two arrays of integers differ. Words of 8 bytes are compared, then the elements of words that differ."""
+    per_word = 8 // after.itemsize
+    whole = len(after) // per_word * per_word
+    old, new = before[:whole].view(np.int64), after[:whole].view(np.int64)
+    found = [np.flatnonzero(before[whole:] != after[whole:]) + whole]
+    for start in reversed(range(0, len(new), _TOGETHER)):
+        words = np.flatnonzero(old[start : start + _TOGETHER] != new[start : start + _TOGETHER]) + start
+        among = np.flatnonzero(old[words].view(after.dtype) != new[words].view(after.dtype))
+        found.append(words[among // per_word] * per_word + among % per_word)
+    return np.concatenate(found[::-1])
+
+
+def _with_bridges(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The places, with others in between where two of them are further apart than a gap can say."""
+    befores = np.concatenate([[-1], places[:-1]])
+    far = np.flatnonzero(places - befores > _LONGEST_GAP)
+    if not len(far):
+        return places
+    bridges = [
+        befores[i] + _LONGEST_GAP * np.arange(1, math.ceil((places[i] - befores[i]) / _LONGEST_GAP)) for i in far
+    ]
+    return np.sort(np.concatenate([places, *bridges]))
