@@ -66,7 +66,7 @@ def curve(run: Path) -> list[dict[str, Any]]:
     """The metrics without the seconds."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if not k.startswith(("time/", "checked/")) and k != "step_time"}
+        {k: v for k, v in line.items() if not k.startswith(("time/", "push/", "checked/")) and k != "step_time"}
         for line in lines
     ]
 

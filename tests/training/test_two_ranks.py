@@ -94,7 +94,7 @@ def same_logs(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
     for mine, theirs in zip(one, other, strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine:
-            if not name.startswith(("time/", "step_time", "train_", "checked/")):
+            if not name.startswith(("time/", "push/", "step_time", "train_", "checked/")):
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6, nan_ok=True), name
 
 
