@@ -50,7 +50,7 @@ from against_trl.answering import AnsweringProcess
 from against_trl.floors import cpu_name
 from tools_model import CONTEXT, LINE, RESULT, SIZES, TURN, make_tool_model, question
 
-from lockstep.cli.process.huge_pages import kernel_setting, with_huge_pages
+from lockstep.cli.process.malloc import kernel_setting, with_tunables
 
 HERE = Path(__file__).parent
 PARTS = ("waits", "turns", "step")
@@ -304,7 +304,7 @@ def trl_over_lockstep(taken: Mapping[str, Round]) -> float:
 def environment(program: str) -> dict[str, str]:
     """The environment of a program: `lockstep` starts its commands with huge pages, a script that uses TRL does not."""
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return (with_huge_pages(given, kernel_setting()) if program == "lockstep" else None) or given
+    return (with_tunables(given, kernel_setting()) if program == "lockstep" else None) or given
 
 
 # ---- figures ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from floors import floors, measure_machine
 from plot import drawing
 from workloads import make_model, workload
 
-from lockstep.cli.process.huge_pages import kernel_setting, with_huge_pages
+from lockstep.cli.process.malloc import kernel_setting, with_tunables
 from lockstep.training.config.precision import has_fast_bf16
 
 HERE = Path(__file__).parent
@@ -105,7 +105,7 @@ def environment(program: str) -> dict[str, str]:
     """The environment of a program."""
     # The comparison is for CPUs. On a GPU, TRL's vLLM and ours would not be comparable.
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return (with_huge_pages(given, kernel_setting()) if program in HUGE_PAGES else None) or given
+    return (with_tunables(given, kernel_setting()) if program in HUGE_PAGES else None) or given
 
 
 @contextmanager
