@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env dev environments train train-agent train-images test test-long test-release mutations lint verify families bench host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer
+.PHONY: env dev environments train train-agent train-images test test-long test-release mutations lint verify families bench start-up waiting host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer
 
 # Makes the environment once, and again when pyproject.toml or the script changes. `env` has what runs need; `dev` has also what
 # tests, linters and benchmarks need, 1.5 GB more.
@@ -34,6 +34,14 @@ families: dev
 # Compares a whole step, and its learning half, with TRL on the same work. Measures scaling and lower bounds (docs/internals/speed.md).
 bench: dev
 	@$(BIN)/python benchmarks/against_trl/run.py $(ARGS)
+
+# Measures the seconds from enter to the first sampled token, and where they go (docs/internals/speed.md).
+start-up: dev
+	@$(BIN)/python benchmarks/start_up.py $(ARGS)
+
+# Measures the steps of a trainer that has waited, beside its other steps (docs/internals/speed.md).
+waiting: dev
+	@$(BIN)/python benchmarks/waiting.py $(ARGS)
 
 # Measures the cost of a step without the model and the engine, per sampled token (docs/internals/speed.md).
 host-cost: dev

@@ -28,7 +28,7 @@ from against_trl.answering import AnsweringProcess
 from against_trl.floors import cpu_name
 from against_trl.workloads import make_model
 
-from lockstep.cli.process.huge_pages import kernel_setting, with_huge_pages
+from lockstep.cli.process.malloc import kernel_setting, with_tunables
 from lockstep.training.config.precision import engine_dtype
 
 HERE = Path(__file__).parent
@@ -164,7 +164,7 @@ def environment(folder: Path) -> dict[str, str]:
     """The environment of an engine: that of a `lockstep` command, with a compile cache that only earlier engines have filled."""
     caches = {"VLLM_CACHE_ROOT": str(folder / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **caches}
-    return with_huge_pages(given, kernel_setting()) or given
+    return with_tunables(given, kernel_setting()) or given
 
 
 # ---- figures ----------------------------------------------------------------------------------------------------------

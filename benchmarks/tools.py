@@ -5,8 +5,8 @@
     make tools ARGS="--parts step --seconds 0 --rounds 1 --json runs/bench/tools_step.json"
     make tools ARGS="--size tiny --parts waits turns"
 
-Real vLLM in this process. The model calls a tool at the end of every turn (`tools_model.py`), and all turns have the same length.
-Each figure is the median over the rounds after the first.
+Real vLLM in this process. The model calls a tool at the end of every turn (`against_trl/tool_model.py`), and all turns have the
+same length. Each figure is the median over the rounds after the first.
 
 waits: 64 rollouts with 4 turns and 3 calls each; a call takes 0 to 2 s, drawn from the seed of its rollout. Their wall time is
     compared with two times, which are both measured:
@@ -48,9 +48,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from against_trl.answering import AnsweringProcess
 from against_trl.floors import cpu_name
-from tools_model import CONTEXT, LINE, RESULT, SIZES, TURN, make_tool_model, question
+from against_trl.tool_model import CONTEXT, LINE, RESULT, SIZES, TURN, make_tool_model, question
 
-from lockstep.cli.process.huge_pages import kernel_setting, with_huge_pages
+from lockstep.cli.process.malloc import kernel_setting, with_tunables
 
 HERE = Path(__file__).parent
 PARTS = ("waits", "turns", "step")
@@ -276,7 +276,7 @@ def steps(model: str, rounds: int, calls: Sequence[str], folder: Path) -> dict[s
         for program in ("lockstep", "trl"):
             own = folder / f"{program}-{seconds}"
             own.mkdir()
-            command = [str(HERE / "tools_step.py"), program, model, seconds]
+            command = [str(HERE / "against_trl" / "play.py"), program, f"calls-{seconds}", model, "float32"]
             players[program] = AnsweringProcess(command, own / "log", environment(program), str(own))
         try:
             taken = []
@@ -304,7 +304,7 @@ def trl_over_lockstep(taken: Mapping[str, Round]) -> float:
 def environment(program: str) -> dict[str, str]:
     """The environment of a program: `lockstep` starts its commands with huge pages, a script that uses TRL does not."""
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return (with_huge_pages(given, kernel_setting()) if program == "lockstep" else None) or given
+    return (with_tunables(given, kernel_setting()) if program == "lockstep" else None) or given
 
 
 # ---- figures ----------------------------------------------------------------------------------------------------------

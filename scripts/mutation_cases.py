@@ -2350,4 +2350,32 @@ MUTATIONS = [
         "(errno.ENFILE,)",
         "tests/server/test_greeting.py::test_a_process_without_free_descriptors_names_its_limit_and_not_the_server",
     ),
+    Mutation(
+        "a command does not keep freed memory",
+        "cli/process/malloc.py",
+        "        asked |= _KEEP\n",
+        "        pass\n",
+        "tests/cli/test_malloc.py",
+    ),
+    Mutation(
+        "what is made at the start is looked at by every later collection",
+        "collector.py",
+        "        gc.freeze()\n",
+        "        pass\n",
+        "tests/cli/test_collector.py",
+    ),
+    Mutation(
+        "ranks of tokens leave out the token itself",
+        "engines/vllm/eager.py",
+        "(x >= values)",
+        "(x > values)",
+        "tests/engines/test_vllm_eager.py::test_ranks_are_those_that_vllm_counts",
+    ),
+    Mutation(
+        "the canary casts every weight for every sequence",
+        "parity/canary.py",
+        "    with casting_once(model, precision):",
+        "    if True:",
+        "tests/parity/test_canary_and_samples.py::test_the_canary_casts_each_weight_once_and_scores_as_ever",
+    ),
 ]

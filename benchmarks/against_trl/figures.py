@@ -19,6 +19,17 @@ def measured(rounds: Sequence[Mapping[str, Step]]) -> dict[str, Steps]:
     return {program: [taken[program] for taken in rounds[1:]] for program in (rounds[0] if rounds else ())}
 
 
+def check_tokens(steps: Mapping[str, Steps], tokens: int) -> None:
+    """Check that every step of every program sampled this many tokens.
+
+    Raises:
+        SystemExit: a step sampled another number: the programs did other work, and are not compared.
+    """
+    found = {program: {round(step["sampled_tokens"]) for step in taken} for program, taken in steps.items()}
+    if any(own - {tokens} for own in found.values()):
+        raise SystemExit(f"steps that sample {tokens} tokens are compared, and these sampled {found}")
+
+
 def whole_steps(steps: Mapping[str, Steps], floors: Mapping[str, float]) -> dict[str, Any]:
     """A whole step of each program, the ratio of the fastest rival to Lockstep, and Lockstep's phases divided by their floors.
 

@@ -82,11 +82,12 @@ def cpu_name() -> str:
 def floors(work: Any, dtype: str, machine: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, float]:
     """The lower bound in seconds of each phase of a Lockstep step, for the median of the steps' work.
 
-    Generation multiplies every sampled token with all matrices once, and reads the matrices once per decoding step (all sequences
-    decode together). Its prompts are not counted. Learning multiplies every position of the packs three times (forward, gradient
-    of the input, gradient of the weights). Verifying multiplies every position without a gradient once; its other work (a probe
-    of the engine, comparisons) is not counted. A reference model, if there is one, multiplies all positions once. The optimizer
-    reads four and writes three fp32 numbers per weight. A push reads every fp32 weight and writes it in the engine's dtype.
+    Generation multiplies every sampled token with all matrices once, and every token that a tool inserts with those of the trunk.
+    It reads the matrices once per decoding step (all sequences decode together). Its prompts are not counted. Learning multiplies
+    every position of the packs three times (forward, gradient of the input, gradient of the weights). Verifying multiplies every
+    position without a gradient once; its other work (a probe of the engine, comparisons) is not counted. A reference model, if
+    there is one, multiplies all positions once. The optimizer reads four and writes three fp32 numbers per weight. A push reads
+    every fp32 weight and writes it in the engine's dtype.
     """
     sampled = work.sequences * work.tokens
     positions, still, unmoved, whole = (
@@ -94,10 +95,11 @@ def floors(work: Any, dtype: str, machine: dict[str, Any], steps: list[dict[str,
         for name in ("positions", "still_positions", "still_tokens", "all_positions")
     )
     flops = machine["flops"][dtype]
+    products = 2 * (sampled * (_TRUNK + _HEAD) + work.sequences * work.inserted * _TRUNK)
     kept, served = 4 * _WEIGHTS, {"float32": 4, "bfloat16": 2}[dtype] * _WEIGHTS
     has_reference = any(step["phases"]["reference"] for step in steps)
     return {
-        "generate": max(2 * sampled * (_TRUNK + _HEAD) / flops, work.tokens * served / machine["bytes"]),
+        "generate": max(products / flops, work.tokens * served / machine["bytes"]),
         "reference": 2 * (whole * _TRUNK + sampled * _HEAD) / flops if has_reference else 0.0,
         "forward_backward": 6 * (positions * _TRUNK + (sampled - unmoved) * _HEAD) / flops,
         "verify": 2 * (still * _TRUNK + unmoved * _HEAD) / flops,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -53,12 +54,15 @@ class Gate:
         self._take = take
         self._after = after
         self._since: float | None = None
+        self._before: dict[str, int] = {}
 
     def wait(self) -> None:
         """Report the time of the previous step, wait for a line, and begin the next step."""
         if self._since is not None:
             seconds = time.perf_counter() - self._since
-            self._say({"step": seconds, "peak_bytes": peak_bytes(), **self._take()})
+            after = memory()
+            told = {"step": seconds, "peak_bytes": peak_bytes(), "memory": {"before": self._before, "after": after}}
+            self._say({**told, **self._take()})
             self._after()
         else:
             self._say({"ready": True})
@@ -66,6 +70,7 @@ class Gate:
             os._exit(0)
         self._take()
         forget_peak()
+        self._before = memory()
         self._since = time.perf_counter()
 
     def _say(self, answer: dict[str, Any]) -> None:
@@ -101,6 +106,16 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def memory() -> dict[str, int]:
+    """What this process holds now, in bytes, in all and in huge pages; and its page faults since its start (Linux)."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    held = {
+        name: int(line.split()[1]) * 1024 for line in lines if (name := line.split(":")[0]) in ("Rss", "AnonHugePages")
+    }
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return {"resident": held["Rss"], "huge": held["AnonHugePages"], "faults": faults}
+
+
 def peak_bytes() -> int:
     """Most memory that this process has had resident since `forget_peak`."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
@@ -110,13 +125,15 @@ def peak_bytes() -> int:
 def common(work: Any, dtype: str, rollouts: Path | None) -> dict[str, Any]:
     """Fields that both trainers are given."""
     import torch
+    from tool_model import AROUND
 
     return {
         "num_generations": work.completions,
-        "max_completion_length": work.tokens,
+        # With a tool, all turns and results; the last turn ends before the limit.
+        "max_completion_length": work.tokens + work.inserted + (AROUND if work.calls else 0),
+        "max_tool_calling_iterations": work.calls or None,
         "max_steps": _MANY,
-        # The given rollouts belong to the policy only if the policy does not change. The optimizer does the same work at any rate.
-        "learning_rate": 0.0 if rollouts else 1e-6,
+        "learning_rate": learning_rate(work, rollouts),
         "lr_scheduler_type": "constant",
         "save_strategy": "no",
         "report_to": "none",
@@ -127,6 +144,23 @@ def common(work: Any, dtype: str, rollouts: Path | None) -> dict[str, Any]:
         "shuffle_dataset": False,
         "output_dir": "out",
     }
+
+
+def learning_rate(work: Any, rollouts: Path | None) -> float:
+    """The optimizer does the same work at any rate.
+
+    Given rollouts belong to the policy only if the policy does not change. A model that calls a tool must go on sampling its walk.
+    """
+    if rollouts:
+        return 0.0
+    return 1e-9 if work.calls else 1e-6
+
+
+def acting(work: Any) -> dict[str, Any]:
+    """The tools of a workload, as an argument of both trainers."""
+    from workloads import tool
+
+    return {"tools": [tool(work)]} if work.calls else {}
 
 
 def dataset(work: Any, model: str) -> Any:
@@ -152,7 +186,8 @@ class Lockstep:
         )
         data = dataset(work, model)
         engine = recorded_engine(model, dtype, rollouts) if rollouts else None
-        self.trainer = GRPOTrainer(model, reward, config, data, engine=engine)
+        self.trainer = GRPOTrainer(model, reward, config, data, engine=engine, **acting(work))
+        self._sequences = work.sequences
         self._timer = Timer()
         self._timer.around(self.trainer.loop, "rollout", "rollout")
         self._log: dict[str, float] = {}
@@ -170,7 +205,7 @@ class Lockstep:
         phases.pop("step", None)
         return found | {
             "phases": phases,
-            "sampled_tokens": self._log.get("parity/checked_tokens", 0),
+            "sampled_tokens": self._log.get("completions/mean_length", 0) * self._sequences,
             "max_gap": self._log.get("parity/max_abs_gap"),
             "skipped_groups": self._log.get("frac_reward_zero_std"),
             **self._positions(),
@@ -263,7 +298,8 @@ class TRL:
             model_init_kwargs={"dtype": "bfloat16" if program == "trl-bf16-weights" else "float32"},
         )
         rollout_func = recorded_rollouts(rollouts) if rollouts else None
-        self.trainer = GRPOTrainer(model, reward, config, dataset(work, model), rollout_func=rollout_func)
+        data = dataset(work, model)
+        self.trainer = GRPOTrainer(model, reward, config, data, rollout_func=rollout_func, **acting(work))
         self._timer = Timer()
         self._tokens = 0
         self._timer.around(self.trainer, "_generate_and_score_completions", "rollout")

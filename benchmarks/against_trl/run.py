@@ -22,19 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from answering import AnsweringProcess
-from figures import Steps, growth, learning_halves, measured, whole_steps
+from figures import Steps, check_tokens, growth, learning_halves, measured, whole_steps
 from floors import floors, measure_machine
 from plot import drawing
+from tool_model import make_tool_model
 from workloads import make_model, workload
 
-from lockstep.cli.process.huge_pages import kernel_setting, with_huge_pages
+from lockstep.cli.process.malloc import kernel_setting, with_tunables
 from lockstep.training.config.precision import has_fast_bf16
 
 HERE = Path(__file__).parent
 GROWTH = [f"completions-{n}" for n in (8, 16, 32, 64, 128, 256)] + [
     f"length-{n}" for n in (32, 64, 128, 256, 512, 1024)
 ]
-PARTS = ("short", "learning-short", "long", "learning-long", "growth")
+PARTS = ("short", "learning-short", "long", "learning-long", "agent", "growth")
 DTYPES = ("float32", "bfloat16")
 RIVALS = ("trl", "trl-continuous", "trl-bf16-weights", "trl-huge-pages")
 # `lockstep` starts its commands with this; a script that uses TRL does not.
@@ -56,8 +57,8 @@ def main() -> None:
     found: dict[str, Any] = {"machine": measure_machine(), "figures": {}, "steps": {}}
     show_machine(found["machine"])
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(Path(folder) / "model")
         for part, dtype in product(asked.parts, dtypes):
+            model = model_of(part, Path(folder))
             title = f"{part} in {dtype}"
             steps = found["steps"][title] = steps_of(part, model, dtype, asked, Path(folder))
             figures = found["figures"][title] = figures_of(part, dtype, steps, found["machine"])
@@ -65,6 +66,15 @@ def main() -> None:
             if part == "growth":
                 (asked.folder / f"growth-{dtype}.svg").write_text(drawing(steps))
             (asked.folder / "step.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def model_of(part: str, folder: Path) -> str:
+    """The directory of a part's model. It is made once."""
+    work = workload(GROWTH[0] if part == "growth" else part.removeprefix("learning-"))
+    own = folder / ("calling" if work.calls else "plain")
+    if not own.exists():
+        _ = make_tool_model(own, "135m") if work.calls else make_model(own)
+    return str(own)
 
 
 def steps_of(part: str, model: str, dtype: str, asked: argparse.Namespace, folder: Path) -> dict[str, Steps]:
@@ -84,7 +94,11 @@ def figures_of(part: str, dtype: str, steps: dict[str, Steps], machine: dict[str
         return growth(steps)
     if part.startswith("learning-"):
         return learning_halves(steps)
-    return whole_steps(steps, floors(workload(part), dtype, machine, steps["lockstep"]))
+    work = workload(part)
+    if work.calls:
+        # A model that calls a tool can leave its walk.
+        check_tokens(steps, work.sequences * work.tokens)
+    return whole_steps(steps, floors(work, dtype, machine, steps["lockstep"]))
 
 
 # ---- processes --------------------------------------------------------------------------------------------------------
@@ -105,7 +119,7 @@ def environment(program: str) -> dict[str, str]:
     """The environment of a program."""
     # The comparison is for CPUs. On a GPU, TRL's vLLM and ours would not be comparable.
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return (with_huge_pages(given, kernel_setting()) if program in HUGE_PAGES else None) or given
+    return (with_tunables(given, kernel_setting()) if program in HUGE_PAGES else None) or given
 
 
 @contextmanager
@@ -162,7 +176,10 @@ def show(title: str, part: str, figures: dict[str, Any], machine: dict[str, Any]
 
 def show_steps(title: str, part: str, figures: dict[str, Any]) -> None:
     work = workload(part)
-    print(f"\n{title}: {work.prompts} prompts × {work.completions} completions × {work.tokens} tokens, a whole step")
+    turns = f" in {work.calls + 1} turns" if work.calls else ""
+    print(
+        f"\n{title}: {work.prompts} prompts × {work.completions} completions × {work.tokens} tokens{turns}, a whole step"
+    )
     for program, own in figures["programs"].items():
         print(
             f"  {program:16} {own['step_s']:8.2f} s  ({own['smallest_step_s']:.2f} to {own['largest_step_s']:.2f})  "

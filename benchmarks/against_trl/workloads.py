@@ -7,9 +7,17 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+# `run.py` and its programs are started as scripts, tests import this as part of a package.
+sys.path.append(str(Path(__file__).parent))
+
+from tool_model import AROUND, FILLER, TURN, question
 
 # A token that the model practically never samples. With it as the end token, every completion reaches the length limit, so both
 # programs do the same work.
@@ -26,6 +34,9 @@ class Workload:
         trl_batch: completions in one forward of TRL. TRL's default is 8. In a whole step, beside another program with an engine,
             8 long completions need more than 24 GiB of memory.
         trl_learning_batch: the same number, for steps with given rollouts.
+        calls: calls of a tool in every completion, each at the end of a turn. `tokens` are then those of all turns.
+        result_tokens: tokens of what the tool answers.
+        call_seconds: seconds that a call takes.
     """
 
     prompts: int
@@ -34,10 +45,18 @@ class Workload:
     prompt_tokens: int | None
     trl_batch: int
     trl_learning_batch: int
+    calls: int = 0
+    result_tokens: int = 0
+    call_seconds: float = 0.0
 
     @property
     def sequences(self) -> int:
         return self.prompts * self.completions
+
+    @property
+    def inserted(self) -> int:
+        """Tokens that the tool's answers add to a completion, with what the chat template puts around them."""
+        return self.calls * (self.result_tokens + AROUND)
 
 
 WORKLOADS = {
@@ -45,6 +64,8 @@ WORKLOADS = {
     "long": Workload(4, 16, 64, 512, 4, 8),
     # More sequences than an engine may decode together (`benchmarks/sampling.py`).
     "many": Workload(16, 8, 16, None, 8, 8),
+    # An agent: three turns, in a context of 1,024 tokens.
+    "agent": Workload(4, 8, 3 * TURN, 1024 - 3 * TURN - 2 * (128 + AROUND), 4, 4, calls=2, result_tokens=128),
 }
 
 
@@ -56,9 +77,16 @@ def growth(name: str) -> Workload:
     return Workload(completions // 8, 8, tokens, None, 8, max(1, min(8, 32768 // tokens)))
 
 
+def with_calls(name: str) -> Workload:
+    """`calls-S`: four short turns with a call of S seconds between each two."""
+    return Workload(2, 8, 4 * TURN, None, 16, 16, calls=3, result_tokens=8, call_seconds=float(name.rsplit("-", 1)[1]))
+
+
 def workload(name: str) -> Workload:
     """A workload by its name."""
-    return WORKLOADS[name] if name in WORKLOADS else growth(name)
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    return with_calls(name) if name.startswith("calls-") else growth(name)
 
 
 def make_model(folder: Path) -> str:
@@ -78,16 +106,33 @@ def make_model(folder: Path) -> str:
     return str(folder)
 
 
-def prompts(work: Workload, model: str) -> list[str]:
-    """Prompt texts that both programs tokenise alike."""
+def prompts(work: Workload, model: str) -> list[Any]:
+    """Prompts, as texts or messages, that both programs tokenise alike."""
     from lockstep.tasks.arithmetic import arithmetic
     from lockstep.tokens.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model)
+    if work.calls:
+        return _questions(tokenizer, work)
     if work.prompt_tokens is None:
         chats = arithmetic("larger", work.prompts, 1, seed=5)[0]["prompt"]
         return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     return [_of_length(tokenizer, work.prompt_tokens, seed) for seed in range(work.prompts)]
+
+
+def _questions(tokenizer: Any, work: Workload) -> list[Any]:
+    """The prompts of a model that calls a tool; with their length, if the workload has one, counted by the chat template."""
+    shown = {"tools": [tool(work)], "add_generation_prompt": True}
+
+    def length(asked: list[dict[str, str]]) -> int:
+        return len(tokenizer(tokenizer.apply_chat_template(asked, tokenize=False, **shown))["input_ids"])
+
+    found = []
+    for row in range(work.prompts):
+        filler = 0 if work.prompt_tokens is None else work.prompt_tokens - length(question(row))
+        found.append(question(row, filler))
+        assert work.prompt_tokens in (None, length(found[-1])), "a filler is not one token"
+    return found
 
 
 def _of_length(tokenizer: Any, tokens: int, seed: int) -> str:
@@ -99,6 +144,23 @@ def _of_length(tokenizer: Any, tokens: int, seed: int) -> str:
         text += f" {drawn.choice(words)}" if tokens - length > 1 else "."
     assert length == tokens, "a word of several tokens stepped over the length"
     return text
+
+
+def tool(work: Workload) -> Callable[[int], str]:
+    """The tool that the model calls."""
+    answer = FILLER * work.result_tokens
+
+    def look(n: int) -> str:
+        """Look something up.
+
+        Args:
+            n: Where.
+        """
+        if work.call_seconds:
+            time.sleep(work.call_seconds)
+        return answer
+
+    return look
 
 
 def reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:

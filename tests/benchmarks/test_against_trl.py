@@ -9,21 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 # Imported as a package, because other modules could have the same names.
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from against_trl import floors as bounds
-from against_trl.figures import growth, learning_halves, measured, whole_steps
+from against_trl.figures import check_tokens, growth, learning_halves, measured, whole_steps
 from against_trl.plot import drawing
+from against_trl.tool_model import TURN, make_tool_model
 from against_trl.workloads import (
     WORKLOADS,
     Recorded,
     Workload,
     _of_length,
+    prompts,
     read_rollouts,
     reward,
+    tool,
     workload,
     write_rollouts,
 )
@@ -52,6 +55,8 @@ def step(seconds: float, **changes: Any) -> dict[str, Any]:
         ("many", (16, 8, 16, None)),
         ("completions-128", (16, 8, 32, None)),
         ("length-1024", (1, 8, 1024, None)),
+        ("agent", (4, 8, 192, 570)),
+        ("calls-0.1", (2, 8, 256, None)),
     ],
 )
 def test_a_name_stands_for_sizes(name: str, sizes: tuple[int, int, int, int | None]) -> None:
@@ -74,6 +79,26 @@ def test_prompts_are_exactly_as_long_as_asked_and_their_own(tokens: int) -> None
     texts = [_of_length(words, tokens, seed) for seed in range(3)]
     assert [len(words(text)["input_ids"]) for text in texts] == [tokens] * 3
     assert tokens < 17 or len(set(texts)) == 3
+
+
+def test_an_agents_rollout_fills_1024_tokens_of_context(tmp_path: Path) -> None:
+    model, work = make_tool_model(tmp_path / "model", "tiny"), workload("agent")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    look = tool(work)
+
+    def ids(messages: list[dict[str, Any]], *, ends: bool = False) -> list[int]:
+        text = tokenizer.apply_chat_template(messages, tools=[look], tokenize=False, add_generation_prompt=not ends)
+        return tokenizer(text)["input_ids"]
+
+    asked = prompts(work, model)
+    assert {len(ids(one)) for one in asked} == {work.prompt_tokens}
+    assert len({str(one) for one in asked}) == work.prompts
+    # What a result adds: the tool's message and the beginning of the next turn.
+    turn = {"role": "assistant", "content": "x"}
+    added = len(ids([*asked[0], turn, {"role": "tool", "content": look(1)}])) - len(ids([*asked[0], turn], ends=True))
+    assert work.inserted == work.calls * added
+    assert work.prompt_tokens + work.tokens + work.inserted == 1024
+    assert work.tokens == (work.calls + 1) * TURN
 
 
 def test_rewards_differ_between_completions_and_depend_on_nothing_else() -> None:
@@ -137,6 +162,13 @@ def test_generation_is_bound_by_products_or_by_reading_the_weights_a_token() -> 
     assert floors_of(step(1.0), bytes=1e6, dtype="bfloat16")["generate"] == pytest.approx(5 * 2 * bounds._WEIGHTS / 1e6)
 
 
+def test_what_a_tool_inserts_is_multiplied_by_the_trunk_too() -> None:
+    work = Workload(2, 3, 5, None, 6, 6, calls=2, result_tokens=17)
+    found = bounds.floors(work, "float32", {**MACHINE, "bytes": 1e12}, [step(1.0)])["generate"]
+    inserted = 6 * 2 * (17 + 3)
+    assert found == pytest.approx(2 * (30 * (bounds._TRUNK + bounds._HEAD) + inserted * bounds._TRUNK) / 1e9)
+
+
 def test_optimizer_and_push_are_bound_by_bytes() -> None:
     found = floors_of(step(1.0), dtype="bfloat16")
     assert found["optimizer"] == pytest.approx(7 * 4 * bounds._WEIGHTS / 1e8)
@@ -164,6 +196,12 @@ def test_a_rate_is_the_median_of_each_steps_own() -> None:
     steps = [step(1.0, sampled_tokens=30), step(2.0, sampled_tokens=10), step(4.0, sampled_tokens=80)]
     assert whole_steps({"lockstep": steps}, {})["programs"]["lockstep"]["tokens_per_s"] == 20
     assert growth({"length-32": steps})["length-32"]["tokens_per_s"] == 20
+
+
+def test_programs_that_sampled_other_numbers_of_tokens_are_not_compared() -> None:
+    check_tokens({"lockstep": [step(1.0)] * 2, "trl": [step(2.0, sampled_tokens=30.0)]}, 30)
+    with pytest.raises(SystemExit, match=r"compared, and these sampled \{'lockstep': \{30\}, 'trl': \{29\}\}"):
+        check_tokens({"lockstep": [step(1.0)], "trl": [step(2.0, sampled_tokens=29.0)]}, 30)
 
 
 def test_the_ratio_is_of_medians_and_to_the_fastest_rival() -> None:

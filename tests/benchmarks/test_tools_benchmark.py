@@ -12,6 +12,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+from against_trl.tool_model import RESULT, TURN
 from tools import (
     CALLS,
     SAMPLED,
@@ -23,7 +24,6 @@ from tools import (
     waits_figures,
     with_barriers,
 )
-from tools_model import RESULT, TURN
 
 
 def waiting(wall: float, chain: float, computing: float) -> dict[str, Any]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.engines.protocol import Completion, RequestKey, Sampling
 from lockstep.errors import ProofError
-from lockstep.parity.canary import canary_sequences, score_canary
+from lockstep.models.policy import load_policy
+from lockstep.parity.canary import canary_gap, canary_sequences, score_canary
 from lockstep.parity.gap import over_limits
+from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.parity.samples import Seeds, _log_pay, check_samples
 from lockstep.parity.tolerances import tolerance
 from lockstep.verify.stage import Stage
@@ -145,3 +149,24 @@ def test_a_prompt_gets_a_seed_again_only_for_the_same_version() -> None:
     seeds.check({key: 6}, 1)
     with pytest.raises(ProofError, match="that it had at version 1"):
         seeds.check({key: 6}, 2)
+
+
+def test_the_canary_casts_each_weight_once_and_scores_as_ever(untied_dir: str) -> None:
+    model, precision = load_policy(untied_dir), Precision(torch.bfloat16)
+    sequences = canary_sequences(384, 512)
+    own = {n: completion_logps(model, ids[:1], ids[1:], Sampling(1), precision) for n, ids in sequences.items()}
+    layer = model.model.layers[0].mlp.up_proj.weight
+
+    class Casts(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and args[0].shape == layer.shape:
+                self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    with Casts() as casts:
+        found = canary_gap(model, sequences, {n: tuple(s.tolist()) for n, s in own.items()}, precision)
+    assert found.max_abs == 0
+    # Two layers, each with a weight up and a weight of the same shape for the gate.
+    assert casts.count == 4

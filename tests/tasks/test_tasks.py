@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -247,3 +248,18 @@ def test_a_reward_module_that_ends_the_program_is_an_error_that_names_it(
 def test_exact_match_reads_text_and_messages() -> None:
     chat = [{"role": "assistant", "content": " 7\n"}]
     assert exact_match(["7", chat, "77"], ["7", 7, "7"]) == [1.0, 1.0, 0.0]
+
+
+def test_problems_that_are_made_here_need_no_reasoning_gym() -> None:
+    # Its import takes two thirds of a second.
+    code = """
+import subprocess
+import sys
+from lockstep.tasks.data import load_data
+size = {"train_split": "train", "test_split": None, "train_size": 2, "eval_size": 1, "seed": 0}
+assert len(load_data("arithmetic", subset=None, **size).train) == 2
+assert "reasoning_gym" not in sys.modules
+assert len(load_data("reasoning_gym", subset="gcd", **size).train) == 2
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

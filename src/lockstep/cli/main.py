@@ -17,7 +17,7 @@ import lockstep
 from lockstep.cli.fields.description import asks_for_help, help_text, underscored
 from lockstep.cli.process.ending import EndAtOnce
 from lockstep.cli.process.guard import split_in_two
-from lockstep.cli.process.huge_pages import start_anew_with_huge_pages
+from lockstep.cli.process.malloc import start_anew_with_tunables
 from lockstep.errors import InputError, Interrupted, LockstepError
 
 _TRAINING = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo")
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
         print(help_text(words[0], COMMANDS[words[0]], given), end="")
         return 0
     if argv is None and words[0] not in _LIGHT:
-        start_anew_with_huge_pages()
+        start_anew_with_tunables()
         if words[0] in _TRAINING:
             split_in_two()
         ending = EndAtOnce()

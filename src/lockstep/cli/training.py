@@ -14,6 +14,7 @@ from lockstep.cli.past_runs.next_commands import next_lines
 from lockstep.cli.process.guard import run_to_its_end
 from lockstep.cli.process.library_log import LibraryLog, libraries_aside
 from lockstep.cli.process.loading import load_config
+from lockstep.collector import collector_off
 from lockstep.errors import InputError
 from lockstep.report.busy import busy, watched_by
 
@@ -77,7 +78,7 @@ def _trainer_class(command: str) -> Any:
 
 
 def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, log: LibraryLog, given: Given) -> int:
-    with busy("loading the trainer"):
+    with busy("loading the trainer"), collector_off():
         from lockstep.cli.fields.data import data_of
         from lockstep.models.resolve import resolve_model
         from lockstep.rollouts.across_ranks.ranks import Ranks

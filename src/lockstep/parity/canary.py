@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lockstep.engines.protocol import ProbedEngine, Sampling
 from lockstep.parity.decomposition import split_gap
 from lockstep.parity.gap import GapStats, gap_error, measure_gap, over_limits
-from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.parity.rescoring import Precision, casting_once, completion_logps
 from lockstep.parity.tolerances import Tolerance
 from lockstep.tokens.tokenizer import embedding_rows
 
@@ -45,9 +45,10 @@ def canary_gap(
         ProofError: a log-prob is not finite.
     """
     gap = GapStats()
-    for name, ids in sequences.items():
-        policy = completion_logps(model, ids[:1], ids[1:], Sampling(max_tokens=1), precision)
-        gap = gap + measure_gap(torch.tensor(scores[name]), policy, [name], [len(policy)])
+    with casting_once(model, precision):
+        for name, ids in sequences.items():
+            policy = completion_logps(model, ids[:1], ids[1:], Sampling(max_tokens=1), precision)
+            gap = gap + measure_gap(torch.tensor(scores[name]), policy, [name], [len(policy)])
     return gap
 
 

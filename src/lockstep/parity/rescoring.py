@@ -185,6 +185,11 @@ def logit_chunks(
         model.train(was_training)
 
 
+def casting_once(model: PreTrainedModel, precision: Precision) -> AbstractContextManager[Any]:
+    """A context in which forwards without gradient share one cast of each weight. The weights may not change in it."""
+    return _autocast(causal_model(model), precision)
+
+
 def _autocast(model: PreTrainedModel, precision: Precision) -> AbstractContextManager[Any]:
     return torch.autocast(model.device.type, precision.autocast) if precision.autocast else nullcontext()
 

@@ -14,7 +14,6 @@ from lockstep.tasks.builtin_rewards import Reward, exact_match
 from lockstep.tasks.calculator import calculator
 from lockstep.tasks.data_files import READERS, broken_line, data_file
 from lockstep.tasks.dots import dots
-from lockstep.tasks.gym import reasoning_gym_problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,9 @@ def load_data(
     if name == "reasoning_gym":
         if subset is None:
             raise InputError("dataset_name reasoning_gym needs dataset_config, such as letter_counting")
+        # Its import takes as long as all others here together.
+        from lockstep.tasks.gym import reasoning_gym_problems
+
         train, held_out, score = reasoning_gym_problems(subset, train_size, eval_size, seed)
         return TaskData(train, held_out if eval_size else None, (score,))
     train = _load_split(name, subset, train_split)

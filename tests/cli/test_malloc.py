@@ -1,4 +1,4 @@
-"""A command asks the C library for huge pages: once, in the same process id, and the user's own setting has priority."""
+"""A command asks the C library for huge pages and to keep memory: once, in the same process id. The user's setting has priority."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.cli.process.huge_pages import kernel_setting, with_huge_pages
+from lockstep.cli.process.malloc import kernel_setting, with_tunables
 
-ASKED = "glibc.malloc.hugetlb=1"
+HUGE, KEEP = "glibc.malloc.hugetlb=1", "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
+ASKED = f"{HUGE}:{KEEP}"
 ASKING_KERNEL = "always [madvise] never\n"
 
 CHILD = """
 import os, re, sys
 from pathlib import Path
-from lockstep.cli.process import huge_pages
-huge_pages._SETTING = Path(sys.argv[1])
-huge_pages.start_anew_with_huge_pages()
+from lockstep.cli.process import malloc
+malloc._SETTING = Path(sys.argv[1])
+malloc.start_anew_with_tunables()
 block = bytearray(64 << 20)
 for place in range(0, len(block), 4096):
     block[place] = 1
@@ -69,21 +70,55 @@ def test_a_process_that_was_started_by_other_words_is_left_alone(tmp_path: Path)
 
 
 def test_what_the_user_has_said_stays() -> None:
-    assert with_huge_pages({"A": "1"}, ASKING_KERNEL) == {"A": "1", "GLIBC_TUNABLES": ASKED}
-    other = with_huge_pages({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, ASKING_KERNEL)
-    assert other == {"GLIBC_TUNABLES": f"glibc.malloc.arena_max=2:{ASKED}"}
-    for tunables in ("glibc.malloc.hugetlb=0", ASKED):
-        assert with_huge_pages({"GLIBC_TUNABLES": tunables}, ASKING_KERNEL) is None
+    assert with_tunables({"A": "1"}, ASKING_KERNEL) == {"A": "1", "GLIBC_TUNABLES": ASKED}
+    for own, added in (
+        ("glibc.malloc.arena_max=2", ASKED),
+        ("glibc.malloc.hugetlb=0", KEEP),
+        (HUGE, KEEP),
+        ("glibc.malloc.trim_threshold=1", HUGE),
+        ("glibc.malloc.mmap_threshold=131072", HUGE),
+    ):
+        assert with_tunables({"GLIBC_TUNABLES": own}, ASKING_KERNEL) == {"GLIBC_TUNABLES": f"{own}:{added}"}
+    assert with_tunables({"GLIBC_TUNABLES": ASKED}, ASKING_KERNEL) is None
 
 
-@pytest.mark.parametrize("setting", ["[always] madvise never\n", "always madvise [never]\n", ""])
-def test_nothing_is_started_anew_where_it_would_change_nothing(setting: str) -> None:
-    assert with_huge_pages({}, setting) is None
+def test_huge_pages_are_asked_for_where_the_kernel_gives_them_to_those_who_ask() -> None:
+    for setting in ("[always] madvise never\n", "always madvise [never]\n"):
+        assert with_tunables({}, setting) == {"GLIBC_TUNABLES": KEEP}
+    assert with_tunables({}, "") is None
+
+
+@pytest.mark.skipif(not kernel_setting(), reason="not Linux")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    code = """
+import ctypes, resource
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for size in (20, 60):
+        block = libc.malloc(size << 20)
+        ctypes.memset(ctypes.c_void_p(block), 1, size << 20)
+        libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(step(), step())
+"""
+
+    def faults(tunables: str) -> list[int]:
+        given = {**os.environ, "GLIBC_TUNABLES": tunables}
+        done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+        return [int(word) for word in done.stdout.split()]
+
+    pages = (60 << 20) // os.sysconf("SC_PAGE_SIZE")
+    assert min(faults("")) > pages // 2
+    first, second = faults(KEEP)
+    assert first > pages // 2
+    assert second < 100
 
 
 def test_commands_ask_when_they_are_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("lockstep.cli.main.start_anew_with_huge_pages", lambda: asked.append(True))
+    monkeypatch.setattr("lockstep.cli.main.start_anew_with_tunables", lambda: asked.append(True))
     # The real one would fork this test process.
     monkeypatch.setattr("lockstep.cli.main.split_in_two", lambda: None)
     monkeypatch.setattr("lockstep.cli.serve.run", lambda words: 2)

@@ -1,8 +1,9 @@
 """A model that calls a tool in every turn, made here, in the size of the packaged 135M model or tiny.
 
-`tools.py` and `tools_step.py` load it. It computes as much as any model of this size. Its next token depends on its last one, so
-that it samples a walk over a few tokens. A turn is always `TURN` tokens long, most of them drawn from two, and ends with a call of
-the tool `look`. After the token `LINE` it never ends, so that a rollout of one turn can have any length.
+`benchmarks/tools.py` and `run.py` make it, and the programs of `play.py` load it. It computes as much as any model of this size.
+Its next token depends on its last one, so that it samples a walk over a few tokens. A turn is always `TURN` tokens long, most of
+them drawn from two, and ends with a call of the tool `look`. After the token `LINE` it never ends, so that a rollout of one turn
+can have any length.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # The module that makes such models is in tests/.
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
 
 LINE = "<|line|>"
 _NAME = '{"name": "look", "arguments": {"n": '
@@ -22,7 +23,11 @@ _STAGES = 58
 TURN = _STAGES + 6
 # What the tool answers.
 RESULT = "what is 12 + 34"
+# One token of the tokenizer, also many times in a row.
+FILLER = " fox"
 CONTEXT = 512
+# Tokens that the template puts around a result, up to the next turn.
+AROUND = 3
 
 SIZES: dict[str, dict[str, Any]] = {
     # The shape of SmolLM2-135M.
@@ -34,6 +39,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3,
         "head_dim": 64,
         "vocab_size": 49152,
+        "max_position_embeddings": 2048,
         "scale": 0.004,
     },
     "tiny": {"vocab_size": 512},
@@ -66,6 +72,7 @@ def make_tool_model(folder: Path, size: str) -> str:
     return str(folder)
 
 
-def question(number: int) -> list[dict[str, str]]:
-    """The prompt of a row, of about the same number of tokens for every row."""
-    return [{"role": "user", "content": f"{number:04d} the quick brown fox jumps over the lazy dog, what is 12 + 34"}]
+def question(number: int, filler: int = 0) -> list[dict[str, str]]:
+    """The prompt of a row, of about the same number of tokens for every row, and `filler` more."""
+    text = f"{number:04d} the quick brown fox jumps over the lazy dog,{FILLER * filler} what is 12 + 34"
+    return [{"role": "user", "content": text}]

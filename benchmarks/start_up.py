@@ -1,0 +1,107 @@
+"""Measure the seconds from enter to the first sampled token of a training command, and where they go.
+
+    make start-up                                          (warm files, a quiet machine)
+    make start-up ARGS="--runs 5 -- --recipe agent"
+
+Each run is a process of its own (`start_up_inside.py`), in a new output directory. The first run warms the files and is not
+counted. A stage lasts until the next one begins. Prints the median of each stage, in seconds and in processor seconds of all cores.
+Writes `runs/bench/start_up.json` (machine, every run).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from against_trl.floors import cpu_name
+from start_up_inside import FIRST_TOKEN
+
+HERE = Path(__file__).parent
+# The README's first command: `lockstep demo` is the same as this.
+_WORDS = ["grpo", "--recipe", "arithmetic"]
+_LONGEST = 300
+Stage = dict[str, Any]
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--runs", type=int, default=3, help="measured runs; one more goes before them")
+    words.add_argument("--json", type=Path, default=Path("runs/bench/start_up.json"))
+    words.add_argument("command", nargs="*", default=_WORDS, help="the training command, after --")
+    asked = words.parse_args()
+    machine = {"name": cpu_name(), "cores": os.cpu_count()}
+    print(f"{machine['name']}, {machine['cores']} cores: lockstep {' '.join(asked.command)}", flush=True)
+    runs = []
+    for number in range(asked.runs + 1):
+        runs.append(stages(asked.command))
+        last = runs[-1][-1]
+        kind = "" if number else " (not counted)"
+        print(f"  run {number}{kind}: {last['at']:.2f} s, {last['cpu']:.2f} s of processors", flush=True)
+    for stage in figures(runs[1:]):
+        print(
+            f"  {stage['at']:7.2f} s  {stage['seconds']:6.2f} s  {stage['cpu']:6.2f} s of processors  {stage['stage']}"
+        )
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    asked.json.write_text(json.dumps({"machine": machine, "command": asked.command, "runs": runs}, indent=1) + "\n")
+
+
+def stages(command: list[str]) -> list[Stage]:
+    """The stages of one run, with the time and the processor seconds since its start.
+
+    Raises:
+        SystemExit: the command ended before it sampled a token, or took too long.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        noted, log = Path(folder) / "stages", Path(folder) / "log"
+        own = [sys.executable, str(HERE / "start_up_inside.py"), *command, "--output_dir", str(Path(folder) / "run")]
+        began = time.monotonic()
+        with log.open("w") as output:
+            done = subprocess.run(
+                own,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, "LOCKSTEP_STAGES": str(noted)},
+                timeout=_LONGEST,
+                check=False,
+            )
+        found = [json.loads(line) for line in noted.read_text().splitlines()] if noted.exists() else []
+        if not found or found[-1]["stage"] != FIRST_TOKEN:
+            raise SystemExit(
+                f"the command ended with {done.returncode} and sampled nothing:\n{log.read_text()[-3000:]}"
+            )
+    return [{**stage, "at": stage["at"] - began} for stage in found]
+
+
+def figures(runs: list[list[Stage]]) -> list[Stage]:
+    """The median of each stage: when it begins, how long it lasts until the next one begins, and its processor seconds.
+
+    Stages are matched by place and must be the same in all runs. The processor seconds of a stage whose process has just begun
+    are those of that process.
+    """
+    names = [[stage["stage"] for stage in run] for run in runs]
+    assert all(own == names[0] for own in names), "the runs had different stages"
+    found = []
+    for place, name in enumerate(names[0]):
+        following = min(place + 1, len(names[0]) - 1)
+        found.append(
+            {
+                "stage": name,
+                "at": statistics.median(run[place]["at"] for run in runs),
+                "seconds": statistics.median(run[following]["at"] - run[place]["at"] for run in runs),
+                "cpu": statistics.median(run[following]["cpu"] - run[place]["cpu"] for run in runs),
+            }
+        )
+    return found
+
+
+if __name__ == "__main__":
+    sys.path.append(str(HERE))
+    main()

@@ -1,0 +1,143 @@
+"""Measure what it costs a trainer to wait: steps of workload 1, a wait, and steps again.
+
+    make waiting                                        (ten minutes, on a quiet machine)
+    make waiting ARGS="--wait 30 --memory kept"
+
+A trainer waits for slow rewards, evaluations and servers. While it waits, memory that it has freed may be taken by others: Linux
+under a hypervisor reports free memory to the host, which takes it away, and gives it back at the next touch. The command takes
+Lockstep's steps (`against_trl/play.py`) in one process, and beside each step prints:
+
+    faults: pages that the kernel had to give to the process in this step
+    resident, huge: memory of the process before the step, and the part of it in huge pages
+    reported: memory of the machine that Linux reported to its host as free since the step before (if it says so)
+    MHz: the clock of the first core, as the kernel gives it, after the step
+
+`--memory` names what the C library does with freed memory: `returned` (it goes back to Linux, the library's default; with huge
+pages) or `kept` (what `lockstep` commands ask for, `cli/process/malloc.py`). Each is a process of its own, one after the other.
+Writes `runs/bench/waiting.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from against_trl.answering import AnsweringProcess
+from against_trl.floors import cpu_name
+from against_trl.workloads import make_model
+
+from lockstep.cli.process.malloc import kernel_setting, with_tunables
+from lockstep.training.config.precision import has_fast_bf16
+
+HERE = Path(__file__).parent
+MEMORY = ("returned", "kept")
+_REPORTED = Path("/sys/module/page_reporting/parameters")
+Step = dict[str, Any]
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--steps", type=int, default=4, help="measured steps before each wait and after the last one")
+    words.add_argument("--wait", type=float, default=100.0, help="seconds of each wait")
+    words.add_argument("--waits", type=int, default=2)
+    words.add_argument("--memory", nargs="*", choices=MEMORY, default=list(MEMORY))
+    words.add_argument("--json", type=Path, default=Path("runs/bench/waiting.json"))
+    asked = words.parse_args()
+    found: dict[str, Any] = {"machine": {"name": cpu_name(), "cores": os.cpu_count()}, "wait_s": asked.wait}
+    print(f"{cpu_name()}, {os.cpu_count()} cores; waits of {asked.wait:.0f} s", flush=True)
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model")
+        for memory in asked.memory:
+            steps = steps_of(memory, model, asked, Path(folder))
+            found[memory] = {"figures": figures(steps), "steps": steps}
+            print(json.dumps({memory: found[memory]["figures"]}), flush=True)
+            asked.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def steps_of(memory: str, model: str, asked: argparse.Namespace, folder: Path) -> list[Step]:
+    """The steps of one process; the first one is left out."""
+    own = folder / memory
+    own.mkdir()
+    dtype = "bfloat16" if has_fast_bf16() else "float32"
+    command = [str(HERE / "against_trl" / "play.py"), "lockstep", "short", model, dtype]
+    player = AnsweringProcess(command, own / "log", environment(memory), str(own))
+    found: list[Step] = []
+    try:
+        player.ask("step")
+        reported = reported_bytes()
+        for waited in range(asked.waits + 1):
+            if waited:
+                time.sleep(asked.wait)
+            for place in range(asked.steps):
+                gone = reported_bytes()
+                step = {**player.ask("step"), "after_wait": bool(waited) and place == 0}
+                step |= {"reported": gone - reported, "mhz": clock()}
+                reported = reported_bytes()
+                found.append(step)
+                print(line(memory, step), flush=True)
+    finally:
+        player.close()
+    return found
+
+
+def environment(memory: str) -> dict[str, str]:
+    """The environment of the process."""
+    given = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    if memory == "returned":
+        return {**given, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    return with_tunables(given, kernel_setting()) or given
+
+
+def reported_bytes() -> int:
+    """Bytes that Linux has reported to its host as free since the machine started; 0 if it does not count them."""
+    counted = _REPORTED / "reported_kib"
+    return int(counted.read_text()) * 1024 if counted.exists() else 0
+
+
+def clock() -> float:
+    """MHz of the first core, as the kernel gives it; 0 if it does not."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), 0.0)
+
+
+def line(memory: str, step: Step) -> str:
+    """A step as it is printed."""
+    before, after = step["memory"]["before"], step["memory"]["after"]
+    phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in step["phases"].items() if seconds >= 0.05)
+    return (
+        f"  {memory:9}{'after a wait' if step['after_wait'] else '':13} {step['step']:6.2f} s ({phases}); "
+        f"{after['faults'] - before['faults']} faults, resident {before['resident'] / 2**30:.2f} GiB, huge "
+        f"{before['huge'] / 2**30:.2f}, peak {step['peak_bytes'] / 2**30:.2f}; reported {step['reported'] / 2**30:.2f} GiB; "
+        f"{step['mhz']:.0f} MHz"
+    )
+
+
+def figures(steps: list[Step]) -> dict[str, float]:
+    """The median step that follows a wait, the median of the others, and their ratio; the median faults of both."""
+    waited, usual = ([step for step in steps if step["after_wait"] == kind] for kind in (True, False))
+    after, other = (statistics.median(step["step"] for step in own) for own in (waited, usual))
+    return {
+        "after_wait_s": after,
+        "other_s": other,
+        "ratio": after / other,
+        "after_wait_faults": statistics.median(map(faults, waited)),
+        "other_faults": statistics.median(map(faults, usual)),
+        "peak_bytes": max(step["peak_bytes"] for step in steps),
+    }
+
+
+def faults(step: Step) -> int:
+    return step["memory"]["after"]["faults"] - step["memory"]["before"]["faults"]
+
+
+if __name__ == "__main__":
+    sys.path.append(str(HERE))
+    main()
