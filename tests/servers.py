@@ -204,13 +204,14 @@ def _set_limit(engine: VLLMServer, limit: float, generation_timeouts: float) -> 
         calls.timeout = limit
 
 
-def connect(*urls: str, timeout: float = 120.0, transport: str = "auto", key: str = KEY) -> VLLMServer:
+def connect(*urls: str, timeout: float = 120.0, transport: str = "auto", key: str = KEY, run: str = "") -> VLLMServer:
     """A server engine that is connected to running servers."""
     return VLLMServer(
         urls,
         [key] * len(urls),
         timeout=timeout,
         transport=lambda servers: choose_transport(transport, servers, "127.0.0.1", 0, timeout),
+        run=run,
     )
 
 

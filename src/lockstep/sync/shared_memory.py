@@ -17,7 +17,7 @@ import torch
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import InputError
 from lockstep.sync.chunks import Named, Placed, chunks, layout, views
-from lockstep.sync.slots import FilledSlots, TrainerLock, segment_bytes
+from lockstep.sync.slots import FilledSlots, TrainerLock, is_unlocked, segment_bytes
 from lockstep.sync.source import outline
 
 NAME = "shared_memory"
@@ -123,6 +123,11 @@ class Segment:
             raise ValueError(f"{name} is not the trainer's segment of {size} bytes")
         self.memory = _mapped(path, size)
         self.handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the trainer no longer uses the segment."""
+        return is_unlocked(self.handle)
 
     def close(self) -> None:
         """Close the file. The memory is released with the last view of it."""
