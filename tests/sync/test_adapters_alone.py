@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import peft
 import pytest
 import torch
 from conftest import VLLM
@@ -32,7 +31,7 @@ from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.sync import adapter_source
 from lockstep.sync.adapter_live import check_adapter_live
 from lockstep.sync.adapter_push import check_held
-from lockstep.sync.adapter_source import AdapterSource, BaseSource, adapter_shape, check_alone
+from lockstep.sync.adapter_source import AdapterSource, BaseSource, EffectiveSource, adapter_shape, check_alone
 from lockstep.sync.adapters import weights_of
 from lockstep.tokens.tokenizer import load_tokenizer
 
@@ -225,8 +224,10 @@ def test_a_transposed_layer_is_read_as_the_forward_computes_it() -> None:
     inputs = torch.randn(1, 64)
     with torch.no_grad():
         own = layer(inputs) - layer.get_base_layer()(inputs)
-    assert isinstance(model, peft.PeftModel)
     assert float((inputs @ source.delta("transformer.h.0.attn.c_attn").T - own).abs().max()) < 1e-5
+    effective = EffectiveSource(model, torch.float32)
+    for name, merged in weights_of(model):
+        assert float((effective.tensor(name) - merged).abs().max()) < 1e-5, name
 
 
 @on_vllm

@@ -80,7 +80,11 @@ class EffectiveSource(BaseSource):
     def tensor(self, name: str) -> torch.Tensor:
         base = super().tensor(name).to(self._dtype).float()
         layer = name.removesuffix(".weight")
-        return base + self._adapter.delta(layer) if layer in self._adapter.layers else base
+        if layer not in self._adapter.layers:
+            return base
+        delta = self._adapter.delta(layer)
+        # GPT-2 stores its weights as (inputs, outputs).
+        return base + (delta.T if self._adapter.layers[layer].fan_in_fan_out else delta)
 
 
 def check_alone(model: torch.nn.Module) -> None:
