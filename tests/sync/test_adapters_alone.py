@@ -16,7 +16,6 @@ from tiny import CONTEXT, make_model, save
 
 from lockstep.engines.adapters.in_process import adapter_arguments
 from lockstep.engines.adapters.receiver import AdapterLimits
-from lockstep.engines.adapters.worker import take_from_memory
 from lockstep.engines.probe import probe_vector
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, LoadedWeights, RequestKey, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
@@ -87,6 +86,8 @@ def from_cache(engine: VLLMInProcess) -> int:
 
 
 def memory_of(engine: VLLMInProcess) -> Any:
+    from lockstep.engines.adapters.worker import take_from_memory
+
     (found,) = engine.llm.collective_rpc(take_from_memory)
     return found
 
