@@ -28,6 +28,7 @@ class Mutation(NamedTuple):
     needs: str = ""
 
 
+ALONE = "tests/sync/test_adapters_alone.py"
 AUDIT = "tests/audit/test_audit.py"
 EXPERTS = "tests/models/test_checkpoint_names.py"
 SHARDS = ("shards/model.py", "tests/shards/test_model.py")
@@ -176,6 +177,41 @@ def _of(place: tuple[str, str], about: str, old: str, new: str) -> Mutation:
 
 
 MUTATIONS = [
+    Mutation(
+        "an adapter alone is sent with its scaling",
+        "sync/adapter_source.py",
+        "torch.float32)) * scaling).to(self._dtype)",
+        "torch.float32))).to(self._dtype)",
+        f"{ALONE}::test_base_and_adapter_together_are_what_a_merged_push_sends",
+    ),
+    Mutation(
+        "an adapter that vLLM's LoRA cannot compute is refused",
+        "sync/adapter_source.py",
+        "        if is_dora(layer):",
+        "        if False:",
+        f"{ALONE}::test_what_vllms_lora_cannot_hold_is_refused_in_one_sentence",
+    ),
+    Mutation(
+        "an adapter is compared with what the engine holds",
+        "sync/adapter_push.py",
+        "if sent.get(spec.name) != spec]",
+        "if sent.get(spec.name) is None]",
+        f"{ALONE}::test_an_adapter_that_is_held_otherwise_than_it_was_sent_is_named",
+    ),
+    Mutation(
+        "a sent adapter is compared with the live layers",
+        "sync/adapter_live.py",
+        "        _check_sent([(layer",
+        "        len([(layer",
+        f"{ALONE}::test_what_is_sent_is_compared_with_the_layers_themselves",
+    ),
+    Mutation(
+        "the adapter probe compares what the adapter adds",
+        "parity/adapter_probe.py",
+        "(answer[2] - added).abs()",
+        "(answer[2] - answer[2]).abs()",
+        f"{ALONE}::test_the_adapter_probe_passes_rounding_and_finds_a_thousandth",
+    ),
     Mutation(
         "torchvision of another build than torch is not hidden",
         "other_builds.py",

@@ -205,7 +205,12 @@ def _set_limit(engine: VLLMServer, limit: float, generation_timeouts: float) -> 
 
 
 def connect(
-    *urls: str, timeout: float = 120.0, transport: str = "auto", key: str = KEY, deltas: bool = True
+    *urls: str,
+    timeout: float = 120.0,
+    transport: str = "auto",
+    key: str = KEY,
+    deltas: bool = True,
+    run: str = "",
 ) -> VLLMServer:
     """A server engine that is connected to running servers."""
     return VLLMServer(
@@ -213,6 +218,7 @@ def connect(
         [key] * len(urls),
         timeout=timeout,
         transport=lambda servers: choose_transport(transport, servers, "127.0.0.1", 0, timeout, deltas=deltas),
+        run=run,
     )
 
 

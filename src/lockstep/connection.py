@@ -34,8 +34,8 @@ class Connection:
         engine: the servers behind the engine protocol, for trainers that run the proofs themselves.
     """
 
-    def __init__(self, engine: VLLMServer) -> None:
-        self.engine = engine
+    def __init__(self, engine: VLLMServer, *, enable_lora: bool = False) -> None:
+        self.engine, self._enable_lora = engine, enable_lora
         self._model: PreTrainedModel | None = None
         self._pusher: ProvenPusher | None = None
 
@@ -52,6 +52,7 @@ class Connection:
         """Load a model's weights into the servers, and prove every module that the servers then run.
 
         The model is only read. Running requests continue with the new weights; each of their tokens carries its weight version.
+        With `enable_lora`, running requests end with the adapter that they began with.
 
         Args:
             model: a causal language model of the same kind as the servers' model, in any dtype.
@@ -63,7 +64,9 @@ class Connection:
         """
         if model is not self._model:
             check_settings(expected_settings(model, None, self.settings().dtype, min_model_len=2), self.settings())
-            self._pusher = ProvenPusher(model, self.engine, self.settings().dtype, Precision(None))
+            self._pusher = ProvenPusher(
+                model, self.engine, self.settings().dtype, Precision(None), adapter_alone=self._enable_lora
+            )
             self._model = model
         assert self._pusher is not None
         return self._pusher.push(version, every_module=True).push
@@ -120,6 +123,8 @@ def connect(
     deltas: bool = True,
     group_host: str = "127.0.0.1",
     group_port: int = 0,
+    enable_lora: bool = False,
+    run: str = "",
 ) -> Connection:
     """Connect to running servers (`lockstep serve MODEL`, or vLLM's own server with the same arguments).
 
@@ -134,6 +139,10 @@ def connect(
             worker then keep a copy of the weights in main memory, if there is room for it.
         group_host: this machine's address as servers on other machines reach it. Gloo listens on it and on no other.
         group_port: port that gloo listens on; 0 means a free port.
+        enable_lora: send the adapter of a model alone, to vLLM's own LoRA. The server needs `--enable_lora`. Several runs may
+            share it.
+        run: a name of letters and digits. When a run comes back under its name, its old adapters leave the servers. Default: a
+            new name.
 
     Raises:
         InputError: a key cannot be read or is refused, the transport cannot be used, or a server was started without an
@@ -149,6 +158,7 @@ def connect(
     def choose(servers: Sequence[ServerCalls]) -> WeightTransport:
         return choose_transport(transport, servers, group_host, group_port, timeout, deltas=deltas)
 
-    return Connection(
-        VLLMServer(urls, keys, timeout=timeout, transport=choose, generation_timeouts=generation_timeouts)
-    )
+    if run and not run.isalnum():
+        raise InputError(f"run={run!r}; it must consist of letters and digits")
+    engine = VLLMServer(urls, keys, timeout=timeout, transport=choose, generation_timeouts=generation_timeouts, run=run)
+    return Connection(engine, enable_lora=enable_lora)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import peft
 import pytest
 import torch
 from conftest import VLLM
@@ -70,3 +71,14 @@ def test_a_transport_that_nobody_knows_is_refused(server: Server, monkeypatch: p
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     with pytest.raises(InputError, match="must be one of auto, shared_memory, gloo"):
         connect(server.url, transport="pigeon")
+
+
+def test_a_server_without_lora_is_refused_with_the_command_that_starts_one(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    made = connect(server.url, enable_lora=True)
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(InputError, match="start it with 'lockstep serve MODEL --enable_lora --max_lora_rank 4'"):
+        made.update_weights(peft.get_peft_model(make_model(), adapter), 1)  # type: ignore[arg-type]
+    made.close()

@@ -164,9 +164,24 @@ class TestCommand:
         assert "--logprobs-mode" in command
         assert "--no-async-scheduling" in command
 
+    def test_a_server_for_adapters_has_room_and_no_lora_layers_that_nobody_uses(self, untied_dir: str) -> None:
+        plain, asked = options(untied_dir), options(untied_dir, "--enable_lora", "--max_lora_rank", "8")
+        command = command_line(asked)
+        assert command[command.index("--max-cpu-loras") + 1] == "16"
+        layers = command[command.index("--lora-target-modules") + 1 :][:7]
+        assert layers == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+        assert not [word for word in command_line(plain) if "lora" in word]
+        opened = [environment(KEY, one, {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") for one in (plain, asked)]
+        assert opened == [None, "1"]
+        own = command_line(options(untied_dir, "--enable_lora", "--max_loras", "40", "--lora_target_modules", "q_proj"))
+        assert own.count("--max-loras") == own.count("--lora-target-modules") == 1
+        assert "--max-cpu-loras" not in own
+
     @pytest.mark.parametrize(
         "word",
         [
+            "--lora-modules",
+            "--default-mm-loras",
             "--api-key=x",
             "--quantization",
             "-q",

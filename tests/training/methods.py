@@ -71,4 +71,6 @@ def logs(run: OnlineTrainer) -> list[dict[str, Any]]:
 
 def timeless(log: dict[str, Any]) -> dict[str, Any]:
     """The entries of a log that do not depend on the clock."""
-    return {name: value for name, value in log.items() if not name.startswith(("time/", "push/", "step_time", "checked/"))}
+    return {
+        name: value for name, value in log.items() if not name.startswith(("time/", "push/", "step_time", "checked/"))
+    }

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from tiny import CONTEXT
+from tiny import CONTEXT, make_model
 
 from lockstep import GRPOConfig
 from lockstep.engines.transformers_engine import TransformersEngine
@@ -25,7 +25,7 @@ def test_where_vllm_is_not_installed_transformers_generates_and_says_so(
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     config = GRPOConfig(output_dir=str(tmp_path), bf16=False)
-    engine = start_engine(config, untied_dir, load_tokenizer(untied_dir), CONTEXT)
+    engine = start_engine(config, untied_dir, load_tokenizer(untied_dir), CONTEXT, make_model())
     assert isinstance(engine, TransformersEngine)
     assert "engine: transformers (vLLM is not installed here)" in capsys.readouterr().out
 
@@ -36,7 +36,7 @@ def test_asking_for_vllm_where_it_is_not_installed_is_an_error(
     monkeypatch.setitem(sys.modules, "vllm", None)
     config = GRPOConfig(output_dir=str(tmp_path), bf16=False, use_vllm=True)
     with pytest.raises(InputError, match="vLLM is not installed"):
-        start_engine(config, untied_dir, load_tokenizer(untied_dir), CONTEXT)
+        start_engine(config, untied_dir, load_tokenizer(untied_dir), CONTEXT, make_model())
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def _check_asked(asked: VerifyArguments, values: dict[str, Any]) -> None:
         raise InputError("say which model to verify: --model NAME, DIRECTORY or hub id (or --config FILE)")
     if asked.engine not in (None, "vllm", "transformers", "server"):
         raise InputError(f"engine {asked.engine!r}: it must be vllm, transformers or server")
-    for switch in ("use_peft", "use_liger_kernel"):
+    for switch in ("use_peft", "use_liger_kernel", "vllm_enable_lora"):
         if values.get(switch):
             raise InputError(f"{switch} is not verified yet: give --{switch} False to verify the model without")
     if asked.json and not Path(asked.json).resolve().parent.is_dir():
@@ -108,6 +108,7 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
     from lockstep.verify.rows import Row, print_rows, write_json
     from lockstep.verify.run import CHECKS, PICTURE_CHECKS, failed_row, recover, run_checks
     from lockstep.verify.self_test import (
+        ADAPTER_FAULTS,
         FAULTS,
         PICTURE_FAULTS,
         WAYS,
@@ -128,7 +129,7 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
     console = Console()
     rows: list[Row] = []
     verdicts: list[Verdict] = []
-    injected = 1 + len(FAULTS) + len(PICTURE_FAULTS) + len(WAYS) * (1 + len(faults_of_runs()))
+    injected = 1 + len(FAULTS) + len(PICTURE_FAULTS) + len(ADAPTER_FAULTS) + len(WAYS) * (1 + len(faults_of_runs()))
     steps = 1 + (injected if arguments.self_test else len(CHECKS) + len(PICTURE_CHECKS))
     with _progress(steps) as progress, ExitStack() as stack:
         progress("loading both sides")
@@ -156,6 +157,13 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
                     if seeing is not None:
                         recover(seeing)
                         rows += run_checks(seeing, progress, PICTURE_CHECKS)
+                uses_vllm = stage.engine.settings().engine == "vllm"
+            if arguments.self_test and uses_vllm:
+                # The engine before is closed, unless it is that of the stage with pictures.
+                stack.close()
+                with _adapter_stage(name, arguments, config_with({})) as adapted:
+                    if adapted is not None:
+                        verdicts += run_self_test(adapted, progress, ADAPTER_FAULTS)
         except ProofError as error:
             # Trainer and engine could not start together. This error is the only row of the report.
             rows, settings = [failed_row("start", error)], {"model": name}
@@ -194,6 +202,32 @@ def _picture_stage(arguments: VerifyArguments, config: Any, stack: ExitStack) ->
     except InputError as error:
         print(f"lockstep: pictures are not verified: {error}", file=sys.stderr, flush=True)
         return None
+
+
+@contextmanager
+def _adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterator[Stage | None]:
+    """A stage whose engine gets an adapter alone; None: the model cannot have one.
+
+    Raises:
+        ProofError: as in `open_stage`.
+    """
+    import peft
+
+    from lockstep.verify.stage import open_stage
+
+    config.use_vllm, config.vllm_enable_lora = True, True
+    # With a new adapter's B of zeros, no fault would have an effect.
+    adapter = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    with ExitStack() as opened:
+        try:
+            stage = opened.enter_context(
+                open_stage(name, config, _prompts(arguments), plain=arguments.plain_prompts, peft_config=adapter)
+            )
+        except InputError as error:
+            print(f"lockstep: adapters are not verified: {error}", file=sys.stderr, flush=True)
+            yield None
+        else:
+            yield stage
 
 
 def _check_receipt(path: Path) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import head_name
 from lockstep.parity.tolerances import output_rounding, probe_limit
 from lockstep.sync.adapters import weights_of
+from lockstep.sync.source import PlainSource
 
 # Number of linear layers, and of vectors (norms), in a sampled probe. It always contains all embeddings and heads as well.
 _SAMPLE = 6
@@ -78,17 +80,26 @@ class ModuleProbe:
         model: the trained model; only read.
         engine: an engine that should hold the same weights.
         engine_dtype: dtype to which the engine casts weights.
+        source: the weights that the engine should compute with; None: those that a push of the model sends. Weights of a given
+            source are in the engine's dtype already, or are sums of such weights.
 
     Raises:
         InputError: the engine runs no module under the model's names, or the model has an adapter of a kind that cannot be
             merged.
     """
 
-    def __init__(self, model: PreTrainedModel, engine: ProbedEngine, engine_dtype: torch.dtype) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        engine: ProbedEngine,
+        engine_dtype: torch.dtype,
+        *,
+        source: Callable[[PreTrainedModel], PlainSource] | None = None,
+    ) -> None:
+        self._model, self._given = model, source
         self._engine = engine
         self._dtype = engine_dtype
-        self._source = weights_of(model)
+        self._source = self._weights()
         self._modules = self._comparable(engine.modules(self._source.names))
         if not self._modules.probed:
             raise InputError("the engine runs no module under the trained model's names; it cannot be proven")
@@ -102,7 +113,7 @@ class ModuleProbe:
         """
         start = time.perf_counter()
         # Made again for every probe and for every push, because the active adapter may have changed.
-        self._source = weights_of(self._model)
+        self._source = self._weights()
         names = list(self._modules.probed) if every else self._sample(seed)
         answers = self._engine.probe(names, seed, every=every)
         limit, errors, wrong = probe_limit(self._dtype), dict[str, float](), set[str]()
@@ -117,6 +128,9 @@ class ModuleProbe:
         seconds, probed = time.perf_counter() - start, self._modules.probed
         servers = tuple(sorted(wrong - {""}))
         return ProbeRecord(errors, len(names), len(probed), self._modules.unreached, limit, seconds, servers)
+
+    def _weights(self) -> PlainSource:
+        return weights_of(self._model) if self._given is None else self._given(self._model)
 
     def reached(self) -> float:
         """Share of the trainer's weights, counted in elements, that a probe reaches."""
@@ -246,7 +260,7 @@ class ModuleProbe:
 
     def _cast(self, parameter: torch.Tensor) -> torch.Tensor:
         """The values that the engine should hold, in float32."""
-        return parameter.to(self._dtype).float()
+        return parameter.to(self._dtype).float() if self._given is None else parameter.float()
 
 
 def check_probe(record: ProbeRecord, version: int) -> None:

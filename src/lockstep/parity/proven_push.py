@@ -15,11 +15,14 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Engine
+from lockstep.parity.adapter_probe import check_adapter_probe
 from lockstep.parity.canary import check_canary, score_canary
 from lockstep.parity.gap import GapStats
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
 from lockstep.parity.rescoring import Precision
 from lockstep.parity.tolerances import tolerance
+from lockstep.sync.adapter_push import AdapterPusher
+from lockstep.sync.adapter_source import EffectiveSource
 from lockstep.sync.push import SyncRecord, forget_push, push_weights
 
 Phase = Callable[[str], AbstractContextManager]
@@ -52,6 +55,7 @@ class ProvenPusher:
         engine_dtype: the dtype in which the engine computes.
         precision: the dtypes in which the trainer computes its forward.
         seed: seed of the run; the probe vectors depend on it and on the version.
+        adapter_alone: whether the engine gets the adapter alone, for vLLM's own LoRA, instead of merged weights.
         phase: measures the time of a push (under the name "sync") and of its proofs ("verify").
     """
 
@@ -63,12 +67,14 @@ class ProvenPusher:
         precision: Precision,
         *,
         seed: int = 0,
+        adapter_alone: bool = False,
         phase: Phase = lambda name: nullcontext(),
     ) -> None:
         self._model, self._engine, self._dtype = model, engine, engine_dtype
         self.precision = precision
         self.limit = tolerance(engine_dtype, precision.dtype_of(model))
         self._seed, self._phase = seed, phase
+        self._adapters = AdapterPusher(model, engine) if adapter_alone else None
         self._module_probe: ModuleProbe | None = None
         self._trusted = False
         self.proof: PushProof | None = None
@@ -81,7 +87,13 @@ class ProvenPusher:
             InputError: the engine runs no module under the trained model's names.
         """
         if self._module_probe is None:
-            self._module_probe = ModuleProbe(self._model, self._engine, self._dtype)
+            if self._adapters is None:
+                self._module_probe = ModuleProbe(self._model, self._engine, self._dtype)
+            else:
+                dtype = self._dtype
+                self._module_probe = ModuleProbe(
+                    self._model, self._engine, dtype, source=lambda model: EffectiveSource(model, dtype)
+                )
         return self._module_probe
 
     def distrust(self) -> None:
@@ -104,7 +116,7 @@ class ProvenPusher:
             # What was left out would stay as it is, also if it is wrong.
             forget_push(self._engine)
         with self._phase("sync"):
-            record = push_weights(self._model, self._engine, version)
+            record = self._send(version)
         with self._phase("verify"):
             probe = self.probe(version, every_module=every_module or not trusted)
             gap = self.score_canary(version) if canary else None
@@ -112,14 +124,22 @@ class ProvenPusher:
         self.proof = PushProof(record, probe, gap)
         return self.proof
 
+    def _send(self, version: int) -> SyncRecord:
+        if self._adapters is not None:
+            return self._adapters.push(version)
+        return push_weights(self._model, self._engine, version)
+
     def probe(self, version: int, *, every_module: bool = True) -> ProbeRecord:
         """Compare the engine's modules with the model's current weights.
 
         Raises:
             ProofError: a module gives other outputs. The message names it.
         """
-        record = self.module_probe.measure(self._seed * 1_000_003 + version, every=every_module)
+        seed = self._seed * 1_000_003 + version
+        record = self.module_probe.measure(seed, every=every_module)
         check_probe(record, version)
+        if self._adapters is not None:
+            check_adapter_probe(self._model, self._adapters.receiver, self._dtype, seed, version, every=every_module)
         return record
 
     def score_canary(self, version: int) -> GapStats:

@@ -32,10 +32,12 @@ _OWN = frozenset(
 _FOREIGN = frozenset(
     {
         "code_revision",
+        "default_mm_loras",
         "enable_prompt_embeds",
         "hf_config_path",
         "kv_offloading_backend",
         "kv_offloading_size",
+        "lora_modules",
         "model_class_overrides",
         "quantization_config",
         "scheduler_cls",

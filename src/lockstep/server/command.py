@@ -20,6 +20,7 @@ from lockstep.engines.vllm.pictures import picture_arguments
 from lockstep.errors import InputError
 from lockstep.models.policy import context_length
 from lockstep.models.vision import reads_pictures
+from lockstep.server.adapters import ENVIRONMENT, adapter_words
 from lockstep.server.arguments import check_words, name_of
 from lockstep.server.keys import KEY_VARIABLE
 
@@ -105,6 +106,8 @@ def command_line(options: ServeOptions) -> list[str]:
     said = {name_of(word) for word in options.rest if word.startswith("--")}
     said |= {name.removeprefix("no_") for name in said}
     words = [word for name, value in arguments.items() if name not in said for word in _words(name, value)]
+    if "enable_lora" in said:
+        words += adapter_words(options.model, said)
     return [sys.executable, "-m", "lockstep.server.launch", *words, *map(_dashed, options.rest)]
 
 
@@ -123,7 +126,8 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     # vLLM's own processes unpickle what they send each other. `--host` is the address of the guarded server alone.
     inside = {} if _has_several_nodes(names) else _LOOPBACK
-    return {**defaults, **ours, **inside, **_path_of(ours), **_ALWAYS, KEY_VARIABLE: key}
+    adapters = ENVIRONMENT if "enable_lora" in names else {}
+    return {**defaults, **ours, **inside, **adapters, **_path_of(ours), **_ALWAYS, KEY_VARIABLE: key}
 
 
 _SEVERAL_NODES = {"nnodes", "node_rank", "master_addr"}

@@ -250,6 +250,29 @@ def _whole(shards: ShardedModel | None, parameter: torch.Tensor) -> torch.Tensor
     return parameter.detach() if shards is None else shards.gather(parameter)
 
 
+def factors_of(layer: Any, shards: ShardedModel | None) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The factors A (rank, inputs) and B (outputs, rank) of a layer's active adapter, whole, and its scaling."""
+    down, up = (_whole(shards, factor) for factor in own_factors(layer))
+    return down, up, float(layer.scaling[_active(layer)[0]])
+
+
+def own_factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parameters A and B of a layer's active adapter."""
+    return _factor_parameters(layer, _active(layer)[0])
+
+
+def is_dora(layer: Any) -> bool:
+    """Whether a layer's active adapter is of a kind with a magnitude (DoRA)."""
+    return _active(layer)[0] in layer.lora_variant
+
+
+def is_whole_copy(module: torch.nn.Module) -> bool:
+    """Whether a module was trained as a whole beside the adapter (`modules_to_save`)."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return isinstance(module, AuxiliaryTrainingWrapper)
+
+
 def _factors(layer: Any, adapter: str, shards: ShardedModel | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The two factors of the delta: `left @ right` has the shape of the layer's weight."""
     down, up = (_whole(shards, factor) for factor in _factor_parameters(layer, adapter))

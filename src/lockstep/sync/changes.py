@@ -52,6 +52,7 @@ class Update:
         sent: what the engine was sent last. It is forgotten until this push is proven.
 
     Attributes:
+        recorded: whether a later update may build on this one.
         base: digest of the weights that the engine must hold before; empty: everything is sent.
         sent_bytes: size of what was sent.
         differing: number of elements that differ from those of the last push; None: they were not counted.
@@ -62,7 +63,7 @@ class Update:
 
     def __init__(self, source: PlainSource, dtype: torch.dtype | None = None, sent: Sent | None = None) -> None:
         self._source, self._dtype = source, dtype
-        self._sent = Sent() if sent is None else sent
+        self.recorded, self._sent = sent is not None, Sent() if sent is None else sent
         before = self._sent.manifest
         self._sent.forget()
         self._before = {} if before is None else {spec.name: spec for spec in before.tensors}
@@ -196,6 +197,11 @@ class Update:
 def outline(tensors: Iterable[Named]) -> Iterable[Named]:
     """Names, dtypes and shapes of what `pieces` will give. A source does not make its tensors for this."""
     return tensors.outline() if isinstance(tensors, PlainSource | Update) else tensors
+
+
+def is_recorded(tensors: Iterable[Named]) -> bool:
+    """Whether a later update may build on these tensors, so that it is worth keeping copies of them."""
+    return tensors.recorded if isinstance(tensors, Update) else True
 
 
 def pieces(tensors: Iterable[Named], *, deltas: bool = False) -> Iterator[Piece]:

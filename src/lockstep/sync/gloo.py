@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import EngineLost, InputError
-from lockstep.sync.changes import outline, pieces
+from lockstep.sync.changes import is_recorded, outline, pieces
 from lockstep.sync.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, chunks, end_of, layout, views
 from lockstep.sync.deltas import Piece, arrived_pieces, available_bytes, count_of, piece_bytes, raw_bytes
 from lockstep.sync.gloo_proof import SignedStore, new_secret, prove_to_each_other
@@ -66,9 +66,7 @@ class GlooTransport:
         _listen(host, port).close()
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
-        if self._deltas is None:
-            self._deltas = self._wants_deltas and _may_keep_copies(outline(tensors), servers)
-        deltas = self._deltas
+        deltas = is_recorded(tensors) and self._sends_deltas(tensors, servers)
         pool = ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push")
         listener = _listen(self._host, self._port)
         ranks = worker_ranks(servers, 1)
@@ -103,6 +101,11 @@ class GlooTransport:
             finish_all(pending)
         finally:
             pool.shutdown(wait=False)
+
+    def _sends_deltas(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> bool:
+        if self._deltas is None:
+            self._deltas = self._wants_deltas and _may_keep_copies(outline(tensors), servers)
+        return self._deltas
 
     def forget(self) -> None:
         """Look again whether there is room for copies, because the servers may be others."""

@@ -21,7 +21,7 @@ from lockstep.errors import InputError
 from lockstep.sync.changes import outline, pieces
 from lockstep.sync.chunks import Named, Placed, chunks, layout, views
 from lockstep.sync.deltas import Changes, Piece, arrived_pieces, count_of
-from lockstep.sync.slots import FilledSlots, TrainerLock, segment_bytes
+from lockstep.sync.slots import FilledSlots, TrainerLock, is_unlocked, segment_bytes
 
 NAME = "shared_memory"
 _FOLDER = Path("/dev/shm")
@@ -143,6 +143,11 @@ class Segment:
             raise ValueError(f"{name} is not the trainer's segment of {size} bytes")
         self.memory = _mapped(path, size)
         self.handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the trainer no longer uses the segment."""
+        return is_unlocked(self.handle)
 
     def close(self) -> None:
         """Close the file. The memory is released with the last view of it."""

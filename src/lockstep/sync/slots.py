@@ -159,7 +159,7 @@ def _is_at(counters: Any, push: int) -> bool:
 
 
 def _is_gone(counters: Any, push: int, handle: int) -> bool:
-    return not _is_at(counters, push) or _is_unlocked(handle)
+    return not _is_at(counters, push) or is_unlocked(handle)
 
 
 def _publish(counters: Any, push: int, worker: int, taken: int) -> None:
@@ -202,7 +202,8 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _is_unlocked(handle: int) -> bool:
+def is_unlocked(handle: int) -> bool:
+    """Whether no trainer holds the lock of a segment."""
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

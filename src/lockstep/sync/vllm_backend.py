@@ -7,7 +7,8 @@ layers. The backend records the tensors that were written, and `sync/push.py` co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ from lockstep.sync.vllm_reload import (
 
 # Merged or cast tensors are loaded in parts of this size. Two parts may be in memory, beside tensors that vLLM still needs.
 _PART_BYTES = 16 << 20
+_WRAPPED = ".base_layer"
 
 
 @dataclass
@@ -109,15 +111,18 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self._layers: tuple[LayerReloadingInfo, ...] = ()
         self._kernels: dict[Any, Any] = {}
         self._open = False
+        # Digest of the last whole push; empty while one is on its way.
+        self.base_digest = ""
 
     def start_weight_update(self) -> None:
         if self._open:
             # The previous update failed half-way, and layers still wait for their rest: restore them before starting again.
             finalize_layerwise_reload(self.model, self.model_config)
-        self._open = True
+        self._open, self.base_digest = True, ""
         self.acknowledgement = LoadedWeights((), ())
         self.held.open()
-        self._parameters = tuple(name for name, _ in self.model.named_parameters())
+        # A LoRA layer around a module adds its own part to the names of parameters. A load reports them without it.
+        self._parameters = tuple(name.replace(_WRAPPED, "") for name, _ in self.model.named_parameters())
         self._layers = begin_reload(self.model)
         self._kernels = forget_packed_experts(self.model)
 
@@ -133,7 +138,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
             return
         finish_specs = begin_specs(arrived)
         try:
-            written = self.model.load_weights(iter(arrived)) or ()
+            written = {name.replace(_WRAPPED, "") for name in self.model.load_weights(iter(arrived)) or ()}
         finally:
             # When this returns, nothing reads the tensors any more.
             specs = finish_specs()
@@ -146,6 +151,8 @@ class _LayerwiseTransfer(WeightTransferEngine):
         keep_packed_experts(self._kernels)
         repack_heads(self.model, self.held.written_now)
         self._open = False
+        if not self.acknowledgement.untouched:
+            self.base_digest = self.held.digest
 
     def shutdown(self) -> None:
         pass
@@ -181,6 +188,10 @@ class ServerWeightTransfer(_LayerwiseTransfer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._segment: shared_memory.Segment | None = None
+        # Segments of the trainers that send adapters, by name.
+        self._segments: dict[str, shared_memory.Segment] = {}
+        # The run that pushes now, and until when at most.
+        self._reserved = "", 0.0
         self._gloo = gloo.Receiver()
         self._reference = Reference()
 
@@ -189,29 +200,11 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._segment = shared_memory.Segment(init_info.segment, init_info.bytes)
 
     def receive_weights(self, update_info: WireUpdate) -> None:
-        # The trainer names the rank of the server's first worker; the other workers have the ranks after it.
-        own = update_info.rank + self.parallel_config.rank
-        if update_info.transport == gloo.NAME:
-            coming = self._gloo.receive({**vars(update_info), "rank": own}, update_info.chunks)
-        elif update_info.transport == shared_memory.NAME and self._segment is not None:
-            coming = shared_memory.pieces_of(
-                taken_chunks(
-                    self._segment.memory,
-                    self._segment.handle,
-                    update_info.chunks,
-                    push=update_info.push,
-                    worker=own,
-                    workers=update_info.size,
-                    timeout=update_info.timeout,
-                )
-            )
-        else:
-            raise ValueError(f"transport {update_info.transport!r} was not agreed on")
         takes = self.held.builds_on(update_info.base)
         if not (update_info.keeps and update_info.base):
             self._reference.clear()
         # Close at once even if a load fails: transfers in flight then end before the next push can begin.
-        with contextlib.closing(coming):
+        with contextlib.closing(self._coming(update_info, self._segment)) as coming:
             for pieces in coming:
                 # An update that may not be loaded is received too, because other servers receive the same bytes.
                 if takes and update_info.keeps:
@@ -223,16 +216,69 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         elif update_info.keeps:
             self.load(self._reference.to_load())
 
+    def reserve(self, run: str, seconds: float) -> bool:
+        """Reserve this engine for the push of one run. Returns whether no other run has reserved it."""
+        owner, until = self._reserved
+        if owner != run and time.monotonic() < until:
+            return False
+        self._reserved = run, time.monotonic() + seconds
+        return True
+
+    def open_segment(self, info: Mapping[str, Any]) -> None:
+        """Map the segment of a trainer that sends adapters. Segments of trainers that are gone are closed."""
+        for name in [name for name, segment in self._segments.items() if segment.is_left]:
+            self._segments.pop(name).close()
+        self._segments[info["segment"]] = shared_memory.Segment(info["segment"], info["bytes"])
+
+    def received(self, info: Mapping[str, Any], segment: str) -> list[Named]:
+        """The tensors of a push that is no update of the weights, in memory of their own.
+
+        Args:
+            info: the fields of `WireUpdate`.
+            segment: name of the trainer's segment, if it sends through shared memory.
+        """
+        with contextlib.closing(self._coming(WireUpdate(**info), self._segments.get(segment))) as coming:
+            return [(name, tensor.clone()) for pieces in coming for name, tensor in _whole(pieces)]
+
+    def _coming(
+        self, update_info: WireUpdate, segment: shared_memory.Segment | None
+    ) -> Generator[list[Piece], None, None]:
+        # The trainer names the rank of the server's first worker; the other workers have the ranks after it.
+        own = update_info.rank + self.parallel_config.rank
+        if update_info.transport == gloo.NAME:
+            return self._gloo.receive({**vars(update_info), "rank": own}, update_info.chunks)
+        if update_info.transport == shared_memory.NAME and segment is not None:
+            return shared_memory.pieces_of(
+                taken_chunks(
+                    segment.memory,
+                    segment.handle,
+                    update_info.chunks,
+                    push=update_info.push,
+                    worker=own,
+                    workers=update_info.size,
+                    timeout=update_info.timeout,
+                )
+            )
+        raise ValueError(f"transport {update_info.transport!r} was not agreed on")
+
     def _load_passing(self, pieces: Sequence[Piece]) -> None:
         """Load tensors whose memory is reused as soon as the next chunk is requested."""
-        arrived = [(name, tensor) for name, tensor in pieces if not isinstance(tensor, Changes)]
+        arrived = _whole(pieces)
         self.load(arrived)
         keep_pending(self._layers, [tensor for _, tensor in arrived])
 
     def shutdown(self) -> None:
         self._close_segment()
+        for segment in self._segments.values():
+            segment.close()
+        self._segments = {}
 
     def _close_segment(self) -> None:
         if self._segment is not None:
             self._segment.close()
         self._segment = None
+
+
+def _whole(pieces: Sequence[Piece]) -> list[Named]:
+    """The tensors that arrived as a whole."""
+    return [(name, tensor) for name, tensor in pieces if not isinstance(tensor, Changes)]

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.engines.probe import encode_floats
+from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.vllm.settings import effective_settings, splits_prompts
 from lockstep.sync.deltas import available_bytes
 from lockstep.sync.shared_memory import read_mark
@@ -30,10 +31,12 @@ class LockstepWorker:
 
     def lockstep_state(self) -> dict[str, Any]:
         """The identity of this engine, and the settings that it runs with. Every trainer calls it first."""
+        from lockstep.engines.adapters.worker import take_from_memory
         from lockstep.engines.vllm.kept_ids import record_kept_ids
         from lockstep.engines.vllm.pictures import picture_cache_bytes, record_pictures
         from lockstep.sync.vllm_reload import loaded_dtypes
 
+        memory = take_from_memory(self)
         record_kept_ids(self)
         record_pictures(self)
         return {
@@ -45,6 +48,7 @@ class LockstepWorker:
             "takes_priorities": self.vllm_config.scheduler_config.policy == "priority",
             "picture_cache": picture_cache_bytes(self.vllm_config.model_config),
             "splits_prompts": splits_prompts(self.vllm_config),
+            "adapters": memory is not None,
             "loads_in": loaded_dtypes(self.model_runner.model),
             "available_bytes": available_bytes(),
         }
@@ -60,11 +64,15 @@ class LockstepWorker:
         found = list_modules(self, tuple(json.loads(checkpoint_names)))
         return {"probed": [asdict(m) for m in found.probed.values()], "unreached": list(found.unreached)}
 
-    def lockstep_probe(self, names: str, seed: str, every: str) -> dict[str, str]:
-        """The output of each named module: float32 values, little-endian, base64."""
+    def lockstep_probe(self, names: str, seed: str, every: str, adapter: str = "") -> dict[str, str]:
+        """The output of each named module: float32 values, little-endian, base64.
+
+        Args:
+            adapter: name of the adapter that the modules use; empty: they use none.
+        """
         from lockstep.engines.vllm.probe import probe_modules
 
-        answers = probe_modules(self, tuple(json.loads(names)), int(seed), json.loads(every))
+        answers = probe_modules(self, tuple(json.loads(names)), int(seed), json.loads(every), adapter or None)
         return {name: encode_floats(answer) for name, answer in answers.items()}
 
     def lockstep_pictures(self, digests: str) -> dict[str, str | None]:
@@ -81,13 +89,67 @@ class LockstepWorker:
 
     def lockstep_acknowledgement(self) -> dict[str, Any]:
         """`LoadedWeights` of the last update."""
-        found = self.weight_transfer_engine.acknowledgement
-        return {
-            "tensors": [list(spec) for spec in found.tensors],
-            "untouched": list(found.untouched),
-            "unknown_base": found.unknown_base,
-        }
+        return as_json(self.weight_transfer_engine.acknowledgement)
 
     def lockstep_sees(self, name: str) -> dict[str, str | None]:
         """The content of a trainer's file in shared memory, or None if this machine has no such file."""
         return {"read": read_mark(name)}
+
+    # ---- adapters alone (`engines/adapters/servers.py`) -------------------------------------------------------------
+
+    def lockstep_adapters(self) -> dict[str, Any] | None:
+        """The largest rank, the dtype, the room, and the names of the adapters held; None: vLLM was started without LoRA."""
+        from lockstep.engines.adapters.worker import adapter_state
+
+        return adapter_state(self)
+
+    def lockstep_base(self) -> dict[str, str]:
+        """Digest of the last whole push; empty if there was none."""
+        return {"digest": self.weight_transfer_engine.base_digest}
+
+    def lockstep_reserve(self, run: str, seconds: str) -> dict[str, bool]:
+        """Reserve this engine for the push of one run (0 seconds: end it). Returns whether no other run has reserved it.
+
+        A dictionary, because vLLM makes words of other values than dictionaries and lists.
+        """
+        return {"granted": self.weight_transfer_engine.reserve(run, float(seconds))}
+
+    def lockstep_open_segment(self, info: str) -> dict[str, Any]:
+        """Open a trainer's segment of shared memory, for its adapters."""
+        self.weight_transfer_engine.open_segment(json.loads(info))
+        return {}
+
+    def lockstep_keep_adapter(self, name: str, info: str, segment: str) -> dict[str, Any]:
+        """Receive an adapter and keep it until vLLM loads it. Returns `LoadedWeights`."""
+        from lockstep.engines.adapters.worker import keep_adapter
+
+        return as_json(keep_adapter(self, name, self.weight_transfer_engine.received(json.loads(info), segment)))
+
+    def lockstep_held_adapter(self, name: str) -> dict[str, Any]:
+        """`LoadedWeights` of an adapter as vLLM computes with it."""
+        from lockstep.engines.adapters.worker import held_adapter
+
+        return as_json(held_adapter(self, name))
+
+    def lockstep_probe_adapter(self, name: str, layers: str, seed: str) -> dict[str, str]:
+        """Outputs of each adapted layer with the adapter, without it, and their difference, one after the other."""
+        from lockstep.engines.adapters.worker import probe_adapter
+
+        answers = probe_adapter(self, name, json.loads(layers), int(seed))
+        return {layer: encode_floats(answer.flatten()) for layer, answer in answers.items()}
+
+    def lockstep_drop_adapters(self, names: str) -> dict[str, Any]:
+        """Remove adapters."""
+        from lockstep.engines.adapters.worker import drop_adapters
+
+        drop_adapters(self, json.loads(names))
+        return {}
+
+
+def as_json(found: LoadedWeights) -> dict[str, Any]:
+    """`LoadedWeights` as JSON types."""
+    return {
+        "tensors": [list(spec) for spec in found.tensors],
+        "untouched": list(found.untouched),
+        "unknown_base": found.unknown_base,
+    }

@@ -24,6 +24,7 @@ from lockstep.errors import InputError, ProofError
 from lockstep.parity.step.draws import DrawEvidence
 from lockstep.verify.draw_checks import many_draws
 from lockstep.verify.faults import (
+    adapters,
     backward,
     conversations,
     draws,
@@ -65,6 +66,8 @@ _CONTROL = Fault("-", "nothing: a control", lambda stage: nullcontext())
 _EVALUATED = replace(_CONTROL, what="nothing, at an evaluation: a control", evaluates=True)
 # They need a stage whose prompts show pictures.
 PICTURE_FAULTS = pictures.FAULTS
+# They need a stage whose engine gets an adapter alone.
+ADAPTER_FAULTS = adapters.FAULTS
 
 # A fault that is small in one token needs more of them than `lockstep verify` samples.
 _CHECKS = {**CHECKS, "draws": many_draws}

@@ -200,10 +200,10 @@ class Stage:
         return replace(Sampling(self.config.max_completion_length, temperature=self.config.temperature), **changes)
 
     def move(self, scale: float, seed: int | None = None) -> None:
-        """Add noise to every weight: `scale` times its tensor's mean absolute value, with a new seed for each version."""
+        """Add noise to every trained weight: `scale` times its tensor's mean absolute value, with a new seed for each version."""
         generator = torch.Generator().manual_seed(self.version if seed is None else seed)
         with torch.no_grad():
-            for p in self.model.parameters():
+            for p in filter(lambda p: p.requires_grad, self.model.parameters()):
                 p += scale * p.abs().mean() * torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
 
     @contextmanager
@@ -260,6 +260,7 @@ def open_stage(
     plain: bool = False,
     pictures: bool = False,
     engine: Engine | None = None,
+    peft_config: Any = None,
 ) -> Iterator[Stage]:
     """Load both sides, check the handshake, and prove the first push.
 
@@ -268,6 +269,7 @@ def open_stage(
         plain: whether the built-in prompts are text instead of messages.
         pictures: whether to use built-in prompts with two pictures each, instead of all others. The model must read pictures.
         engine: a running engine to use. The caller closes it.
+        peft_config: the adapter that is trained; None: the whole model is trained.
 
     Raises:
         InputError: model, engine or tokenizer cannot be used.
@@ -291,7 +293,9 @@ def open_stage(
         rows = [{"prompt": before + prompt if plain else prompt, "images": images} for prompt, images in shown]
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         config.output_dir, config.reward_weights = folder, None
-        trainer = GRPOTrainer(model, _alternating, config, datasets.Dataset.from_list(rows), engine=engine)
+        trainer = GRPOTrainer(
+            model, _alternating, config, datasets.Dataset.from_list(rows), engine=engine, peft_config=peft_config
+        )
         # Nobody reads the files of these runs.
         trainer.remove_callback(RunFiles)
         try:

@@ -54,7 +54,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "engine": (
         "use_vllm", "vllm_max_num_seqs", "vllm_gpu_memory_utilization", "vllm_max_model_length", "engine_dtype",
-        "vllm_engine_kwargs",
+        "vllm_engine_kwargs", "vllm_enable_lora",
     ),
     "server": (
         "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_key_file",

@@ -47,11 +47,12 @@ class ServerCalls:
         self.url = url.rstrip("/")
         self.timeout = timeout
         # Set after the first answer of the server: workers that share its model, whether requests may have priorities, bytes of
-        # its cache of pictures (0: it has none), and main memory that its machine has left.
+        # its cache of pictures (0: it has none), main memory that its machine has left, and whether it was started with LoRA.
         self.world_size = 1
         self.takes_priorities = False
         self.picture_cache = 0
         self.available_bytes = 0
+        self.takes_adapters = False
         # The start of an update, if one is in progress. Weights are sent only after it.
         self.beginning: concurrent.futures.Future[Any] | None = None
         self._loop = loop
@@ -69,8 +70,13 @@ class ServerCalls:
             verify=_certificates(),
         )
 
-    async def ask(self, method: str, path: str, body: Any = None, *, limit: float | None = None, **query: Any) -> Any:
+    async def ask(
+        self, method: str, path: str, body: Any = None, *, limit: float | None = None, plain: bool = False, **query: Any
+    ) -> Any:
         """Make one call. Returns the JSON of its answer, or None if the answer is empty.
+
+        Args:
+            plain: the answer is plain text.
 
         Raises:
             EngineLost: there was no answer within the limit, the answer was cut short, or its status is 5xx.
@@ -88,8 +94,8 @@ class ServerCalls:
         if session is not None:
             self._check_session(session, call, answer, path)
         self._check(answer, path)
-        if not answer_text:
-            return None
+        if not answer_text or plain:
+            return answer_text or None
         try:
             return msgspec.json.decode(answer_text)
         except ValueError as error:
@@ -147,9 +153,11 @@ class ServerCalls:
         )
         raise self._lost(path, what)
 
-    def call(self, method: str, path: str, body: Any = None, *, limit: float | None = None, **query: Any) -> Any:
+    def call(
+        self, method: str, path: str, body: Any = None, *, limit: float | None = None, plain: bool = False, **query: Any
+    ) -> Any:
         """Make the call of `ask`, and wait for it."""
-        return self._loop.run(self.ask(method, path, body, limit=limit, **query))
+        return self._loop.run(self.ask(method, path, body, limit=limit, plain=plain, **query))
 
     def begin(self, method: str, path: str, **query: Any) -> Pending[Any, Any]:
         """Start the call of `ask`, to be waited for later."""
@@ -229,6 +237,8 @@ class ServerCalls:
                 f"the server at {self.url} needs a key: set LOCKSTEP_SERVER_KEY, or vllm_server_key_file to the file that "
                 "'lockstep serve' named"
             )
+        if answer.status_code == 404 and "does not exist" in answer.text:
+            raise self._lost(path, f"was started again: {answer.text[:_SHOWN]}")
         if answer.status_code in (403, 404):
             # vLLM knows paths that it was not told to open, and refuses them.
             raise InputError(f"the server at {self.url} has no {path}, or does not open it. {HOW_TO_START}")

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from lockstep.engines.adapters.servers import ServerAdapters, UsedAdapter
 from lockstep.engines.http.call_loop import CLOSED, CallLoop, Pending
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.server_messages import (
@@ -47,10 +48,17 @@ class ServerRequests:
     Args:
         stamps: weight version of each stamp that the servers use; grows with every push.
         recover: the `recover` of every `EngineLost` that is raised here.
+        adapters: the adapter of each request, if it has one.
     """
 
-    def __init__(self, servers: Sequence[ServerCalls], stamps: Mapping[str, int], recover: Callable[[], None]) -> None:
-        self._servers, self._stamps, self._recover = servers, stamps, recover
+    def __init__(
+        self,
+        servers: Sequence[ServerCalls],
+        stamps: Mapping[str, int],
+        recover: Callable[[], None],
+        adapters: ServerAdapters,
+    ) -> None:
+        self._servers, self._stamps, self._recover, self._adapters = servers, stamps, recover, adapters
         # Tokens that each server may still have to sample. Only the thread of the calls changes it.
         self._open = [0] * len(servers)
         self._gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
@@ -183,8 +191,9 @@ class ServerRequests:
         check_sent(request, body["sampling_params"])
         async with self._gates[server]:
             await self._send_pictures(request, server, limit)
-            answer = await self._post(server, body, limit)
-        return completion_from(answer, request, name, self._stamps)
+            with self._adapters.used() as used:
+                answer = await self._post(server, body, limit, used)
+        return completion_from(answer, request, name, self._stamps if used is None else used.versions)
 
     async def _send_pictures(self, request: GenerationRequest, server: int, limit: float) -> None:
         """Send the pictures of a request that the server does not hold yet, and check what its workers have encoded.
@@ -213,10 +222,13 @@ class ServerRequests:
         name = _name("score")
         body = scoring_body(ids, name, first=self._servers[server].takes_priorities)
         async with self._scoring_gates[server]:
-            answer = await self._post(server, body, limit)
-        return scores_from(answer, ids, name, {stamp: self._stamps[stamp]})
+            with self._adapters.used() as used:
+                answer = await self._post(server, body, limit, used)
+        return scores_from(answer, ids, name, {stamp: self._stamps[stamp]} if used is None else used.versions)
 
-    async def _post(self, server: int, body: dict[str, Any], limit: float) -> Any:
+    async def _post(self, server: int, body: dict[str, Any], limit: float, used: UsedAdapter | None = None) -> Any:
+        if used is not None:
+            body = body | {"model": used.name}
         answer = await self._servers[server].ask("POST", _GENERATE, body, limit=limit)
         url = self._servers[server].url
         if answer is None:

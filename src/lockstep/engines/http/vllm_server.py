@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lockstep.engines.adapters.servers import ServerAdapters, Servers
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.engines.http.call_loop import CallLoop, Pending
 from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
@@ -53,6 +54,7 @@ class VLLMServer:
         timeout: seconds that a call or the wait for a server may take.
         generation_timeouts: how many of these time limits one request for a completion may take, and the wait for requests.
         transport: chooses how weights are sent, after the servers have answered.
+        run: distinguishes a run that trains an adapter from others on the same servers. It stays the same when the run is resumed.
 
     Attributes:
         session: distinguishes this trainer's weights from those of any other trainer, and of an earlier run at the same step.
@@ -70,6 +72,7 @@ class VLLMServer:
         timeout: float,
         transport: TransportChoice,
         generation_timeouts: float = 1.0,
+        run: str = "",
     ) -> None:
         self._timeout, self._generation_timeouts = timeout, generation_timeouts
         self._loop = CallLoop()
@@ -83,7 +86,11 @@ class VLLMServer:
         self._wire_dtype: torch.dtype | None = None
         self.session = secrets.token_hex(6)
         self._stamps: dict[str, int] = {}
-        self._requests = ServerRequests(self._servers, self._stamps, self.recover)
+        lent = Servers(
+            self._servers, self._each, self._workers, self._lost, self._name, timeout, self._refuse, self._open_adapter
+        )
+        self.adapters = ServerAdapters(lent, transport, run, self.session)
+        self._requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters)
         self._committed: list[int] = []
         self._transport: WeightTransport | None = None
         try:
@@ -168,7 +175,7 @@ class VLLMServer:
         def of(number: int) -> dict[str, str]:
             server = self._servers[number]
             own = [name for name in names if name.rpartition("/")[0] == self._name(number)]
-            asked = json.dumps(own), str(seed), json.dumps(every)
+            asked = json.dumps(own), str(seed), json.dumps(every), self.adapters.name or ""
             return agreed_answers(server.workers("lockstep_probe", *asked), server.url) if own else {}
 
         answers = self._each_number(of)
@@ -189,12 +196,26 @@ class VLLMServer:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
+    def _refuse(self) -> None:
+        self._version = None
+
+    def _lost(self, what: str) -> EngineLost:
+        return EngineLost(what, self.recover)
+
+    def _open_adapter(self, version: int) -> None:
+        """Take requests for a version whose weights are the base and an adapter."""
+        self._stamps[self._stamp(version)] = version
+        self._committed.append(version)
+        self._version = version
+
     def begin_update(self) -> None:
         """Freeze the servers. Running requests stay, and continue with the new weights after the commit.
 
         The calls are on their way when this returns; `load` waits for their answers.
         """
         self._version = None
+        self.adapters.check_free()
+        self.adapters.leave()
         self._await_pauses()
         self._beginning = [self._pool.submit(_begin, server) for server in self._servers]
         for server, beginning in zip(self._servers, self._beginning, strict=True):
@@ -215,7 +236,7 @@ class VLLMServer:
             self._await_pauses()
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
                 # gloo has no error type of its own for a peer that is late or gone.
-                raise EngineLost(f"the weights did not reach the servers: {str(error)[:300]}", self.recover) from error
+                raise self._lost(f"the weights did not reach the servers: {str(error)[:300]}") from error
             raise
         for pause in finish_all(self._beginning):
             pause.result()
@@ -280,6 +301,7 @@ class VLLMServer:
         """
         self._version = None
         self._requests.forget_pictures()
+        self.adapters.forget()
         if self._transport is not None:
             self._transport.forget()
         before, deadline = self._settings, time.monotonic() + self._timeout
@@ -302,6 +324,7 @@ class VLLMServer:
     def close(self) -> None:
         """Disconnect from the servers. They keep running."""
         self._version = None
+        self.adapters.close()
         self._closed.set()
         if self._transport is not None:
             self._transport.close()
@@ -357,6 +380,7 @@ class VLLMServer:
         server.takes_priorities = state["takes_priorities"]
         server.picture_cache = state["picture_cache"]
         server.available_bytes = min(worker["available_bytes"] for worker in workers)
+        server.takes_adapters = state["adapters"]
         # Stages of a pipeline may have parameters of different dtypes.
         return {**state, "loads_in": [name for worker in workers for name in worker["loads_in"]]}
 

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoConfig
 
 from lockstep.collector import collector_off
+from lockstep.engines.adapters.in_process import AdaptersInProcess
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.engines.inbox import Inbox, answer_all
 from lockstep.engines.probe import EngineModules
@@ -97,6 +98,7 @@ class VLLMInProcess:
                     **(engine_kwargs or {}),
                 }
             )
+            self.adapters = AdaptersInProcess(self._llm, self._refuse, self.commit_version)
             # A kernel that does not support a shape raises an error only when it first runs.
             self._run({"trial": ([0, 0], scoring_params())})
         except (ValueError, RuntimeError, OSError, TypeError, ImportError, KeyError, AssertionError) as error:
@@ -167,6 +169,7 @@ class VLLMInProcess:
                 for output in outputs:
                     assert self._version is not None
                     request = held.pop(output.request_id)
+                    self.adapters.check_used(request.key, output.lora_request)
                     answer = completion(request.key, output, filtered=request.sampling.is_filtered)
                     if request.pictures is not None:
                         # vLLM reports no pictures. The gap proves which ones it has used.
@@ -197,7 +200,7 @@ class VLLMInProcess:
         if pictures is not None:
             prompt = prompt_with_pictures(prompt_ids, pictures)
         try:
-            self._llm.llm_engine.add_request(name, prompt, params)
+            self._llm.llm_engine.add_request(name, prompt, params, lora_request=self.adapters.request)
         except (VLLMValidationError, ValueError) as error:
             # For example a JSON schema with a part that xgrammar would ignore.
             raise InputError(f"vLLM refuses request {name}: {str(error)[:300]}") from error
@@ -233,7 +236,7 @@ class VLLMInProcess:
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
         from lockstep.engines.vllm.probe import probe_modules
 
-        (answers,) = self._llm.collective_rpc(probe_modules, args=(tuple(names), seed, every))
+        (answers,) = self._llm.collective_rpc(probe_modules, args=(tuple(names), seed, every, self.adapters.name))
         return answers
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
@@ -244,8 +247,13 @@ class VLLMInProcess:
         check_scores(sequences, scores)
         return scores
 
-    def begin_update(self) -> None:
+    def _refuse(self) -> None:
         self._version = None
+
+    def begin_update(self) -> None:
+        self._refuse()
+        # vLLM drops its adapters at the end of an update.
+        self.adapters.request = None
         if any(self._llm.collective_rpc(_inside_an_update)):
             # An earlier trainer left this update open, and vLLM would refuse every further update.
             self._llm.finish_weight_update()

@@ -29,6 +29,8 @@ from lockstep.engines.probe import (
 from lockstep.engines.vllm.shards import gathered, gathered_vocabulary, own_inputs, whole_outputs
 
 _AS_HEAD = ":as_head"
+# vLLM puts a LoRA layer around a module, which then has this name in it.
+_WRAPPED = ".base_layer"
 _SHARD_ORDER = ("q", "k", "v")
 
 
@@ -53,16 +55,27 @@ def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModule
     return EngineModules(probed, tuple(unreached))
 
 
-def probe_modules(worker: Any, names: tuple[str, ...], seed: int, every: bool) -> dict[str, torch.Tensor]:
-    """For each named module that this worker has, its output for its probe input: 1-D float32 tensors on CPU."""
+def probe_modules(
+    worker: Any, names: tuple[str, ...], seed: int, every: bool, adapter: str | None = None
+) -> dict[str, torch.Tensor]:
+    """For each named module that this worker has, its output for its probe input: 1-D float32 tensors on CPU.
+
+    Args:
+        adapter: name of the adapter that the modules use; None: they use none.
+    """
     model = worker.model_runner.model
     own = {name for name, _ in _with_parameters(model)}
+    answers = {}
     with torch.inference_mode():
-        return {
-            name: _output(name, model.get_submodule(_own_name(name)), seed, every).float().cpu()
-            for name in names
-            if _own_name(name) in own
-        }
+        for name in names:
+            if _own_name(name) in own:
+                module = model.get_submodule(_own_name(name))
+                if hasattr(module, "base_layer"):
+                    from lockstep.engines.adapters.worker import use_adapter
+
+                    use_adapter(worker, adapter, 2 if module.bias is not None else 1)
+                answers[name] = _output(name, module, seed, every).float().cpu()
+    return answers
 
 
 def _own_name(name: str) -> str:
@@ -70,7 +83,31 @@ def _own_name(name: str) -> str:
     return name.rpartition("/")[2].removesuffix(_AS_HEAD)
 
 
+def linear_output(name: str, module: Any, seed: int, *, biased: bool = False) -> torch.Tensor:
+    """(rows, outputs) of a whole linear module, which may have a LoRA layer of vLLM around it, for its probe input.
+
+    Args:
+        biased: whether to add the answer to a row of zeros.
+    """
+    own = plain_module(module)
+    inputs = probe_inputs(seed, name, own.input_size, biased=biased)
+    inputs = own_inputs(own, inputs.to(next(own.parameters()).device, own.params_dtype))
+    answer = module(inputs.contiguous())
+    output, bias = answer if isinstance(answer, tuple) else (answer, None)
+    return gathered(own, output if bias is None else output + bias)
+
+
+def plain_module(module: Any) -> Any:
+    """The module itself, without a LoRA layer of vLLM around it."""
+    return module.base_layer if hasattr(module, "base_layer") else module
+
+
 def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
+    own = plain_module(module)
+    if isinstance(own, LinearBase):
+        return linear_output(name, module, seed, biased=own.bias is not None).flatten()
+    # Adapters of other modules are refused.
+    module = own
     if isinstance(module, ParallelLMHead) or name.endswith(_AS_HEAD):
         bias = getattr(module, "bias", None)
         inputs = probe_inputs(seed, name, module.embedding_dim, biased=bias is not None).to(module.weight)
@@ -86,12 +123,6 @@ def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
         inputs = expert_input(seed, name, module.hidden_size).to(device, dtype).expand(len(chosen), -1).contiguous()
         weights = torch.ones(len(chosen), 1, dtype=torch.float32, device=device)
         return module.forward_modular(inputs, weights, chosen[:, None].to(device, torch.int32)).flatten()
-    if isinstance(module, LinearBase):
-        inputs = probe_inputs(seed, name, module.input_size, biased=module.bias is not None)
-        inputs = own_inputs(module, inputs.to(next(module.parameters()).device, module.params_dtype))
-        answer = module(inputs.contiguous())
-        output, bias = answer if isinstance(answer, tuple) else (answer, None)
-        return gathered(module, output if bias is None else output + bias).flatten()
     return torch.cat([p.detach().flatten() for _, p in module.named_parameters(recurse=False)])
 
 
@@ -120,7 +151,8 @@ def _with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
     for name, module in model.named_modules():
         # A tied head shares its parameter, which the whole model's `named_parameters` would list only once.
         if next(module.parameters(recurse=False), None) is not None:
-            yield name, module
+            # A module with a LoRA layer around it has that layer's name, as it has without one.
+            yield name.removesuffix(_WRAPPED), module
 
 
 def _kind(name: str, module: torch.nn.Module) -> tuple[ModuleKind | None, list[str]]:

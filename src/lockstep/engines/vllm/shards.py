@@ -20,9 +20,13 @@ from vllm.model_executor.layers.linear import (
 
 def whole_outputs(module: LinearBase) -> int:
     """Number of outputs of a linear module with different weights: key and value heads that several workers repeat count once."""
-    if isinstance(module, QKVParallelLinear):
-        return sum(module.output_sizes) - sum(_repeated(module, part) for part in (1, 2))
-    return module.output_size
+    return sum(whole_parts(module))
+
+
+def whole_parts(module: LinearBase) -> list[int]:
+    """The outputs of each part of a fused linear module, or of the one part that another module has."""
+    sizes = getattr(module, "output_sizes", None) or [module.output_size]
+    return [size - _repeated(module, part) for part, size in enumerate(sizes)]
 
 
 def own_inputs(module: LinearBase, inputs: torch.Tensor) -> torch.Tensor:

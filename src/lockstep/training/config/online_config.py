@@ -157,6 +157,13 @@ class OnlineConfig(
         ),
     )
     vllm_engine_kwargs: dict | str | None = field(default=None, metadata=doc("Further arguments of vllm.LLM."))
+    vllm_enable_lora: bool = field(
+        default=False,
+        metadata=doc(
+            "Send a LoRA adapter alone, to vLLM's own LoRA, instead of merged weights: less is sent, and sampling is slower. A "
+            "server needs --enable_lora."
+        ),
+    )
     engine_dtype: Literal["auto", "float32", "bfloat16"] = field(
         default="auto", metadata=doc("Dtype of the engine. Default: bfloat16 with bf16, else float32.")
     )
@@ -354,6 +361,8 @@ class OnlineConfig(
             raise InputError(
                 f"vllm_weight_transport={self.vllm_weight_transport!r}; it must be {', '.join(TRANSPORTS)}"
             )
+        if self.vllm_enable_lora and self.use_vllm is False:
+            raise InputError("vllm_enable_lora needs vLLM, and use_vllm is false; leave one of the two out")
         if self.vllm_mode == "colocate":
             return
         if self.use_vllm is False:

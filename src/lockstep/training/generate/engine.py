@@ -5,14 +5,18 @@ Comes from: `OnlineConfig` and the policy. Goes to: `training/generate/source.py
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.connection import connect
+from lockstep.engines.adapters.in_process import adapter_arguments
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Engine, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
@@ -22,24 +26,35 @@ from lockstep.models.adapters import causal_model
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.report.busy import busy
+from lockstep.sync.adapter_source import adapter_shape, check_alone
 from lockstep.training.config.online_config import OnlineConfig
 
 _logger = logging.getLogger(__name__)
 
 
 def start_engine(
-    config: OnlineConfig, model_path: str, tokenizer: PreTrainedTokenizerBase, max_model_len: int, ranks: int = 1
+    config: OnlineConfig,
+    model_path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_model_len: int,
+    policy: PreTrainedModel,
+    ranks: int = 1,
 ) -> Engine:
     """Start vLLM in this process, connect to servers in server mode, or start the transformers engine where vLLM is missing.
 
     Args:
+        policy: the trained model.
         ranks: number of trainer processes.
 
     Raises:
-        InputError: the engine cannot load the model; vLLM was asked for and is not installed; or a server was started without
-            something that training needs.
+        InputError: the engine cannot load the model; the adapter cannot be sent alone, as vllm_enable_lora asks; vLLM was asked for
+            and is not installed; or a server was started without something that training needs.
         LockstepError: a server did not answer in time.
     """
+    adapter: dict[str, Any] = {}
+    if config.vllm_enable_lora:
+        check_alone(policy)
+        adapter = adapter_arguments(*adapter_shape(policy))
     if config.vllm_mode == "server":
         with busy(f"waiting for {', '.join(config.server_urls)}"):
             return connect(
@@ -51,6 +66,7 @@ def start_engine(
                 deltas=config.vllm_weight_deltas,
                 group_host=config.vllm_group_host,
                 group_port=config.vllm_group_port,
+                run=_run_name(config.output_dir) if adapter else "",
             ).engine
     if ranks > 1 and (vllm_installed() if config.use_vllm is None else config.use_vllm):
         raise InputError(
@@ -64,7 +80,7 @@ def start_engine(
         vllm_arguments={
             "gpu_memory_utilization": config.vllm_gpu_memory_utilization,
             "seed": config.seed,
-            "engine_kwargs": dict(config.vllm_engine_kwargs or {}),  # type: ignore[arg-type]
+            "engine_kwargs": {**adapter, **(config.vllm_engine_kwargs or {})},  # type: ignore[dict-item]
         },
         dtype=config.engine_torch_dtype,
         fp32_head=config.engine_head_dtype != config.engine_torch_dtype,
@@ -72,6 +88,12 @@ def start_engine(
         max_num_seqs=config.vllm_max_num_seqs,
         timeout=config.generation_timeout,
     )
+
+
+def _run_name(output_dir: str | None) -> str:
+    """The same for a run that is resumed, and another one for every other run."""
+    place = f"{socket.gethostname()}\x1f{Path(output_dir or '').absolute()}"
+    return hashlib.blake2b(place.encode(), digest_size=6).hexdigest()
 
 
 def start_here(

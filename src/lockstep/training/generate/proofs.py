@@ -78,7 +78,13 @@ class Proofs:
         self.engine_dtype = config.engine_torch_dtype
         self.precision = config.precision
         self._pusher = ProvenPusher(
-            model, engine, self.engine_dtype, self.precision, seed=config.seed, phase=clock.phase
+            model,
+            engine,
+            self.engine_dtype,
+            self.precision,
+            seed=config.seed,
+            adapter_alone=config.vllm_enable_lora,
+            phase=clock.phase,
         )
         self.limit = self._pusher.limit
         self._receipt: Receipt | None = None

@@ -132,7 +132,9 @@ class RolloutSource:
 
     def _open(self, model_path: str, max_model_len: int, longest: int) -> None:
         config = self._config
-        engine = self._engine or start_engine(config, model_path, self._tokenizer, max_model_len, self._ranks.count)
+        engine = self._engine or start_engine(
+            config, model_path, self._tokenizer, max_model_len, self.policy, self._ranks.count
+        )
         self._engine = engine
         try:
             dtypes, shown = (config.engine_torch_dtype, config.engine_head_dtype), self._images is not None

@@ -1,0 +1,157 @@
+"""Adapters alone for vLLM in the trainer's process. The engine holds one adapter at a time: no request runs while one is pushed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.engines.adapters.receiver import AdapterLimits
+from lockstep.engines.protocol import LoadedWeights, RequestKey
+from lockstep.errors import InputError, ProofError
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+
+# The largest ranks that vLLM makes room for.
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def adapter_arguments(rank: int, layers: Collection[str]) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for one adapter.
+
+    Args:
+        rank: largest rank of the adapter's layers.
+        layers: names of the adapted layers. Other layers get no LoRA layer, which would cost time.
+
+    Raises:
+        InputError: vLLM has no room for such a rank.
+    """
+    if rank > RANKS[-1]:
+        raise InputError(
+            f"the adapter has rank {rank}; vLLM's LoRA takes at most {RANKS[-1]}: lower lora_r, or leave vllm_enable_lora out, and "
+            "merged weights are sent instead"
+        )
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": 1,
+        "max_lora_rank": next(size for size in RANKS if size >= rank),
+        "lora_target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
+    }
+
+
+def adapter_name(version: int, pushes: int) -> str:
+    """A new name for every push: vLLM's prefix cache tells adapters apart by name and path, and not by their numbers."""
+    return f"{version}.{pushes}"
+
+
+class AdaptersInProcess:
+    """The adapters of `VLLMInProcess`.
+
+    Args:
+        llm: vLLM's engine.
+        close: called when the engine must refuse requests.
+        open: called with the version when the engine may answer again.
+    """
+
+    def __init__(self, llm: LLM, close: Any, open: Any) -> None:
+        self._llm, self._close, self._open = llm, close, open
+        llm.collective_rpc(_prepare)
+        self._pushes = 0
+        self._coming: LoRARequest | None = None
+        # Of every request; None: no adapter is committed.
+        self.request: LoRARequest | None = None
+
+    @property
+    def limits(self) -> AdapterLimits | None:
+        from lockstep.engines.adapters.worker import adapter_state
+
+        (state,) = self._llm.collective_rpc(adapter_state)
+        return None if state is None else AdapterLimits(state["rank"], getattr(torch, state["dtype"]))
+
+    @property
+    def name(self) -> str | None:
+        """Name of the adapter that requests use."""
+        return None if self.request is None else self.request.lora_name
+
+    def base_digest(self) -> str:
+        (digest,) = self._llm.collective_rpc(_base_digest)
+        return digest
+
+    def reserved(self) -> AbstractContextManager[None]:
+        """Nothing to reserve: the engine belongs to this process."""
+        return nullcontext()
+
+    def check_alone(self) -> None:
+        """Nothing to check: the engine belongs to this process."""
+
+    def commit_base(self, digest: str) -> None:
+        """Nothing to do: the engine stays closed until `commit`."""
+
+    def begin(self) -> None:
+        from lockstep.engines.adapters.worker import drop_adapters
+
+        self._close()
+        names = [r.lora_name for r in (self.request, self._coming) if r is not None]
+        self.request = self._coming = None
+        self._llm.collective_rpc(drop_adapters, args=(names,))
+
+    def load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+        from vllm.lora.request import LoRARequest
+
+        from lockstep.engines.adapters.worker import PATH, keep_adapter
+
+        self._pushes += 1
+        name = adapter_name(version, self._pushes)
+        (arrived,) = self._llm.collective_rpc(partial(keep_adapter, name=name, tensors=tensors))
+        self._coming = LoRARequest(name, self._pushes, PATH + name)
+        self._llm.llm_engine.add_lora(self._coming)
+        return arrived
+
+    def held(self) -> LoadedWeights:
+        from lockstep.engines.adapters.worker import held_adapter
+
+        assert self._coming is not None
+        (found,) = self._llm.collective_rpc(held_adapter, args=(self._coming.lora_name,))
+        return found
+
+    def commit(self, version: int) -> None:
+        self.request, self._coming = self._coming, None
+        self._open(version)
+
+    def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
+        from lockstep.engines.adapters.worker import probe_adapter
+
+        assert self.name is not None
+        (answers,) = self._llm.collective_rpc(probe_adapter, args=(self.name, tuple(layers), seed))
+        return answers
+
+    def check_used(self, key: RequestKey, used: Any) -> None:
+        """Check which adapter vLLM names beside an answer.
+
+        Raises:
+            ProofError: another one than the request had, or none.
+        """
+        found = None if used is None else used.lora_name
+        if found != self.name:
+            raise ProofError(
+                "version",
+                f"request {key} was answered with the adapter {found!r}, and {self.name!r} holds the current weights",
+                "the request lost its adapter on its way to vLLM, or got that of another push",
+                "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
+            )
+
+
+def _prepare(worker: Any) -> None:
+    from lockstep.engines.adapters.worker import take_from_memory
+
+    take_from_memory(worker)
+
+
+def _base_digest(worker: Any) -> str:
+    return worker.weight_transfer_engine.base_digest

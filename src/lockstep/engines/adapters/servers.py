@@ -1,0 +1,370 @@
+"""Adapters alone for vLLM's servers. They run beside the requests of other runs, and no server stops for a push.
+
+The bytes go through the same transport as whole pushes, into the memory of the workers. vLLM's own endpoints then give the adapter
+its id and remove it again. Every push has a name: the run, this trainer's session, and a number. A request names its adapter and
+ends with it. The versions of its tokens follow from the name; vLLM's stamp on each token shows that the base model is still the one
+that was proven.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lockstep.engines.adapters.receiver import AdapterLimits
+from lockstep.engines.http.server_calls import ServerCalls
+from lockstep.engines.http.server_messages import agreed_answers, loaded_from
+from lockstep.engines.http.transport import WeightTransport
+from lockstep.engines.probe import decode_floats
+from lockstep.engines.protocol import LoadedWeights
+from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
+
+# Stands where vLLM expects the path of an adapter (`engines/adapters/worker.py`).
+PATH = "lockstep:"
+_BASE = "base:"
+_JOIN = "/"
+_RESERVE_EVERY = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class UsedAdapter:
+    """The adapter of a request.
+
+    Attributes:
+        stamp: vLLM's stamp of the base model that it was proven with.
+    """
+
+    name: str
+    version: int
+    stamp: str
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The weight version of each stamp that the request's tokens may have."""
+        return {self.stamp: self.version}
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """What `VLLMServer` lends to its adapters.
+
+    Attributes:
+        all: the servers.
+        each: calls a function for all servers at once.
+        workers: the answers of every server to a call of its workers' method, by worker.
+        lost: makes the error for servers that did not answer.
+        name_of: a server's name in errors and before names of modules; empty if there is only one server.
+        timeout: seconds that a call or a wait may take.
+        close_requests: refuse requests.
+        open_requests: take requests again, for this version.
+    """
+
+    all: Sequence[ServerCalls]
+    each: Callable[[Callable[[ServerCalls], Any]], list[Any]]
+    workers: Callable[..., list[list[Any]]]
+    lost: Callable[[str], EngineLost]
+    name_of: Callable[[int], str]
+    timeout: float
+    close_requests: Callable[[], None]
+    open_requests: Callable[[int], None]
+
+
+class ServerAdapters:
+    """The adapters of one trainer on its servers.
+
+    Args:
+        servers: the servers.
+        transport: makes the transport of adapters.
+        run: distinguishes this run from other runs on the same servers, and stays the same when the run is resumed.
+        session: distinguishes this trainer from an earlier one of the same run.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        transport: Callable[[Sequence[ServerCalls]], WeightTransport],
+        run: str,
+        session: str,
+    ) -> None:
+        self._servers, self._choose = servers, transport
+        self._transport: WeightTransport | None = None
+        self._staging = [_Staging(server) for server in servers.all]
+        self._run, self._session = run or session, session
+        self._pushes, self._coming = 0, ""
+        self._lock = threading.Lock()
+        self._used: UsedAdapter | None = None
+        self._stamp = ""
+        # Requests that have not ended, by adapter.
+        self._running: Counter[str] = Counter()
+
+    @property
+    def name(self) -> str | None:
+        """The adapter of new requests; None: they use the base model, or merged weights."""
+        return None if self._used is None else self._used.name
+
+    @property
+    def limits(self) -> AdapterLimits | None:
+        states = [state for workers in self._servers.workers("lockstep_adapters") for state in workers]
+        if not all(states):
+            return None
+        dtypes = {state["dtype"] for state in states}
+        if len(dtypes) > 1:
+            raise InputError(
+                f"the servers keep adapters in {' and '.join(sorted(dtypes))}: start them with one --lora_dtype"
+            )
+        return AdapterLimits(min(state["rank"] for state in states), getattr(torch, dtypes.pop()))
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def used(self) -> Iterator[UsedAdapter | None]:
+        """The adapter of one request. It stays in the servers at least until the context ends. None: it has none."""
+        with self._lock:
+            used = self._used
+            if used is not None:
+                self._running[used.name] += 1
+        try:
+            yield used
+        finally:
+            if used is not None:
+                with self._lock:
+                    self._running[used.name] -= 1
+
+    # ---- base -------------------------------------------------------------------------------------------------------
+
+    def base_digest(self) -> str:
+        found = {base["digest"] for workers in self._servers.workers("lockstep_base") for base in workers}
+        stamps = set(self._servers.each(lambda server: server.weight_version()))
+        digest = found.pop() if len(found) == 1 else ""
+        if digest and stamps == {_BASE + digest}:
+            self._stamp = _BASE + digest
+            return digest
+        return ""
+
+    def check_alone(self) -> None:
+        for number, names in enumerate(self._held()):
+            if others := sorted({name.partition(_JOIN)[0] for name in names} - {self._run}):
+                raise InputError(
+                    f"the server{_at(self._servers.name_of(number))} holds adapters of {len(others)} other "
+                    f"{'run' if len(others) == 1 else 'runs'}, and a base model that is not this trainer's: runs that share a "
+                    "server need the same base model in the same dtype; use another server for this run"
+                )
+
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        deadline = time.monotonic() + self._servers.timeout
+        while not self._reserve(self._servers.timeout):
+            self._reserve(0.0)
+            if time.monotonic() > deadline:
+                raise InputError(
+                    "another run is pushing to the same server and does not end its push; start this run again later"
+                )
+            # Two runs that get several servers in another order must not wait for each other.
+            time.sleep(_RESERVE_EVERY * (1 + secrets.randbelow(100) / 100))
+        try:
+            yield
+        except BaseException:
+            # Another error is on its way. If a server is lost, its reservation ends by itself.
+            with suppress(LockstepError):
+                self._reserve(0.0)
+            raise
+        self._reserve(0.0)
+
+    def _reserve(self, seconds: float) -> bool:
+        found = self._servers.workers("lockstep_reserve", self._run, str(seconds))
+        return all(one["granted"] for workers in found for one in workers)
+
+    def commit_base(self, digest: str) -> None:
+        self._stamp = _BASE + digest
+
+        def commit(server: ServerCalls) -> str:
+            server.call("POST", "/update_weight_version", {"new_version": self._stamp})
+            return server.weight_version()
+
+        found = self._servers.each(commit)
+        if set(found) != {self._stamp}:
+            raise ProofError(
+                "version",
+                f"the stamp {self._stamp!r} was set, but the servers report {', '.join(sorted(set(found)))}",
+                "another program sets versions on these servers",
+                "let one trainer own these servers, or let all of them train adapters of the same base (vllm_enable_lora)",
+            )
+        self._servers.each(lambda server: server.call("POST", "/resume"))
+
+    # ---- adapter ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self._servers.close_requests()
+        self.leave()
+        with self._lock:
+            kept = {name for name, count in self._running.items() if count > 0}
+            self._running = Counter({name: self._running[name] for name in kept})
+        own = self._run + _JOIN
+        # Adapters of an earlier session of this run have no requests any more.
+        for server_names in self._held():
+            self._drop([name for name in server_names if name.startswith(own) and name not in kept])
+
+    def load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+        self._check_room()
+        self._pushes += 1
+        name = self._coming = _JOIN.join((self._run, self._session, f"{version}.{self._pushes}"))
+        if self._transport is None:
+            self._transport = self._choose(self._servers.all)
+        for staging in self._staging:
+            staging.expect(name)
+        try:
+            self._transport.send(tensors, self._staging)
+        except RuntimeError as error:
+            if isinstance(error, LockstepError):
+                raise
+            # gloo has no error type of its own for a peer that is late or gone.
+            raise self._servers.lost(f"the adapter did not reach the servers: {str(error)[:300]}") from error
+        arrived = [
+            loaded_from(found, self._servers.name_of(number))
+            for number, staging in enumerate(self._staging)
+            for found in staging.arrived
+        ]
+        self._servers.each(lambda server: _load(server, name))
+        return _together(arrived)
+
+    def held(self) -> LoadedWeights:
+        return _together(
+            [
+                replace(loaded_from(found, self._servers.name_of(number)), untouched=tuple(sorted(nowhere)))
+                for number, workers in enumerate(self._servers.workers("lockstep_held_adapter", self._coming))
+                # Each stage of a pipeline has some of the layers.
+                for nowhere in [set.intersection(*(set(found["untouched"]) for found in workers))]
+                for found in workers
+            ]
+        )
+
+    def commit(self, version: int) -> None:
+        with self._lock:
+            self._used = UsedAdapter(self._coming, version, self._stamp)
+        self._servers.open_requests(version)
+
+    def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
+        assert self.name is not None
+        answers: dict[str, torch.Tensor] = {}
+        asked = self.name, json.dumps(list(layers)), str(seed)
+        for number, workers in enumerate(self._servers.workers("lockstep_probe_adapter", *asked)):
+            server = self._servers.name_of(number)
+            for layer, text in agreed_answers(workers, server or "the URL given").items():
+                answers[f"{server}/{layer}" if server else layer] = decode_floats(text).view(3, -1)
+        return answers
+
+    def _held(self) -> list[list[str]]:
+        """The names of the adapters that each server holds."""
+        return [workers[0]["names"] for workers in self._servers.workers("lockstep_adapters")]
+
+    def _drop(self, names: Sequence[str]) -> None:
+        if names:
+            self._servers.each(lambda server: _unload(server, names))
+            self._servers.workers("lockstep_drop_adapters", json.dumps(list(names)))
+
+    def _check_room(self) -> None:
+        for number, workers in enumerate(self._servers.workers("lockstep_adapters")):
+            for state in workers:
+                if len(state["names"]) >= state["room"]:
+                    own = sum(name.startswith(self._run + _JOIN) for name in state["names"])
+                    raise InputError(
+                        f"the server{_at(self._servers.name_of(number))} holds {len(state['names'])} adapters ({own} of this run) "
+                        "and has no room for another: start it with a larger --max_cpu_loras, or end the other runs"
+                    )
+
+    def check_free(self) -> None:
+        """Check that whole weights may be pushed: vLLM drops its adapters with them.
+
+        Raises:
+            InputError: a server holds adapters of other runs.
+        """
+        for server in self._servers.all:
+            names = server.workers("lockstep_adapters")[0]["names"] if server.takes_adapters else []
+            if any(not name.startswith(self._run + _JOIN) for name in names):
+                raise InputError(
+                    f"the server at {server.url} holds {len(names)} adapters of other runs (vllm_enable_lora), which a push of "
+                    "whole weights would remove: use another server, or restart this one when those runs have ended"
+                )
+
+    def leave(self) -> None:
+        """Let requests use no adapter: whole weights come, and vLLM drops its adapters with them."""
+        with self._lock:
+            self._used = None
+
+    def forget(self) -> None:
+        """Drop all agreements with the servers: they may have been started again."""
+        self.leave()
+        if self._transport is not None:
+            self._transport.forget()
+
+    def close(self) -> None:
+        """Remove this run's adapters from the servers, if they answer, and release the transport."""
+        if self._used is not None:
+            with suppress(LockstepError):
+                self._drop([self._used.name])
+        self.leave()
+        if self._transport is not None:
+            self._transport.close()
+
+
+class _Staging:
+    """The calls of a transport to one server, for the bytes of an adapter: they do not touch the server's weights.
+
+    Attributes:
+        arrived: each worker's description of the tensors that arrived.
+    """
+
+    def __init__(self, server: ServerCalls) -> None:
+        self.url, self.world_size, self._server = server.url, server.world_size, server
+        self.available_bytes = server.available_bytes
+        self._name = self._segment = ""
+        self.arrived: list[Any] = []
+
+    def expect(self, name: str) -> None:
+        """Say which adapter comes next."""
+        self._name, self.world_size, self.arrived = name, self._server.world_size, []
+
+    def init_transfer(self, info: dict[str, Any]) -> None:
+        self._segment = info["segment"]
+        self.workers("lockstep_open_segment", json.dumps(info))
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        self.arrived = self.workers("lockstep_keep_adapter", self._name, json.dumps(info), self._segment)
+
+    def workers(self, method: str, *args: str) -> list[Any]:
+        return self._server.workers(method, *args)
+
+
+def _load(server: ServerCalls, name: str) -> None:
+    try:
+        server.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": PATH + name}, plain=True)
+    except InputError as error:
+        raise InputError(
+            f"the server at {server.url} does not load adapters: start it with 'lockstep serve MODEL --enable_lora' (a server of "
+            "your own also needs the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)"
+        ) from error
+
+
+def _unload(server: ServerCalls, names: Sequence[str]) -> None:
+    for name in names:
+        # If its API process does not know the adapter, an earlier push has ended before it was told.
+        with suppress(InputError):
+            server.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, plain=True)
+
+
+def _together(found: Sequence[LoadedWeights]) -> LoadedWeights:
+    first, *others = found
+    return LoadedWeights(first.tensors, first.untouched, first.server, tuple(others))
+
+
+def _at(name: str) -> str:
+    return f" at {name}" if name else ""

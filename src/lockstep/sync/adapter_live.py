@@ -1,0 +1,96 @@
+"""Compares the adapter that a push has sent with the live model: the bytes of its factors, and the forward of its own layers.
+
+A source that gives an old adapter, or one with another scaling, agrees with the engine. So this module reads the layers of the
+model themselves. `sync/adapter_push.py` calls it before a version is committed.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+from lockstep.engines.adapters.receiver import DOWN, UP
+from lockstep.engines.protocol import TensorSpec
+from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.errors import ProofError
+from lockstep.models.adapters import causal_model
+from lockstep.models.quantised import dequantised, is_quantised
+from lockstep.sync.adapter_source import AdapterSource, BaseSource
+from lockstep.sync.source import Manifest
+
+# Layers whose forward is compared, per push.
+_DRAWN = 4
+# A layer may differ from its own forward by this share of the rms of its outputs, or of what the adapter adds to them.
+_SINGLE, _HALF = 2e-5, 0.08
+
+
+def check_adapter_live(model: torch.nn.Module, source: AdapterSource, manifest: Manifest, version: int) -> None:
+    """Compare the tensors of a push with the model's own layers.
+
+    Args:
+        source: what the push has read.
+        manifest: the push's description of what it has sent.
+
+    Raises:
+        ProofError: `live`, the layers hold other factors, or compute something else than the tensors that were sent.
+    """
+    sent = {spec.name: spec for spec in manifest.tensors}
+    base = BaseSource(model)
+    drawn = random.Random(version).sample(list(source.layers), min(_DRAWN, len(source.layers)))
+    for layer in drawn:
+        module: Any = causal_model(model).get_submodule(layer)
+        (adapter,) = (name for name in module.active_adapters if name in module.scaling)
+        down, up = source.tensor(layer + DOWN), source.tensor(layer + UP)
+        _check_sent([(layer + DOWN, down), (layer + UP, up)], sent, version)
+        weight = base.tensor(f"{layer}.weight")
+        bias = base.tensor(f"{layer}.bias") if f"{layer}.bias" in base.names else None
+        inputs = _inputs(module.get_base_layer(), version)
+        with torch.autocast(inputs.device.type, enabled=False):
+            own = module.lora_B[adapter](module.lora_A[adapter](inputs.to(module.lora_A[adapter].weight.dtype)))
+            added = linear(linear(inputs.float(), down.float()), up.float())
+            _check_close(
+                own.float() * module.scaling[adapter],
+                added,
+                source.rounded,
+                f"what the adapter adds in {layer}",
+                version,
+            )
+            if is_quantised(module.get_base_layer().weight):
+                # A forward could pack the 4-bit weights for inference, for good.
+                continue
+            plain = weight.T if isinstance(module.get_base_layer(), Conv1D) else weight
+            found = linear(inputs.float(), plain.float(), None if bias is None else bias.float()) + added
+            is_half = source.rounded or weight.dtype not in (torch.float32, torch.float64)
+            _check_close(module(inputs).float(), found, is_half, f"the forward of {layer}", version)
+
+
+def _inputs(base: Any, seed: int) -> torch.Tensor:
+    """(1, inputs) random vector, on the layer's device and in its dtype."""
+    weight = dequantised(base.weight) if is_quantised(base.weight) else base.weight
+    width = weight.shape[0] if isinstance(base, Conv1D) else weight.shape[1]
+    return torch.randn(1, width, generator=torch.Generator().manual_seed(seed)).to(weight.device, weight.dtype)
+
+
+def _check_sent(now: list[tuple[str, torch.Tensor]], sent: dict[str, TensorSpec], version: int) -> None:
+    if differing := [spec.name for spec in tensor_specs(now) if sent.get(spec.name) != spec]:
+        raise _error(version, f"{differing[0]} is not the tensor that was sent")
+
+
+def _check_close(own: torch.Tensor, found: torch.Tensor, is_half: bool, what: str, version: int) -> None:
+    apart, size = float((own - found).abs().max()), float(own.square().mean().sqrt())
+    # `not <=` instead of `>`, so that NaN fails.
+    if not apart <= (_HALF if is_half else _SINGLE) * size:
+        raise _error(version, f"{what} differs by {apart:.2g} from what the sent tensors give (its size is {size:.2g})")
+
+
+def _error(version: int, found: str) -> ProofError:
+    return ProofError(
+        "live",
+        f"at version {version} {found}",
+        "the source of the push holds an older adapter or another scaling, or the model was changed during the push",
+        "this is a defect of the weight source: report it; do not change the model during a push",
+    )

@@ -1,0 +1,160 @@
+"""Pushes a model with an adapter to vLLM's own LoRA: the base weights once, then the adapter alone.
+
+    base (only where the engine does not hold it) → adapter → compare what arrived, and what the engine holds → commit the version
+
+`parity/proven_push.py` calls it in place of `sync/push.py`, and proves the result. The base is known by the digest of its bytes,
+which the engine computes itself. Therefore a second run may use a server that holds the same base already, and a server that was
+restarted gets the base again.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+
+import torch
+
+from lockstep.engines.adapters.receiver import AdapterReceiver
+from lockstep.engines.protocol import Engine, LoadedWeights
+from lockstep.engines.tensor_specs import one_push
+from lockstep.errors import InputError, ProofError
+from lockstep.sync.adapter_live import check_adapter_live
+from lockstep.sync.adapter_source import AdapterSource, BaseSource, adapter_shape, check_alone
+from lockstep.sync.changes import Update
+from lockstep.sync.push import SyncRecord, check_loaded
+from lockstep.sync.source import Manifest
+
+
+class AdapterPusher:
+    """Pushes one model's adapter into an engine.
+
+    Args:
+        model: a model with an adapter; it is only read.
+        engine: an engine with LoRA.
+
+    Raises:
+        InputError: the adapter cannot be sent alone, or the engine has no place for it.
+    """
+
+    def __init__(self, model: torch.nn.Module, engine: Engine) -> None:
+        check_alone(model)
+        self._model, self._engine, self._rank = model, engine, adapter_shape(model)[0]
+        self.receiver = receiver_of(engine, self._rank)
+
+    def push(self, version: int) -> SyncRecord:
+        """Load the adapter into the engine and commit it as `version`.
+
+        The model is only read. After a failure the engine refuses to generate until a later push succeeds.
+
+        Returns:
+            The record of the push. Its digest covers the base too; its bytes are those that were sent.
+
+        Raises:
+            InputError: the adapter cannot be sent alone, or the engine has no room for it.
+            ProofError: what the engine received or holds differs from what was sent, or what was sent is not the live model.
+        """
+        start = time.perf_counter()
+        check_alone(self._model)
+        # A server may have been started again without LoRA.
+        receiver = self.receiver = receiver_of(self._engine, self._rank)
+        limits = receiver.limits
+        assert limits is not None
+        receiver.begin()
+        with receiver.reserved(), torch.no_grad():
+            base, sent_base = self._base(version)
+            source = AdapterSource(self._model, limits.dtype)
+            sent = Update(source)
+            loaded = receiver.load(version, sent)
+            manifest = sent.manifest(version)
+            check_loaded(manifest, loaded)
+            check_held(manifest, receiver.held())
+            check_adapter_live(self._model, source, manifest, version)
+            self._check_base(base)
+        receiver.commit(version)
+        digest = Manifest(version, (*base.tensors, *manifest.tensors)).digest
+        size = sent.bytes + sent_base
+        return SyncRecord(version, digest, len(manifest.tensors), size, time.perf_counter() - start, size)
+
+    def _base(self, version: int) -> tuple[Manifest, int]:
+        """The manifest of the base weights, which the engine then holds, and the number of bytes that were sent for it."""
+        source, engine = BaseSource(self._model), self._engine
+        with one_push() if source.own_memory else nullcontext():
+            described = Update(source, engine.wire_dtype)
+            manifest = described.manifest(version)
+            if self.receiver.base_digest() == manifest.digest:
+                return manifest, 0
+            self.receiver.check_alone()
+            sent = Update(source, engine.wire_dtype)
+            engine.begin_update()
+            check_loaded(manifest, engine.load(sent))
+        if not engine.reset_caches():
+            raise ProofError(
+                "caches",
+                "the engine did not confirm the reset of its caches after a push of the base weights",
+                "requests are still running in the engine",
+                "finish or abort every request before pushing weights",
+            )
+        self.receiver.commit_base(manifest.digest)
+        self._check_base(manifest)
+        return manifest, sent.bytes
+
+    def _check_base(self, manifest: Manifest) -> None:
+        if (found := self.receiver.base_digest()) != manifest.digest:
+            raise ProofError(
+                "digest",
+                f"the engine reports the base weights {found or 'of no finished push'} instead of {manifest.digest}",
+                "another trainer has pushed weights to this server meanwhile",
+                "give each run a server of its own, or let all of them train adapters of the same base (vllm_enable_lora)",
+            )
+
+
+def receiver_of(engine: Engine, rank: int) -> AdapterReceiver:
+    """The part of an engine that receives adapters.
+
+    Args:
+        rank: largest rank of the adapter.
+
+    Raises:
+        InputError: the engine is not vLLM, was started without LoRA, or for smaller ranks.
+    """
+    receiver: AdapterReceiver | None = getattr(engine, "adapters", None)
+    if receiver is None:
+        raise InputError("vllm_enable_lora needs vLLM as the engine; leave it out, and merged weights are sent instead")
+    if (limits := receiver.limits) is None:
+        raise InputError(
+            f"vllm_enable_lora is set, and the engine was started without LoRA: start it with 'lockstep serve MODEL --enable_lora "
+            f"--max_lora_rank {rank}', or leave vllm_enable_lora out"
+        )
+    if limits.rank < rank:
+        raise InputError(
+            f"the adapter has rank {rank}, and the engine takes at most {limits.rank}: start it with --max_lora_rank {rank} or "
+            "more, or leave vllm_enable_lora out"
+        )
+    return receiver
+
+
+def check_held(manifest: Manifest, held: LoadedWeights) -> None:
+    """Compare an adapter as the engine computes with it with the adapter that was sent.
+
+    Raises:
+        InputError: the engine has no LoRA layer for a part of the adapter.
+        ProofError: `adapter`, the engine computes with other bytes.
+    """
+    for one in held.others:
+        check_held(manifest, one)
+    where = f" at {held.server}" if held.server else ""
+    if held.untouched:
+        raise InputError(
+            f"the engine{where} has no LoRA layer for {held.untouched[0]}: start it without --lora_target_modules, or with this "
+            "layer among them; if vLLM has no LoRA for this layer, leave vllm_enable_lora out"
+        )
+    sent = {spec.name: spec for spec in manifest.tensors}
+    wrong = [spec.name for spec in held.tensors if sent.get(spec.name) != spec]
+    if wrong:
+        raise ProofError(
+            "adapter",
+            f"at version {manifest.version} {len(wrong)} of {len(sent)} tensors of the adapter are not in use{where} as they were "
+            f"sent; the first is {wrong[0]}",
+            "the engine kept an older adapter, scaled it, or holds that of another run under this name",
+            "do not train on this engine; name the model, the adapter's config and the engine's version in a report",
+        )

@@ -1,0 +1,139 @@
+"""The two parts of a model with an adapter, each as a source of a push: its base weights, and the adapter alone.
+
+`sync/adapter_push.py` sends the base once and then the adapter alone, to vLLM's own LoRA. `sync/adapters.py` has the other way:
+both as one merged model. It also has the walk over the layers that both ways use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from lockstep.engines.adapters.receiver import DOWN, UP
+from lockstep.errors import InputError
+from lockstep.models.adapters import causal_model, head_name, is_adapted
+from lockstep.models.quantised import is_quantised
+from lockstep.sync.adapters import AdaptedSource, factors_of, is_dora, is_whole_copy, own_factors
+from lockstep.sync.source import PlainSource
+
+_OTHERWISE = "; leave vllm_enable_lora out, and merged weights are sent instead"
+
+
+class BaseSource(AdaptedSource):
+    """The base weights of a model with an adapter, under the names of its checkpoint. 4-bit weights are sent as float32."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+        self.adapted = dict(self._layers)
+        self._layers = {}
+        self.own_memory = self._shards is None and not any(map(is_quantised, self._parameters.values()))
+
+
+class AdapterSource(PlainSource):
+    """The tensors A and scaling × B of each adapted layer, under the name of the layer, with the ends `DOWN` and `UP`.
+
+    B is multiplied by the scaling in float32 and rounded once. Nothing is left for the engine to scale.
+
+    Args:
+        dtype: dtype in which the engine keeps adapters.
+    """
+
+    own_memory = False
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        base = BaseSource(model)
+        self._shards, self._dtype = base._shards, dtype
+        self.layers = {name.removesuffix(".weight"): layer for name, layer in base.adapted.items()}
+        self._first = {layer + end: layer + end for layer in self.layers for end in (DOWN, UP)}
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the tensors are sent in half precision."""
+        return self._dtype not in (torch.float32, torch.float64)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        layer = self.layers[name.removesuffix(DOWN).removesuffix(UP)]
+        down, up, scaling = factors_of(layer, self._shards)
+        if name.endswith(DOWN):
+            return down.to(self._dtype)
+        return (up.to(torch.promote_types(up.dtype, torch.float32)) * scaling).to(self._dtype)
+
+    def _outline(self, name: str) -> torch.Tensor:
+        down, up = own_factors(self.layers[name.removesuffix(DOWN).removesuffix(UP)])
+        return torch.empty((down if name.endswith(DOWN) else up).shape, dtype=self._dtype, device="meta")
+
+    def delta(self, layer: str) -> torch.Tensor:
+        """(outputs, inputs) float32: what the adapter adds to a layer's weight, of the tensors as they are sent."""
+        return self.tensor(layer + UP).float() @ self.tensor(layer + DOWN).float()
+
+
+class EffectiveSource(BaseSource):
+    """The weights that an engine with the adapter beside its base computes with: base + delta, where both have been rounded to the
+    engine's dtype before they are added in float32. For the module probe."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        super().__init__(model)
+        self._dtype = dtype
+        self._adapter = AdapterSource(model, dtype)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        base = super().tensor(name).to(self._dtype).float()
+        layer = name.removesuffix(".weight")
+        if layer not in self._adapter.layers:
+            return base
+        delta = self._adapter.delta(layer)
+        # GPT-2 stores its weights as (inputs, outputs).
+        return base + (delta.T if self._adapter.layers[layer].fan_in_fan_out else delta)
+
+
+def check_alone(model: torch.nn.Module) -> None:
+    """Refuse a model whose adapter cannot be sent alone.
+
+    Raises:
+        InputError: the model has no adapter, or the adapter is more than LoRA factors of linear layers.
+    """
+    if not is_adapted(model):
+        raise InputError(
+            "vllm_enable_lora sends an adapter alone, and the model has none: set use_peft (in Python: give a peft_config), or "
+            "leave vllm_enable_lora out"
+        )
+    base = BaseSource(model)
+    if base._shards is not None:
+        raise InputError("vllm_enable_lora is not supported with a sharded model (FSDP)" + _OTHERWISE)
+    if copied := next((name for name, module in model.named_modules() if is_whole_copy(module)), None):
+        raise InputError(
+            f"{copied} is trained as a whole (modules_to_save), which vLLM's LoRA cannot hold: leave modules_to_save out"
+            + _OTHERWISE
+        )
+    head = head_name(model).removesuffix(".weight")
+    for name, layer in base.adapted.items():
+        own = name.rpartition(".")[0]
+        if name.endswith("bias"):
+            raise InputError(
+                f"the adapter of {own} has a bias, which vLLM's LoRA cannot hold: leave lora_bias out" + _OTHERWISE
+            )
+        if is_dora(layer):
+            raise InputError("vLLM's LoRA cannot compute DoRA: leave use_dora out" + _OTHERWISE)
+        if own == head or isinstance(base.holder(name), torch.nn.Embedding):
+            raise InputError(
+                f"the adapter adapts {own}: an embedding or the output head cannot be proven in vLLM's LoRA; take it out of "
+                "target_modules" + _OTHERWISE
+            )
+    factors = {id(p) for layer in base.adapted.values() for p in own_factors(layer)}
+    if trained := next((n for n, p in model.named_parameters() if p.requires_grad and id(p) not in factors), None):
+        raise InputError(
+            f"{trained} is trained beside the adapter, and vLLM's LoRA has no place for it: freeze it (with PEFT: bias='none')"
+            + _OTHERWISE
+        )
+
+
+def adapter_shape(model: torch.nn.Module) -> tuple[int, list[str]]:
+    """The largest rank of an adapter, and the names of the layers that it adapts."""
+    layers = dict(_layers(model))
+    return max(len(own_factors(layer)[0]) for layer in layers.values()), list(layers)
+
+
+def _layers(model: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    for name, layer in BaseSource(causal_model(model)).adapted.items():
+        yield name.removesuffix(".weight"), layer
