@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-from sharded_works import ADAPTED, METHODS, OTHERS  # noqa: E402
+from sharded_works import ADAPTED, METHODS, OTHERS, SETTINGS  # noqa: E402
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[3])
 
@@ -83,6 +83,41 @@ def of_method(case: str) -> Callable[[str, Path], Any]:
         return found | {"played": passes.played if passes else 0}
 
     return work
+
+
+def with_settings(name: str) -> Callable[[str, Path], Any]:
+    """GRPO with filters, with evaluations, with interrupted thinking, or with generations that are sampled ahead."""
+
+    def work(model: str, folder: Path) -> Any:
+        from accounts import PROMPTS
+        from methods import INTERRUPTED
+
+        fields: dict[str, Any] = {
+            "filters": {"top_k": 20, "top_p": 0.9},
+            "evaluated": {"evaluation": PROMPTS.select(range(5)), "eval_strategy": "steps", "eval_steps": 1},
+            "thinking": {**INTERRUPTED, "max_completion_length": 16},
+            "ahead": {"max_staleness": 1, "num_iterations": 1, "max_steps": 4},
+        }[name]
+        return result(trainer("grpo-grpo", model, folder / name, **fields))
+
+    return work
+
+
+def served(model: str, folder: Path) -> Any:
+    """With a real vLLM server: the steps of the sharded model and of the whole one; then everything at once, sharded."""
+    from accounts import PROMPTS
+    from two_ranks import on_server
+
+    def run(kind: str, **fields: Any) -> Any:
+        return result(trainer("grpo-grpo", model, folder / f"served-{kind}", engine=None, **on_server(), **fields))
+
+    everything: dict[str, Any] = {"top_k": 20, "max_staleness": 1, "num_iterations": 1, "max_steps": 4}
+    everything |= {"evaluation": PROMPTS.select(range(5)), "eval_strategy": "steps", "eval_steps": 2}
+    return {
+        "whole": run("whole", fsdp=False, num_iterations=1, top_p=0.9),
+        "sharded": run("sharded", num_iterations=1, top_p=0.9),
+        "everything": run("everything", **everything),
+    }
 
 
 SINGLE: dict[str, Any] = {"model_init_kwargs": {"dtype": "float32"}}
@@ -219,6 +254,8 @@ def refused(model: str, folder: Path) -> Any:
 
 WORK: dict[str, Callable[[str, Path], Any]] = {
     **{case: of_method(case) for case in (*METHODS, *OTHERS, *ADAPTED)},
+    **{name: with_settings(name) for name in SETTINGS},
+    "served": served,
     "float32": in_float32,
     "memory": memory,
     "saved": saved,

@@ -4,10 +4,12 @@ METHODS = ("grpo-grpo", "grpo-full", "dpo-sigmoid", "ppo")
 # Methods whose forwards are those of another one here: CI leaves them out.
 OTHERS = ("rloo", "reinforce++", "scalerl")
 ADAPTED = ("grpo-lora",)
-ALONE = (*METHODS, *ADAPTED, "memory")
+# One method with settings that change what is sampled, when, and how it is scored.
+SETTINGS = ("filters", "evaluated", "thinking", "ahead")
+ALONE = (*METHODS, *ADAPTED, *SETTINGS, "memory")
 # The work that breaks the group comes last.
 TWO = (
-    *METHODS, *ADAPTED, "float32",
+    *METHODS, *ADAPTED, *SETTINGS, "float32",
     "memory", "saved", "resumed", "refused", "stale", "fails:before", "fails:between", "fails:inside",
 )  # fmt: skip
 FOUR = ("grpo-grpo", "memory", "resumed")

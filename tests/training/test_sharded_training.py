@@ -16,7 +16,7 @@ import pytest
 import torch
 from accounts import difference
 from portions import portion
-from sharded_works import ADAPTED, ALONE, FOUR, METHODS, OTHERS, TWO
+from sharded_works import ADAPTED, ALONE, FOUR, METHODS, OTHERS, SETTINGS, TWO
 from test_two_ranks import check_entries, run_ranks, same_logs
 
 pytestmark = pytest.mark.long
@@ -71,6 +71,19 @@ def test_two_ranks_with_a_sharded_model_take_the_steps_of_one_without(found: Fou
     for rank in (0, 1):
         # Adapters are float32, also on these float64 models.
         same_run(found(case, ranks=0), found(case, rank), 1e-5 if case in ADAPTED else 1e-6)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_they_do_with_filters_evaluations_interrupted_thinking_and_generations_ahead(
+    found: Found, folder: Path, setting: str
+) -> None:
+    alone = found(setting, ranks=0)
+    for rank in (0, 1):
+        same_run(alone, found(setting, rank))
+    if setting == "evaluated":
+        assert sum("eval_reward" in log for log in alone["logs"]) == 2
+    if setting == "ahead":
+        assert any(log.get("staleness/max", 0) > 0 for log in alone["logs"])
 
 
 def test_four_ranks_do_too(found: Found) -> None:
