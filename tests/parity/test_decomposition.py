@@ -146,9 +146,11 @@ def test_a_stale_layer_is_a_defect_with_its_name(stage: Stage) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     with loads_instead(stage, lambda sent: [(n, t * 1.5 if n == name else t) for n, t in sent]):
         # The engine samples as if no probe had stopped the run.
-        from lockstep.sync.push import push_weights
+        from lockstep.sync.push import forget_push, push_weights
 
         stage.trainer.state.global_step += 1
+        # No weight has changed since the last push.
+        forget_push(stage.engine)
         push_weights(stage.model, stage.engine, stage.version)
         found = explained(stage, stage.sample(stage.sampling()))
     assert found.layers == (name,)
