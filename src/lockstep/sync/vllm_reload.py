@@ -79,7 +79,9 @@ def repack_heads(model: torch.nn.Module, written: Collection[str]) -> None:
     vLLM 0.32.0 processes a layer when the layer's own weights have arrived. A tied head owns no weights. So on CPU it kept
     the packed copy that was made at load, while the embedding that it shares was updated (fault W2).
     """
-    new = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in written}
+    # A LoRA layer around an embedding adds its own part to the name.
+    named = model.named_parameters(remove_duplicate=False)
+    new = {id(p) for name, p in named if name.replace(".base_layer", "") in written}
     loaded = [layer for layer in _vocabularies(model) if any(id(p) in new for p in layer.parameters(recurse=False))]
     plain = [layer for layer in loaded if _is_plain(layer)]
     for layer in plain:
