@@ -13,7 +13,7 @@ import torch
 
 from lockstep.sync import shared_memory
 from lockstep.sync.chunks import Named
-from lockstep.sync.slots import FilledSlots, TrainerLock, _is_unlocked, segment_bytes, taken_chunks
+from lockstep.sync.slots import FilledSlots, TrainerLock, is_unlocked, segment_bytes, taken_chunks
 
 SLOT, WORKERS = 256, 2
 # A wait that lasts to its limit of NEVER seconds runs into the limit of the test.
@@ -121,7 +121,7 @@ def test_a_child_of_a_trainer_does_not_stand_in_for_it_when_it_dies(tmp_path: Pa
         os.read(until, 1)
         os._exit(0)
     try:
-        assert not _is_unlocked(pair.other), "the child took the trainer's lock away"
+        assert not is_unlocked(pair.other), "the child took the trainer's lock away"
         pair.lock.close()
         assert list(worker) == []
     finally:
