@@ -120,14 +120,14 @@ def test_the_pixels_of_a_picture_are_sent_once(
     sent: list[str] = []
     whole = server_requests.ServerRequests._post
 
-    async def noted(self: Any, server: int, body: dict[str, Any], limit: float) -> Any:
+    async def noted(self: Any, server: int, body: dict[str, Any], *more: Any) -> Any:
         shown = body.get("features", {"mm_hashes": {"image": []}, "kwargs_data": {"image": []}})
         sent.extend(
             digest
             for digest, data in zip(shown["mm_hashes"]["image"], shown["kwargs_data"]["image"], strict=True)
             if data is not None
         )
-        return await whole(self, server, body, limit)
+        return await whole(self, server, body, *more)
 
     monkeypatch.setattr(server_requests.ServerRequests, "_post", noted)
     trainer = look(folder, tmp_path, engine=engine)
