@@ -2387,6 +2387,20 @@ MUTATIONS = [
         "tests/server/test_greeting.py::test_a_process_without_free_descriptors_names_its_limit_and_not_the_server",
     ),
     Mutation(
+        "the norm of the clip is never added up again",
+        "parity/step/update.py",
+        "self._step == self._first or (self._step + self._seed) % _NORM_EVERY == 0",
+        "False",
+        "tests/parity/step/test_update.py::test_a_clip_by_another_norm_than_that_of_all_gradients_is_found_within_four_steps",
+    ),
+    Mutation(
+        "elements are read beside their drawn places",
+        "parity/step/drawn.py",
+        "np.repeat(np.cumsum(sizes) - sizes, sizes)",
+        "np.repeat(np.cumsum(sizes), sizes)",
+        "tests/parity/step/test_update.py",
+    ),
+    Mutation(
         "a command does not keep freed memory",
         "cli/process/malloc.py",
         "        asked |= _KEEP\n",
