@@ -2394,13 +2394,6 @@ MUTATIONS = [
         "tests/parity/step/test_update.py::test_a_clip_by_another_norm_than_that_of_all_gradients_is_found_within_four_steps",
     ),
     Mutation(
-        "elements are read beside their drawn places",
-        "parity/step/drawn.py",
-        "np.repeat(np.cumsum(sizes) - sizes, sizes)",
-        "np.repeat(np.cumsum(sizes), sizes)",
-        "tests/parity/step/test_update.py",
-    ),
-    Mutation(
         "a command does not keep freed memory",
         "cli/process/malloc.py",
         "        asked |= _KEEP\n",
