@@ -31,8 +31,8 @@ from lockstep.parity.adapter_probe import check_adapter_probe
 from lockstep.parity.module_probe import ModuleProbe
 from lockstep.parity.proven_push import ProvenPusher, PushProof
 from lockstep.parity.rescoring import Precision
-from lockstep.sync.adapter_source import adapter_shape
-from lockstep.sync.adapters import weights_of
+from lockstep.sync.adapters.merged import weights_of
+from lockstep.sync.adapters.source import adapter_shape
 from lockstep.sync.changes import Update
 from lockstep.sync.push import push_weights
 from lockstep.tokens.tokenizer import load_tokenizer

@@ -86,10 +86,10 @@ GUARD = ("server/guard.py", "tests/server/test_keys_guard_and_command.py::TestGu
 GREETED = ("server/guard.py", "tests/server/test_greeting.py")
 CALLS = ("engines/http/server_calls.py", "tests/server/test_greeting.py")
 COMMAND = ("server/command.py", "tests/server/test_keys_guard_and_command.py::TestCommand")
-STRANGERS = ("sync/gloo_proof.py", "tests/sync/test_gloo_strangers.py")
+STRANGERS = ("sync/wire/gloo_proof.py", "tests/sync/test_gloo_strangers.py")
 MACHINE = ("server/machine.py", "tests/server/test_machine.py")
 KEYS = ("server/keys.py", "tests/server/test_keys_guard_and_command.py::TestKeys")
-SLOTS = ("sync/slots.py", "tests/sync/test_slots.py")
+SLOTS = ("sync/wire/slots.py", "tests/sync/test_slots.py")
 RECOVERY = ("training/generate/recovery.py", "tests/training/test_recovery.py")
 CHECKPOINTS = ("training/run_files/checkpoints.py", "tests/training/test_checkpoints_and_directory.py")
 STATE = "tests/input/test_damaged_runs.py"
@@ -179,28 +179,28 @@ def _of(place: tuple[str, str], about: str, old: str, new: str) -> Mutation:
 MUTATIONS = [
     Mutation(
         "an adapter alone is sent with its scaling",
-        "sync/adapter_source.py",
+        "sync/adapters/source.py",
         "torch.float32)) * scaling).to(self._dtype)",
         "torch.float32))).to(self._dtype)",
         f"{ALONE}::test_base_and_adapter_together_are_what_a_merged_push_sends",
     ),
     Mutation(
         "an adapter that vLLM's LoRA cannot compute is refused",
-        "sync/adapter_source.py",
+        "sync/adapters/source.py",
         "        if is_dora(layer):",
         "        if False:",
         f"{ALONE}::test_what_vllms_lora_cannot_hold_is_refused_in_one_sentence",
     ),
     Mutation(
         "an adapter is compared with what the engine holds",
-        "sync/adapter_push.py",
+        "sync/adapters/push.py",
         "if sent.get(spec.name) != spec]",
         "if sent.get(spec.name) is None]",
         f"{ALONE}::test_an_adapter_that_is_held_otherwise_than_it_was_sent_is_named",
     ),
     Mutation(
         "a sent adapter is compared with the live layers",
-        "sync/adapter_live.py",
+        "sync/adapters/live.py",
         "        _check_sent([(layer",
         "        len([(layer",
         f"{ALONE}::test_what_is_sent_is_compared_with_the_layers_themselves",
@@ -549,7 +549,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gloo's store listens on every address",
-        "sync/gloo.py",
+        "sync/wire/gloo.py",
         "listener.bind((host, port))",
         'listener.bind(("0.0.0.0", port))',
         STRANGERS[1],
@@ -563,14 +563,14 @@ MUTATIONS = [
     ),
     Mutation(
         "workers wait on when another server has died",
-        "sync/gloo.py",
+        "sync/wire/gloo.py",
         'store.set(_ENDED, "")',
         "pass",
         "tests/sync/test_transports.py",
     ),
     Mutation(
         "the trainer waits for a dead server's address",
-        "sync/gloo.py",
+        "sync/wire/gloo.py",
         "while not wait([met], _CHECK_EVERY).done:\n            check()",
         "while not wait([met], _CHECK_EVERY).done:\n            pass",
         "tests/sync/test_transports.py",
@@ -579,7 +579,7 @@ MUTATIONS = [
     _of(MACHINE, "two servers on one port", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
     Mutation(
         "shared memory that is too small ends the run",
-        "sync/transport.py",
+        "sync/wire/transport.py",
         "except NoRoom as error:",
         "except KeyError as error:",
         "tests/sync/test_transports.py",
@@ -793,14 +793,14 @@ MUTATIONS = [
             ),
             (
                 "a fused layer that is sent in part",
-                "sync/deltas.py",
+                "sync/wire/deltas.py",
                 "return found[1] if found else",
                 "return name if found else",
             ),
-            ("changes beside their places", "sync/deltas.py", "dtype=np.int64) - 1", "dtype=np.int64)"),
+            ("changes beside their places", "sync/wire/deltas.py", "dtype=np.int64) - 1", "dtype=np.int64)"),
             (
                 "minus zero and NaN",
-                "sync/deltas.py",
+                "sync/wire/deltas.py",
                 "tensor.flatten().view(bits).numpy()",
                 "tensor.flatten().float().numpy()",
             ),
@@ -815,7 +815,7 @@ MUTATIONS = [
     _of(SLOTS, "a worker that counts in another's push", "if int(counters[_PUSH]) == push:", "if True:"),
     Mutation(
         "tensors that lie over each other",
-        "sync/chunks.py",
+        "sync/wire/chunks.py",
         "offset += aligned(tensor.nbytes)",
         "offset += tensor.nbytes // 2",
         "tests/sync/test_chunks.py",

@@ -24,7 +24,7 @@ from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.errors import LockstepError
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.sync.transport import choose_transport
+from lockstep.sync.wire.transport import choose_transport
 
 KEY = "a-key-for-tests-only"
 _START_LIMIT = 300.0

@@ -24,7 +24,7 @@ from lockstep.parity.proven_push import ProvenPusher
 from lockstep.parity.rescoring import Precision
 from lockstep.server.keys import key_for
 from lockstep.sync.push import SyncRecord
-from lockstep.sync.transport import choose_transport
+from lockstep.sync.wire.transport import choose_transport
 
 
 class Connection:

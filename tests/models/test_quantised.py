@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
 from lockstep.models.quantised import check_quantization, dequantised, is_quantised, keep_order
-from lockstep.sync.adapters import weights_of
+from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.push import push_weights
 
 LAYER = "model.layers.0.mlp.up_proj"

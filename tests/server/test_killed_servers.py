@@ -19,14 +19,14 @@ from conftest import VLLM
 from servers import KEY, Server, serve
 from training import equal, make_trainer, train
 
-import lockstep.sync.shared_memory as shared_memory
+import lockstep.sync.wire.shared_memory as shared_memory
 from lockstep.errors import EngineLost
 from lockstep.parity.receipt import check_receipt
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.sync.chunks import chunks
-from lockstep.sync.gloo import GlooTransport
-from lockstep.sync.slots import FilledSlots
 from lockstep.sync.source import PlainSource
+from lockstep.sync.wire.chunks import chunks
+from lockstep.sync.wire.gloo import GlooTransport
+from lockstep.sync.wire.slots import FilledSlots
 from lockstep.training.trainers.grpo import GRPOTrainer
 
 pytestmark = VLLM

@@ -23,9 +23,9 @@ from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import LockstepError
 from lockstep.parity.module_probe import ModuleProbe, check_probe
-from lockstep.sync.chunks import chunks
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource
+from lockstep.sync.wire.chunks import chunks
 
 pytestmark = VLLM
 KINDS = [pytest.param("untied", marks=pytest.mark.long), pytest.param("tied", marks=pytest.mark.release)]
@@ -88,7 +88,7 @@ def test_after_a_push_that_the_trainer_gave_up_both_workers_take_the_next(
     engine = connect(server.url, transport="shared_memory")
     push_weights(model, engine, 0)
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep.sync.shared_memory.chunks", lambda tensors: chunks(tensors, 40_000))
+        patch.setattr("lockstep.sync.wire.shared_memory.chunks", lambda tensors: chunks(tensors, 40_000))
         patch.setattr("lockstep.sync.push.weights_of", Ends)
         with pytest.raises(LockstepError, match="could not be made ready to be sent: out of memory, by design"):
             push_weights(model, engine, 1)

@@ -19,7 +19,7 @@ from tiny import make_model, perturbed
 
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import EngineLost
-from lockstep.sync.transport import choose_transport
+from lockstep.sync.wire.transport import choose_transport
 
 pytestmark = [
     *VLLM,

@@ -12,7 +12,7 @@ from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import add_adapter, causal_model
 from lockstep.shards.passes import Passes
-from lockstep.sync.adapters import AdaptedSource
+from lockstep.sync.adapters.merged import AdaptedSource
 from lockstep.sync.live import check_live
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 

@@ -22,7 +22,7 @@ from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError, ProofError
 from lockstep.parity.module_probe import ModuleProbe
 from lockstep.parity.rescoring import Precision, sequence_logits
-from lockstep.sync.adapters import AdaptedSource, weights_of
+from lockstep.sync.adapters.merged import AdaptedSource, weights_of
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource
 

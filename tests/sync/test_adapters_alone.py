@@ -27,11 +27,11 @@ from lockstep.parity.gap import measure_gap
 from lockstep.parity.module_probe import check_probe
 from lockstep.parity.proven_push import ProvenPusher
 from lockstep.parity.rescoring import Precision, completion_logps
-from lockstep.sync import adapter_source
-from lockstep.sync.adapter_live import check_adapter_live
-from lockstep.sync.adapter_push import check_held
-from lockstep.sync.adapter_source import AdapterSource, BaseSource, EffectiveSource, adapter_shape, check_alone
-from lockstep.sync.adapters import weights_of
+from lockstep.sync.adapters import source as adapter_source
+from lockstep.sync.adapters.live import check_adapter_live
+from lockstep.sync.adapters.merged import weights_of
+from lockstep.sync.adapters.push import check_held
+from lockstep.sync.adapters.source import AdapterSource, BaseSource, EffectiveSource, adapter_shape, check_alone
 from lockstep.tokens.tokenizer import load_tokenizer
 
 LONG = torch.randint(10, 300, (100,), generator=torch.Generator().manual_seed(0)).tolist()

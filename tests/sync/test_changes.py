@@ -23,13 +23,13 @@ from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import ProofError
 from lockstep.parity.proven_push import ProvenPusher
 from lockstep.parity.rescoring import Precision
-from lockstep.sync import deltas
 from lockstep.sync.changes import Sent, Update
-from lockstep.sync.deltas import NOTHING, Changes, Reference, apply_changes, changes_between, part_of
-from lockstep.sync.gloo import GlooTransport
 from lockstep.sync.push import forget_push, push_weights
-from lockstep.sync.shared_memory import SharedMemoryTransport
 from lockstep.sync.source import PlainSource
+from lockstep.sync.wire import deltas
+from lockstep.sync.wire.deltas import NOTHING, Changes, Reference, apply_changes, changes_between, part_of
+from lockstep.sync.wire.gloo import GlooTransport
+from lockstep.sync.wire.shared_memory import SharedMemoryTransport
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -357,7 +357,7 @@ def test_a_fault_in_the_engines_memory_is_found_by_the_probe_and_then_overwritte
 
 
 class KeepingWorker(Worker):
-    """A server's worker that takes pieces as the real one does (`sync/vllm_backend.py`)."""
+    """A server's worker that takes pieces as the real one does (`sync/vllm/backend.py`)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from test_transports import Worker, arrived_whole, weights
 
-from lockstep.sync import gloo
-from lockstep.sync.gloo import GlooTransport
-from lockstep.sync.gloo_proof import SignedStore
+from lockstep.sync.wire import gloo
+from lockstep.sync.wire.gloo import GlooTransport
+from lockstep.sync.wire.gloo_proof import SignedStore
 
 REFUSED = "another program took part in this push over gloo, so no weights were sent"
 LIMIT = 20.0

@@ -15,7 +15,7 @@ from tiny import make_model
 
 from lockstep.errors import ProofError
 from lockstep.sync import push as push_module
-from lockstep.sync.adapters import AdaptedSource
+from lockstep.sync.adapters.merged import AdaptedSource
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource
 

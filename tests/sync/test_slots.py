@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.sync import shared_memory
-from lockstep.sync.chunks import Named
-from lockstep.sync.slots import FilledSlots, TrainerLock, is_unlocked, segment_bytes, taken_chunks
+from lockstep.sync.wire import shared_memory
+from lockstep.sync.wire.chunks import Named
+from lockstep.sync.wire.slots import FilledSlots, TrainerLock, is_unlocked, segment_bytes, taken_chunks
 
 SLOT, WORKERS = 256, 2
 # A wait that lasts to its limit of NEVER seconds runs into the limit of the test.

@@ -8,7 +8,7 @@ from conftest import needs_vllm
 from tiny import make_model, perturbed
 from transformers import PreTrainedModel
 
-import lockstep.sync.vllm_backend
+import lockstep.sync.vllm.backend
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
@@ -43,7 +43,7 @@ def test_a_tied_head_follows_the_embedding(tied_vllm: VLLMInProcess) -> None:
 def test_the_gap_catches_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     base = make_model("llama", tied=True)
     push_weights(base, tied_vllm, 1)
-    monkeypatch.setattr(lockstep.sync.vllm_backend, "repack_heads", lambda model, written: None)
+    monkeypatch.setattr(lockstep.sync.vllm.backend, "repack_heads", lambda model, written: None)
     moved = perturbed(base, scale=0.5)
     # vLLM reports only success: the load is acknowledged and the version advances.
     assert push_weights(moved, tied_vllm, 2).version == tied_vllm.version == 2
@@ -54,7 +54,7 @@ def test_the_gap_catches_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch
 def test_the_probe_names_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     base = make_model("llama", tied=True)
     push_weights(base, tied_vllm, 1)
-    monkeypatch.setattr(lockstep.sync.vllm_backend, "repack_heads", lambda model, written: None)
+    monkeypatch.setattr(lockstep.sync.vllm.backend, "repack_heads", lambda model, written: None)
     moved = perturbed(base, scale=0.01)
     push_weights(moved, tied_vllm, 2)
     probe = ModuleProbe(moved, tied_vllm, torch.float32)

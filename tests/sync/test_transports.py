@@ -14,14 +14,14 @@ import torch
 from torch.distributed import TCPStore
 
 from lockstep.errors import EngineLost, InputError
-from lockstep.sync import chunks as chunks_module
-from lockstep.sync import gloo, shared_memory
-from lockstep.sync import transport as transport_module
-from lockstep.sync.chunks import Named, chunks
-from lockstep.sync.gloo import GlooTransport, Receiver
-from lockstep.sync.shared_memory import Segment, SharedMemoryTransport
-from lockstep.sync.slots import taken_chunks
-from lockstep.sync.transport import choose_transport
+from lockstep.sync.wire import chunks as chunks_module
+from lockstep.sync.wire import gloo, shared_memory
+from lockstep.sync.wire import transport as transport_module
+from lockstep.sync.wire.chunks import Named, chunks
+from lockstep.sync.wire.gloo import GlooTransport, Receiver
+from lockstep.sync.wire.shared_memory import Segment, SharedMemoryTransport
+from lockstep.sync.wire.slots import taken_chunks
+from lockstep.sync.wire.transport import choose_transport
 
 CHUNK = 4096
 # One tensor is larger than a chunk, one is larger than half a chunk, and many share a chunk.

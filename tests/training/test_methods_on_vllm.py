@@ -18,7 +18,7 @@ from lockstep.parity.canary import score_canary
 from lockstep.parity.module_probe import ModuleProbe
 from lockstep.parity.rescoring import Precision
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.sync.adapters import weights_of
+from lockstep.sync.adapters.merged import weights_of
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.methods.online_dpo import OnlineDPOObjective
 

@@ -1,6 +1,6 @@
 """The engine's own record of the tensors that it holds. A later push may leave out what did not change since.
 
-The transformers engine and vLLM's worker (`sync/vllm_backend.py`) keep one each. `sync/push.py` compares it with the manifest of
+The transformers engine and vLLM's worker (`sync/vllm/backend.py`) keep one each. `sync/push.py` compares it with the manifest of
 the new version: the record has every tensor of the version, whether this push has sent it or an earlier one.
 """
 

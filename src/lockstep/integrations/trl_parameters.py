@@ -21,7 +21,7 @@ from lockstep.engines.vllm.in_process import vllm_installed
 from lockstep.errors import InputError
 from lockstep.integrations.trl_pictures import tokenizer_of
 from lockstep.models.adapters import causal_model, is_adapted
-from lockstep.sync.adapters import weights_of
+from lockstep.sync.adapters.merged import weights_of
 
 # Parameters of TRL that support only one or a few values, and the reason.
 _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {

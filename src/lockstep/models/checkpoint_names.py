@@ -2,8 +2,8 @@
 
 For most families these are the model's own parameters. transformers holds the weights of all experts of a layer in two tensors;
 checkpoints, and vLLM's loaders, have one tensor per expert and projection. Here each of them is a view of the model's own memory.
-Used by what sends weights (`sync/source.py`, `sync/adapters.py`, `sync/live.py`) and by the transformers engine, which receives
-them.
+Used by what sends weights (`sync/source.py`, `sync/adapters/merged.py`, `sync/live.py`) and by the transformers engine, which
+receives them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from lockstep.engines.adapters.receiver import DOWN, UP, AdapterReceiver
 from lockstep.engines.probe import probe_vector
 from lockstep.errors import ProofError
 from lockstep.parity.tolerances import output_rounding
-from lockstep.sync.adapter_source import AdapterSource
+from lockstep.sync.adapters.source import AdapterSource
 
 # Layers that a probe asks at a push of a run.
 _SAMPLE = 6

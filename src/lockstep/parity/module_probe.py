@@ -31,7 +31,7 @@ from lockstep.engines.protocol import ProbedEngine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import head_name
 from lockstep.parity.tolerances import output_rounding, probe_limit
-from lockstep.sync.adapters import weights_of
+from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.source import PlainSource
 
 # Number of linear layers, and of vectors (norms), in a sampled probe. It always contains all embeddings and heads as well.

@@ -21,8 +21,8 @@ from lockstep.parity.gap import GapStats
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
 from lockstep.parity.rescoring import Precision
 from lockstep.parity.tolerances import tolerance
-from lockstep.sync.adapter_push import AdapterPusher
-from lockstep.sync.adapter_source import EffectiveSource
+from lockstep.sync.adapters.push import AdapterPusher
+from lockstep.sync.adapters.source import EffectiveSource
 from lockstep.sync.push import SyncRecord, forget_push, push_weights
 
 Phase = Callable[[str], AbstractContextManager]

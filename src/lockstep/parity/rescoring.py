@@ -25,7 +25,7 @@ from lockstep.models.policy import fp32_head_product
 from lockstep.parity.distributions import Distribution
 from lockstep.parity.tolerances import Tolerance, tolerance
 from lockstep.shards.model import sharded
-from lockstep.sync.adapters import weights_of
+from lockstep.sync.adapters.merged import weights_of
 from lockstep.tokens.arrays import Ids, small_ids, whole_numbers
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 

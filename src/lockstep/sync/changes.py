@@ -1,11 +1,11 @@
 """Decides what a push sends: everything, or only what changed since the engine's last proven version.
 
-The weights come from a source (`sync/source.py`, `sync/adapters.py`). Engines and transports read an `Update` once.
+The weights come from a source (`sync/source.py`, `sync/adapters/merged.py`). Engines and transports read an `Update` once.
 
 - A tensor whose digest did not change is left out, unless another tensor of the same part of a layer changed: engines fuse tensors
   (q, k and v become one), and load all tensors of a fused one or none.
-- To servers over a network (`sync/gloo.py`), only the changed elements of a tensor are sent. For that the trainer keeps a copy of
-  what it has sent (`sync/deltas.py`).
+- To servers over a network (`sync/wire/gloo.py`), only the changed elements of a tensor are sent. For that the trainer keeps a
+  copy of what it has sent (`sync/wire/deltas.py`).
 - Everything is sent if the last push was not proven (`Sent.forget`), or if the engine does not hold it (`sync/push.py`).
 
 The manifest has all tensors of the version, sent or not.
@@ -20,9 +20,9 @@ import torch
 from lockstep.engines.protocol import TensorSpec
 from lockstep.engines.tensor_specs import begin_specs, described, tensor_specs
 from lockstep.errors import LockstepError
-from lockstep.sync.chunks import Named
-from lockstep.sync.deltas import NOTHING, Changes, Piece, changes_between, part_of
 from lockstep.sync.source import Manifest, PlainSource, read_to_the_end
+from lockstep.sync.wire.chunks import Named
+from lockstep.sync.wire.deltas import NOTHING, Changes, Piece, changes_between, part_of
 
 
 class Sent:

@@ -1,8 +1,8 @@
 """Compares what a push has sent with the live model itself, and proves that a merged adapter computes what the adapter computes.
 
-A push and the module probe read the weights from a source (`sync/source.py`, `sync/adapters.py`). If the source gave old weights,
-or merged an adapter wrongly, push, probe and engine would agree with each other. So this module reads the model without the
-source: the parameters that the forward uses and the optimizer changes, and the forward of the adapter's own layers.
+A push and the module probe read the weights from a source (`sync/source.py`, `sync/adapters/merged.py`). If the source gave old
+weights, or merged an adapter wrongly, push, probe and engine would agree with each other. So this module reads the model without
+the source: the parameters that the forward uses and the optimizer changes, and the forward of the adapter's own layers.
 `sync/push.py` calls it before a version is committed.
 """
 

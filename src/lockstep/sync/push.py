@@ -21,7 +21,7 @@ import torch
 from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
 from lockstep.engines.tensor_specs import one_push
 from lockstep.errors import ProofError
-from lockstep.sync.adapters import weights_of
+from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.changes import Sent, Update
 from lockstep.sync.live import check_live
 from lockstep.sync.source import Manifest
@@ -71,9 +71,9 @@ def forget_push(engine: WeightReceiver) -> None:
 def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -> SyncRecord:
     """Load the weights of `model` into an engine and commit them as `version`.
 
-    The model is only read. A model with an adapter is sent merged (`sync/adapters.py`). Only what changed since the last push is
-    sent (`sync/changes.py`). If the engine then does not hold the version, everything is sent, once. After a failure the engine
-    refuses to generate until a later push succeeds.
+    The model is only read. A model with an adapter is sent merged (`sync/adapters/merged.py`). Only what changed since the last
+    push is sent (`sync/changes.py`). If the engine then does not hold the version, everything is sent, once. After a failure the
+    engine refuses to generate until a later push succeeds.
 
     Raises:
         InputError: the model has an adapter of a kind that cannot be merged.

@@ -1,7 +1,8 @@
 """The trainer's weights as a stream of named tensors, and the manifest that describes the stream.
 
 The trained model is the source and is only read. `sync/changes.py` decides what of the stream is sent, and the module probe
-compares the engine with the same tensors. `sync/adapters.py` has the source for models with adapters, and chooses between the two.
+compares the engine with the same tensors. `sync/adapters/merged.py` has the source for models with adapters, and chooses between
+the two.
 """
 
 from __future__ import annotations

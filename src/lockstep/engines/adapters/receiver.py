@@ -1,4 +1,4 @@
-"""The half of an engine that receives adapters alone: what `sync/adapter_push.py` calls, in this order.
+"""The half of an engine that receives adapters alone: what `sync/adapters/push.py` calls, in this order.
 
     begin → reserved: (base, if it is another one) → load → held → commit
 
@@ -35,7 +35,7 @@ class AdapterLimits:
 
 
 class AdapterReceiver(Protocol):
-    """Receives adapters. `sync/adapter_push.py` calls it."""
+    """Receives adapters. `sync/adapters/push.py` calls it."""
 
     @property
     def limits(self) -> AdapterLimits | None:

@@ -1,7 +1,7 @@
 """Adapters inside a vLLM worker: they come from memory, are read back from the slots that vLLM computes with, and are removed.
 
 vLLM reads adapters from files. `take_from_memory` replaces that in our engines: an adapter is taken from the tensors that a trainer
-has sent, and no path is read. `engines/adapters/in_process.py` and `sync/vllm_worker.py` call these functions through
+has sent, and no path is read. `engines/adapters/in_process.py` and `sync/vllm/worker.py` call these functions through
 `collective_rpc`.
 """
 

@@ -201,7 +201,7 @@ class ServerCalls:
         return self._loop.run(self.ask_workers(method, *args))
 
     async def ask_workers(self, method: str, *args: str) -> list[Any]:
-        """Call a method of every worker of the server at once (`sync/vllm_worker.py`). Returns their JSON answers, by rank.
+        """Call a method of every worker of the server at once (`sync/vllm/worker.py`). Returns their JSON answers, by rank.
 
         Raises:
             EngineLost: there is no answer, for example because the workers do not have the method.

@@ -2,7 +2,7 @@
 
 `engines/http/server_requests.py` uses it. A picture is sent once per server, before the first completion of its prompt: in a
 request for one token, whose answer is dropped. vLLM keeps the picture's tensors in its cache of inputs, under the picture's digest.
-All completions then name the digest alone. The workers report the digest of what they encoded (`sync/vllm_worker.py`).
+All completions then name the digest alone. The workers report the digest of what they encoded (`sync/vllm/worker.py`).
 
 A request says of a picture only where its first placeholder is and how many there are. Therefore each tile of a picture is sent as
 a picture of its own (`Picture.pieces`), and everything here is about such pieces. A piece is written as vLLM's endpoint expects it:

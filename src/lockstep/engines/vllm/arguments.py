@@ -12,9 +12,9 @@ import torch
 from lockstep.engines.tensor_specs import dtype_name
 from lockstep.errors import InputError
 
-# Names by which vLLM finds our weight transfers (`sync/vllm_plugin.py`) and our extension of its workers.
+# Names by which vLLM finds our weight transfers (`sync/vllm/plugin.py`) and our extension of its workers.
 IN_PROCESS_BACKEND, SERVER_BACKEND = "lockstep_inprocess", "lockstep"
-WORKER_EXTENSION = "lockstep.sync.vllm_worker.LockstepWorker"
+WORKER_EXTENSION = "lockstep.sync.vllm.worker.LockstepWorker"
 
 # Entries of a request's `extra_args` (`engines/vllm/kept_ids.py`): the largest set of kept ids, and bad words as ids.
 MAX_KEPT_IDS, BAD_WORDS = "lockstep_max_kept_ids", "lockstep_bad_words"

@@ -1,7 +1,7 @@
 """vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
 
 Requests come from an inbox (`engines/inbox.py`) as ids, and go to vLLM's engine loop under their own key. Weights come through
-vLLM's weight-transfer API with the backend of `sync/vllm_backend.py`. vLLM finds that backend through the entry point in
+vLLM's weight-transfer API with the backend of `sync/vllm/backend.py`. vLLM finds that backend through the entry point in
 pyproject.toml.
 """
 

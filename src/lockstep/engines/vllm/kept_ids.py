@@ -3,7 +3,7 @@
 vLLM 0.32.0 carries such sets from its model runner to its answers (`return_sampling_mask`), in process and over HTTP. But only its
 second model runner makes them, which does not exist for CPUs. Therefore the first model runner makes them here:
 
-- `sync/vllm_plugin.py` calls `carry_kept_ids` in every process of vLLM. The scheduler then passes the sets on.
+- `sync/vllm/plugin.py` calls `carry_kept_ids` in every process of vLLM. The scheduler then passes the sets on.
 - Our engines call `record_kept_ids` in the workers. It puts a recorder around the sampler.
 
 A request asks for its sets by an entry of `SamplingParams.extra_args`. Other requests cost nothing.

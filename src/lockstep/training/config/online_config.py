@@ -20,7 +20,7 @@ from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
 from lockstep.parity.rescoring import Precision
 from lockstep.shards.settings import take_settings
-from lockstep.sync.transport import TRANSPORTS
+from lockstep.sync.wire.transport import TRANSPORTS
 from lockstep.training.config.agent_fields import AgentFields
 from lockstep.training.config.checks import check_fields
 from lockstep.training.config.contradictions import check_best_model, check_corrections, check_staleness

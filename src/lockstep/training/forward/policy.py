@@ -20,7 +20,7 @@ from lockstep.models.quantised import check_quantization, keep_order
 from lockstep.models.resolve import at_revision, resolve_model
 from lockstep.models.vision import vision_parts
 from lockstep.models.whole import check_finite
-from lockstep.sync.adapters import weights_of
+from lockstep.sync.adapters.merged import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.config.interruption import check_end_of_thinking
 from lockstep.training.config.online_config import OnlineConfig

@@ -26,7 +26,7 @@ from lockstep.models.adapters import causal_model
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.report.busy import busy
-from lockstep.sync.adapter_source import adapter_shape, check_alone
+from lockstep.sync.adapters.source import adapter_shape, check_alone
 from lockstep.training.config.online_config import OnlineConfig
 
 _logger = logging.getLogger(__name__)

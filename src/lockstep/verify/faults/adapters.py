@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 
 import lockstep.engines.adapters.in_process as in_process
-import lockstep.sync.adapter_push as pushes
-import lockstep.sync.adapter_source as sources
+import lockstep.sync.adapters.push as pushes
+import lockstep.sync.adapters.source as sources
 from lockstep.engines.adapters.receiver import UP
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.verify.faults.seams import Fault, Named, Patch, is_vllm, vllm_worker

@@ -17,9 +17,9 @@ from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
 from lockstep.models.checkpoint_names import expert_names
 from lockstep.shards.model import ShardedModel
 from lockstep.sync.changes import Update
-from lockstep.sync.deltas import NOTHING, Piece, apply_changes, changes_between, part_of
 from lockstep.sync.push import SyncRecord
 from lockstep.sync.source import PlainSource
+from lockstep.sync.wire.deltas import NOTHING, Piece, apply_changes, changes_between, part_of
 from lockstep.verify.faults.seams import (
     Fault,
     Named,
@@ -43,7 +43,7 @@ def _stale_head(stage: Stage) -> Patch:
         if stage.trainer.proofs.engine_dtype == torch.float32 and not torch.cuda.is_available():
             # vLLM 0.32.0 behaves like this without our fix. With other dtypes or devices the head is not packed into a copy.
             # Imported here, because `lockstep verify --engine transformers` runs without vLLM.
-            import lockstep.sync.vllm_backend as backend
+            import lockstep.sync.vllm.backend as backend
 
             return patch.object(backend, "repack_heads", lambda model, written: None)
         layer = vllm_worker(stage).model_runner.model.lm_head
@@ -150,7 +150,7 @@ def _rows_swapped(stage: Stage) -> Patch:
 
 def _experts_not_packed(stage: Stage) -> Patch:
     # vLLM 0.32.0 behaves like this without our fix.
-    import lockstep.sync.vllm_backend as backend
+    import lockstep.sync.vllm.backend as backend
 
     return patch.object(backend, "forget_packed_experts", lambda model: {})
 

@@ -30,9 +30,9 @@ import torch.distributed as dist
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import EngineLost, InputError
 from lockstep.sync.changes import is_recorded, outline, pieces
-from lockstep.sync.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, chunks, end_of, layout, views
-from lockstep.sync.deltas import Piece, arrived_pieces, available_bytes, count_of, piece_bytes, raw_bytes
-from lockstep.sync.gloo_proof import SignedStore, new_secret, prove_to_each_other
+from lockstep.sync.wire.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, chunks, end_of, layout, views
+from lockstep.sync.wire.deltas import Piece, arrived_pieces, available_bytes, count_of, piece_bytes, raw_bytes
+from lockstep.sync.wire.gloo_proof import SignedStore, new_secret, prove_to_each_other
 
 _logger = logging.getLogger(__name__)
 InFlight = deque[tuple[dist.Work, torch.Tensor]]

@@ -2,7 +2,7 @@
 
 vLLM loads a layer into new memory, packs it, and copies the result to the layer's old place. Packing does not change an
 unquantised embedding or head, so that it can be written directly into its place. Heads that share a weight then need one
-packed copy, not one each. Used by `sync/vllm_backend.py`.
+packed copy, not one each. Used by `sync/vllm/backend.py`.
 """
 
 from __future__ import annotations

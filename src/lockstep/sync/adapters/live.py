@@ -1,7 +1,7 @@
 """Compares the adapter that a push has sent with the live model: the bytes of its factors, and the forward of its own layers.
 
 A source that gives an old adapter, or one with another scaling, agrees with the engine. So this module reads the layers of the
-model themselves. `sync/adapter_push.py` calls it before a version is committed.
+model themselves. `sync/adapters/push.py` calls it before a version is committed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model
 from lockstep.models.quantised import dequantised, is_quantised
-from lockstep.sync.adapter_source import AdapterSource, BaseSource
+from lockstep.sync.adapters.source import AdapterSource, BaseSource
 from lockstep.sync.source import Manifest
 
 # Layers whose forward is compared, per push.

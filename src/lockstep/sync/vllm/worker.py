@@ -14,8 +14,8 @@ from typing import Any
 from lockstep.engines.probe import encode_floats
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.vllm.settings import effective_settings, splits_prompts
-from lockstep.sync.deltas import available_bytes
-from lockstep.sync.shared_memory import read_mark
+from lockstep.sync.wire.deltas import available_bytes
+from lockstep.sync.wire.shared_memory import read_mark
 
 # Made when a worker's process starts. If two URLs lead to the same server, this value shows it.
 _INSTANCE = uuid.uuid4().hex
@@ -34,7 +34,7 @@ class LockstepWorker:
         from lockstep.engines.adapters.worker import take_from_memory
         from lockstep.engines.vllm.kept_ids import record_kept_ids
         from lockstep.engines.vllm.pictures import picture_cache_bytes, record_pictures
-        from lockstep.sync.vllm_reload import loaded_dtypes
+        from lockstep.sync.vllm.reload import loaded_dtypes
 
         memory = take_from_memory(self)
         record_kept_ids(self)

@@ -1,8 +1,8 @@
 """A segment of shared memory with two slots that the trainer fills and workers load from, and the counters that order their
 turns.
 
-Both ends of `sync/shared_memory.py` use it. The counters are stored in front of the slots, so that a whole push is one call to a
-server. Every wait is bounded, and ends early if the other end is gone or has given up.
+Both ends of `sync/wire/shared_memory.py` use it. The counters are stored in front of the slots, so that a whole push is one call
+to a server. Every wait is bounded, and ends early if the other end is gone or has given up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lockstep.sync.chunks import Named, aligned, views
+from lockstep.sync.wire.chunks import Named, aligned, views
 
 SLOTS = 2
 _POLL_EVERY, _CHECK_PEER_EVERY = 0.0002, 0.25

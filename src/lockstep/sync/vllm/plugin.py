@@ -32,5 +32,5 @@ def register() -> None:
         torch.cpu._init_amx()
     for backend, name in _CLASSES.items():
         if backend not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(backend, "lockstep.sync.vllm_backend", name)
+            WeightTransferEngineFactory.register_engine(backend, "lockstep.sync.vllm.backend", name)
     carry_kept_ids()

@@ -1,7 +1,7 @@
 """The two parts of a model with an adapter, each as a source of a push: its base weights, and the adapter alone.
 
-`sync/adapter_push.py` sends the base once and then the adapter alone, to vLLM's own LoRA. `sync/adapters.py` has the other way:
-both as one merged model. It also has the walk over the layers that both ways use.
+`sync/adapters/push.py` sends the base once and then the adapter alone, to vLLM's own LoRA. `sync/adapters/merged.py` has the other
+way: both as one merged model. It also has the walk over the layers that both ways use.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lockstep.engines.adapters.receiver import DOWN, UP
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, head_name, is_adapted
 from lockstep.models.quantised import is_quantised
-from lockstep.sync.adapters import AdaptedSource, factors_of, is_dora, is_whole_copy, own_factors
+from lockstep.sync.adapters.merged import AdaptedSource, factors_of, is_dora, is_whole_copy, own_factors
 from lockstep.sync.source import PlainSource
 
 _OTHERWISE = "; leave vllm_enable_lora out, and merged weights are sent instead"

@@ -18,8 +18,8 @@ from lockstep.engines.adapters.receiver import AdapterReceiver
 from lockstep.engines.protocol import Engine, LoadedWeights
 from lockstep.engines.tensor_specs import one_push
 from lockstep.errors import InputError, ProofError
-from lockstep.sync.adapter_live import check_adapter_live
-from lockstep.sync.adapter_source import AdapterSource, BaseSource, adapter_shape, check_alone
+from lockstep.sync.adapters.live import check_adapter_live
+from lockstep.sync.adapters.source import AdapterSource, BaseSource, adapter_shape, check_alone
 from lockstep.sync.changes import Update
 from lockstep.sync.push import SyncRecord, check_loaded
 from lockstep.sync.source import Manifest

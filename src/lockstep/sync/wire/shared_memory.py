@@ -1,6 +1,6 @@
 """Sends weights to servers on this machine through shared memory: the trainer copies them once, the transport does not copy them.
 
-A segment has two slots. While the servers load from one slot, the trainer fills the other (`sync/slots.py`). The segment is a
+A segment has two slots. While the servers load from one slot, the trainer fills the other (`sync/wire/slots.py`). The segment is a
 file in `/dev/shm` that only this user can open. Its name is removed as soon as every server has opened it.
 """
 
@@ -19,9 +19,9 @@ import torch
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import InputError
 from lockstep.sync.changes import outline, pieces
-from lockstep.sync.chunks import Named, Placed, chunks, layout, views
-from lockstep.sync.deltas import Changes, Piece, arrived_pieces, count_of
-from lockstep.sync.slots import FilledSlots, TrainerLock, is_unlocked, segment_bytes
+from lockstep.sync.wire.chunks import Named, Placed, chunks, layout, views
+from lockstep.sync.wire.deltas import Changes, Piece, arrived_pieces, count_of
+from lockstep.sync.wire.slots import FilledSlots, TrainerLock, is_unlocked, segment_bytes
 
 NAME = "shared_memory"
 _FOLDER = Path("/dev/shm")

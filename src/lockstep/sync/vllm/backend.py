@@ -24,12 +24,8 @@ from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from lockstep.engines.held import HeldWeights
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import begin_specs
-from lockstep.sync import gloo, shared_memory
 from lockstep.sync.changes import Update
-from lockstep.sync.chunks import Named, chunks
-from lockstep.sync.deltas import Changes, Piece, Reference
-from lockstep.sync.slots import taken_chunks
-from lockstep.sync.vllm_reload import (
+from lockstep.sync.vllm.reload import (
     begin_reload,
     forget_packed_experts,
     half_loaded,
@@ -38,6 +34,10 @@ from lockstep.sync.vllm_reload import (
     leave_unloaded,
     repack_heads,
 )
+from lockstep.sync.wire import gloo, shared_memory
+from lockstep.sync.wire.chunks import Named, chunks
+from lockstep.sync.wire.deltas import Changes, Piece, Reference
+from lockstep.sync.wire.slots import taken_chunks
 
 # Merged or cast tensors are loaded in parts of this size. Two parts may be in memory, beside tensors that vLLM still needs.
 _PART_BYTES = 16 << 20

@@ -3,7 +3,7 @@
 torch's store and gloo's own connections ask nobody who they are: any program that reaches the port can write into the store, or
 connect before a server does. The trainer therefore makes a secret per push, which the servers get in the call that announces the
 push. Every address in the store is signed with it. Before the first weight is sent, both ends of each connection prove that they
-know it. `sync/gloo.py` uses both. Nothing is encrypted.
+know it. `sync/wire/gloo.py` uses both. Nothing is encrypted.
 """
 
 from __future__ import annotations

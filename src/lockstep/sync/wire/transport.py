@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 from lockstep.engines.http.server_calls import is_local
 from lockstep.engines.http.transport import WeightReceiverCalls, WeightTransport
 from lockstep.errors import InputError
-from lockstep.sync.chunks import Named
-from lockstep.sync.gloo import GlooTransport
-from lockstep.sync.shared_memory import NoRoom, SharedMemoryTransport, sees_this_memory
+from lockstep.sync.wire.chunks import Named
+from lockstep.sync.wire.gloo import GlooTransport
+from lockstep.sync.wire.shared_memory import NoRoom, SharedMemoryTransport, sees_this_memory
 
 _logger = logging.getLogger(__name__)
 

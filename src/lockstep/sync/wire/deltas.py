@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.sync.chunks import Named
+from lockstep.sync.wire.chunks import Named
 
 # In the counts of a chunk: the tensor is sent as a whole.
 WHOLE = -1

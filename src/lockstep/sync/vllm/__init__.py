@@ -1,0 +1,1 @@
+"""The engine's end of a push into vLLM: what runs inside its workers."""

@@ -1,0 +1,1 @@
+"""How tensors travel to servers: what is laid out, what changed, and the transports."""
