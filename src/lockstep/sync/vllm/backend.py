@@ -111,14 +111,17 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self._layers: tuple[LayerReloadingInfo, ...] = ()
         self._kernels: dict[Any, Any] = {}
         self._open = False
-        # Digest of the last whole push; empty while one is on its way.
-        self.base_digest = ""
+
+    @property
+    def base_digest(self) -> str:
+        """Digest of the weights that the engine holds; empty during an update, and where some parameters received nothing."""
+        return "" if self._open or self.acknowledgement.untouched else self.held.digest
 
     def start_weight_update(self) -> None:
         if self._open:
             # The previous update failed half-way, and layers still wait for their rest: restore them before starting again.
             finalize_layerwise_reload(self.model, self.model_config)
-        self._open, self.base_digest = True, ""
+        self._open = True
         self.acknowledgement = LoadedWeights((), ())
         self.held.open()
         # A LoRA layer around a module adds its own part to the names of parameters. A load reports them without it.
@@ -151,8 +154,6 @@ class _LayerwiseTransfer(WeightTransferEngine):
         keep_packed_experts(self._kernels)
         repack_heads(self.model, self.held.written_now)
         self._open = False
-        if not self.acknowledgement.untouched:
-            self.base_digest = self.held.digest
 
     def shutdown(self) -> None:
         pass
