@@ -66,7 +66,7 @@ def main() -> None:
 def whole_vocabulary() -> Iterator[None]:
     """A trainer that ignores the kept ids, and whose proofs of the gap do not stop it."""
     from lockstep.training.forward.scoring import _Head
-    from lockstep.training.generate.proofs import Proofs
+    from lockstep.training.generate.proofs.proofs import Proofs
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(_Head, "among_kept", _Head.of_rows))

@@ -53,7 +53,7 @@ from lockstep.training.batch.pack import Pack
 from lockstep.training.forward.draw_sums import DrawSums
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
-from lockstep.training.generate.rows import check_rows
+from lockstep.training.generate.proofs.rows import check_rows
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.run_files.completion_log import rows_of

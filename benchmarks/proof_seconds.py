@@ -137,7 +137,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     from lockstep.parity.step.update import UpdateProof
     from lockstep.rollouts.record import Record
     from lockstep.training.forward.draw_sums import DrawSums
-    from lockstep.training.generate.asked_again import AskedAgain
+    from lockstep.training.generate.proofs.asked_again import AskedAgain
     from lockstep.training.step.drawn_rows import DrawnRows
     from lockstep.training.step.loss_gradient import LossGradient
     from lockstep.training.step.model_gradient import ModelGradient

@@ -54,7 +54,7 @@ DRAWS = ("parity/step/draws.py", "tests/parity/test_draws.py")
 DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
 BACKWARD = "tests/training/test_model_gradient.py"
 CUTS = "tests/training/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"
-ASKED_AGAIN = ("training/generate/asked_again.py", "tests/training/test_asked_again.py")
+ASKED_AGAIN = ("training/generate/proofs/asked_again.py", "tests/training/test_asked_again.py")
 DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
 ENDS = ("parity/step/ends.py", "tests/parity/test_ends.py")
 ANSWERS = ("engines/answers.py", "tests/engines/test_answers.py")
@@ -107,11 +107,11 @@ LATER_STEPS = (
 )
 AHEAD = "tests/training/test_staleness_in_process.py"
 SCORED_AGAIN = (
-    "training/generate/proofs_ahead.py",
+    "training/generate/proofs/ahead.py",
     f"{AHEAD}::test_an_engine_that_scores_the_tokens_otherwise_now_is_seen",
 )
 COMPARED_AHEAD = (
-    "training/generate/proofs_ahead.py",
+    "training/generate/proofs/ahead.py",
     f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens",
 )
 FROZEN = ("parity/step/reference.py", "tests/parity/step/test_frozen_weights.py")
@@ -122,7 +122,7 @@ DRAWN_SETS = ("training/step/drawn_rows.py", "tests/parity/test_kept_sets.py")
 ASIDE = ("training/step/generation.py", "tests/training/test_groups_aside.py")
 ASIDE_STEP = ("training/step/update.py", "tests/training/test_groups_aside.py")
 ASIDE_SUMS = ("training/step/update_sums.py", "tests/training/test_groups_aside.py")
-EVALUATED = ("training/generate/evaluation.py", "tests/training/test_proven_evaluation.py")
+EVALUATED = ("training/generate/proofs/evaluation.py", "tests/training/test_proven_evaluation.py")
 PLACE = ("training/run_files/run_directory.py", STATE)
 CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
 CALLED = ("rollouts/scores/guarded_call.py", "tests/input/test_bad_reward_files.py")
@@ -1375,7 +1375,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a step beyond the limits of the gap",
-        "training/generate/proofs.py",
+        "training/generate/proofs/proofs.py",
         "raise self._explained.error(",
         "return self._explained.error(",
         "tests/training/test_trainer.py::test_raw_log_probs_at_another_temperature_are_refused",
@@ -1506,7 +1506,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a prompt that does not show the tools",
-        "training/generate/rollout_tools.py",
+        "training/generate/rollouts/tools.py",
         "tools=[*own, *schemas],",
         "tools=[],",
         "tests/training/test_tools_in_training.py::test_prompts_show_the_tools",
@@ -1919,7 +1919,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a question on another picture counts as one that was trained on",
-        "training/generate/evaluation.py",
+        "training/generate/proofs/evaluation.py",
         "() if prompt.pictures is None else prompt.pictures.digests",
         "()",
         f"{PICTURE_RUNS}::test_a_question_on_another_picture_is_held_out",

@@ -8,7 +8,7 @@ from lockstep.other_builds import hide_other_builds
 from lockstep.terminal_log import show_messages
 
 if TYPE_CHECKING:
-    from lockstep.training.generate.rollout_func import generate_rollout_completions
+    from lockstep.training.generate.rollouts.function import generate_rollout_completions
     from lockstep.training.methods.grpo_config import GRPOConfig
     from lockstep.training.methods.online_dpo import OnlineDPOConfig
     from lockstep.training.methods.ppo import PPOConfig

@@ -27,7 +27,7 @@ from lockstep.images.pictures import model_inputs
 from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.group import Prompt
 from lockstep.training.data.prompts import digest_of_prompts
-from lockstep.training.generate.evaluation import count_seen
+from lockstep.training.generate.proofs.evaluation import count_seen
 from lockstep.training.trainers.grpo import GRPOTrainer
 
 LIMIT = 1e-3

@@ -66,7 +66,7 @@ def test_completions_that_a_rollout_func_made_are_not_bet_on(
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
     """A rollout_func may choose between samples."""
-    from lockstep.training.generate.rollout_func import generate_rollout_completions
+    from lockstep.training.generate.rollouts.function import generate_rollout_completions
 
     def likelier_of_two(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         both = [generate_rollout_completions(trainer, prompts) for _ in range(2)]

@@ -18,7 +18,7 @@ from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.tokens.arrays import reals
-from lockstep.training.generate.evaluation import drawn_sequences
+from lockstep.training.generate.proofs.evaluation import drawn_sequences
 from lockstep.training.trainers.online import OnlineTrainer
 
 HELD_OUT = Dataset.from_dict({"prompt": [f"how much is {i} - 1" for i in range(5)], "answer": list(range(5))})

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.training.generate.evaluation import check_evaluated, drawn_sequences
-from lockstep.training.generate.rows import check_rows
+from lockstep.training.generate.proofs.evaluation import check_evaluated, drawn_sequences
+from lockstep.training.generate.proofs.rows import check_rows
 from lockstep.training.loop import TrainingLoop
 from lockstep.training.step.generation import branches_of
 

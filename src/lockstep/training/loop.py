@@ -14,12 +14,12 @@ groups, and each rank learns from its own micro-batches.
 | push   | `rollout`           | `parity/proven_push.py`: send the weights, probe the engine's modules |
 | sample | `rollout`           | `training/generate/source.py`, `rollouts/driver.py`, the engine |
 | score  | `rollout`           | `rollouts/scores/rewards.py`: reward functions, on each rank its share |
-| prove  | `_next_generation`  | `training/generate/rows.py`, `training/generate/asked_again.py`: rows, texts and scores |
+| prove  | `_next_generation`  | `rows.py` and `asked_again.py` in `training/generate/proofs/`: rows, texts and scores |
 | prepare| `_next_generation`  | `training/step/generation.py`: advantages, weights, micro-batches |
 | prove  | `_begin_step`       | `training/step/model_gradient.py`: the model's own backward, at the first step and now and then |
 | learn  | `micro_step`        | `training/step/update.py`: forward, loss and backward of one micro-batch |
 | prove  | `micro_step`        | `training/step/step_proofs.py`: what enters the loss, and what flows back from it |
-| prove  | `_finish_step`      | `parity/gap.py`, through `training/generate/proofs.py` |
+| prove  | `_finish_step`      | `parity/gap.py`, through `training/generate/proofs/proofs.py` |
 | step   | `transformers.Trainer` | clips the gradients and calls the optimizer |
 | prove  | `before_update`, `after_update` | `parity/step/update.py`: compare the step with its definition |
 | log    | `_finish_step`      | `training/run_files/step_log.py` |
@@ -47,7 +47,7 @@ from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.sync.live import check_same_parameters
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.data.prompt_order import MicroBatch, PromptOrder, generations_from
-from lockstep.training.generate.rows import check_rows
+from lockstep.training.generate.proofs.rows import check_rows
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.generate.unscored import UnscoredGenerations
 from lockstep.training.methods.objective import Objective, Scores

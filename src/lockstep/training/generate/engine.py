@@ -26,6 +26,8 @@ from lockstep.models.adapters import causal_model
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.report.busy import busy
+from lockstep.rollouts.ahead import GenerationsAhead
+from lockstep.rollouts.driver import Driver
 from lockstep.sync.adapters.source import adapter_shape, check_alone
 from lockstep.training.config.online_config import OnlineConfig
 
@@ -120,6 +122,27 @@ def start_here(
     why = "use_vllm is false" if use_vllm is False else "vLLM is not installed here"
     _logger.info(f"engine: transformers ({why}); the proofs are the same, generation is slower")
     return TransformersEngine(model_path, tokenizer, **common)
+
+
+def generations_ahead(engine: Engine, driver: Driver, limit: float) -> GenerationsAhead:
+    """The generations that the engine samples while the trainer learns from earlier ones (`max_staleness`).
+
+    Args:
+        limit: seconds that one generation may take.
+
+    Raises:
+        InputError: the server would answer a proof only after everything that waits to be generated.
+    """
+    if isinstance(engine, VLLMServer) and not engine.scores_first:
+        raise InputError(
+            "max_staleness needs a server that answers a proof before what waits to be generated: start it with 'lockstep serve "
+            "MODEL', or with --scheduling-policy priority"
+        )
+    # An engine in this process samples a generation when it is begun, and the trainer waits for it.
+    at_once = not isinstance(engine, VLLMServer)
+    if at_once:
+        _logger.info("max_staleness saves no time without a server: engine and trainer take turns")
+    return GenerationsAhead(driver, limit, at_once=at_once)
 
 
 def shake_hands(

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, Engine, Sampling
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
@@ -28,36 +27,32 @@ from lockstep.parity.tolerances import tolerance
 from lockstep.report.busy import busy
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
-from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
+from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.conversation import Program, single_turn
 from lockstep.rollouts.driver import Driver, OnRollout, Start, decoding, groups_from, sampled_now, starts_for
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.interruptions import interrupted
-from lockstep.rollouts.scores.early_scores import EarlyScores
-from lockstep.rollouts.scores.reward_log import RewardLog
 from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.training.config.interruption import interruption_of
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
-from lockstep.training.generate.asked_again import AskedAgain
-from lockstep.training.generate.engine import shake_hands, start_engine
+from lockstep.training.generate.engine import generations_ahead, shake_hands, start_engine
 from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
-from lockstep.training.generate.proofs import Proofs
+from lockstep.training.generate.proofs.asked_again import AskedAgain
+from lockstep.training.generate.proofs.proofs import Proofs
 from lockstep.training.generate.recovery import Recovery
-from lockstep.training.generate.rollout_func import RolloutFunction
-from lockstep.training.generate.rollout_tools import RolloutTools
-from lockstep.training.step.distributed import share_of
+from lockstep.training.generate.rollouts.function import RolloutFunction
+from lockstep.training.generate.rollouts.tools import RolloutTools
+from lockstep.training.generate.scoring import Scoring
 from lockstep.training.step.generation import Generation, branches_of
 
 if TYPE_CHECKING:
     # It needs the libraries of a web server.
-    from lockstep.training.generate.rollout_agents import RolloutAgents
+    from lockstep.training.generate.rollouts.agents import RolloutAgents
 
 _logger = logging.getLogger(__name__)
 
-# How many reasons of rollouts that could not be finished are named.
-_MOST_TOLD = 20
 # What a watcher shows during the first proof.
 _PROVING = "proving every module of the engine"
 
@@ -99,7 +94,7 @@ class RolloutSource:
         function: RolloutFunction | None = None,
         images: ImagePrompts | None = None,
     ) -> None:
-        self._scorer, self._tokenizer = scorer, tokenizer
+        self._tokenizer = tokenizer
         self.decode = decoding(tokenizer)
         self.asked_again = AskedAgain(
             scorer,
@@ -115,7 +110,7 @@ class RolloutSource:
         # The program that makes every rollout.
         self.program = self._one_turn
         self._tools, self.rollout_function = tools, function
-        self._reward_log = RewardLog()
+        self._scoring = Scoring(scorer, ranks, tools)
         self.limit = tolerance(config.engine_torch_dtype, config.precision.dtype_of(policy))
         self._owns_engine = given is None
         self._proven = False
@@ -127,7 +122,6 @@ class RolloutSource:
         self._ahead: GenerationsAhead | None = None
         # A group of the last metrics, for the live view.
         self.shown_group: RolloutGroup | None = None
-        self._told: set[str] = set()
         self._ranks.on_owner("engine", lambda: self._open(model_path, max_model_len, longest))
 
     def _open(self, model_path: str, max_model_len: int, longest: int) -> None:
@@ -147,16 +141,7 @@ class RolloutSource:
             settled = self._tools.settled if self._tools is not None else None
             self._driver = Driver(engine, self._tokenizer, settled, self.proofs.check_answer)
             if config.max_staleness:
-                if isinstance(engine, VLLMServer) and not engine.scores_first:
-                    raise InputError(
-                        "max_staleness needs a server that answers a proof before what waits to be generated: start it with "
-                        "'lockstep serve MODEL', or with --scheduling-policy priority"
-                    )
-                # An engine in this process samples a generation when it is begun, and the trainer waits for it.
-                at_once = not isinstance(engine, VLLMServer)
-                if at_once:
-                    _logger.info("max_staleness saves no time without a server: engine and trainer take turns")
-                self._ahead = GenerationsAhead(self._driver, self._limit_ahead, at_once=at_once)
+                self._ahead = generations_ahead(engine, self._driver, self._limit_ahead)
             self._recovery = Recovery(self._distrust)
         except BaseException:
             self.close()
@@ -324,55 +309,19 @@ class RolloutSource:
     def score(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
         """Groups with their rewards; each rank scores its share. Every rank calls."""
         with self._clock.phase("rewards"):
-            scored = self._scorer.finish(self._scored(groups, state))
-            self._release(scored)
-            return scored
-
-    def _release(self, groups: Sequence[RolloutGroup]) -> None:
-        if self._tools is not None and self._ranks.owner:
-            self._tools.release(rollout for group in groups for rollout in group.rollouts)
-
-    def _scored(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
-        if self._ranks.count == 1:
-            return self._scorer.score(groups, state, self._reward_log)
-
-        def part() -> dict[str, Any]:
-            # A rank without groups does not call the reward functions. Environments are on one rank, which then scores all groups.
-            here = self._tools is not None and self._tools.has_environments
-            own: Sequence[RolloutGroup] = share_of(groups, self._ranks)
-            if here:
-                own = groups if self._ranks.owner else []
-            log = RewardLog()
-            return {
-                "scores": scores_to_wire(self._scorer.score(own, state, log) if own else []),
-                "metrics": log.values(),
-            }
-
-        parts = self._ranks.share("rewards", part)
-        for found in parts:
-            self._reward_log.add(found["metrics"])
-        return scores_from_wire([found["scores"] for found in parts], groups)
+            return self._scoring.score(groups, state)
 
     def sample_and_score(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
         """Push, sample, and score each group while the engine samples others. Scores count only after all answers are checked."""
 
         def work() -> list[RolloutGroup]:
             self.push(state.global_step)
-            return self._sample_scored(prompts, num_generations, state)
+            with self._scoring.early(prompts, num_generations, state) as early:
+                groups = self.sample(prompts, num_generations, state.global_step, early.finished)
+                with self._clock.phase("rewards"):
+                    return early.take(groups, self._scoring.log)
 
-        scored = self._scorer.finish(self.recovery.run(work))
-        self._release(scored)
-        return scored
-
-    def _sample_scored(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
-
-        def score(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
-            return self._scorer.score(groups, state, log)
-
-        with EarlyScores(prompts, num_generations, score) as early:
-            groups = self.sample(prompts, num_generations, state.global_step, early.finished)
-            with self._clock.phase("rewards"):
-                return early.take(groups, self._reward_log)
+        return self._scoring.finish(self.recovery.run(work))
 
     # ---- prove and log ---------------------------------------------------------------------------------------------
 
@@ -442,17 +391,7 @@ class RolloutSource:
             metrics |= staleness_metrics(groups, version)
         if self._config.max_thinking_length is not None:
             metrics |= interruption_metrics(groups)
-        if self._tools is not None:
-            metrics |= self._tools.metrics(groups)
-            self._tell_failures(groups)
-        return metrics | self._reward_log.take(own=metrics)
-
-    def _tell_failures(self, groups: Sequence[RolloutGroup]) -> None:
-        """Print each reason for which an environment or an agent failed once."""
-        for said in dict.fromkeys(r.failed for group in groups for r in group.rollouts if r.failed is not None):
-            if said not in self._told and self._ranks.owner and len(self._told) < _MOST_TOLD:
-                self._told.add(said)
-                _logger.warning(f"{said}; nothing is learned from its rollout")
+        return self._scoring.metrics(groups, metrics)
 
     def abandon_pending(self) -> None:
         """Abandon the generations that the engine is sampling ahead. They are sampled again where they are needed."""

@@ -23,8 +23,8 @@ from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.training.data.given_data import SINGLE, named_sets, read_sets
 from lockstep.training.data.prompts import check_dataset, with_empty_prompts
 from lockstep.training.evaluation import evaluate
-from lockstep.training.generate.evaluation import count_seen
 from lockstep.training.generate.metrics import evaluation_metrics
+from lockstep.training.generate.proofs.evaluation import count_seen
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.loop import TrainingLoop
 from lockstep.training.trainers.argument_kinds import check_open

@@ -40,7 +40,7 @@ from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.policy import open_policy
 from lockstep.training.forward.reference import Reference
 from lockstep.training.forward.scoring import check_scorable
-from lockstep.training.generate.rollout_func import RolloutFunc, RolloutFunction
+from lockstep.training.generate.rollouts.function import RolloutFunc, RolloutFunction
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.loop import TrainingLoop
 from lockstep.training.methods.objective import Objective

@@ -18,7 +18,7 @@ from lockstep.rollouts.scores.judges import JudgeScorer
 from lockstep.rollouts.scores.reward_functions import Given, ProcessingClasses
 from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.training.data.rehearsal import rehearse_judge
-from lockstep.training.generate.rollout_func import RolloutFunc
+from lockstep.training.generate.rollouts.function import RolloutFunc
 from lockstep.training.methods.online_dpo import OnlineDPOConfig, OnlineDPOObjective
 from lockstep.training.trainers.online import Data, OnlineTrainer
 

@@ -20,10 +20,10 @@ from lockstep.models.whole import check_finite
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.config.filter_fields import FilterFields
 from lockstep.training.forward.scoring import check_scorable, why_plain_rows
-from lockstep.training.generate.rollout_tools import RolloutTools
+from lockstep.training.generate.rollouts.tools import RolloutTools
 
 if TYPE_CHECKING:
-    from lockstep.training.generate.rollout_agents import RolloutAgents
+    from lockstep.training.generate.rollouts.agents import RolloutAgents
 
 _logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def rollout_tools(
 def _rollout_agents(agent: Any, config: Any, ranks: Ranks, model: Any) -> RolloutAgents:
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
         raise InputError(f"an agent needs {' and '.join(missing)}; install lockstep-rl[gateway]")
-    from lockstep.training.generate.rollout_agents import RolloutAgents
+    from lockstep.training.generate.rollouts.agents import RolloutAgents
 
     return RolloutAgents(agent, config, ranks, model if isinstance(model, str) else model.config._name_or_path)
 

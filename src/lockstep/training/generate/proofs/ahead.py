@@ -9,7 +9,7 @@ minimum of tokens of every generation is compared at two other times:
   Their log-probs must be those that the engine reported.
 
 The first shows that both sides give these tokens the same log-probs now, the second that they did when the tokens were sampled. The
-canary is scored with the first. `training/generate/proofs.py` owns this object.
+canary is scored with the first. `training/generate/proofs/proofs.py` owns this object.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
 | every evaluation | the same, over drawn completions |
 
 With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not, and staleness
-is bounded. `training/generate/proofs_ahead.py` proves the others. The checks themselves are in `parity/`. Trainers and `lockstep
+is bounded. `training/generate/proofs/ahead.py` proves the others. The checks themselves are in `parity/`. Trainers and `lockstep
 verify` call them through this module.
 """
 
@@ -42,8 +42,8 @@ from lockstep.rollouts.driver import decoding
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.filters.id_rules import IdRules
-from lockstep.training.generate.gap_explained import ExplainedGap
-from lockstep.training.generate.proofs_ahead import ProofsAhead
+from lockstep.training.generate.proofs.ahead import ProofsAhead
+from lockstep.training.generate.proofs.gap_explained import ExplainedGap
 
 
 class Proofs:

@@ -1,7 +1,7 @@
 """The proof that an evaluation is one of the evaluation set, and the completions of it that the policy scores again.
 
-`training/loop.py` calls it. The gap and the draws of the drawn completions are judged by `training/generate/proofs.py`, as in
-training.
+`training/loop.py` calls it. The gap and the draws of the drawn completions are judged by `training/generate/proofs/proofs.py`, as
+in training.
 """
 
 from __future__ import annotations

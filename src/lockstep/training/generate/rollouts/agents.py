@@ -1,6 +1,6 @@
 """The agent of a run: from a trainer's argument `agent` to the gateway and the program of its rollouts.
 
-It has the same methods as `RolloutTools` (`training/generate/rollout_tools.py`): a run has either tools or an agent. The rank that
+It has the same methods as `RolloutTools` (`training/generate/rollouts/tools.py`): a run has either tools or an agent. The rank that
 holds the engine serves the gateway and runs the agents.
 """
 
