@@ -62,6 +62,8 @@ class Constants:
         learning: share of a GPU's arithmetic that learning reaches.
         recomputed: whether activations are computed a second time in the backward.
         push_rate: bytes per second of one connection between the first trainer and a server, or between two servers.
+        sent: bytes that a push sends, as a share of the bytes of all weights. 1: everything is sent.
+        changes: seconds per parameter in which both sides find, digest and put in what has changed; 0 if everything is sent.
         host: seconds of processor time per sampled token on a trainer's host, of one rank.
         proofs: share of a step that the proofs take.
     """
@@ -69,6 +71,8 @@ class Constants:
     learning: float
     recomputed: bool
     push_rate: float
+    sent: float
+    changes: float
     host: float
     proofs: float
 
@@ -107,12 +111,13 @@ def learning_seconds(task: Task, model: Model, gpu: Gpu, trainers: int, constant
 
 
 def push_seconds(model: Model, servers: Servers, constants: Constants) -> float:
-    """Seconds of a push over gloo: every worker receives all weights in bfloat16.
+    """Seconds of a push over gloo: every worker receives the weights in bfloat16, or what has changed of them.
 
     Gloo's broadcast is a tree. Its root sends everything once per level.
     """
     levels = math.ceil(math.log2(servers.number * servers.width + 1))
-    return 2 * model.parameters * levels / constants.push_rate
+    sent = constants.sent * 2 * model.parameters * levels / constants.push_rate
+    return sent + constants.changes * model.parameters
 
 
 def fits(model: Model, gpu: Gpu, trainers: int) -> bool:
@@ -172,12 +177,17 @@ def main() -> None:
     words.add_argument("--learning", type=float, default=0.4, help="share of the GPU's arithmetic in learning")
     words.add_argument("--no_recomputation", action="store_true", help="keep all activations")
     words.add_argument("--push_rate", type=float, default=1e9, help="bytes per second into one server")
+    words.add_argument("--sent", type=float, default=1 / 38, help="bytes of a push, of those of all weights")
+    words.add_argument("--changes", type=float, default=1e-9, help="seconds per parameter to find and put in changes")
+    words.add_argument("--whole_pushes", action="store_true", help="every push sends all weights")
     words.add_argument("--host", type=float, default=4e-6, help="seconds of host work per sampled token")
     words.add_argument("--proofs", type=float, default=0.05, help="share of a step that proofs take")
     asked = words.parse_args()
     model, gpu = MODELS[asked.model], GPUS[asked.gpu]
     lengths = Lengths(asked.tokens, asked.longest * asked.tokens, asked.spread)
-    constants = Constants(asked.learning, not asked.no_recomputation, asked.push_rate, asked.host, asked.proofs)
+    sent, changes = (1.0, 0.0) if asked.whole_pushes else (asked.sent, asked.changes)
+    recomputed = not asked.no_recomputation
+    constants = Constants(asked.learning, recomputed, asked.push_rate, sent, changes, asked.host, asked.proofs)
     task = Task(asked.prompts, asked.completions, asked.prompt, lengths)
     print(
         f"{asked.model} on {asked.gpu}; {task.prompts} × {task.completions} completions of {asked.tokens:,} tokens in the mean, "

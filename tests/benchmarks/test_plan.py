@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from plan_servers import Lengths, Servers, decoding_seconds, generation_seconds,
 
 MODEL, GPU = plan.MODELS["7b"], plan.GPUS["h100"]
 TASK = plan.Task(64, 8, 512, Lengths(1000.0, 4000.0, 0.6))
-CONSTANTS = plan.Constants(learning=0.4, recomputed=True, push_rate=1e9, host=4e-6, proofs=0.05)
+CONSTANTS = plan.Constants(learning=0.4, recomputed=True, push_rate=1e9, sent=1.0, changes=0.0, host=4e-6, proofs=0.05)
 
 
 def token_by_token(lengths: list[int], prompt: int, together: int) -> float:
@@ -58,8 +59,16 @@ def test_no_number_of_servers_is_faster_than_the_longest_completion_or_slower_th
 def test_learning_falls_with_the_trainers_and_grows_with_the_proofs() -> None:
     one, two = (plan.learning_seconds(TASK, MODEL, GPU, trainers, CONSTANTS) for trainers in (1, 2))
     assert one == pytest.approx(2 * two)
-    half = plan.Constants(0.4, True, 1e9, 4e-6, 0.5)
+    half = replace(CONSTANTS, proofs=0.5)
     assert plan.learning_seconds(TASK, MODEL, GPU, 1, half) == pytest.approx(one * 0.95 / 0.5)
+
+
+def test_a_push_of_changes_sends_less_and_takes_time_to_find_them() -> None:
+    shape = Servers(3, 1)
+    whole = plan.push_seconds(MODEL, shape, CONSTANTS)
+    assert whole == pytest.approx(2 * 2 * MODEL.parameters / 1e9)
+    part = plan.push_seconds(MODEL, shape, replace(CONSTANTS, sent=0.1, changes=1e-9))
+    assert part == pytest.approx(0.1 * whole + 1e-9 * MODEL.parameters)
 
 
 def test_the_best_division_is_the_shortest_of_all_and_fits() -> None:

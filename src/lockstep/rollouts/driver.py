@@ -119,7 +119,8 @@ class Driver:
             limit=limit,
             patience=patience,
             gate=gate,
-            settle=self._settle,
+            # The next step of the engine waits for programs that may ask again. A program of one turn never does.
+            settle=self._settle if program is not single_turn else lambda: None,
             waits_for=lambda: _named(missing),
             check=self._check,
             # Not the order in which programs ask, which depends on threads where tools are called.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ _KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TrainingSequence(ArrayFields):
     """One completion to learn from, or only to verify. Its N tokens are the sampled ones.
 
@@ -104,11 +104,13 @@ class TrainingSequence(ArrayFields):
 
     def but(self, **changes: Any) -> TrainingSequence:
         """A copy with other values in some fields. Like `dataclasses.replace`, but only the changed fields are checked again."""
-        copied, put = object.__new__(TrainingSequence), object.__setattr__
-        for name in _NAMES:
-            put(copied, name, getattr(self, name))
+        copied, values = object.__new__(TrainingSequence), self.__dict__
+        if unknown := changes.keys() - values.keys():
+            raise AttributeError(f"a training sequence has no {', '.join(sorted(unknown))}")
         for name, value in changes.items():
-            put(copied, name, _KINDS[name](value) if value is not None and name in _KINDS else value)
+            changes[name] = _KINDS[name](value) if value is not None and name in _KINDS else value
+        # Without slots, the fields are one dictionary, which Python copies at once.
+        copied.__dict__.update(values, **changes)
         return copied
 
     @property
@@ -134,9 +136,6 @@ class TrainingSequence(ArrayFields):
     @property
     def _places(self) -> Ids:
         return places_of(self.sampled, len(self.completion_ids))
-
-
-_NAMES = tuple(f.name for f in fields(TrainingSequence))
 
 
 def rollouts_of(sequences: Sequence[TrainingSequence]) -> list[list[TrainingSequence]]:
