@@ -48,7 +48,7 @@ _WHERE = {
     "ReinforcePPTrainer": "trainers.reinforce_pp",
     "RLOOConfig": "methods.rloo",
     "RLOOTrainer": "trainers.rloo",
-    "generate_rollout_completions": "generate.rollout_func",
+    "generate_rollout_completions": "generate.rollouts.function",
 }
 
 

@@ -137,7 +137,7 @@ class DrawnRows:
         head, config = inner.get_output_embeddings(), inner.config.get_text_config()
         due, found, start = [], KeptSetStats(), 0
         for part in hidden.split(max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))):
-            product = fp32_head_product(head, part) if fp32_head else head(part.to(head.weight.dtype))
+            product = fp32_head_product(head, part) if fp32_head else _product(head, part.to(head.weight.dtype))
             logits = transformed_logits(config, product).float().cpu()
             own, start = rows[start : start + len(part)], start + len(part)
             if self._kept_sets is not None:
@@ -160,6 +160,15 @@ class DrawnRows:
             chosen = np.linspace(0, len(rows) - 1, most).round().astype(int)
             rows, hidden = [rows[i] for i in chosen], hidden[torch.from_numpy(chosen).to(hidden.device)]
         return rows, hidden
+
+
+def _product(head: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """(n, V) result of an output head for a few rows."""
+    if type(head) is not torch.nn.Linear or rows.device.type != "cpu":
+        return head(rows)
+    # PyTorch's product for a CPU is twice as fast in this order, for 8 rows of 576 numbers and 49,152 tokens in float32.
+    found = (head.weight @ rows.T).T
+    return found if head.bias is None else found + head.bias
 
 
 def _kept_tokens(rows: Sequence[_Row], logits: torch.Tensor, proof: KeptSetProof) -> Iterator[KeptToken]:
