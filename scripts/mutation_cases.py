@@ -2421,4 +2421,11 @@ MUTATIONS = [
         "    if True:",
         "tests/parity/test_canary_and_samples.py::test_the_canary_casts_each_weight_once_and_scores_as_ever",
     ),
+    Mutation(
+        "vLLM is not told which implementation of the model to take",
+        "training/generate/engine.py",
+        '"auto" if config.vllm_model_impl == "vllm" else config.vllm_model_impl',
+        '"auto"',
+        "tests/training/test_model_implementations.py::test_a_run_samples_with_the_implementation_of_transformers",
+    ),
 ]

@@ -72,7 +72,7 @@ def test_words_win_over_the_file(tmp_path: Path) -> None:
             None,
             "not a multiple of num_generations=3",
         ),
-        (["--vllm_model_impl", "transformers"], None, "vllm_model_impl='transformers' is not supported"),
+        (["--cache_implementation", "static"], None, "cache_implementation='static' is not supported"),
         ([], None, "model_name_or_path is not set"),
         (["--model_name_or_path", "m"], None, "dataset_name is not set"),
         (["stray"], None, "stray"),

@@ -129,7 +129,7 @@ REFUSED = [
     ("structured_outputs_regex", "[0-9"),
     ("tensor_parallel_size", 2),
     ("enable_sleep_mode", True),
-    ("model_impl", "transformers"),
+    ("model_impl", "terratorch"),
     ("trust_remote_code", True),
     ("logprobs", 5),
     ("mode", "elsewhere"),

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.engines.filters.grammars import check_grammar
 from lockstep.engines.http.server_calls import server_urls
 from lockstep.engines.protocol import Grammar, Sampling
-from lockstep.engines.vllm.arguments import NEUTRAL_SAMPLING
+from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, NEUTRAL_SAMPLING
 from lockstep.engines.vllm.in_process import vllm_installed
 from lockstep.errors import InputError
 from lockstep.integrations.trl_pictures import tokenizer_of
@@ -28,7 +28,7 @@ _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mode": (("colocate", "server"), "it must be colocate or server"),
     "tensor_parallel_size": ((1,), "the engine cannot be split yet"),
     "enable_sleep_mode": ((False,), "sleep mode is not supported here yet; lower gpu_memory_utilization instead"),
-    "model_impl": (("auto", "vllm"), "only vLLM's own model implementations can be proven"),
+    "model_impl": (MODEL_IMPLEMENTATIONS, f"it must be {', '.join(MODEL_IMPLEMENTATIONS)}"),
     "trust_remote_code": ((False,), "code from a hub is not supported"),
     "logprobs": ((None, 0), "only the sampled token's log-prob is returned"),
     "engine_dtype": (("auto", "float32", "bfloat16"), "it must be auto, float32 or bfloat16"),

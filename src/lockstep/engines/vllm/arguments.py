@@ -22,6 +22,9 @@ MAX_KEPT_IDS, BAD_WORDS = "lockstep_max_kept_ids", "lockstep_bad_words"
 # request.
 GRAMMAR_BACKEND = "xgrammar"
 
+# Where vLLM takes a model's layers from. "auto" is its own implementation, or transformers' where it has none.
+MODEL_IMPLEMENTATIONS = ("vllm", "auto", "transformers")
+
 # Engine arguments that change tokens or log-probs and that no proof reads back.
 REFUSED = frozenset(
     {

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from lockstep.algorithms.corrections import CorrectionMode
 from lockstep.engines.http.server_calls import check_urls, server_urls
+from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS
 from lockstep.errors import InputError
 from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
@@ -357,6 +358,8 @@ class OnlineConfig(
     def _check_server(self) -> None:
         if self.vllm_mode not in ("colocate", "server"):
             raise InputError(f"vllm_mode={self.vllm_mode!r}; it must be colocate or server")
+        if self.vllm_model_impl not in MODEL_IMPLEMENTATIONS:
+            raise InputError(f"vllm_model_impl={self.vllm_model_impl!r}; it must be {', '.join(MODEL_IMPLEMENTATIONS)}")
         if self.vllm_weight_transport not in TRANSPORTS:
             raise InputError(
                 f"vllm_weight_transport={self.vllm_weight_transport!r}; it must be {', '.join(TRANSPORTS)}"
@@ -369,4 +372,8 @@ class OnlineConfig(
             raise InputError("vllm_mode=server and use_vllm=false contradict each other; leave use_vllm out")
         if self.vllm_engine_kwargs:
             raise InputError("vllm_engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead")
+        if self.vllm_model_impl == "transformers":
+            raise InputError(
+                "vllm_model_impl is for vLLM in this process; give --model-impl to 'lockstep serve' instead"
+            )
         check_urls("vllm_server_base_url", self.server_urls)

@@ -30,7 +30,6 @@ ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
     "router_aux_loss_coef": ((None, 0.0), "the routers' auxiliary loss is not supported yet"),
     "ds3_gather_for_generation": ((True,), "DeepSpeed is not supported yet"),
     "cache_implementation": ((None,), "the engines choose their own cache"),
-    "vllm_model_impl": (("vllm", "auto"), "only vLLM's own model implementations can be proven"),
     "vllm_enable_sleep_mode": ((False,), "sleep mode is not supported yet; lower vllm_gpu_memory_utilization instead"),
     "vllm_tensor_parallel_size": ((1,), "an engine in this process cannot be split; " + _VLLM_ARGUMENT),
     "use_transformers_continuous_batching": ((False,), "use vLLM"),
@@ -100,7 +99,12 @@ class OneValueFields:
     ds3_gather_for_generation: bool = field(default=True, metadata=_ONE_VALUE)
     pad_to_multiple_of: int | str | None = field(default="auto", metadata=doc("Has no effect: nothing is padded."))
     cache_implementation: str | None = field(default=None, metadata=_ONE_VALUE)
-    vllm_model_impl: str = field(default="vllm", metadata=_ONE_VALUE)
+    vllm_model_impl: str = field(
+        default="vllm",
+        metadata=doc(
+            "The model's implementation in vLLM: vllm (or auto), which takes transformers' where vLLM has none, or transformers."
+        ),
+    )
     vllm_enable_sleep_mode: bool = field(default=False, metadata=_ONE_VALUE)
     vllm_tensor_parallel_size: int = field(default=1, metadata=_ONE_VALUE)
     use_transformers_continuous_batching: bool = field(default=False, metadata=_ONE_VALUE)

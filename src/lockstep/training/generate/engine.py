@@ -82,7 +82,12 @@ def start_engine(
         vllm_arguments={
             "gpu_memory_utilization": config.vllm_gpu_memory_utilization,
             "seed": config.seed,
-            "engine_kwargs": {**adapter, **(config.vllm_engine_kwargs or {})},  # type: ignore[dict-item]
+            "engine_kwargs": {
+                # With "vllm", vLLM would refuse the families that it runs through transformers only.
+                "model_impl": "auto" if config.vllm_model_impl == "vllm" else config.vllm_model_impl,
+                **adapter,
+                **(config.vllm_engine_kwargs or {}),  # type: ignore[dict-item]
+            },
         },
         dtype=config.engine_torch_dtype,
         fp32_head=config.engine_head_dtype != config.engine_torch_dtype,
