@@ -17,7 +17,6 @@ def by_length(completions: list[str], **_: Any) -> list[float]:
     return [float(len(text) % 3) for text in completions]
 
 
-@pytest.mark.vllm
 @pytest.mark.skipif(not VLLM, reason="vLLM is not installed")
 def test_a_run_samples_with_the_implementation_of_transformers(tied_dir: str, tmp_path: Path) -> None:
     config = GRPOConfig(
