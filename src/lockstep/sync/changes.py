@@ -2,13 +2,13 @@
 
 The weights come from a source (`sync/source.py`, `sync/adapters/merged.py`). Engines and transports read an `Update` once.
 
-- A tensor whose digest did not change is left out, unless another tensor of the same part of a layer changed: engines fuse tensors
-  (q, k and v become one), and load all tensors of a fused one or none.
-- To servers over a network (`sync/wire/gloo.py`), only the changed elements of a tensor are sent. For that the trainer keeps a
+- A tensor whose digest did not change is left out. It is sent nevertheless if another tensor of the same part of a layer changed:
+  engines fuse such tensors (q, k and v become one), and load all parts of a fused tensor or none.
+- To servers over a network (`sync/wire/gloo.py`), only the changed elements of a tensor are sent. For this, the trainer keeps a
   copy of what it has sent (`sync/wire/deltas.py`).
 - Everything is sent if the last push was not proven (`Sent.forget`), or if the engine does not hold it (`sync/push.py`).
 
-The manifest has all tensors of the version, sent or not.
+The manifest describes all tensors of the version, also those that are not sent.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from lockstep.sync.wire.deltas import NOTHING, Changes, Piece, changes_between, 
 
 
 class Sent:
-    """The trainer's record of what one engine was sent last, and proven to hold.
+    """The trainer's record of the last push to one engine.
 
     Attributes:
-        manifest: of the last proven push; None: the next push sends everything.
+        manifest: the manifest of the last proven push; None: the next push sends everything.
         copies: the tensors as they were sent, if only changed elements are sent.
     """
 
@@ -43,22 +43,22 @@ class Sent:
 
 
 class Update:
-    """The tensors of one push. It may be read once; each tensor is described while it is used.
+    """The tensors of one push. It may be read once. The digest of each tensor is computed while the receiver uses the tensor.
 
     Iterating gives the names and tensors that an engine must load.
 
     Args:
         dtype: dtype to which wider floating-point tensors are cast, one by one, when they are read; None: nothing is cast.
-        sent: what the engine was sent last. It is forgotten until this push is proven.
+        sent: the record of the last push to the engine. It stays empty until this push is proven.
 
     Attributes:
         recorded: whether a later update may build on this one.
-        base: digest of the weights that the engine must hold before; empty: everything is sent.
+        base: digest of the weights that the engine must hold before the update; empty: everything is sent.
         sent_bytes: size of what was sent.
         differing: number of elements that differ from those of the last push; None: they were not counted.
 
     Raises:
-        LockstepError: a tensor could not be made. Raised while the update is read.
+        LockstepError: a tensor could not be made. This is raised while the update is read.
     """
 
     def __init__(self, source: PlainSource, dtype: torch.dtype | None = None, sent: Sent | None = None) -> None:
@@ -74,7 +74,7 @@ class Update:
 
     @property
     def own_memory(self) -> bool:
-        """Whether the tensors are the model's own memory: only if the source says so and nothing is cast."""
+        """Whether the tensors are the model's own memory. They are not if the source makes new tensors, or if they are cast."""
         return self._source.own_memory and self._dtype is None
 
     @property
@@ -104,7 +104,7 @@ class Update:
                 yield name, piece
 
     def pieces(self, *, deltas: bool = False) -> Iterator[Piece]:
-        """What is sent of every tensor of the version: the whole tensor, or its changes, possibly none.
+        """What is sent of every tensor of the version: the whole tensor, or its changed elements (`NOTHING` if there are none).
 
         Args:
             deltas: whether the receiver keeps a copy of what it is sent, so that the changed elements of a tensor are enough.
@@ -115,11 +115,11 @@ class Update:
             for name, piece in self._changed_elements(specs) if deltas else self._changed_parts(specs):
                 self.sent_bytes += piece.raw.nbytes if isinstance(piece, Changes) else piece.nbytes
                 yield name, piece
-                # The next tensor is made without this one in memory.
+                # Free this tensor before the next one is made.
                 del piece
         except RuntimeError as error:
-            # For example out of memory in the trainer: without this error, the engine would be thought lost.
-            raise LockstepError(f"the weights could not be made ready to be sent: {error}") from error
+            # For example, the trainer is out of memory. The caller reads a RuntimeError as the loss of the engine.
+            raise LockstepError(f"the trainer could not prepare the weights for the push: {error}") from error
         self._specs = tuple(specs)
 
     # ---- what changed -----------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Update:
             yield from described(self._read(self._names()), specs)
             return
         if self.own_memory:
-            # The digests are then made in the background, and found again below (`one_push`).
+            # Start to compute all digests in the background. `tensor_specs` uses these results below (`one_push`).
             begin_specs(list(self._source))
         for names in self._parts():
             yield from self._part(names, specs)
@@ -144,7 +144,7 @@ class Update:
             if self._is_same(spec):
                 same.append(spec)
                 continue
-            # The tensors before are made once more, so that they need not all be held until a change is found.
+            # Read the earlier tensors of this part a second time, because they were not kept in memory.
             specs += same
             yield from self._read(own.name for own in same)
             specs.append(spec)
@@ -195,17 +195,17 @@ class Update:
 
 
 def outline(tensors: Iterable[Named]) -> Iterable[Named]:
-    """Names, dtypes and shapes of what `pieces` will give. A source does not make its tensors for this."""
+    """Names, dtypes and shapes of the tensors that `pieces` will give. A source does not make its tensors for this."""
     return tensors.outline() if isinstance(tensors, PlainSource | Update) else tensors
 
 
 def is_recorded(tensors: Iterable[Named]) -> bool:
-    """Whether a later update may build on these tensors, so that it is worth keeping copies of them."""
+    """Whether a later update may build on these tensors. Copies of them are kept only for this."""
     return tensors.recorded if isinstance(tensors, Update) else True
 
 
 def pieces(tensors: Iterable[Named], *, deltas: bool = False) -> Iterator[Piece]:
-    """What is sent of each tensor of the outline: that of an update, or the tensors themselves."""
+    """What is sent of each tensor: the pieces of an `Update`, or the tensors themselves."""
     return tensors.pieces(deltas=deltas) if isinstance(tensors, Update) else iter(tensors)
 
 

@@ -3,9 +3,8 @@
 stop serving → load → compare what arrived with the manifest, and the manifest with the live model → reset caches → commit the
 version → serve.
 
-The weights come from `sync/source.py`, `sync/changes.py` decides which of them are sent, and they go to the receiving half of an
-engine. If a step fails, the engine stays closed,
-because a half-updated engine must never serve a token.
+The weights come from `sync/source.py`, and `sync/changes.py` decides which of them are sent. They go to the receiving half of an
+engine. If a step fails, the engine stays closed, because a half-updated engine must never serve a token.
 """
 
 from __future__ import annotations
@@ -34,14 +33,15 @@ class SyncRecord:
     """The result of one push; one line of the receipt.
 
     Attributes:
-        digest: of all tensors of the version, sent or not.
+        digest: digest of all tensors of the version, also of those that were not sent.
         tensors: number of these tensors.
-        bytes: their size.
+        bytes: size of these tensors.
         seconds: time that the push took.
-        sent_bytes: size of what was sent of them, to each worker.
-        changed: share of the elements that changed since the last push; None if they were not counted. They are counted where only
+        sent_bytes: number of bytes that were sent to each worker.
+        changed: share of the elements that changed since the last push; None if they were not counted. They are counted if only
             changed elements are sent.
-        in_full: why everything was sent although the engine had an earlier version; empty: it was not, or there was none.
+        in_full: why all weights were sent although the engine had an earlier version. Empty: only changes were sent, or the engine
+            had no earlier version.
     """
 
     version: int
@@ -59,7 +59,7 @@ class SyncRecord:
         return {"push/bytes": float(self.sent_bytes), "push/seconds": self.seconds, **counted}
 
 
-# What each engine was sent last. An engine that is gone is no longer in it.
+# The record of the last push to each engine. Entries of engines that no longer exist disappear.
 _SENT: weakref.WeakKeyDictionary[WeightReceiver, Sent] = weakref.WeakKeyDictionary()
 
 
@@ -72,8 +72,8 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
     """Load the weights of `model` into an engine and commit them as `version`.
 
     The model is only read. A model with an adapter is sent merged (`sync/adapters/merged.py`). Only what changed since the last
-    push is sent (`sync/changes.py`). If the engine then does not hold the version, everything is sent, once. After a failure the
-    engine refuses to generate until a later push succeeds.
+    push is sent (`sync/changes.py`). If the engine does not hold the version afterwards, all weights are sent once. After a failure
+    the engine refuses to generate until a later push succeeds.
 
     Raises:
         InputError: the model has an adapter of a kind that cannot be merged.
@@ -116,7 +116,7 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
 
 
 def _loaded(update: Update, engine: WeightReceiver, version: int) -> Manifest:
-    """The manifest of a version that the engine has loaded.
+    """Load an update into the engine, and check the engine's acknowledgement. Returns the manifest of the version.
 
     Raises:
         ProofError: the engine does not hold what the manifest says.
@@ -129,7 +129,7 @@ def _loaded(update: Update, engine: WeightReceiver, version: int) -> Manifest:
                 "manifest",
                 f"the engine{_at(one)} does not hold the version that was pushed last",
                 "it was started again, or another trainer has pushed since",
-                "nothing: all weights are sent",
+                "nothing to do: the trainer sends all weights",
             )
     manifest = update.manifest(version)
     check_loaded(manifest, loaded)
@@ -140,7 +140,7 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
     """Compare an engine's acknowledgement with the manifest of the version.
 
     Raises:
-        ProofError: a tensor is missing, unexpected, or of another shape, dtype or content, or an engine parameter received
+        ProofError: a tensor is missing or unexpected, has another shape, dtype or content, or an engine parameter received
             nothing. The message names the server if there are several.
     """
     for one in loaded.others:

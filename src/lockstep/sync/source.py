@@ -1,8 +1,8 @@
 """The trainer's weights as a stream of named tensors, and the manifest that describes the stream.
 
-The trained model is the source and is only read. `sync/changes.py` decides what of the stream is sent, and the module probe
-compares the engine with the same tensors. `sync/adapters/merged.py` has the source for models with adapters, and chooses between
-the two.
+The trained model is the source and is only read. `sync/changes.py` decides which tensors of the stream are sent, and the module
+probe compares the engine with the same tensors. `sync/adapters/merged.py` has the source for models with adapters, and the
+function that chooses the source of a model.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class PlainSource:
 
     Tied parameters occur once, under their first name.
 
-    It may be read several times; equal weights give equal bytes. A new source is made for every push. If the model is sharded, the
-    owner reads it inside a call of `Ranks`, and each tensor is gathered when it is read.
+    A source can be read several times, and equal weights give equal bytes. Every push makes a new source. If the model is sharded,
+    each tensor is gathered from all ranks when it is read. Then the rank that holds the engine reads the source, inside a call of
+    `Ranks`.
     """
 
     # Whether the tensors are the model's own memory. If not, they are new tensors that are made to be read once.
@@ -63,7 +64,7 @@ class PlainSource:
         return self._first[name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor that an engine should hold under `name`. It must not be written to."""
+        """The tensor that an engine should hold under `name`. Do not write into it."""
         if self._shards is not None:
             return self._shards.gather(self._parameters[name])
         return self._parameters[name].detach()
@@ -73,7 +74,7 @@ class PlainSource:
         return self._outline(name).shape
 
     def holder(self, name: str) -> torch.nn.Module:
-        """The plain module that owns a tensor. One that holds several experts owns the tensors of each of them."""
+        """The module that owns a tensor, without PEFT's wrapper. A module with several experts owns the tensors of all of them."""
         return self._model.get_submodule(self._own_names[name].rpartition(".")[0])
 
     def outline(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -45,7 +45,7 @@ class AdaptedSource(PlainSource):
     """Weights of a model with LoRA (rsLoRA, DoRA) layers, each merged into new memory when it is read.
 
     Weights without an adapter are read as they are. Modules that were trained as a whole (`modules_to_save`) replace the
-    originals. Adapter tensors are not sent. A delta is added in float32 (float64 for float64 weights) and the sum is rounded
+    originals. Adapter tensors are not sent. A delta is added in float32, or in float64 for float64 weights. The sum is rounded
     once, to the base weight's dtype. 4-bit weights (QLoRA) are sent as the float32 values that their codes stand for.
 
     Raises:
@@ -102,7 +102,7 @@ def weights_of(model: torch.nn.Module) -> PlainSource:
 def _under_checkpoint_names(inner: torch.nn.Module, found: list[_Found]) -> list[_Found]:
     own = {f.name: f for f in found}
     return [
-        # Experts have no adapter: a view of their memory is their parameter and their original.
+        # Experts have no adapter. Therefore a view of their memory is both `parameter` and `original`.
         own[p.own_name]._replace(name=p.name)
         if p.tensor is own[p.own_name].parameter
         else own[p.own_name]._replace(name=p.name, parameter=p.tensor, original=p.tensor)
@@ -209,7 +209,7 @@ def _check_plain(parameter: torch.Tensor, name: str) -> None:
 
 
 def _check_kinds(model: torch.nn.Module) -> None:
-    """Check adapter kinds by their configuration: prompt and prefix adapters add no layers that could be checked."""
+    """Check the kind of each adapter by its configuration, because prompt and prefix adapters add no layers to check."""
     for name, config in getattr(model, "peft_config", {}).items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA":
@@ -217,19 +217,19 @@ def _check_kinds(model: torch.nn.Module) -> None:
 
 
 def _check_ties(found: list[_Found]) -> None:
-    """Check that weights that the base model ties are still the same weight: an engine keeps one copy of them."""
+    """Check that the adapter leaves tied weights equal, because an engine keeps one copy of them."""
     first: dict[int, _Found] = {}
     for f in found:
         other = first.setdefault(id(f.original), f)
         if _memory(other) != _memory(f):
             raise InputError(
                 f"{other.name} and {f.name} are tied in the model, but the adapter unties them, which an engine cannot follow: "
-                "adapt neither, or untie the model (tie_word_embeddings) and save it first"
+                "give neither an adapter, or untie the model (tie_word_embeddings) and save it first"
             )
 
 
 def _memory(f: _Found) -> object:
-    """A key that is equal only for parameters that use the same memory in the same way: their values stay equal."""
+    """A key for the memory and the delta of a parameter. Parameters with equal keys always have equal values."""
     if f.layer is None:
         return _place(f.parameter)
     adapter = _active(f.layer)[0]
@@ -238,7 +238,7 @@ def _memory(f: _Found) -> object:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    # The parts of a sharded parameter may be empty. Its modules share one object.
+    # This rank's part of a sharded parameter may be empty, without an address. Tied modules share one parameter object.
     return id(tensor) if is_sharded(tensor) else tensor.data_ptr()
 
 
@@ -246,23 +246,23 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 def _whole(shards: ShardedModel | None, parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter as a whole: its own memory, or gathered."""
+    """The full tensor of a parameter: its own memory, or gathered from all ranks if it is sharded."""
     return parameter.detach() if shards is None else shards.gather(parameter)
 
 
 def factors_of(layer: Any, shards: ShardedModel | None) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The factors A (rank, inputs) and B (outputs, rank) of a layer's active adapter, whole, and its scaling."""
+    """The full factors A (rank, inputs) and B (outputs, rank) of a layer's active adapter, and its scaling."""
     down, up = (_whole(shards, factor) for factor in own_factors(layer))
     return down, up, float(layer.scaling[_active(layer)[0]])
 
 
 def own_factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parameters A and B of a layer's active adapter."""
+    """The parameters A and B of a layer's active adapter. Sharded parameters are not gathered."""
     return _factor_parameters(layer, _active(layer)[0])
 
 
 def is_dora(layer: Any) -> bool:
-    """Whether a layer's active adapter is of a kind with a magnitude (DoRA)."""
+    """Whether a layer's active adapter is DoRA, which has a trained magnitude per output."""
     return _active(layer)[0] in layer.lora_variant
 
 
@@ -289,7 +289,7 @@ def _factor_parameters(layer: Any, adapter: str) -> tuple[torch.Tensor, torch.Te
 
 
 def _merged_weight(layer: Any, adapter: str, base: torch.Tensor, shards: ShardedModel | None) -> torch.Tensor:
-    """base + scaling · delta, in new memory. With DoRA (arXiv 2402.09353) each output is scaled to its trained magnitude."""
+    """base + scaling × delta, in new memory. With DoRA (arXiv 2402.09353) each output is scaled to its trained magnitude."""
     left, right = (factor.to(_wide(base)) for factor in _factors(layer, adapter, shards))
     total = torch.addmm(base.to(_wide(base)), left, right, alpha=layer.scaling[adapter])
     if adapter in layer.lora_variant:

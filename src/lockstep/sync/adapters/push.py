@@ -2,9 +2,9 @@
 
     base (only where the engine does not hold it) → adapter → compare what arrived, and what the engine holds → commit the version
 
-`parity/proven_push.py` calls it in place of `sync/push.py`, and proves the result. The base is known by the digest of its bytes,
-which the engine computes itself. Therefore a second run may use a server that holds the same base already, and a server that was
-restarted gets the base again.
+`parity/proven_push.py` calls it in place of `sync/push.py`, and proves the result. The engine computes the digest of the base
+weights that it holds. If this digest equals the digest of the model's base weights, the base is not sent. Therefore a second run
+can use a server that already holds the same base. A server that was restarted gets the base again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AdapterPusher:
         The model is only read. After a failure the engine refuses to generate until a later push succeeds.
 
         Returns:
-            The record of the push. Its digest covers the base too; its bytes are those that were sent.
+            The record of the push. Its `digest` covers the base too. Its `bytes` counts only what was sent.
 
         Raises:
             InputError: the adapter cannot be sent alone, or the engine has no room for it.
@@ -76,7 +76,7 @@ class AdapterPusher:
         return SyncRecord(version, digest, len(manifest.tensors), size, time.perf_counter() - start, size)
 
     def _base(self, version: int) -> tuple[Manifest, int]:
-        """The manifest of the base weights, which the engine then holds, and the number of bytes that were sent for it."""
+        """Send the base weights if the engine does not hold them. Returns their manifest, and the number of bytes sent."""
         source, engine = BaseSource(self._model), self._engine
         with one_push() if source.own_memory else nullcontext():
             described = Update(source, engine.wire_dtype)
@@ -103,7 +103,7 @@ class AdapterPusher:
             raise ProofError(
                 "digest",
                 f"the engine reports the base weights {found or 'of no finished push'} instead of {manifest.digest}",
-                "another trainer has pushed weights to this server meanwhile",
+                "in the meantime another trainer has pushed weights to this server",
                 "give each run a server of its own, or let all of them train adapters of the same base (vllm_enable_lora)",
             )
 
@@ -115,7 +115,7 @@ def receiver_of(engine: Engine, rank: int) -> AdapterReceiver:
         rank: largest rank of the adapter.
 
     Raises:
-        InputError: the engine is not vLLM, was started without LoRA, or for smaller ranks.
+        InputError: the engine is not vLLM, was started without LoRA, or takes only smaller ranks.
     """
     receiver: AdapterReceiver | None = getattr(engine, "adapters", None)
     if receiver is None:
@@ -134,11 +134,11 @@ def receiver_of(engine: Engine, rank: int) -> AdapterReceiver:
 
 
 def check_held(manifest: Manifest, held: LoadedWeights) -> None:
-    """Compare an adapter as the engine computes with it with the adapter that was sent.
+    """Compare the adapter that the engine computes with and the adapter that was sent.
 
     Raises:
         InputError: the engine has no LoRA layer for a part of the adapter.
-        ProofError: `adapter`, the engine computes with other bytes.
+        ProofError: `adapter`: the engine computes with other bytes.
     """
     for one in held.others:
         check_held(manifest, one)
@@ -153,8 +153,8 @@ def check_held(manifest: Manifest, held: LoadedWeights) -> None:
     if wrong:
         raise ProofError(
             "adapter",
-            f"at version {manifest.version} {len(wrong)} of {len(sent)} tensors of the adapter are not in use{where} as they were "
-            f"sent; the first is {wrong[0]}",
-            "the engine kept an older adapter, scaled it, or holds that of another run under this name",
-            "do not train on this engine; name the model, the adapter's config and the engine's version in a report",
+            f"at version {manifest.version} the engine{where} computes with other values than were sent for {len(wrong)} of "
+            f"{len(sent)} tensors of the adapter; the first is {wrong[0]}",
+            "the engine kept an older adapter, scaled it, or holds the adapter of another run under this name",
+            "do not train with this engine; report it with the model, the adapter's config and the engine's version",
         )

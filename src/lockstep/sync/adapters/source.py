@@ -1,7 +1,7 @@
 """The two parts of a model with an adapter, each as a source of a push: its base weights, and the adapter alone.
 
-`sync/adapters/push.py` sends the base once and then the adapter alone, to vLLM's own LoRA. `sync/adapters/merged.py` has the other
-way: both as one merged model. It also has the walk over the layers that both ways use.
+`sync/adapters/push.py` sends the base once and then the adapter alone, to vLLM's own LoRA. The other way is in
+`sync/adapters/merged.py`: both parts become one merged model. That module also finds the adapted layers, for both ways.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class BaseSource(AdaptedSource):
 
 
 class AdapterSource(PlainSource):
-    """The tensors A and scaling × B of each adapted layer, under the name of the layer, with the ends `DOWN` and `UP`.
+    """The tensors A and scaling × B of each adapted layer. Their names are the layer's name with the suffix `DOWN` or `UP`.
 
-    B is multiplied by the scaling in float32 and rounded once. Nothing is left for the engine to scale.
+    B is multiplied by the scaling in float32 and rounded once. The engine does not scale it again.
 
     Args:
         dtype: dtype in which the engine keeps adapters.
@@ -64,13 +64,15 @@ class AdapterSource(PlainSource):
         return torch.empty((down if name.endswith(DOWN) else up).shape, dtype=self._dtype, device="meta")
 
     def delta(self, layer: str) -> torch.Tensor:
-        """(outputs, inputs) float32: what the adapter adds to a layer's weight, of the tensors as they are sent."""
+        """(outputs, inputs) float32: what the adapter adds to a layer's weight, computed from the tensors as they are sent."""
         return self.tensor(layer + UP).float() @ self.tensor(layer + DOWN).float()
 
 
 class EffectiveSource(BaseSource):
-    """The weights that an engine with the adapter beside its base computes with: base + delta, where both have been rounded to the
-    engine's dtype before they are added in float32. For the module probe."""
+    """base + delta: the weights that have the same effect as the engine's base and its adapter together.
+
+    Base and adapter are rounded to the engine's dtype first. Their sum is computed in float32. The module probe uses it.
+    """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         super().__init__(model)

@@ -1,7 +1,8 @@
 """The engine's end of a push into vLLM: our weight-transfer backends, one for a single process and one for servers.
 
-It runs inside vLLM's worker; vLLM's factory creates it. vLLM's layer-wise reload copies (and casts) the tensors into the engine's
-layers. The backend records the tensors that were written, and `sync/push.py` compares this acknowledgement with the manifest.
+A backend runs inside vLLM's worker, and vLLM's factory creates it. vLLM's layer-wise reload copies (and casts) the tensors into the
+engine's layers. The backend records the tensors that were written, and `sync/push.py` compares this acknowledgement with the
+manifest.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ from lockstep.sync.wire.chunks import Named, chunks
 from lockstep.sync.wire.deltas import Changes, Piece, Reference
 from lockstep.sync.wire.slots import taken_chunks
 
-# Merged or cast tensors are loaded in parts of this size. Two parts may be in memory, beside tensors that vLLM still needs.
+# Merged or cast tensors are loaded in parts of this size. In memory are two parts at most, and the tensors that vLLM still needs.
 _PART_BYTES = 16 << 20
 _WRAPPED = ".base_layer"
 
 
 @dataclass
 class InProcessInit(WeightTransferInitInfo):
-    """Empty: both ends share an address space, so that there is nothing to agree on."""
+    """Empty, because both ends are in one process and need no setup."""
 
 
 @dataclass
 class InProcessUpdate(WeightTransferUpdateInfo):
-    """Named tensors of the trainer, by reference. With an adapter each tensor is made when it is read.
+    """Named tensors of the trainer, by reference. If the model has an adapter, each tensor is made when it is read.
 
     Attributes:
         base: as in `WeightReceiver.load`.
@@ -79,9 +80,9 @@ class WireUpdate(WeightTransferUpdateInfo):
         rank: rank of this server's first worker among the `size` ranks of the push (over gloo the trainer is one of them).
         push: number of the push, in the segment.
         timeout: seconds to wait for one chunk.
-        secret: of this push over gloo (`gloo_proof.py`).
+        secret: the secret of this push over gloo (`gloo_proof.py`).
         base: as in `WeightReceiver.load`.
-        keeps: whether the worker keeps a copy of what it receives, so that later pushes can send changed elements alone.
+        keeps: whether the worker keeps a copy of what it receives. Then later pushes can send only the changed elements.
     """
 
     transport: str
@@ -98,9 +99,9 @@ class WireUpdate(WeightTransferUpdateInfo):
 
 
 class _LayerwiseTransfer(WeightTransferEngine):
-    """Shared by all our backends: one update through vLLM's layer-wise reload, with an acknowledgement.
+    """The common part of our backends: one update through vLLM's layer-wise reload, with an acknowledgement.
 
-    Layers of which the update has no tensor keep what they compute with.
+    A layer that receives no tensor in the update keeps its weights.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -119,12 +120,12 @@ class _LayerwiseTransfer(WeightTransferEngine):
 
     def start_weight_update(self) -> None:
         if self._open:
-            # The previous update failed half-way, and layers still wait for their rest: restore them before starting again.
+            # The previous update failed half-way, and some layers have only a part of their tensors. Restore them first.
             finalize_layerwise_reload(self.model, self.model_config)
         self._open = True
         self.acknowledgement = LoadedWeights((), ())
         self.held.open()
-        # A LoRA layer around a module adds its own part to the names of parameters. A load reports them without it.
+        # A LoRA layer around a module adds `.base_layer` to the names of parameters. `load_weights` reports names without it.
         self._parameters = tuple(name.replace(_WRAPPED, "") for name, _ in self.model.named_parameters())
         self._layers = begin_reload(self.model)
         self._kernels = forget_packed_experts(self.model)
@@ -173,7 +174,7 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
         if not self.held.builds_on(update_info.base):
             return
         if isinstance(tensors, Update) and tensors.own_memory:
-            # One single load: vLLM searches the whole model for tied weights at the start of each load.
+            # Load all tensors in one call, because vLLM searches the whole model for tied weights at the start of each load.
             self.load(list(tensors))
         else:
             for part in chunks(tensors, _PART_BYTES):
@@ -191,7 +192,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._segment: shared_memory.Segment | None = None
         # Segments of the trainers that send adapters, by name.
         self._segments: dict[str, shared_memory.Segment] = {}
-        # The run that pushes now, and until when at most.
+        # The run that has reserved this engine for its push, and the end of the reservation by the monotonic clock.
         self._reserved = "", 0.0
         self._gloo = gloo.Receiver()
         self._reference = Reference()
@@ -232,7 +233,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._segments[info["segment"]] = shared_memory.Segment(info["segment"], info["bytes"])
 
     def received(self, info: Mapping[str, Any], segment: str) -> list[Named]:
-        """The tensors of a push that is no update of the weights, in memory of their own.
+        """Receive the tensors of an adapter, and copy them into new memory. The engine's weights do not change.
 
         Args:
             info: the fields of `WireUpdate`.
@@ -260,7 +261,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
                     timeout=update_info.timeout,
                 )
             )
-        raise ValueError(f"transport {update_info.transport!r} was not agreed on")
+        raise ValueError(f"the trainer has not set up the transport {update_info.transport!r}")
 
     def _load_passing(self, pieces: Sequence[Piece]) -> None:
         """Load tensors whose memory is reused as soon as the next chunk is requested."""

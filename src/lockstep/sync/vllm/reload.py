@@ -1,8 +1,8 @@
-"""vLLM's layer-wise reload with less work: the beginning and the end of a whole update in an engine.
+"""The beginning and the end of a weight update by vLLM's layer-wise reload, with less work and memory than in vLLM itself.
 
 vLLM loads a layer into new memory, packs it, and copies the result to the layer's old place. Packing does not change an
-unquantised embedding or head, so that it can be written directly into its place. Heads that share a weight then need one
-packed copy, not one each. Used by `sync/vllm/backend.py`.
+unquantised embedding or head. Therefore its new weight can be written directly into its place. Heads that share a weight then
+share one packed copy. `sync/vllm/backend.py` uses this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from lockstep.engines.tensor_specs import dtype_name
 
-# The attribute in which vLLM keeps a module's packed weight on a CPU: a function that multiplies by it.
+# The attribute in which vLLM keeps a module's packed weight on a CPU: a function that multiplies by this weight.
 _PACKED = "cpu_linear"
 
 
@@ -59,9 +59,9 @@ def loaded_dtypes(model: torch.nn.Module) -> list[str]:
 
 
 def leave_unloaded(model: torch.nn.Module) -> None:
-    """Give layers that received nothing back what they computed with before the update. Nothing of them is packed again.
+    """Restore the weights of layers that received nothing. These layers are not packed again.
 
-    vLLM would do the same at the end of the update, with a warning for each of them.
+    vLLM would do the same at the end of the update, with a warning per layer.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -71,7 +71,7 @@ def leave_unloaded(model: torch.nn.Module) -> None:
 
 
 def repack_heads(model: torch.nn.Module, written: Collection[str]) -> None:
-    """Pack every embedding and output head that has new weights again, each weight once.
+    """Pack the new weights of embeddings and output heads again, each weight once.
 
     Args:
         written: names of the model's parameters that this update has written.
@@ -85,11 +85,11 @@ def repack_heads(model: torch.nn.Module, written: Collection[str]) -> None:
     loaded = [layer for layer in _vocabularies(model) if any(id(p) in new for p in layer.parameters(recurse=False))]
     plain = [layer for layer in loaded if _is_plain(layer)]
     for layer in plain:
-        # Drop the old copies first, so that there is never room needed for both.
+        # Drop the old copies first, so that old and new copies are never in memory together.
         vars(layer).pop(_PACKED, None)
     packed: dict[int, Any] = {}
     for layer in plain:
-        # Packing may change a bias, so that a layer with a bias is packed by itself.
+        # Packing may change a bias. Therefore a layer with a bias does not share its packed copy.
         first = packed.setdefault(id(layer.weight), layer) if getattr(layer, "bias", None) is None else layer
         if first is layer:
             layer.quant_method.process_weights_after_loading(layer)
@@ -101,10 +101,10 @@ def repack_heads(model: torch.nn.Module, written: Collection[str]) -> None:
 
 
 def forget_packed_experts(model: torch.nn.Module) -> dict[RoutedExperts, Any]:
-    """Let vLLM's CPU kernels pack the weights of experts in this update too, as when the model was loaded.
+    """Remove the CPU kernels of experts, so that vLLM packs the weights of experts in this update as it did at the first load.
 
-    vLLM 0.32.0 packs and pads experts only where a layer has no kernel yet. After an update its kernels read rows in another order
-    than they lie in memory, and an update of padded experts fails (fault W10). Without the old kernel vLLM makes a new one.
+    vLLM 0.32.0 packs and pads experts only if a layer has no kernel yet. If the old kernel stays, it reads the rows of the new
+    weights in the wrong order, and an update of padded experts fails (fault W10). If there is no kernel, vLLM makes a new one.
 
     Returns:
         The old kernels. `keep_packed_experts` gives them back to layers that received nothing.
@@ -120,7 +120,7 @@ def forget_packed_experts(model: torch.nn.Module) -> dict[RoutedExperts, Any]:
 
 
 def keep_packed_experts(kernels: dict[RoutedExperts, Any]) -> None:
-    """Give experts their old kernels again if this update has made no new ones."""
+    """Give each layer of experts its old kernel back if this update has made no new one."""
     for layer, kernel in kernels.items():
         if layer.quant_method.moe_kernel is None:
             layer.quant_method.moe_kernel = kernel
@@ -148,8 +148,8 @@ def half_loaded(model: torch.nn.Module) -> tuple[str, ...]:
     """Layers that received only some of their elements, for example one projection of a fused layer.
 
     Must be called before `finalize_layerwise_reload`, which discards the counts. vLLM counts a fused parameter as loaded as
-    soon as its first part arrives. Embeddings and heads are left out: they may hold padding that is never sent, and whole
-    missing ones are found by name.
+    soon as its first part arrives. Embeddings and heads are left out, because they may hold padding that is never sent. If one of
+    them is missing completely, the comparison of names finds it.
     """
     half = []
     for name, layer in model.named_modules():

@@ -1,6 +1,6 @@
 """Cuts a stream of tensors into chunks that fit a buffer, and lays out one chunk in memory.
 
-Both ends of every transport use it: the sender lays the tensors out, and the engine's worker reads them back. Pure functions.
+Both ends of every transport use it: the sender lays the tensors out, and the worker reads them back. Its functions are pure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Named = tuple[str, torch.Tensor]
 
 
 class Placed(NamedTuple):
-    """The place of one tensor of a chunk, as it is sent: JSON types only."""
+    """The place of one tensor in a chunk. It is sent as JSON."""
 
     name: str
     dtype: str
@@ -57,13 +57,13 @@ def views(buffer: torch.Tensor, placed: Iterable[Sequence[object]]) -> list[Name
     """The tensors of a chunk as views of a uint8 buffer.
 
     Raises:
-        ValueError: a tensor does not lie within the buffer.
+        ValueError: a tensor is not within the buffer.
     """
     found = []
     for name, dtype, shape, offset in (Placed(*entry) for entry in placed):  # type: ignore[arg-type]
         kind, size = getattr(torch, dtype), _bytes(dtype, shape)
         if offset < 0 or offset + size > buffer.numel():
-            raise ValueError(f"{name} lies outside the buffer of {buffer.numel()} bytes")
+            raise ValueError(f"{name} is outside the buffer of {buffer.numel()} bytes")
         found.append((name, buffer[offset : offset + size].view(kind).view(shape)))
     return found
 

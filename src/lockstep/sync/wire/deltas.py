@@ -1,8 +1,8 @@
 """What changed in a tensor, as bytes: the places of the elements that differ, and their new values. Nothing is rounded.
 
-The trainer compares a tensor with its copy of what a server holds (`sync/changes.py`), and the transports carry the result. The
-server's worker puts the tensor together in a copy of its own (`Reference`). New values are sent, not differences: a sum would be
-rounded.
+The trainer compares a tensor with its copy of what a server holds (`sync/changes.py`), and the transports send the result. The
+server's worker keeps a copy of each tensor (`Reference`), and writes the new values into it. The new values themselves are sent,
+because adding differences would round.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 
 from lockstep.sync.wire.chunks import Named
 
-# In the counts of a chunk: the tensor is sent as a whole.
+# The entry in the counts of a chunk for a tensor that is sent as a whole.
 WHOLE = -1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GAP_BYTES, _LONGEST_GAP = 2, 0xFFFF
 # Words of eight bytes that are compared at a time.
 _TOGETHER = 1 << 20
-# The part of a tensor's name that names the part of the model that engines fuse: one layer's attention, one layer's MLP.
+# Matches the beginning of a tensor's name up to the part that engines fuse: one layer's attention, or one layer's MLP.
 _PART_OF_A_LAYER = re.compile(r"(.*?\.\d+\.[^.]+)\.")
 
 
@@ -34,8 +34,9 @@ class Changes(NamedTuple):
 
     Attributes:
         elements: number of elements in `raw`.
-        raw: uint8: the new values in the tensor's dtype, then one gap of 16 bits per element. A gap is the distance from the place
-            before, at first from −1. Where a gap would not fit, an element in between is sent that keeps its value.
+        raw: (bytes,) uint8: the new values in the tensor's dtype, then one gap of 16 bits per element. A gap is the distance from
+            the previous place; the first gap is counted from −1. If a distance does not fit into 16 bits, unchanged elements in
+            between are sent too.
     """
 
     elements: int
@@ -47,13 +48,13 @@ NOTHING = Changes(0, torch.empty(0, dtype=torch.uint8))
 
 
 def changes_between(old: torch.Tensor, new: torch.Tensor) -> tuple[int, Changes | None]:
-    """What turns `old` into `new`, bit for bit.
+    """The changes that turn `old` into `new`, bit for bit.
 
     Args:
         old, new: contiguous tensors in main memory, of the same shape and dtype.
 
     Returns:
-        The number of elements that differ, and the changes; None if the whole tensor is not larger than they are.
+        The number of elements that differ, and the changes. Instead of the changes None, if the whole tensor has no more bytes.
     """
     bits = _BITS[new.dtype.itemsize]
     before, after = (tensor.flatten().view(bits).numpy() for tensor in (old, new))
@@ -93,7 +94,7 @@ def changes_bytes(count: int, dtype: torch.dtype) -> int:
 
 
 def piece_bytes(count: int, tensor: torch.Tensor) -> int:
-    """Size in bytes of what is sent of a tensor, by the tensor's entry in the counts of its chunk."""
+    """Size in bytes of what is sent of a tensor. `count` is the tensor's entry in the counts of its chunk."""
     return tensor.nbytes if count == WHOLE else changes_bytes(count, tensor.dtype)
 
 
@@ -114,7 +115,7 @@ def arrived_pieces(counts: Sequence[int], places: Sequence[Named]) -> list[Piece
 
     Args:
         counts: one entry per tensor of the chunk.
-        places: the memory of each tensor of the chunk. Changes stand at its beginning.
+        places: the memory of each tensor of the chunk. Changes are at the beginning of it.
     """
     found: list[Piece] = []
     for count, (name, place) in zip(counts, places, strict=True):
@@ -136,14 +137,14 @@ def part_of(name: str) -> str:
 
 
 class Reference:
-    """A worker's copy of the tensors that it was sent, in main memory. Changes are written into this copy."""
+    """A worker's copy of the tensors that it has received, in main memory. Changes are written into this copy."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         self._touched: set[str] = set()
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory of the copy."""
         self._tensors.clear()
         self._touched.clear()
 
@@ -166,7 +167,7 @@ class Reference:
 
 
 def available_bytes() -> int:
-    """Main memory that this machine, or this container, could still give to programs; 0 where it cannot be read (Linux only)."""
+    """Bytes of main memory that are free on this machine, or in this container; 0 if the system does not tell (only Linux does)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -181,7 +182,7 @@ def available_bytes() -> int:
 
 
 def _differing(before: npt.NDArray, after: npt.NDArray) -> npt.NDArray[np.int64]:
-    """Places at which two arrays of integers differ. Words of 8 bytes are compared, then the elements of words that differ."""
+    """Places at which two arrays of integers differ. It compares words of 8 bytes, then the elements of the words that differ."""
     per_word = 8 // after.itemsize
     whole = len(after) // per_word * per_word
     old, new = before[:whole].view(np.int64), after[:whole].view(np.int64)
@@ -194,7 +195,7 @@ def _differing(before: npt.NDArray, after: npt.NDArray) -> npt.NDArray[np.int64]
 
 
 def _with_bridges(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The places, with others in between where two of them are further apart than a gap can say."""
+    """The places, and additional places in between wherever two places are too far apart for one gap."""
     befores = np.concatenate([[-1], places[:-1]])
     far = np.flatnonzero(places - befores > _LONGEST_GAP)
     if not len(far):

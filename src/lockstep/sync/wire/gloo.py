@@ -6,8 +6,8 @@ nothing to repair. Tensors are sent directly from the trainer's memory. They are
 receive one while it loads the other. A server holds at most one chunk, or one tensor if that is larger. Only bytes are sent:
 nothing is unpickled. Both ends prove that they know the secret of the push before the first weight is sent (`gloo_proof.py`).
 
-If one server fails, the push ends for all of them: the trainer writes a mark into the store, and every worker looks for it while it
-waits. Gloo itself would wait until its time limit.
+If one server fails, the push ends for all of them: the trainer writes a key into the store, and every worker looks for this key
+while it waits. Gloo itself would wait until its time limit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ InFlight = deque[tuple[dist.Work, torch.Tensor]]
 
 NAME = "gloo"
 _SENDER = 0
-# The key in the store that says that the push has failed.
+# If the store has this key, the push has failed.
 _ENDED = "ended"
 _POLL_EVERY, _CHECK_EVERY = 0.002, 0.5
 
@@ -91,7 +91,7 @@ class GlooTransport:
                 chunked = _sent_bytes(pieces(tensors, deltas=deltas), [len(places) for places in placed])
                 self._broadcast(listener, size, secret, chunked, pending)
             except EngineLost:
-                # The first server that failed. The others fail because of it.
+                # This is the error of the first server that failed. The other servers fail because of it.
                 wait(pending)
                 raise
             except RuntimeError:
@@ -108,11 +108,11 @@ class GlooTransport:
         return self._deltas
 
     def forget(self) -> None:
-        """Look again whether there is room for copies, because the servers may be others."""
+        """Let the next push check again whether there is room for copies, because it may go to other servers."""
         self._deltas = None
 
     def close(self) -> None:
-        """Does nothing: no state is kept between pushes."""
+        """Does nothing, because no connection is kept between pushes."""
 
     def _broadcast(
         self,
@@ -122,7 +122,7 @@ class GlooTransport:
         raw: Iterable[torch.Tensor],
         pending: Sequence[Future[None]],
     ) -> None:
-        # `detach` hands the file descriptor over: the store closes the one that it is given.
+        # `detach` hands the file descriptor over to the store, which will close it.
         store = _store(self._host, listener.getsockname()[1], self._timeout, listener.detach())
 
         def check() -> None:
@@ -217,10 +217,10 @@ class Receiver:
 
 
 def _may_keep_copies(outlined: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> bool:
-    """Whether copies of the weights are worth their memory, and fit into half of what each machine has left.
+    """Whether copies of the weights are of use, and fit into half of the free memory of each machine.
 
-    In float32 nearly every element changes in a step, so that changed elements are no less than all. The workers of a server may
-    share one machine.
+    In float32 nearly every element changes in each step. Then the changes have as many bytes as the weights, and copies are of no
+    use. The workers of a server may share one machine, so their copies are added up.
     """
     sizes = [(tensor.nbytes, tensor.itemsize) for _, tensor in outlined]
     needed = sum(size for size, _ in sizes)
@@ -243,7 +243,7 @@ def _sent_bytes(coming: Iterator[Piece], lengths: Sequence[int]) -> Iterator[tor
         yield torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64).view(torch.uint8)
         while chunk:
             yield raw_bytes(chunk.pop(0)[1])
-    # An update describes its last tensors when it is read to its end.
+    # Read to the end, because an update describes its last tensors only then.
     assert next(coming, None) is None
 
 
@@ -254,11 +254,11 @@ def _disjoint(one: tuple[int, int], other: tuple[int, int]) -> bool:
 def _broadcast_parts(group: dist.ProcessGroup, parts: Iterable[torch.Tensor], check: Callable[[], None]) -> None:
     """Broadcast bytes from the sender to every rank, in order, with two broadcasts in flight at a time.
 
-    Gloo cannot end a broadcast early. If this function raises, a thread keeps the connections and the memory until it ends: a
-    worker may be connected and yet read nothing, for example a stopped process of a dead server.
+    Gloo cannot end a broadcast early, and some workers never read it, for example a stopped process of a dead server. Therefore, if
+    this function raises, a thread keeps the connections and the memory until the broadcasts end.
 
     Args:
-        check: called twice a second while this process waits for a broadcast. It raises if the push has failed.
+        check: called twice per second while this process waits for a broadcast. It raises if the push has failed.
     """
     in_flight: InFlight = deque()
     try:
@@ -289,7 +289,7 @@ def _wait(work: dist.Work, check: Callable[[], None]) -> None:
 
 
 def _finish(in_flight: InFlight, group: dist.ProcessGroup) -> None:
-    """Wait until gloo uses none of the memory any more. `group` is an argument so that its connections live as long."""
+    """Wait until gloo no longer uses the memory. `group` is an argument only to keep its connections until then."""
     for work, _ in in_flight:
         with contextlib.suppress(RuntimeError):
             work.wait()
@@ -305,10 +305,10 @@ def _meet(
 ) -> dist.ProcessGroup:
     """Connect to all other ranks, and exchange proofs with each of them.
 
-    Gloo cannot end this early. Therefore a thread does it, and goes on until its time limit if the push has failed.
+    Gloo cannot stop this early. Therefore a thread does it. If the push fails, the thread goes on until gloo's time limit.
 
     Args:
-        check: called twice a second meanwhile. It raises if the push has failed.
+        check: called twice per second until the thread is ready. It raises if the push has failed.
     """
     met: Future[dist.ProcessGroup] = Future()
     signed = SignedStore(store, secret, timeout)

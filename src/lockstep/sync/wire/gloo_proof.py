@@ -1,9 +1,9 @@
 """Proves to both ends of a push over gloo that the other end knows the secret of this push.
 
-torch's store and gloo's own connections ask nobody who they are: any program that reaches the port can write into the store, or
-connect before a server does. The trainer therefore makes a secret per push, which the servers get in the call that announces the
-push. Every address in the store is signed with it. Before the first weight is sent, both ends of each connection prove that they
-know it. `sync/wire/gloo.py` uses both. Nothing is encrypted.
+torch's store and gloo's connections have no authentication: any program that reaches the port can write into the store, or
+connect before a server does. Therefore the trainer makes a secret per push. The servers get it in the call that announces the push.
+Every address in the store is signed with the secret. Before the first weight is sent, both ends of each connection prove that they
+know the secret. `sync/wire/gloo.py` does both. The weights are not encrypted.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def new_secret() -> str:
 class SignedStore(dist.Store):
     """A view of a store in which every value is signed. A value that another program wrote is refused.
 
-    It asks for a value again and again. A torch store that waits for a value answers no other thread meanwhile.
+    It polls the store, because a torch store that waits for a value blocks all other threads.
 
     Args:
-        timeout: seconds that a value may be waited for.
+        timeout: seconds to wait for a value at most.
 
     Raises:
         RuntimeError: from `get`, for a value without this push's signature.
@@ -47,7 +47,7 @@ class SignedStore(dist.Store):
         self._ended = False
 
     def end(self) -> None:
-        """Let nobody wait for a value any more."""
+        """Make every wait for a value raise an error, now and later."""
         self._ended = True
 
     def set(self, key: str, value: str | bytes) -> None:

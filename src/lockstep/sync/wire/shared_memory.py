@@ -1,4 +1,4 @@
-"""Sends weights to servers on this machine through shared memory: the trainer copies them once, the transport does not copy them.
+"""Sends weights to servers on this machine through shared memory. The trainer copies them once, and workers load from this copy.
 
 A segment has two slots. While the servers load from one slot, the trainer fills the other (`sync/wire/slots.py`). The segment is a
 file in `/dev/shm` that only this user can open. Its name is removed as soon as every server has opened it.
@@ -29,7 +29,7 @@ _PREFIX = "lockstep-"
 
 
 class NoRoom(InputError):
-    """Shared memory is too small for a push. No server has been asked for anything yet."""
+    """Shared memory is too small for a push. The push has not called any server yet."""
 
 
 class SharedMemoryTransport:
@@ -46,7 +46,7 @@ class SharedMemoryTransport:
         self._lock: TrainerLock | None = None
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
-        # A slot begins with the counts of its chunk: which tensors are in it.
+        # A slot begins with the counts of its chunk. They say which tensors are in it.
         laid_out = [layout([("", torch.empty(len(c), dtype=torch.int64)), *c]) for c in chunks(outline(tensors))]
         # One thread per server: the push cannot finish unless all servers take part at the same time.
         with ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push") as pool:
@@ -56,7 +56,7 @@ class SharedMemoryTransport:
                     self._slots = self._opened(largest, servers, pool)
                 self._send(tensors, base, [places for places, _ in laid_out], self._slots, servers, pool)
             except BaseException:
-                # A server may still load from the segment or write its counter there, so that the segment is never used again.
+                # A server may still load from the segment or write its counter there. Therefore the segment is never used again.
                 self.forget()
                 raise
 
@@ -83,15 +83,15 @@ class SharedMemoryTransport:
                 (_, counts), *targets = views(slot, places)
                 counts.copy_(torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64))
                 for (_, target), (_, piece) in zip(targets, chunk, strict=True):
-                    # The workers have no copy that changes could be written into, so that there are none.
+                    # Here `Changes` are always empty, because the workers have no copy into which changes could be written.
                     if not isinstance(piece, Changes):
                         _copy(target, piece)
                 slots.filled(number)
-            # An update describes its last tensors when it is read to its end.
+            # Read to the end, because an update describes its last tensors only then.
             assert next(coming, None) is None
         except BaseException as error:
             slots.give_up()
-            # Wait until no server reads the segment any more. A server's own error says more than the one that the trainer saw.
+            # Wait until no server reads the segment any more. A server's own error tells more than the error in the trainer.
             wait(pending)
             if type(error) is RuntimeError:
                 finish_all(pending)
@@ -124,7 +124,7 @@ class SharedMemoryTransport:
 
 
 def pieces_of(coming: Generator[list[Named], None, None]) -> Generator[list[Piece], None, None]:
-    """What was sent in each chunk that a worker takes (`slots.taken_chunks`). Tensors that were left out are not in it."""
+    """The pieces in each chunk that a worker takes (`slots.taken_chunks`), without the tensors that were left out."""
     with contextlib.closing(coming):
         for (_, counts), *places in coming:
             yield arrived_pieces(counts.tolist(), places)
@@ -155,7 +155,7 @@ class Segment:
 
 
 def sees_this_memory(server: WeightReceiverCalls) -> bool:
-    """Whether a server's workers open the same shared memory as this process. A test file decides it, not the host name."""
+    """Whether a server's workers see the same shared memory as this process. It is tested with a small file."""
     secret = secrets.token_hex(16)
     path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
     try:
@@ -177,7 +177,7 @@ def read_mark(name: str) -> str | None:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy on this thread alone if both tensors are in main memory, because the other cores are loading the previous chunk."""
+    """Copy a tensor. In main memory only this thread copies, because the other cores load the previous chunk at the same time."""
     if source.device.type == "cpu":
         raw = source.detach().contiguous().flatten().view(torch.uint8)
         target.flatten().view(torch.uint8).numpy()[:] = raw.numpy()
@@ -201,7 +201,7 @@ def _made(path: Path, size: int) -> int:
     """An open file descriptor of a new file of `size` bytes that only this user can open."""
     handle = _private(path)
     try:
-        # `ftruncate` would promise memory that may not exist, and then the first write would kill this process.
+        # `ftruncate` would not reserve the memory. If there is too little, the first write would kill this process.
         os.posix_fallocate(handle, 0, size)
     except OSError as error:
         os.close(handle)

@@ -1,8 +1,8 @@
 """A segment of shared memory with two slots that the trainer fills and workers load from, and the counters that order their
 turns.
 
-Both ends of `sync/wire/shared_memory.py` use it. The counters are stored in front of the slots, so that a whole push is one call
-to a server. Every wait is bounded, and ends early if the other end is gone or has given up.
+Both ends of `sync/wire/shared_memory.py` use it. The counters are in front of the slots, so a whole push needs only one call to
+each server. Every wait is bounded, and ends early if the other end is gone or has given up.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class FilledSlots:
         self._memory, self._counters = memory, _counters(memory, workers)
 
     def begin(self) -> int:
-        """Begin a push and return its number, which is random, so that no earlier call to a worker has named it."""
+        """Begin a push and return its number. The number is random, so no earlier call to a worker had the same one."""
         push = secrets.randbits(62)
         self._counters[:] = 0
         self._counters[_PUSH] = push
@@ -122,9 +122,9 @@ def taken_chunks(
 ) -> Generator[list[Named], None, None]:
     """A worker's end of the slots: yield the chunks of one push as they are filled. Each is valid until the next is requested.
 
-    The chunks end early and without an error if the trainer is gone, has given up, is at another push, or fills no slot for
-    `timeout` seconds. There is no error because vLLM does not wait for a server's other workers after one of them fails. The
-    worker's counter tells the trainer, and the acknowledgement then lists fewer tensors than were sent.
+    The chunks end early and without an error if the trainer is gone, has given up, has begun another push, or fills no slot for
+    `timeout` seconds. This is no error, because vLLM does not wait for a server's other workers after one of them raises. The
+    trainer sees it in the worker's counter, and the acknowledgement then lists fewer tensors than were sent.
 
     Args:
         memory: (bytes,) the whole segment, uint8.
@@ -231,7 +231,7 @@ def _wait_for(ready: Callable[[], bool], is_gone: Callable[[], bool], every: flo
 
 
 def _fence() -> None:
-    """Memory fence: earlier writes become visible before later ones. Releasing and taking a lock is one on every processor."""
+    """Memory fence: earlier writes become visible before later ones. Taking and releasing a lock does this on every processor."""
     for _ in range(2):
         with _FENCE:
             pass

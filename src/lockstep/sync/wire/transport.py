@@ -1,4 +1,4 @@
-"""How the bytes of a push reach servers: the choice between the weight transports.
+"""Chooses how the bytes of a push reach the servers: through shared memory or over gloo.
 
 `engines/http/vllm_server.py` drives a transport. A transport moves bytes and reports what it placed where. The version, the
 acknowledgement and the comparison are the same for all transports (`sync/push.py`).
@@ -86,7 +86,7 @@ class FirstThatFits:
         except NoRoom as error:
             self._used.close()
             self._used = self._other()
-            _logger.warning(f"{error}. Until then weights travel over gloo, which is slower")
+            _logger.warning(f"{error}. Until then the weights are sent over gloo, which is slower")
             self._used.send(tensors, servers, base)
 
     def forget(self) -> None:
