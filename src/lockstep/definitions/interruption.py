@@ -1,4 +1,4 @@
-"""When a completion's thinking is interrupted, and with which ids, written a second time."""
+"""The rule that says when a completion's thinking is interrupted, and with which ids, written a second time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def broken_rule(
     Args:
         ids: (N,) ids of the completion.
         sampled: (N,) bool, whether each id was sampled.
-        earliest, latest: numbers of tokens between which a completion that still thinks is interrupted.
+        earliest, latest: smallest and largest number of tokens after which a completion that still thinks is interrupted.
         inserted: ids of the interruption.
         end: consecutive ids that end the thinking.
     """
     places = np.flatnonzero(~sampled)
     if not len(places):
         if len(ids) > latest and not _has(ids[:latest], end):
-            return f"has {len(ids)} tokens, did not end its thinking within {latest}, and was not interrupted"
+            return f"has {len(ids)} tokens, did not end its thinking within {latest} tokens, and was not interrupted"
         return None
     start = int(places[0])
     if not np.array_equal(places, np.arange(start, start + len(inserted))) or not np.array_equal(ids[places], inserted):

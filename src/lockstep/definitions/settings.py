@@ -1,7 +1,7 @@
-"""What the user has asked for, read from the fields of a config a second time.
+"""Reads what the user has asked for from the fields of a config, a second time.
 
-`training/trainers/online.py` reads them when a trainer gets its config, before anything else uses it. `parity/step/settings.py`
-compares them with what requests, answers and losses really have.
+`training/trainers/online.py` reads it when a trainer gets its config, before anything else uses the config.
+`parity/step/settings.py` compares it with the values that requests, completions and losses really have.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Settings of a request that are one number, and the number that changes nothing.
+# Settings of a request that are one number each, and the number that has no effect.
 _NUMBERS = {
     "top_p": 1.0,
     "top_k": 0,
@@ -33,18 +33,18 @@ class Wanted:
     """What the user has asked for.
 
     Attributes:
-        temperature: of sampling.
-        max_tokens: largest number of tokens of a completion, inserted ones included.
+        temperature: temperature of sampling.
+        max_tokens: largest number of tokens of a completion, with the inserted tokens.
         stop: strings that end a completion.
         numbers: filters, penalties and the minimum length, by vLLM's names.
-        logit_bias: what is added to the logits of token ids.
+        logit_bias: numbers that are added to the logits, by token id.
         allowed_token_ids: the only ids that may be sampled; None: all.
         bad_words: texts that a completion must not contain.
         grammar: regular expression, JSON schema, choices or EBNF that a completion follows; None: it follows none.
         thinking: smallest and largest number of tokens after which thinking is interrupted; None: it is never interrupted.
         interruption: the text that is inserted there.
         end_of_thinking: the text that ends thinking.
-        reward_weights: of the reward functions; those that are missing at the end are 1.
+        reward_weights: weights of the reward functions, in their order. Functions after the last weight have weight 1.
     """
 
     temperature: float

@@ -1,7 +1,7 @@
-"""Environments of verifiers as agents: verifiers runs its own rollouts, against the gateway.
+"""Environments of verifiers as agents: verifiers runs its own rollouts, with the gateway as its model server.
 
 `environment("NAME")` is an agent (docs/internals/gateway.md). Its rubric gives the reward, and its data set gives the rows.
-verifiers needs other versions of some packages than vLLM. Therefore it runs in one process of its own, with a Python that has it
+verifiers needs other versions of some packages than vLLM does. Therefore it runs in one separate process, with a Python that has it
 (`environments/own_process/verifiers_rollouts.py`). All rollouts of a generation run concurrently there.
 """
 
@@ -24,12 +24,12 @@ from lockstep.errors import InputError, LockstepError
 _PROGRAM = Path(__file__).with_name("own_process") / "verifiers_rollouts.py"
 # Seconds in which the process must have loaded the environment, or given its rows.
 _START = 600.0
-# The column with the row of verifiers, as JSON: `info` may have other fields in each row.
+# The column with the whole row of verifiers as JSON text. It is text because `info` may have different fields in each row.
 COLUMN = "verifiers_row"
 
 
 class VerifiersAgent:
-    """An agent that runs the rollouts of one environment of verifiers. Made by `environment`."""
+    """An agent that runs the rollouts of one environment of verifiers. `environment` makes it."""
 
     def __init__(self, name: str, python: str, arguments: dict[str, Any]) -> None:
         self.__name__ = name
@@ -40,10 +40,10 @@ class VerifiersAgent:
         self._gate = threading.Lock()
 
     def __call__(self, base_url: str, api_key: str, row: dict[str, Any]) -> float:
-        """Run one rollout. The environment finds the rollout's seed in `state["input"]["seed"]`.
+        """Run one rollout. The environment can read the rollout's seed in `state["input"]["seed"]`.
 
         Args:
-            base_url: address of the gateway for this rollout; the key is a part of it.
+            base_url: address of the gateway for this rollout. It contains the key, so `api_key` is not used.
             row: a row of `rows`.
 
         Returns:
@@ -63,8 +63,8 @@ class VerifiersAgent:
 
         Args:
             size: number of rows; -1: all.
-            seed: shuffles the rows; None: they keep their order.
-            evaluation: whether the rows are those for evaluation.
+            seed: seed that shuffles the rows; None: they keep their order.
+            evaluation: whether to give the rows for evaluation instead of those for training.
 
         Returns:
             Rows with the columns `prompt` (messages), `answer` (text) and `verifiers_row`. For the command line, write them to a
@@ -86,7 +86,7 @@ class VerifiersAgent:
         )
 
     def close(self) -> None:
-        """End the process. It ends by itself with this one."""
+        """End the process of verifiers. Without this call it ends when the trainer's process ends."""
         with self._gate:
             if self._process is not None:
                 self._process.kill()
@@ -99,7 +99,7 @@ class VerifiersAgent:
             self._asked[number] = found
             stdin = self._process.stdin
             assert stdin is not None
-            # If the process has just ended, its reader fails this question with the others.
+            # If the process has just ended, `_read` fails this request with the others.
             with suppress(OSError):
                 stdin.write(json.dumps({"number": number, **question}) + "\n")
                 stdin.flush()
@@ -143,7 +143,7 @@ class VerifiersAgent:
         code = process.wait()
         with self._gate:
             lost, self._asked = self._asked, {}
-            # The next question starts another process.
+            # The next request starts another process.
             self._process = None
         for found in lost.values():
             found.set_exception(LockstepError(f"the process of verifiers ended with code {code}"))
@@ -155,7 +155,7 @@ def environment(name: str, *, python: str | None = None, **arguments: Any) -> Ve
     Args:
         name: the environment's name, as `verifiers.load_environment` takes it; or `path/to/file.py:function` of a function that
             returns an environment.
-        python: a Python that has verifiers (0.1.12 to 0.1.14) and the environment's package; None: this one.
+        python: path of a Python that has verifiers (0.1.12 to 0.1.14) and the environment's package; None: the trainer's Python.
         arguments: passed to `load_environment`, as JSON types.
     """
     return VerifiersAgent(name, python or sys.executable, arguments)

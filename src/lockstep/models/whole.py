@@ -1,7 +1,7 @@
 """Checks that a loaded model equals the saved model: no tensor is missing, unused, of another shape, NaN or infinite.
 
 It uses the report of `from_pretrained(..., output_loading_info=True)`, and a model's parameters. transformers fills a missing
-tensor with random numbers, and only warns. No later check could find this, because the engine receives the same numbers.
+tensor with random numbers, and only warns. No later check could find this, because the engine receives the same random numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from lockstep.errors import InputError
 
-# Largest number of names that an error lists. It only counts the others.
+# Largest number of names that an error lists. The error gives the number of the others.
 _NAMED = 5
 
 
@@ -60,7 +60,7 @@ def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> N
     bad = [label for label, pair in bounds.items() if not bool(pair.isfinite().all())]
     if bad:
         raise InputError(
-            f"{name} has weights that are NaN or infinite, in {listed(bad)}: it was saved broken, or its files are damaged; give "
+            f"{name} has weights that are NaN or infinite, in {listed(bad)}: they were saved so, or the files are damaged; give "
             "another copy of it"
         )
 

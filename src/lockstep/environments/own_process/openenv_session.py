@@ -1,7 +1,7 @@
 """One session with an OpenEnv server (`environments/openenv.py`). It imports nothing of Lockstep.
 
-The server says which fields an action has (`GET /schema`). They become the parameters of the tool `step`, or one of them takes the
-text of the model's turn.
+The server lists the fields of an action (`GET /schema`). These fields become the parameters of the tool `step`, or one of them
+receives the text of the model's turn.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Session:
         self._return = 0.0
         missing = [name for name in self._columns if name not in row]
         if missing:
-            raise ValueError(f"the row has no column {missing[0]!r} (columns=)")
+            raise ValueError(f"the row has no column {missing[0]!r}, which columns= names")
         return self._seen(self._client.reset(seed=seed, **{name: row[name] for name in self._columns}))
 
     def get_reward(self) -> float:
@@ -57,13 +57,13 @@ class _Session:
         return self._seen(self._client.step(action))
 
     def _seen(self, result: Any) -> str:
-        """Count a result's reward. Returns its observation as text."""
+        """Add a result's reward to the sum. Returns the observation as text."""
         self._done = bool(result.done)
         self._return += float(result.reward or 0.0)
         if self._shown is None:
             return json.dumps({k: v for k, v in result.observation.items() if k not in _OWN}, ensure_ascii=False)
         if self._shown not in result.observation:
-            raise ValueError(f"the observation has no field {self._shown!r}, but {', '.join(result.observation)}")
+            raise ValueError(f"the observation has no field {self._shown!r}; it has {', '.join(result.observation)}")
         return str(result.observation[self._shown])
 
 
@@ -76,7 +76,7 @@ def make_session(base_url: str, name: str, answer: str | None, shown: str | None
         raise ConnectionError(f"no OpenEnv server answers at {base_url} ({error})") from error
     fields = {key: value for key, value in action.get("properties", {}).items() if key not in _OWN}
     if answer is not None and answer not in fields:
-        raise ValueError(f"an action has no field {answer!r}, but {', '.join(fields) or 'none'}")
+        raise ValueError(f"an action has no field {answer!r}; it has {', '.join(fields) or 'none'}")
     methods = {"next_user_message": _spoken(answer)} if answer is not None else {"step": _tool(action, fields)}
     kind: type[_Session] = type(name, (_Session,), methods)
     return kind(base_url, shown, columns)

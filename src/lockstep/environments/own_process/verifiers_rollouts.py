@@ -1,8 +1,8 @@
 """Runs rollouts of one environment of verifiers (`environments/verifiers.py`). It imports nothing of Lockstep.
 
-A line of JSON on standard input asks for rows or for one rollout. Each gets a line of JSON as its answer, in any order. Rollouts
-run concurrently in one event loop, as verifiers runs them. What the environment prints goes to standard error. The program ends
-when its standard input ends.
+Each line of JSON on standard input is a request for rows or for one rollout. The program answers each request with a line of JSON,
+in any order. Rollouts run concurrently in one event loop, as verifiers runs them. The environment's output goes to standard error.
+The program ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MODEL = "policy"
 
 
 def main(name: str, arguments: str) -> None:
-    """Load the environment, then answer until standard input ends."""
+    """Load the environment, then answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     questions = os.fdopen(os.dup(0), "r", encoding="utf-8")
     os.dup2(2, 1)
@@ -65,7 +65,7 @@ async def _answer_all(environment: Any, questions: Any, say: Any) -> None:
         task = asyncio.create_task(_answer(environment, json.loads(line), say))
         running.add(task)
         task.add_done_callback(running.discard)
-    # Rollouts may hang in threads of their own: nobody reads their results any more.
+    # End at once, because the threads of rollouts may hang, and nobody reads their results any more.
     os._exit(0)
 
 
@@ -87,7 +87,7 @@ def _rows(environment: Any, size: int, seed: int | None, evaluation: bool) -> li
 async def _reward(environment: Any, base_url: str, given: dict[str, Any]) -> float:
     from verifiers.types import ClientConfig
 
-    # A call that the gateway refuses is refused again: no retries.
+    # No retries, because the gateway would refuse the same call again.
     client = ClientConfig(api_base_url=base_url, api_key_var="LOCKSTEP_NO_KEY", max_retries=0)
     found = await environment.run_rollout(given, client, MODEL, {})
     if found.get("error"):
