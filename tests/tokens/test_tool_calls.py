@@ -80,7 +80,7 @@ WRITTEN = {
         f"<|tool_call_start|>[{_LFM}]<|tool_call_end|>",
         f"<|tool_call_start|>[{_LFM}, {_LFM}]<|tool_call_end|>",
         "<|tool_call_start|>[look_up('Paris')]<|tool_call_end|>",
-        "no call with named arguments",
+        "not a call with named arguments",
     ),
     "harmony": Written(
         "gpt-oss",

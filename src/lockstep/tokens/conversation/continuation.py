@@ -1,6 +1,6 @@
-"""The ids between a sampled turn and the next one, from the template's rendering of the whole conversation.
+"""Makes the ids between a sampled turn and the next one, from the template's rendering of the whole conversation.
 
-`tokens/conversation/extension.py` is the public side of this module. `tokens/conversation/extension_proof.py` shows at start that
+`tokens/conversation/extension.py` is the public side of this module. `tokens/conversation/extension_proof.py` proves at start that
 the ids are right.
 """
 
@@ -21,10 +21,10 @@ from lockstep.tokens.stand_ins import pictures_in
 
 @dataclass(frozen=True, slots=True)
 class Insert:
-    """The rollout goes on behind its own ids.
+    """The rollout goes on after its own ids.
 
     Attributes:
-        ids: (N,) ids to insert behind the sampled turn; they were not sampled.
+        ids: (N,) ids to insert after the sampled turn; they were not sampled.
     """
 
     ids: Ids
@@ -32,11 +32,11 @@ class Insert:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """The template shows earlier ids differently: the rollout goes on from another prompt.
+    """The rollout goes on from another prompt, because the template now renders earlier ids differently.
 
     Attributes:
         ids: (N,) the whole prompt of the branch.
-        reason: what is different, for reports.
+        reason: what is different. Reports show it.
     """
 
     ids: Ids
@@ -66,9 +66,10 @@ class Continuation:
         self._end_texts = [text for i in self._end_ids if (text := template.control.get(i))]
 
     def rendered(self, messages: Sequence[Message], turn: Message, new_messages: Sequence[Message]) -> tuple[str, int]:
-        """The text of a conversation with a turn and the messages after it, and the place at which the turn is closed.
+        """The text of a conversation with a turn and the messages after it, and the position of the token that closes the turn.
 
-        Without messages after it, the text ends with the turn, and a turn that the template leaves open is closed at the end.
+        If there are no messages after the turn, the text ends with the turn. If the template then does not close the turn, the
+        position is the end of the text.
 
         Raises:
             InputError: the template refuses these messages, or does not close the turn with an end token.
@@ -76,7 +77,7 @@ class Continuation:
         *said, last = _continued(messages, turn)
         render = self.template.text if new_messages else self.template.finished
         text, changed = (render([*said, message, *new_messages]) for message in (last, _changed(last)))
-        # What both share at their end begins inside the turn, or where it is closed.
+        # The common end of both texts begins inside the turn, or at the token that closes it.
         start = len(text) - shared_start(text[::-1], changed[::-1])
         places = [place for end in self._end_texts if (place := text.find(end, start)) >= 0]
         if not places and not new_messages:
@@ -99,7 +100,11 @@ class Continuation:
         return found if ids is None else Insert(ids)
 
     def _takes_renderer(self, turn_ids: Ids, new_messages: Sequence[Message]) -> bool:
-        """Whether a renderer makes these ids: it closes a turn that was cut in its own way, and makes control tokens of text."""
+        """Whether the renderer makes these ids.
+
+        It does so only for an ended turn, because it would close a turn that was cut in another way than the template. And it does
+        so only if no text looks like a control token, because it would turn such text into control tokens.
+        """
         ended = len(turn_ids) > 0 and int(turn_ids[-1]) in self._end_ids
         are_texts = all(isinstance(message.get("content"), str) for message in new_messages)
         return ended and are_texts and not self.template.is_guarded(new_messages)
@@ -107,7 +112,7 @@ class Continuation:
     def by_template(
         self, messages: Sequence[Message], context_ids: Ids, turn_ids: Ids, new_messages: Sequence[Message]
     ) -> Insert | Branch:
-        """What follows a sampled turn, by the template alone."""
+        """What follows a sampled turn, made by the template without a renderer."""
         turn = self.reader.read(turn_ids)
         before = self.template.text(messages)
         text, at = self.rendered(messages, turn.message, new_messages)
@@ -131,12 +136,12 @@ class Continuation:
         ids: Ids,
         end: int,
     ) -> None:
-        """See `Extension.check`. `end` is the number of `own_ids` that were there before the turn."""
+        """See `Extension.check`. The first `end` of `own_ids` are the ids before the turn."""
         text = self.template.text([*_continued(messages, turn), *new_messages])
         whole = self.template.ids(text, pictures_in([*messages, *new_messages]))
         if np.array_equal(ids, whole):
             return
-        # A branch may leave out the sampled end token where the template has another one. It leaves out no other token.
+        # A branch may leave out the sampled end token if the template ends the turn with another token. It keeps all other tokens.
         least = len(own_ids) - (len(own_ids) > end and int(own_ids[-1]) in self._end_ids)
         for kept in range(len(own_ids), least - 1, -1):
             said, inserted = own_ids[end:kept], ids[kept:]
@@ -161,7 +166,7 @@ class Continuation:
         )
 
     def _continues(self, said: Ids, inserted: Ids, whole: Ids) -> bool:
-        """Whether a turn and what was inserted after it end the whole conversation, from the token on that closes the turn."""
+        """Whether the whole conversation, from the token that closes the turn, ends with the sampled and the inserted ids."""
         for sampled in range(len(said) + 1):
             tail = joined([said[len(said) - sampled :], inserted])
             if not len(tail) or int(tail[0]) not in self._end_ids or not np.array_equal(whole[-len(tail) :], tail):
@@ -176,7 +181,7 @@ class Continuation:
 
 
 def closings(template: Template) -> set[int]:
-    """The control tokens that follow a made-up turn, before a user's message and before a tool's."""
+    """The control tokens that the template writes after a made-up turn, before a message of the user or of a tool."""
     said: list[Message] = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said wombat"}]
     found = set()
     for role in ("user", "tool"):
@@ -192,14 +197,14 @@ def closings(template: Template) -> set[int]:
 
 
 def _overlap(turn: Ids, suffix: Ids) -> int:
-    """How many ids at the start of a suffix already stand at the end of a turn: the model has closed it, in whole or in part."""
+    """How many ids at the start of a suffix are already at the end of a turn, because the model has sampled them to close it."""
     tail = turn[len(turn) - min(len(turn), len(suffix)) :]
     lengths = (len(tail) - np.flatnonzero(tail == suffix[0])).tolist()
     return next((n for n in lengths if np.array_equal(tail[len(tail) - n :], suffix[:n])), 0)
 
 
 def _continued(messages: Sequence[Message], turn: Message) -> list[Message]:
-    """The conversation with a turn at its end. A turn that continues the assistant's last message is joined with it."""
+    """The conversation with a turn at its end. If its last message is the assistant's, the turn is joined with this message."""
     if not messages or messages[-1]["role"] != "assistant":
         return [*messages, turn]
     last = messages[-1]
@@ -207,7 +212,7 @@ def _continued(messages: Sequence[Message], turn: Message) -> list[Message]:
 
 
 def _changed(message: Message) -> Message:
-    """The message with another end: other arguments of its last call, or other content."""
+    """The message with another end: its last call gets other arguments, or its content gets more text."""
     if calls := message.get("tool_calls"):
         function = calls[-1]["function"]
         text = isinstance(function["arguments"], str)

@@ -1,9 +1,9 @@
-"""Proves at start that a chat template and a tokenizer can be extended in ids, on drawn conversations.
+"""Proves at start, on random conversations, that conversations of a chat template and a tokenizer can be extended in ids.
 
-`Extension` calls this module once. Each case is a shape of conversation: what the assistant did, and what follows. The proof
-renders the whole conversation, takes from its ids what a model would have sampled, and lets `Continuation.next` continue it. What
-was sampled and what is inserted must together be the template's own ids of the whole conversation, or the case is a branch whose
-ids are these.
+`Extension` calls this module once. Each case is a kind of conversation: what the assistant did, and what follows. The proof renders
+the whole conversation, and takes from its ids the part that a model would have sampled. Then `Continuation.next` continues the
+conversation after this part. With an `Insert`, the sampled and the inserted ids must together be the template's ids of the whole
+conversation. With a `Branch`, the ids of the branch must be the template's ids of the whole conversation.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ USER_TURN = "answer, user"
 CASES = (USER_TURN, "thinking, user", *CALLS)
 _PIECES = ("tell me", " ", "\n", "é", "日本", "🙂", "a  b", ".\n\n", "12 + 34", "\t", "<b>", "{}", "I'm", "\u00a0x")
 _DRAWS = 6
-# So many tokens of a difference are shown.
+# Number of tokens of a difference that an error shows.
 _SHOWN = 8
 
 
 def proven_cases(conversations: Continuation) -> dict[str, str]:
-    """What happens in each case that the template has: "extends", "branches: reason" or "refused: reason".
+    """The outcome of each case that the template supports: "extends", "branches: reason" or "refused: reason".
 
     Raises:
         RendererDiffers: a renderer inserts other ids than the template.
@@ -58,7 +58,7 @@ def _outcome(conversations: Continuation, case: str) -> str:
 
 
 def drawn(conversations: Continuation, case: str) -> Iterator[tuple[list[Message], Message, list[Message]]]:
-    """A conversation before a turn, the turn, and the messages that follow it."""
+    """Random conversations of a case: the messages before a turn, the turn, and the messages that follow it."""
     how, draw = conversations.reader.conventions, random.Random(case)
     for _ in range(_DRAWS):
         asked, said, thought, result = ("".join(draw.choices(_PIECES, k=draw.randint(0, 6))) for _ in range(4))
@@ -85,12 +85,12 @@ def _proven(
     """The outcome of one conversation.
 
     Raises:
-        InputError: the template refuses it, or the ids are not the template's own.
+        InputError: the template refuses the conversation, or the ids are not those of the template.
     """
     template = conversations.template
     before = template.text(asked)
     text, at = conversations.rendered(asked, last, follow)
-    # A model with thinking samples what the template shows while the turn is the last one.
+    # A template may hide the thinking of earlier turns. A model samples the turn as the template shows it while it is the last one.
     own, end = conversations.rendered(asked, last, ()) if thinks else (text, at)
     if not own.startswith(before):
         return f"{BRANCHES}: {EARLIER}"
@@ -98,7 +98,7 @@ def _proven(
     cut = len(whole) - len(suffix)
     if not np.array_equal(whole[cut:], suffix):
         raise InputError(
-            "the tokenizer gives the end of a conversation other ids when it is encoded alone than within the conversation"
+            "the tokenizer encodes the end of a conversation differently alone than within the conversation"
         )
     # The tokenizer may join the end of the prompt with the start of the turn. Then only the texts can be compared.
     joins = not np.array_equal(whole[: len(context)], context) or own[:end] != text[:at]
@@ -117,7 +117,7 @@ def _proven(
             alone = conversations.by_template(asked, context, sampled, follow)
         if not is_whole(sampled, alone):
             raise InputError(
-                "what is sampled and what is inserted are not the template's rendering of the whole conversation"
+                "the sampled and the inserted ids together are not the template's rendering of the whole conversation"
             )
         if not np.array_equal(step.ids, alone.ids):
             raise _differs(conversations, step, alone)
@@ -127,7 +127,7 @@ def _proven(
 
 
 def _differs(conversations: Continuation, step: Insert | Branch, alone: Insert | Branch) -> RendererDiffers:
-    """Says that a renderer inserts `step` where the template alone gives `alone`."""
+    """The error for a renderer that gives `step`, while the template gives `alone`."""
     assert conversations.renderer is not None
     tokenizer = conversations.template.tokenizer
     found, wanted = ([tokenizer.decode([i]) for i in ids.tolist()] for ids in (step.ids, alone.ids))

@@ -1,7 +1,8 @@
-"""The formats in which model families write tool calls: each function reads the calls in a text, and gives what it does not read.
+"""The formats in which model families write tool calls. One function per format reads the calls in a text.
 
-`tokens/conversation/tool_calls.py` makes the text of the sampled ids, and chooses the function by its name in `FORMATS`. A control
-token is one character of that text (a surrogate, which no decoded text contains). `Mark` gives the character of a control token.
+`tokens/conversation/tool_calls.py` makes this text from the sampled ids, and chooses the function by its name in `FORMATS`. A
+control token is one character of the text: a surrogate, which no decoded text contains. A `Mark` function gives the character of a
+control token.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Found:
-    """What a format finds in a text.
+    """What a function finds in a text.
 
     Attributes:
-        outside: the text that belongs to no well-formed call, in order.
+        outside: the parts of the text that belong to no well-formed call, in order.
         calls: the well-formed calls, in order.
         errors: one text per malformed call, written for the model.
     """
@@ -51,7 +52,7 @@ Format = Callable[[str, Mark, Schemas], Found]
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int]:
-    """A JSON value at a place of a text, and the place behind it and the white space after it."""
+    """The JSON value at a position of a text, and the position after the value and its white space."""
 
     def refused(name: str) -> Any:
         raise ValueError(f"{name} is not JSON")
@@ -69,7 +70,7 @@ def _space(text: str, at: int) -> int:
 
 
 def _call(value: Any, arguments_key: str = "arguments") -> ToolCall:
-    """A call of a JSON object with a name and arguments."""
+    """The call that a JSON object with a name and arguments describes."""
     if not isinstance(value, dict):
         raise BadCall("is not a JSON object")
     name, arguments, own = value.get("name"), value.get(arguments_key, value.get("arguments", {})), value.get("id")
@@ -87,7 +88,7 @@ def _checked(name: str, arguments: Any, own: str | None = None) -> ToolCall:
 
 
 def _between(text: str, opening: str, closing: str, read: Callable[[str, int], tuple[list[ToolCall], int]]) -> Found:
-    """Calls that stand between two markers. `read` reads calls at a place, and gives the place behind them."""
+    """Calls between two markers. `read` reads calls at a position, and returns them with the position after them."""
     found, at = Found(), 0
     while (start := text.find(opening, at)) >= 0:
         found.outside.append(text[at:start])
@@ -117,7 +118,7 @@ def _hermes(text: str, mark: Mark, schemas: Schemas) -> Found:
 
 
 def _llama3_json(text: str, mark: Mark, schemas: Schemas) -> Found:
-    """The whole turn is one JSON object, or several with `;` between them."""
+    """The whole turn is one JSON object, or several JSON objects with `;` between them."""
     at = _space(text, 0)
     if text.startswith(mark("<|python_tag|>"), at):
         at = _space(text, at + len(mark("<|python_tag|>")))
@@ -138,7 +139,7 @@ def _llama3_json(text: str, mark: Mark, schemas: Schemas) -> Found:
 
 
 def _harmony(text: str, mark: Mark, schemas: Schemas) -> Found:
-    """`to=functions.name<|channel|>commentary json<|message|>{...}<|call|>`, with the channel before or after the name."""
+    """`to=functions.name<|channel|>commentary json<|message|>{...}<|call|>`. The channel is before or after the name."""
     channel, message, call = re.escape(mark("<|channel|>")), re.escape(mark("<|message|>")), mark("<|call|>")
     kind = rf"(?:{re.escape(mark('<|constrain|>'))})?\s*(?:json)?\s*"
     commentary = rf"\s*(?:{channel}commentary)?\s*"
@@ -155,7 +156,7 @@ def _harmony(text: str, mark: Mark, schemas: Schemas) -> Found:
 
 
 def _mistral(text: str, mark: Mark, schemas: Schemas) -> Found:
-    """`[TOOL_CALLS][{...}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` once or more often."""
+    """`[TOOL_CALLS][{...}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` once or several times."""
     arguments, call_id = mark("[ARGS]"), mark("[CALL_ID]")
     named = re.compile(rf"\s*([\w.-]+)(?:{re.escape(call_id)}([\w-]+))?(?:{re.escape(arguments)})?(?=\s*\{{)")
 
@@ -198,12 +199,12 @@ def _python_calls(text: str) -> list[ToolCall]:
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
         return [_python_call(call) for call in calls]
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
-        raise BadCall(f"is no list of calls such as [name(key=value)]: {error}") from error
+        raise BadCall(f"is not a list of calls such as [name(key=value)]: {error}") from error
 
 
 def _python_call(call: ast.expr) -> ToolCall:
     if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
-        raise BadCall("is no call with named arguments such as [name(key=value)]")
+        raise BadCall("is not a call with named arguments such as [name(key=value)]")
     values = {
         str(k.arg): _NAMES[k.value.id]
         if isinstance(k.value, ast.Name) and k.value.id in _NAMES
@@ -213,7 +214,7 @@ def _python_call(call: ast.expr) -> ToolCall:
     try:
         values = json.loads(json.dumps(values, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise BadCall(f"has an argument that JSON cannot hold: {error}") from error
+        raise BadCall(f"has an argument that JSON cannot represent: {error}") from error
     return _checked(ast.unparse(call.func), values)
 
 
@@ -228,7 +229,7 @@ def _typed(value: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _tagged(name: re.Pattern[str], argument: re.Pattern[str], end: re.Pattern[str], schemas: Schemas) -> Any:
-    """Reads a name, then arguments as long as there are any, then an end."""
+    """A function that reads a name, then all arguments, then the end of a call."""
 
     def read(text: str, at: int) -> tuple[list[ToolCall], int]:
         head = name.match(text, at)
@@ -241,7 +242,7 @@ def _tagged(name: re.Pattern[str], argument: re.Pattern[str], end: re.Pattern[st
             at = found.end()
         tail = end.match(text, at)
         if tail is None:
-            raise BadCall(f"has something that is no argument: {text[at : at + 40]!r}")
+            raise BadCall(f"has text that is not an argument: {text[at : at + 40]!r}")
         return [_checked(head[1], values)], tail.end()
 
     return read
@@ -299,7 +300,7 @@ def _gemma(text: str, mark: Mark, schemas: Schemas) -> Found:
             at = _space(text, at)
             if keyed:
                 if not text.startswith(":", at):
-                    raise BadCall(f"has no ':' behind a name, but {text[at : at + 20]!r}")
+                    raise BadCall(f"has no ':' after a name, but {text[at : at + 20]!r}")
                 other, at = value_at(text, _space(text, at + 1))
                 one, at = (str(one), other), _space(text, at)
             values.append(one)

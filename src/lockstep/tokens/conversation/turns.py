@@ -1,7 +1,7 @@
-"""What a chat template makes of an assistant turn, and a sampled turn as a message of the form that the template takes.
+"""Reads a sampled turn as a message in the form that the chat template takes.
 
-`tokens/conversation/extension.py` makes a `TurnReader` at start. All that it must know about the template it learns from renderings
-of made-up conversations: which field holds the thinking, what stands around it, which format the tool calls have, what ends a turn.
+`tokens/conversation/extension.py` makes a `TurnReader` at start. The reader renders made-up conversations to learn the template's
+conventions: which field of a message has the thinking, which text is around it, and which format the tool calls have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _THINK, _THINK_END = "<think>", "</think>"
 # Words of made-up messages. No template contains them.
 _ASKED, _SAID, _THOUGHT, _RESULT = "asked quokka", "said wombat", "thought numbat", "result bilby"
 _NAME, _ARGUMENTS = "look_up", {"city": "Paris", "count": 3}
-# Nine letters and digits, which is what the strictest templates take; and the id of Kimi, which holds the name of the tool.
+# Forms of a call's id. The strictest templates take nine letters and digits. Kimi's id contains the name of the tool.
 _CALL_IDS = ("{n}23456789", "functions.{name}:{n}")
 
 
@@ -35,12 +35,12 @@ class ParsedTurn:
     """A sampled turn.
 
     Attributes:
-        content: what the turn says outside its thinking and its well-formed calls. A malformed call stays here as text.
-        reasoning: its thinking, if the template has a field for it; otherwise the thinking stays in the content.
+        content: the text outside the thinking and the well-formed calls. A malformed call stays here as text.
+        reasoning: the thinking, if the template has a field for it; otherwise the thinking stays in the content.
         calls: the well-formed calls, in order, at most as many as the template can show.
         errors: one text per malformed call, written for the model.
-        message: the turn as the message to keep in the conversation and to give to `Extension.next`.
-        shown: what is compared with the template's rendering: the text outside the calls without white space, and the calls.
+        message: the turn as a message, for the conversation and for `Extension.next`.
+        shown: what is compared with the template's rendering: the calls, and the text outside them without white space.
     """
 
     content: str
@@ -53,20 +53,20 @@ class ParsedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Conventions:
-    """What a template makes of an assistant turn.
+    """How a template renders an assistant turn.
 
     Attributes:
-        thinking_field: the field of a message that holds the thinking. None: the thinking is part of the content.
-        thinking: what stands before and after the thinking.
-        thinks_first: the opening of a turn already contains what stands before the thinking.
-        content_mark: what stands before the content (gpt-oss names a channel there). Usually empty.
-        tool_format: the format of the tool calls (`FORMATS`). None: the template shows none, and no format was named; or it shows
-            calls in a format that is none of these.
-        shows_calls: whether the template renders `tool_calls`. Otherwise they stay in the content.
-        arguments_as_text: the template takes the arguments as JSON text instead of a dict.
+        thinking_field: the field of a message that has the thinking. None: the thinking is part of the content.
+        thinking: the text before and the text after the thinking.
+        thinks_first: whether the opening of a turn already contains the text before the thinking.
+        content_mark: the text before the content (gpt-oss names a channel there). Usually empty.
+        tool_format: the format of the tool calls (`FORMATS`). None: the user named no format, and the template renders no calls or
+            renders them in an unknown format.
+        shows_calls: whether the template renders `tool_calls`. If not, calls stay in the content.
+        arguments_as_text: whether the template takes the arguments as JSON text instead of a dict.
         call_id: the form of a call's id, with the places {name} and {n}.
-        most_calls: how many calls of a turn the template shows: 1, or None for any number.
-        result_role: the role of a tool's result: "tool" if the template shows it, otherwise "user".
+        most_calls: how many calls of a turn the template renders: 1, or None for any number.
+        result_role: the role of a tool's result: "tool" if the template renders this role, otherwise "user".
         error_role: the role of the answer to a turn that has only malformed calls.
     """
 
@@ -84,21 +84,21 @@ class Conventions:
 
 
 class TurnReader:
-    """Makes messages of sampled turns.
+    """Reads sampled turns as messages.
 
     Args:
         template: the deployed template.
         end_ids: ids that end a turn.
         schemas: JSON schema of the arguments by tool name.
         tool_format: a name of `FORMATS`. None: the format in which the template renders calls.
-        renderer: reads the calls where the template renders them in no format of `FORMATS`.
+        renderer: reads the calls if the template renders them in a format that is not in `FORMATS`.
 
     Attributes:
-        conventions: what the template makes of an assistant turn.
+        conventions: how the template renders an assistant turn.
         reads_calls: whether tool calls are read.
 
     Raises:
-        InputError: the template does not show what a user or the assistant says, or there is no such format.
+        InputError: the template does not render the text of a user or of the assistant, or there is no such format.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class TurnReader:
         self.reads_calls = how.tool_format is not None or self._renderer is not None
 
     def read(self, ids: Ids, *, calls_are_text: bool = False) -> ParsedTurn:
-        """A sampled turn (N,), with or without the token that ended it. Nothing that was sampled raises an error."""
+        """Read a sampled turn (N,), with or without the token that ended it. No sampled ids raise an error."""
         own = _without_end(ids, self._ends)
         how = replace(self.conventions, tool_format=None) if calls_are_text else self.conventions
         said, found = _read(self._template, how, own, self._schemas)
@@ -148,9 +148,9 @@ class TurnReader:
         return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
 
     def _with_calls(self, renderer: FamilyRenderer, ids: Ids, whole: _Parts) -> _Parts:
-        """The parts of a turn whose calls a renderer reads. `whole` has them as text."""
+        """The parts of a turn whose calls a renderer reads. `whole` has the calls as text."""
         read = renderer.read(self._opening, ids)
-        # Calls inside the thinking are not made: then nothing stands behind the thinking.
+        # If no text follows the thinking, the calls are inside the thinking. Such calls are not made.
         if read is None or not (read.calls or read.errors) or not whole.content.strip():
             return whole
         content = read.content
@@ -190,7 +190,7 @@ def _read(template: Template, how: Conventions, ids: Ids, schemas: Schemas) -> t
     reasoning, rest = None, 0
     if begins is not None:
         end = text.find(after, begins)
-        # Thinking that was cut has no end: all of it is thinking.
+        # If the thinking was cut and has no end, all text is thinking.
         reasoning, rest = (text[begins:end], end + len(after)) if end >= 0 else (text[begins:], len(text))
     answer = text[rest:].lstrip("\n") if rest else text
     if content_mark and answer.lstrip().startswith(content_mark):
@@ -215,18 +215,18 @@ def _without_end(ids: Ids, ends: frozenset[int]) -> Ids:
 
 
 def tool_call_field(how: Conventions, call: ToolCall) -> dict[str, Any]:
-    """A call in the form in which a template takes it."""
+    """A call in the form that the template takes."""
     arguments: Any = _json(call.arguments) if how.arguments_as_text else call.arguments
     return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments}}
 
 
 def made_up_call(how: Conventions, name: str, arguments: dict[str, Any], number: int) -> ToolCall:
-    """A call that no model made, with an id that the template takes."""
+    """A call for a made-up conversation, with an id that the template takes."""
     return ToolCall(name, arguments, how.call_id.format(name=name, n=number))
 
 
 def _own_id(ids: Ids, number: int) -> str:
-    """Nine letters and digits, which is what the strictest templates take."""
+    """An id of a call: nine letters and digits, as the strictest templates need it."""
     return sha256(ids.tobytes() + bytes([number % 256])).hexdigest()[:9]
 
 
@@ -244,7 +244,7 @@ def _conventions(template: Template, ends: frozenset[int], named: str | None) ->
             "Use a template that takes text as content"
         )
     mark = plain[len(before) : plain.index(_SAID)].strip() if plain.startswith(before) else ""
-    # What stands before the content is a mark of its own only if it is a control token, and no (empty) thinking.
+    # The text before the content is a mark only if it is a control token and not (empty) thinking.
     content_mark = mark if template.looks.search(mark) and _THINK_END not in mark else ""
     thinking_field, thinking = _thinking(template, asked, before, content_mark)
     how = Conventions(
@@ -271,7 +271,7 @@ def _says(**more: Any) -> Message:
 
 
 def _shown(template: Template, messages: list[Message], *words: str) -> str | None:
-    """The rendering, if the template shows all these words in this order."""
+    """The rendering, if the template renders all these words in this order; otherwise None."""
     try:
         text = template.finished(messages)
     except InputError:
@@ -320,11 +320,11 @@ def _with_calls(template: Template, ends: frozenset[int], how: Conventions, aske
 def _format(
     template: Template, ends: frozenset[int], how: Conventions, asked: list[Message], called: Message
 ) -> str | None:
-    """The format whose parser reads the made-up call out of the template's rendering."""
+    """The format whose function reads the made-up call in the template's rendering; None if there is none."""
     text = template.finished([*asked, called])
     before = template.text(asked)
     shared = shared_start(before, text)
-    # What differs may begin in the middle of a control token.
+    # The difference may begin in the middle of a control token.
     start = max(
         (found.start() for found in template.looks.finditer(text) if found.start() < shared < found.end()),
         default=shared,
