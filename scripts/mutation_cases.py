@@ -564,15 +564,15 @@ MUTATIONS = [
     Mutation(
         "workers wait on when another server has died",
         "sync/wire/gloo.py",
-        'store.set(_ENDED, "")',
+        'store.set(_PUSH_FAILED, "")',
         "pass",
         "tests/sync/test_transports.py",
     ),
     Mutation(
         "the trainer waits for a dead server's address",
         "sync/wire/gloo.py",
-        "while not wait([met], _CHECK_EVERY).done:\n            check()",
-        "while not wait([met], _CHECK_EVERY).done:\n            pass",
+        "while not wait([connected], _CHECK_EVERY).done:\n            check()",
+        "while not wait([connected], _CHECK_EVERY).done:\n            pass",
         "tests/sync/test_transports.py",
     ),
     _of(KEYS, "machines with one home share a port's key", "{socket.gethostname()}-port", "port"),
@@ -580,7 +580,7 @@ MUTATIONS = [
     Mutation(
         "shared memory that is too small ends the run",
         "sync/wire/transport.py",
-        "except NoRoom as error:",
+        "except SharedMemoryFull as error:",
         "except KeyError as error:",
         "tests/sync/test_transports.py",
     ),
@@ -753,8 +753,10 @@ MUTATIONS = [
     _of(PUSH, "bytes that changed on the way", "if sent[name].digest != arrived[name].digest", "if False"),
     _of(PUSH, "an engine parameter that got nothing", "if loaded.untouched:", "if False:"),
     _of(PUSH, "caches of older weights", "if not engine.reset_caches():", "if False and not engine.reset_caches():"),
-    _of(SLOTS, "a slot that is filled while it is read", "> number - SLOTS, is_left", "> number - SLOTS - 1, is_left"),
-    _of(SLOTS, "a push that ends before it is taken", "if self._least_taken() != chunks:", "if False:"),
+    _of(
+        SLOTS, "a slot that is filled while it is read", "> number - SLOTS, has_left", "> number - SLOTS - 1, has_left"
+    ),
+    _of(SLOTS, "a push that ends before it is taken", "if self._fewest_loaded() != chunks:", "if False:"),
     _of(
         PACKED, "a fault of the packed forward", "if packed is not None and _only_packed(", "if False and _only_packed("
     ),
@@ -781,7 +783,7 @@ MUTATIONS = [
         "attends_in_trees = not _keeps_state(model)",
         FAMILY_ATTENTION,
     ),
-    _of(PUSH, "the acknowledgement of another server", "    for one in loaded.others:", "    for one in ():"),
+    _of(PUSH, "the acknowledgement of another server", "    for other in loaded.others:", "    for other in ():"),
     *(
         Mutation(about, file, old, new, CHANGES)
         for about, file, old, new in (
@@ -809,9 +811,9 @@ MUTATIONS = [
         )
     ),
     _of(LIVE, "old weights in the source of a push", "if own != spec]", "if False]"),
-    _of(LIVE, "a wrong merge", "if not apart <= allowed:", "if False:"),
+    _of(LIVE, "a wrong merge", "if not difference <= allowed:", "if False:"),
     _of(LIVE, "a wrong merge of an adapter that adds little", "torch.float32: 5e-6", "torch.float32: 1e-3"),
-    _of(LIVE, "a right merge with rounding", "_rounding(base.weight) * float", "0.0 * float"),
+    _of(LIVE, "a right merge with rounding", "_tolerance(base.weight) * float", "0.0 * float"),
     _of(SLOTS, "a worker that counts in another's push", "if int(counters[_PUSH]) == push:", "if True:"),
     Mutation(
         "tensors that lie over each other",

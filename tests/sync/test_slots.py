@@ -13,7 +13,7 @@ import torch
 
 from lockstep.sync.wire import shared_memory
 from lockstep.sync.wire.chunks import Named
-from lockstep.sync.wire.slots import FilledSlots, TrainerLock, is_unlocked, segment_bytes, taken_chunks
+from lockstep.sync.wire.slots import TrainerLock, TrainerSlots, is_unlocked, segment_bytes, worker_chunks
 
 SLOT, WORKERS = 256, 2
 # A wait that lasts to its limit of NEVER seconds runs into the limit of the test.
@@ -25,15 +25,15 @@ class Pair:
 
     def __init__(self, folder: Path, timeout: float = 20.0) -> None:
         self.path, size = folder / "segment", segment_bytes(SLOT, WORKERS)
-        self.lock = TrainerLock(shared_memory._made(self.path, size))
-        self.slots = FilledSlots(shared_memory._mapped(self.path, size), SLOT, WORKERS, timeout)
-        self.memory = shared_memory._mapped(self.path, size)
+        self.lock = TrainerLock(shared_memory._new_file(self.path, size))
+        self.slots = TrainerSlots(shared_memory._map_file(self.path, size), SLOT, WORKERS, timeout)
+        self.memory = shared_memory._map_file(self.path, size)
         self.other = os.open(self.path, os.O_RDONLY)
         self.timeout = timeout
 
     def worker(self, number: int, push: int, chunks: int) -> Generator[list[Named], None, None]:
         placed = [[["t", "uint8", [SLOT], self.slots.offset(i)]] for i in range(chunks)]
-        return taken_chunks(
+        return worker_chunks(
             self.memory, self.other, placed, push=push, worker=number, workers=WORKERS, timeout=self.timeout
         )
 
@@ -177,7 +177,7 @@ def test_a_call_of_an_earlier_push_that_comes_late_takes_nothing_of_this_one(pai
     push = pair.slots.begin()
     pair.fill(0)
     assert list(late) == []
-    assert pair.slots._least_taken() == 0
+    assert pair.slots._fewest_loaded() == 0
     assert len(list(pair.worker(0, push, 1))) == 1
     assert list(later) == []
     assert len(list(pair.worker(1, push, 1))) == 1

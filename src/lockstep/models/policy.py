@@ -86,7 +86,7 @@ def switch_off_dropout(model: torch.nn.Module) -> None:
         setattr(module, name, 0.0)
 
 
-def dropout_of(model: torch.nn.Module) -> list[str]:
+def modules_with_dropout(model: torch.nn.Module) -> list[str]:
     """Names of the modules of the model and its adapter whose dropout is not 0."""
     return [place for place, module, name in _dropouts(model) if getattr(module, name)]
 

@@ -68,12 +68,12 @@ def dequantised(parameter: Any) -> torch.Tensor:
     return bitsandbytes.functional.dequantize_4bit(parameter.data, state)
 
 
-def outline_of(parameter: Any) -> torch.Tensor:
+def meta_tensor_of(parameter: Any) -> torch.Tensor:
     """A tensor like the result of `dequantised`, without memory (device `meta`)."""
     return torch.empty(_state(parameter).shape, dtype=torch.float32, device="meta")
 
 
-def keep_order(model: torch.nn.Module) -> None:
+def prevent_packing(model: torch.nn.Module) -> None:
     """Prevent bitsandbytes from packing weights for inference.
 
     On a CPU with AVX-512 BF16, a layer packs its weights in its first forward in eval mode without a gradient, for example when

@@ -42,12 +42,12 @@ class PlainSource:
     """
 
     # Whether the tensors are the model's own memory. If not, they are new tensors that are made to be read once.
-    own_memory = True
+    is_model_memory = True
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._shards = model, sharded(model)
         if self._shards is not None:
-            self.own_memory = False
+            self.is_model_memory = False
         placed = checkpoint_tensors(model)
         self._parameters = {p.name: p.tensor for p in placed}
         self._own_names = {p.name: p.own_name for p in placed}
@@ -71,26 +71,26 @@ class PlainSource:
 
     def shape(self, name: str) -> torch.Size:
         """Shape of a tensor, without making it."""
-        return self._outline(name).shape
+        return self._meta_tensor(name).shape
 
-    def holder(self, name: str) -> torch.nn.Module:
+    def owning_module(self, name: str) -> torch.nn.Module:
         """The module that owns a tensor, without PEFT's wrapper. A module with several experts owns the tensors of all of them."""
         return self._model.get_submodule(self._own_names[name].rpartition(".")[0])
 
-    def outline(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def meta_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same names, shapes and dtypes as iterating, with tensors that have no memory (device `meta`)."""
-        for name in self._sent():
-            yield name, self._outline(name)
+        for name in self._sent_names():
+            yield name, self._meta_tensor(name)
 
     def manifest(self, version: int) -> Manifest:
         """Read the whole source and describe its current content."""
-        return Manifest(version, read_to_the_end(self))
+        return Manifest(version, read_specs(self))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in self._sent():
+        for name in self._sent_names():
             yield name, self.tensor(name)
 
-    def _outline(self, name: str) -> torch.Tensor:
+    def _meta_tensor(self, name: str) -> torch.Tensor:
         known = self._parameters[name]
         # `empty_like` of a sharded tensor would be sharded.
         return (
@@ -99,11 +99,11 @@ class PlainSource:
             else torch.empty_like(known, device="meta")
         )
 
-    def _sent(self) -> Iterator[str]:
+    def _sent_names(self) -> Iterator[str]:
         return (name for name, first in self._first.items() if name == first)
 
 
-def read_to_the_end(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorSpec, ...]:
+def read_specs(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorSpec, ...]:
     """Read a stream, and describe its tensors."""
     specs: list[TensorSpec] = []
     for _ in described(tensors, specs):

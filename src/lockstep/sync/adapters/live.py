@@ -24,9 +24,9 @@ from lockstep.sync.adapters.source import AdapterSource, BaseSource
 from lockstep.sync.source import Manifest
 
 # Number of layers that are compared per push.
-_DRAWN = 4
+_LAYERS_COMPARED = 4
 # Largest allowed difference between two outputs, divided by their rms: in float32, and in half precision.
-_SINGLE, _HALF = 2e-5, 0.08
+_FP32_TOLERANCE, _HALF_TOLERANCE = 2e-5, 0.08
 
 
 def check_adapter_live(model: torch.nn.Module, source: AdapterSource, manifest: Manifest, version: int) -> None:
@@ -41,7 +41,7 @@ def check_adapter_live(model: torch.nn.Module, source: AdapterSource, manifest: 
     """
     sent = {spec.name: spec for spec in manifest.tensors}
     base = BaseSource(model)
-    drawn = random.Random(version).sample(list(source.layers), min(_DRAWN, len(source.layers)))
+    drawn = random.Random(version).sample(list(source.layers), min(_LAYERS_COMPARED, len(source.layers)))
     for layer in drawn:
         module: Any = causal_model(model).get_submodule(layer)
         (adapter,) = (name for name in module.active_adapters if name in module.scaling)
@@ -51,11 +51,11 @@ def check_adapter_live(model: torch.nn.Module, source: AdapterSource, manifest: 
         bias = base.tensor(f"{layer}.bias") if f"{layer}.bias" in base.names else None
         inputs = _inputs(module.get_base_layer(), version)
         with torch.autocast(inputs.device.type, enabled=False):
-            own = module.lora_B[adapter](module.lora_A[adapter](inputs.to(module.lora_A[adapter].weight.dtype)))
-            added = linear(linear(inputs.float(), down.float()), up.float())
+            layer_delta = module.lora_B[adapter](module.lora_A[adapter](inputs.to(module.lora_A[adapter].weight.dtype)))
+            sent_delta = linear(linear(inputs.float(), down.float()), up.float())
             _check_close(
-                own.float() * module.scaling[adapter],
-                added,
+                layer_delta.float() * module.scaling[adapter],
+                sent_delta,
                 source.rounded,
                 f"what the adapter adds in {layer}",
                 version,
@@ -63,10 +63,12 @@ def check_adapter_live(model: torch.nn.Module, source: AdapterSource, manifest: 
             if is_quantised(module.get_base_layer().weight):
                 # A forward could pack the 4-bit weights for inference, and nothing would unpack them again.
                 continue
-            plain = weight.T if isinstance(module.get_base_layer(), Conv1D) else weight
-            found = linear(inputs.float(), plain.float(), None if bias is None else bias.float()) + added
+            weight_matrix = weight.T if isinstance(module.get_base_layer(), Conv1D) else weight
+            sent_output = (
+                linear(inputs.float(), weight_matrix.float(), None if bias is None else bias.float()) + sent_delta
+            )
             is_half = source.rounded or weight.dtype not in (torch.float32, torch.float64)
-            _check_close(module(inputs).float(), found, is_half, f"the forward of {layer}", version)
+            _check_close(module(inputs).float(), sent_output, is_half, f"the forward of {layer}", version)
 
 
 def _inputs(base: Any, seed: int) -> torch.Tensor:
@@ -76,16 +78,18 @@ def _inputs(base: Any, seed: int) -> torch.Tensor:
     return torch.randn(1, width, generator=torch.Generator().manual_seed(seed)).to(weight.device, weight.dtype)
 
 
-def _check_sent(now: list[tuple[str, torch.Tensor]], sent: dict[str, TensorSpec], version: int) -> None:
-    if differing := [spec.name for spec in tensor_specs(now) if sent.get(spec.name) != spec]:
+def _check_sent(tensors: list[tuple[str, torch.Tensor]], sent: dict[str, TensorSpec], version: int) -> None:
+    if differing := [spec.name for spec in tensor_specs(tensors) if sent.get(spec.name) != spec]:
         raise _error(version, f"{differing[0]} of the model is not the tensor that was sent")
 
 
-def _check_close(own: torch.Tensor, found: torch.Tensor, is_half: bool, what: str, version: int) -> None:
-    apart, size = float((own - found).abs().max()), float(own.square().mean().sqrt())
+def _check_close(output: torch.Tensor, expected: torch.Tensor, is_half: bool, what: str, version: int) -> None:
+    difference, rms = float((output - expected).abs().max()), float(output.square().mean().sqrt())
     # `not <=` instead of `>`, so that NaN fails.
-    if not apart <= (_HALF if is_half else _SINGLE) * size:
-        raise _error(version, f"{what} differs by {apart:.2g} from what the sent tensors give (its rms is {size:.2g})")
+    if not difference <= (_HALF_TOLERANCE if is_half else _FP32_TOLERANCE) * rms:
+        raise _error(
+            version, f"{what} differs by {difference:.2g} from what the sent tensors give (its rms is {rms:.2g})"
+        )
 
 
 def _error(version: int, found: str) -> ProofError:

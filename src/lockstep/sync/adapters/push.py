@@ -61,32 +61,32 @@ class AdapterPusher:
         assert limits is not None
         receiver.begin()
         with receiver.reserved(), torch.no_grad():
-            base, sent_base = self._base(version)
+            base, base_bytes = self._push_base(version)
             source = AdapterSource(self._model, limits.dtype)
-            sent = Update(source)
-            loaded = receiver.load(version, sent)
-            manifest = sent.manifest(version)
+            update = Update(source)
+            loaded = receiver.load(version, update)
+            manifest = update.manifest(version)
             check_loaded(manifest, loaded)
             check_held(manifest, receiver.held())
             check_adapter_live(self._model, source, manifest, version)
             self._check_base(base)
         receiver.commit(version)
         digest = Manifest(version, (*base.tensors, *manifest.tensors)).digest
-        size = sent.bytes + sent_base
-        return SyncRecord(version, digest, len(manifest.tensors), size, time.perf_counter() - start, size)
+        bytes_sent = update.bytes + base_bytes
+        return SyncRecord(version, digest, len(manifest.tensors), bytes_sent, time.perf_counter() - start, bytes_sent)
 
-    def _base(self, version: int) -> tuple[Manifest, int]:
+    def _push_base(self, version: int) -> tuple[Manifest, int]:
         """Send the base weights if the engine does not hold them. Returns their manifest, and the number of bytes sent."""
         source, engine = BaseSource(self._model), self._engine
-        with one_push() if source.own_memory else nullcontext():
-            described = Update(source, engine.wire_dtype)
-            manifest = described.manifest(version)
+        with one_push() if source.is_model_memory else nullcontext():
+            full_update = Update(source, engine.wire_dtype)
+            manifest = full_update.manifest(version)
             if self.receiver.base_digest() == manifest.digest:
                 return manifest, 0
             self.receiver.check_alone()
-            sent = Update(source, engine.wire_dtype)
+            update = Update(source, engine.wire_dtype)
             engine.begin_update()
-            check_loaded(manifest, engine.load(sent))
+            check_loaded(manifest, engine.load(update))
         if not engine.reset_caches():
             raise ProofError(
                 "caches",
@@ -96,13 +96,13 @@ class AdapterPusher:
             )
         self.receiver.commit_base(manifest.digest)
         self._check_base(manifest)
-        return manifest, sent.bytes
+        return manifest, update.bytes
 
     def _check_base(self, manifest: Manifest) -> None:
-        if (found := self.receiver.base_digest()) != manifest.digest:
+        if (digest := self.receiver.base_digest()) != manifest.digest:
             raise ProofError(
                 "digest",
-                f"the engine reports the base weights {found or 'of no finished push'} instead of {manifest.digest}",
+                f"the engine reports the base weights {digest or 'of no finished push'} instead of {manifest.digest}",
                 "in the meantime another trainer has pushed weights to this server",
                 "give each run a server of its own, or let all of them train adapters of the same base (vllm_enable_lora)",
             )
@@ -140,8 +140,8 @@ def check_held(manifest: Manifest, held: LoadedWeights) -> None:
         InputError: the engine has no LoRA layer for a part of the adapter.
         ProofError: `adapter`: the engine computes with other bytes.
     """
-    for one in held.others:
-        check_held(manifest, one)
+    for other in held.others:
+        check_held(manifest, other)
     where = f" at {held.server}" if held.server else ""
     if held.untouched:
         raise InputError(
@@ -149,12 +149,12 @@ def check_held(manifest: Manifest, held: LoadedWeights) -> None:
             "layer among them; if vLLM has no LoRA for this layer, leave vllm_enable_lora out"
         )
     sent = {spec.name: spec for spec in manifest.tensors}
-    wrong = [spec.name for spec in held.tensors if sent.get(spec.name) != spec]
-    if wrong:
+    differing = [spec.name for spec in held.tensors if sent.get(spec.name) != spec]
+    if differing:
         raise ProofError(
             "adapter",
-            f"at version {manifest.version} the engine{where} computes with other values than were sent for {len(wrong)} of "
-            f"{len(sent)} tensors of the adapter; the first is {wrong[0]}",
+            f"at version {manifest.version} the engine{where} computes with other values than were sent for {len(differing)} of "
+            f"{len(sent)} tensors of the adapter; the first is {differing[0]}",
             "the engine kept an older adapter, scaled it, or holds the adapter of another run under this name",
             "do not train with this engine; report it with the model, the adapter's config and the engine's version",
         )

@@ -28,21 +28,21 @@ from lockstep.engines.tensor_specs import begin_specs
 from lockstep.sync.changes import Update
 from lockstep.sync.vllm.reload import (
     begin_reload,
-    forget_packed_experts,
+    copy_pending,
     half_loaded,
-    keep_packed_experts,
-    keep_pending,
-    leave_unloaded,
+    remove_expert_kernels,
     repack_heads,
+    restore_expert_kernels,
+    restore_unloaded,
 )
 from lockstep.sync.wire import gloo, shared_memory
 from lockstep.sync.wire.chunks import Named, chunks
-from lockstep.sync.wire.deltas import Changes, Piece, Reference
-from lockstep.sync.wire.slots import taken_chunks
+from lockstep.sync.wire.deltas import Changes, Piece, ReceivedWeights
+from lockstep.sync.wire.slots import worker_chunks
 
 # Merged or cast tensors are loaded in parts of this size. In memory are two parts at most, and the tensors that vLLM still needs.
 _PART_BYTES = 16 << 20
-_WRAPPED = ".base_layer"
+_BASE_LAYER = ".base_layer"
 
 
 @dataclass
@@ -111,24 +111,24 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self._parameters: tuple[str, ...] = ()
         self._layers: tuple[LayerReloadingInfo, ...] = ()
         self._kernels: dict[Any, Any] = {}
-        self._open = False
+        self._is_updating = False
 
     @property
     def base_digest(self) -> str:
         """Digest of the weights that the engine holds; empty during an update, and where some parameters received nothing."""
-        return "" if self._open or self.acknowledgement.untouched else self.held.digest
+        return "" if self._is_updating or self.acknowledgement.untouched else self.held.digest
 
     def start_weight_update(self) -> None:
-        if self._open:
+        if self._is_updating:
             # The previous update failed half-way, and some layers have only a part of their tensors. Restore them first.
             finalize_layerwise_reload(self.model, self.model_config)
-        self._open = True
+        self._is_updating = True
         self.acknowledgement = LoadedWeights((), ())
         self.held.open()
         # A LoRA layer around a module adds `.base_layer` to the names of parameters. `load_weights` reports names without it.
-        self._parameters = tuple(name.replace(_WRAPPED, "") for name, _ in self.model.named_parameters())
+        self._parameters = tuple(name.replace(_BASE_LAYER, "") for name, _ in self.model.named_parameters())
         self._layers = begin_reload(self.model)
-        self._kernels = forget_packed_experts(self.model)
+        self._kernels = remove_expert_kernels(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class's method ends with an accelerator synchronise that fails on CPU.
@@ -142,7 +142,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
             return
         finish_specs = begin_specs(arrived)
         try:
-            written = {name.replace(_WRAPPED, "") for name in self.model.load_weights(iter(arrived)) or ()}
+            written = {name.replace(_BASE_LAYER, "") for name in self.model.load_weights(iter(arrived)) or ()}
         finally:
             # When this returns, nothing reads the tensors any more.
             specs = finish_specs()
@@ -150,11 +150,11 @@ class _LayerwiseTransfer(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         self.acknowledgement = self.held.close(self._parameters, half_loaded(self.model))
-        leave_unloaded(self.model)
+        restore_unloaded(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
-        keep_packed_experts(self._kernels)
+        restore_expert_kernels(self._kernels)
         repack_heads(self.model, self.held.written_now)
-        self._open = False
+        self._is_updating = False
 
     def shutdown(self) -> None:
         pass
@@ -173,7 +173,7 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
         tensors = update_info.tensors
         if not self.held.builds_on(update_info.base):
             return
-        if isinstance(tensors, Update) and tensors.own_memory:
+        if isinstance(tensors, Update) and tensors.is_model_memory:
             # Load all tensors in one call, because vLLM searches the whole model for tied weights at the start of each load.
             self.load(list(tensors))
         else:
@@ -195,25 +195,25 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         # The run that has reserved this engine for its push, and the end of the reservation by the monotonic clock.
         self._reserved = "", 0.0
         self._gloo = gloo.Receiver()
-        self._reference = Reference()
+        self._reference = ReceivedWeights()
 
     def init_transfer_engine(self, init_info: WireInit) -> None:
         self._close_segment()
         self._segment = shared_memory.Segment(init_info.segment, init_info.bytes)
 
     def receive_weights(self, update_info: WireUpdate) -> None:
-        takes = self.held.builds_on(update_info.base)
+        is_accepted = self.held.builds_on(update_info.base)
         if not (update_info.keeps and update_info.base):
             self._reference.clear()
         # Close at once even if a load fails: transfers in flight then end before the next push can begin.
-        with contextlib.closing(self._coming(update_info, self._segment)) as coming:
-            for pieces in coming:
+        with contextlib.closing(self._incoming_pieces(update_info, self._segment)) as incoming:
+            for pieces in incoming:
                 # An update that may not be loaded is received too, because other servers receive the same bytes.
-                if takes and update_info.keeps:
-                    takes = self._reference.take(pieces)
-                elif takes:
-                    self._load_passing(pieces)
-        if not takes:
+                if is_accepted and update_info.keeps:
+                    is_accepted = self._reference.take(pieces)
+                elif is_accepted:
+                    self._load_temporary(pieces)
+        if not is_accepted:
             self.held.refuse()
         elif update_info.keeps:
             self.load(self._reference.to_load())
@@ -228,7 +228,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
 
     def open_segment(self, info: Mapping[str, Any]) -> None:
         """Map the segment of a trainer that sends adapters. Segments of trainers that are gone are closed."""
-        for name in [name for name, segment in self._segments.items() if segment.is_left]:
+        for name in [name for name, segment in self._segments.items() if segment.is_abandoned]:
             self._segments.pop(name).close()
         self._segments[info["segment"]] = shared_memory.Segment(info["segment"], info["bytes"])
 
@@ -239,35 +239,35 @@ class ServerWeightTransfer(_LayerwiseTransfer):
             info: the fields of `WireUpdate`.
             segment: name of the trainer's segment, if it sends through shared memory.
         """
-        with contextlib.closing(self._coming(WireUpdate(**info), self._segments.get(segment))) as coming:
-            return [(name, tensor.clone()) for pieces in coming for name, tensor in _whole(pieces)]
+        with contextlib.closing(self._incoming_pieces(WireUpdate(**info), self._segments.get(segment))) as incoming:
+            return [(name, tensor.clone()) for pieces in incoming for name, tensor in _whole_tensors(pieces)]
 
-    def _coming(
+    def _incoming_pieces(
         self, update_info: WireUpdate, segment: shared_memory.Segment | None
     ) -> Generator[list[Piece], None, None]:
         # The trainer names the rank of the server's first worker; the other workers have the ranks after it.
-        own = update_info.rank + self.parallel_config.rank
+        worker_rank = update_info.rank + self.parallel_config.rank
         if update_info.transport == gloo.NAME:
-            return self._gloo.receive({**vars(update_info), "rank": own}, update_info.chunks)
+            return self._gloo.receive({**vars(update_info), "rank": worker_rank}, update_info.chunks)
         if update_info.transport == shared_memory.NAME and segment is not None:
             return shared_memory.pieces_of(
-                taken_chunks(
+                worker_chunks(
                     segment.memory,
                     segment.handle,
                     update_info.chunks,
                     push=update_info.push,
-                    worker=own,
+                    worker=worker_rank,
                     workers=update_info.size,
                     timeout=update_info.timeout,
                 )
             )
         raise ValueError(f"the trainer has not set up the transport {update_info.transport!r}")
 
-    def _load_passing(self, pieces: Sequence[Piece]) -> None:
+    def _load_temporary(self, pieces: Sequence[Piece]) -> None:
         """Load tensors whose memory is reused as soon as the next chunk is requested."""
-        arrived = _whole(pieces)
+        arrived = _whole_tensors(pieces)
         self.load(arrived)
-        keep_pending(self._layers, [tensor for _, tensor in arrived])
+        copy_pending(self._layers, [tensor for _, tensor in arrived])
 
     def shutdown(self) -> None:
         self._close_segment()
@@ -281,6 +281,6 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._segment = None
 
 
-def _whole(pieces: Sequence[Piece]) -> list[Named]:
+def _whole_tensors(pieces: Sequence[Piece]) -> list[Named]:
     """The tensors that arrived as a whole."""
     return [(name, tensor) for name, tensor in pieces if not isinstance(tensor, Changes)]

@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 _CLASSES = {IN_PROCESS_BACKEND: "InProcessWeightTransfer", SERVER_BACKEND: "ServerWeightTransfer"}
 
 
-def _run_here(function: Callable[[], Result]) -> Result:
+def _run_in_this_process(function: Callable[[], Result]) -> Result:
     return function()
 
 
@@ -24,7 +24,7 @@ def register() -> None:
     # vLLM inspects a model's class in a separate process, so that CUDA is not started too early. A CPU build has no CUDA. There
     # the separate process would import all of vLLM again, without `lockstep.other_builds`.
     if torch.version.cuda is None and torch.version.hip is None:
-        registry._run_in_subprocess = _run_here
+        registry._run_in_subprocess = _run_in_this_process
 
     # Linux lets a process use AMX only after the process has requested it. oneDNN makes this request; vLLM's own bf16 kernels do
     # not. Small models use only vLLM's kernels. Without this request their workers die of an illegal instruction (vLLM 0.32.0).

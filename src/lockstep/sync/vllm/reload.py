@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from lockstep.engines.tensor_specs import dtype_name
 
 # The attribute in which vLLM keeps a module's packed weight on a CPU: a function that multiplies by this weight.
-_PACKED = "cpu_linear"
+_PACKED_WEIGHT = "cpu_linear"
 
 
 def begin_reload(model: torch.nn.Module) -> tuple[LayerReloadingInfo, ...]:
@@ -42,9 +42,9 @@ def begin_reload(model: torch.nn.Module) -> tuple[LayerReloadingInfo, ...]:
         vLLM's record of each layer, which it updates while weights arrive.
     """
     initialize_layerwise_reload(model)
-    for layer in _vocabularies(model):
+    for layer in _embeddings_and_heads(model):
         info = get_layerwise_info(layer)
-        if _is_plain(layer) and _has_loaded_layout(info):
+        if _is_unquantised(layer) and _has_loaded_layout(info):
             _place_kernel_tensors(layer, info)
             for tensor in get_layer_tensors(layer).values():
                 tensor.weight_loader = _get_original_loader(tensor)
@@ -58,7 +58,7 @@ def loaded_dtypes(model: torch.nn.Module) -> list[str]:
     return sorted({dtype_name(tensor.dtype) for tensors in recorded for tensor in tensors.values()})
 
 
-def leave_unloaded(model: torch.nn.Module) -> None:
+def restore_unloaded(model: torch.nn.Module) -> None:
     """Restore the weights of layers that received nothing. These layers are not packed again.
 
     vLLM would do the same at the end of the update, with a warning per layer.
@@ -82,32 +82,34 @@ def repack_heads(model: torch.nn.Module, written: Collection[str]) -> None:
     # A LoRA layer around an embedding adds its own part to the name.
     named = model.named_parameters(remove_duplicate=False)
     new = {id(p) for name, p in named if name.replace(".base_layer", "") in written}
-    loaded = [layer for layer in _vocabularies(model) if any(id(p) in new for p in layer.parameters(recurse=False))]
-    plain = [layer for layer in loaded if _is_plain(layer)]
-    for layer in plain:
+    loaded = [
+        layer for layer in _embeddings_and_heads(model) if any(id(p) in new for p in layer.parameters(recurse=False))
+    ]
+    unquantised = [layer for layer in loaded if _is_unquantised(layer)]
+    for layer in unquantised:
         # Drop the old copies first, so that old and new copies are never in memory together.
-        vars(layer).pop(_PACKED, None)
+        vars(layer).pop(_PACKED_WEIGHT, None)
     packed: dict[int, Any] = {}
-    for layer in plain:
+    for layer in unquantised:
         # Packing may change a bias. Therefore a layer with a bias does not share its packed copy.
         first = packed.setdefault(id(layer.weight), layer) if getattr(layer, "bias", None) is None else layer
         if first is layer:
             layer.quant_method.process_weights_after_loading(layer)
-        elif _PACKED in vars(first):
-            setattr(layer, _PACKED, getattr(first, _PACKED))
+        elif _PACKED_WEIGHT in vars(first):
+            setattr(layer, _PACKED_WEIGHT, getattr(first, _PACKED_WEIGHT))
     for layer in loaded:
-        if isinstance(layer, ParallelLMHead) and not _is_plain(layer):
+        if isinstance(layer, ParallelLMHead) and not _is_unquantised(layer):
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def forget_packed_experts(model: torch.nn.Module) -> dict[RoutedExperts, Any]:
+def remove_expert_kernels(model: torch.nn.Module) -> dict[RoutedExperts, Any]:
     """Remove the CPU kernels of experts, so that vLLM packs the weights of experts in this update as it did at the first load.
 
     vLLM 0.32.0 packs and pads experts only if a layer has no kernel yet. If the old kernel stays, it reads the rows of the new
     weights in the wrong order, and an update of padded experts fails (fault W10). If there is no kernel, vLLM makes a new one.
 
     Returns:
-        The old kernels. `keep_packed_experts` gives them back to layers that received nothing.
+        The old kernels. `restore_expert_kernels` gives them back to layers that received nothing.
     """
     kernels = {}
     for layer in model.modules():
@@ -119,14 +121,14 @@ def forget_packed_experts(model: torch.nn.Module) -> dict[RoutedExperts, Any]:
     return kernels
 
 
-def keep_packed_experts(kernels: dict[RoutedExperts, Any]) -> None:
+def restore_expert_kernels(kernels: dict[RoutedExperts, Any]) -> None:
     """Give each layer of experts its old kernel back if this update has made no new one."""
     for layer, kernel in kernels.items():
         if layer.quant_method.moe_kernel is None:
             layer.quant_method.moe_kernel = kernel
 
 
-def keep_pending(layers: Iterable[LayerReloadingInfo], passing: Sequence[torch.Tensor]) -> None:
+def copy_pending(layers: Iterable[LayerReloadingInfo], temporary: Sequence[torch.Tensor]) -> None:
     """Copy the tensors that vLLM has received and not used yet.
 
     vLLM writes a layer when all of its tensors have arrived. Until then it keeps references to them, and the next chunk would
@@ -134,9 +136,9 @@ def keep_pending(layers: Iterable[LayerReloadingInfo], passing: Sequence[torch.T
 
     Args:
         layers: the result of `begin_reload`.
-        passing: tensors whose memory the next chunk will reuse.
+        temporary: tensors whose memory the next chunk will reuse.
     """
-    memory = {tensor.untyped_storage().data_ptr() for tensor in passing}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in temporary}
     for info in layers:
         for _, call in info.loaded_weights:
             for name, value in call.arguments.items():
@@ -163,11 +165,11 @@ def half_loaded(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(half)
 
 
-def _vocabularies(model: torch.nn.Module) -> Iterator[Any]:
+def _embeddings_and_heads(model: torch.nn.Module) -> Iterator[Any]:
     return (layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding))
 
 
-def _is_plain(layer: Any) -> bool:
+def _is_unquantised(layer: Any) -> bool:
     return type(layer.quant_method) is UnquantizedEmbeddingMethod
 
 

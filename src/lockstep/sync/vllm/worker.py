@@ -15,7 +15,7 @@ from lockstep.engines.probe import encode_floats
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.vllm.settings import effective_settings, splits_prompts
 from lockstep.sync.wire.deltas import available_bytes
-from lockstep.sync.wire.shared_memory import read_mark
+from lockstep.sync.wire.shared_memory import read_test_file
 
 # Made when a worker's process starts. If two URLs lead to the same server, this value shows it.
 _INSTANCE = uuid.uuid4().hex
@@ -93,7 +93,7 @@ class LockstepWorker:
 
     def lockstep_sees(self, name: str) -> dict[str, str | None]:
         """The content of a trainer's file in shared memory, or None if this machine has no such file."""
-        return {"read": read_mark(name)}
+        return {"read": read_test_file(name)}
 
     # ---- adapters alone (`engines/adapters/servers.py`) -------------------------------------------------------------
 

@@ -20,7 +20,7 @@ ALIGNMENT = 64
 Named = tuple[str, torch.Tensor]
 
 
-class Placed(NamedTuple):
+class TensorPlace(NamedTuple):
     """The place of one tensor in a chunk. It is sent as JSON."""
 
     name: str
@@ -31,24 +31,24 @@ class Placed(NamedTuple):
 
 def chunks(tensors: Iterable[Named], limit: int = CHUNK_BYTES) -> Iterator[list[Named]]:
     """Group consecutive tensors into chunks of at most `limit` bytes. A tensor larger than `limit` is a chunk by itself."""
-    held: list[Named] = []
+    group: list[Named] = []
     used = 0
     for name, tensor in tensors:
         size = aligned(tensor.nbytes)
-        if held and used + size > limit:
-            yield held
-            held, used = [], 0
-        held.append((name, tensor))
+        if group and used + size > limit:
+            yield group
+            group, used = [], 0
+        group.append((name, tensor))
         used += size
-    if held:
-        yield held
+    if group:
+        yield group
 
 
-def layout(chunk: Sequence[Named]) -> tuple[list[Placed], int]:
+def layout(chunk: Sequence[Named]) -> tuple[list[TensorPlace], int]:
     """The place of each tensor of a chunk in a buffer, and the number of bytes that the buffer needs."""
     placed, offset = [], 0
     for name, tensor in chunk:
-        placed.append(Placed(name, dtype_name(tensor.dtype), list(tensor.shape), offset))
+        placed.append(TensorPlace(name, dtype_name(tensor.dtype), list(tensor.shape), offset))
         offset += aligned(tensor.nbytes)
     return placed, offset
 
@@ -60,17 +60,17 @@ def views(buffer: torch.Tensor, placed: Iterable[Sequence[object]]) -> list[Name
         ValueError: a tensor is not within the buffer.
     """
     found = []
-    for name, dtype, shape, offset in (Placed(*entry) for entry in placed):  # type: ignore[arg-type]
-        kind, size = getattr(torch, dtype), _bytes(dtype, shape)
+    for name, dtype, shape, offset in (TensorPlace(*entry) for entry in placed):  # type: ignore[arg-type]
+        torch_dtype, size = getattr(torch, dtype), _bytes(dtype, shape)
         if offset < 0 or offset + size > buffer.numel():
             raise ValueError(f"{name} is outside the buffer of {buffer.numel()} bytes")
-        found.append((name, buffer[offset : offset + size].view(kind).view(shape)))
+        found.append((name, buffer[offset : offset + size].view(torch_dtype).view(shape)))
     return found
 
 
-def end_of(placed: Iterable[Sequence[object]]) -> int:
+def buffer_bytes(placed: Iterable[Sequence[object]]) -> int:
     """The number of bytes that a buffer needs for a chunk."""
-    entries = [Placed(*entry) for entry in placed]  # type: ignore[arg-type]
+    entries = [TensorPlace(*entry) for entry in placed]  # type: ignore[arg-type]
     return max((entry.offset + _bytes(entry.dtype, entry.shape) for entry in entries), default=0)
 
 

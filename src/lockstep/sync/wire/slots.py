@@ -24,9 +24,9 @@ from lockstep.sync.wire.chunks import Named, aligned, views
 SLOTS = 2
 _POLL_EVERY, _CHECK_PEER_EVERY = 0.0002, 0.25
 # Indices of counters: number of filled chunks, number of the push, then per worker its number of loaded chunks.
-_FILLED, _PUSH, _TAKEN = 0, 1, 2
+_FILLED, _PUSH, _LOADED = 0, 1, 2
 _GIVEN_UP = -1
-_LEFT = "a server's worker left the push before its end"
+_WORKER_LEFT = "a server's worker left the push before its end"
 _FENCE = threading.Lock()
 
 
@@ -36,14 +36,14 @@ def segment_bytes(slot: int, workers: int) -> int:
 
 
 def _header(workers: int) -> int:
-    return aligned(8 * (_TAKEN + workers))
+    return aligned(8 * (_LOADED + workers))
 
 
 def _counters(memory: torch.Tensor, workers: int) -> Any:
     return memory[: _header(workers)].view(torch.int64).numpy()
 
 
-class FilledSlots:
+class TrainerSlots:
     """The trainer's end of the slots.
 
     Args:
@@ -78,13 +78,13 @@ class FilledSlots:
             RuntimeError: a worker did not load the previous content within the time limit, or left the push.
         """
 
-        def is_left() -> bool:
+        def has_left() -> bool:
             check()
-            return self._least_taken() == _GIVEN_UP
+            return self._fewest_loaded() == _GIVEN_UP
 
-        if not _wait_for(lambda: self._least_taken() > number - SLOTS, is_left, 0.0, self._timeout):
+        if not _wait_for(lambda: self._fewest_loaded() > number - SLOTS, has_left, 0.0, self._timeout):
             late = f"a server did not load a chunk within {self._timeout:.0f} s"
-            raise RuntimeError(_LEFT if self._least_taken() == _GIVEN_UP else late)
+            raise RuntimeError(_WORKER_LEFT if self._fewest_loaded() == _GIVEN_UP else late)
         start = self.offset(number)
         return self._memory[start : start + self.slot]
 
@@ -99,18 +99,18 @@ class FilledSlots:
         Raises:
             RuntimeError: a worker left the push.
         """
-        if self._least_taken() != chunks:
-            raise RuntimeError(_LEFT)
+        if self._fewest_loaded() != chunks:
+            raise RuntimeError(_WORKER_LEFT)
 
     def give_up(self) -> None:
         """Announce that no more chunks will come."""
         self._counters[_FILLED] = _GIVEN_UP
 
-    def _least_taken(self) -> int:
-        return int(self._counters[_TAKEN : _TAKEN + self.workers].min())
+    def _fewest_loaded(self) -> int:
+        return int(self._counters[_LOADED : _LOADED + self.workers].min())
 
 
-def taken_chunks(
+def worker_chunks(
     memory: torch.Tensor,
     handle: int,
     chunks: Sequence[Sequence[Sequence[object]]],
@@ -129,13 +129,13 @@ def taken_chunks(
     Args:
         memory: (bytes,) the whole segment, uint8.
         handle: an open file of the segment. The trainer keeps the file locked as long as it lives.
-        chunks: the tensors of each chunk (`chunks.Placed`), with their places in the segment.
+        chunks: the tensors of each chunk (`chunks.TensorPlace`), with their places in the segment.
         push: number of the push.
         worker: index of this worker among `workers`, from 0.
     """
     counters = _counters(memory, workers)
     is_gone = partial(_is_gone, counters, push, handle)
-    taken = 0
+    loaded = 0
     try:
         for number, placed in enumerate(chunks):
             is_filled = partial(_is_filled, counters, number)
@@ -143,10 +143,10 @@ def taken_chunks(
                 return
             _fence()
             yield views(memory, placed)
-            taken = number + 1
-            _publish(counters, push, worker, taken)
+            loaded = number + 1
+            _publish(counters, push, worker, loaded)
     finally:
-        if taken < len(chunks):
+        if loaded < len(chunks):
             _publish(counters, push, worker, _GIVEN_UP)
 
 
@@ -162,11 +162,11 @@ def _is_gone(counters: Any, push: int, handle: int) -> bool:
     return not _is_at(counters, push) or is_unlocked(handle)
 
 
-def _publish(counters: Any, push: int, worker: int, taken: int) -> None:
+def _publish(counters: Any, push: int, worker: int, loaded: int) -> None:
     """Publish the number of chunks that a worker has loaded, unless the trainer is already at another push."""
     _fence()
     if int(counters[_PUSH]) == push:
-        counters[_TAKEN + worker] = taken
+        counters[_LOADED + worker] = loaded
 
 
 class TrainerLock:
@@ -217,13 +217,13 @@ def _wait_for(ready: Callable[[], bool], is_gone: Callable[[], bool], every: flo
     Args:
         every: seconds between two calls of `is_gone`.
     """
-    start = looked = time.monotonic()
+    start = last_check = time.monotonic()
     while not ready():
         now = time.monotonic()
-        if now - looked >= every:
+        if now - last_check >= every:
             if is_gone():
                 return False
-            looked = now
+            last_check = now
         if now - start > limit:
             return False
         time.sleep(_POLL_EVERY)

@@ -152,7 +152,7 @@ def _experts_not_packed(stage: Stage) -> Patch:
     # vLLM 0.32.0 behaves like this without our fix.
     import lockstep.sync.vllm.backend as backend
 
-    return patch.object(backend, "forget_packed_experts", lambda model: {})
+    return patch.object(backend, "remove_expert_kernels", lambda model: {})
 
 
 def _needs_packed_experts(stage: Stage) -> str:
