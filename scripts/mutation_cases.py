@@ -1753,7 +1753,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the template's placeholder stays beside the ids that stand for its picture",
-        "tokens/stand_ins.py",
+        "tokens/picture_ids.py",
         "for part in (own.ids, piece[1:])",
         "for part in (own.ids, piece)",
         f"{READING}::test_placeholders_stand_once_per_token_of_each_picture",

@@ -14,7 +14,7 @@ from lockstep.tokens.arrays import Ids, joined, whole_numbers
 from lockstep.tokens.conversation.continuation import EARLIER
 from lockstep.tokens.conversation.extension import Branch, Extension, Insert
 from lockstep.tokens.conversation.template import Message
-from lockstep.tokens.stand_ins import picture_part
+from lockstep.tokens.picture_ids import picture_part
 
 
 class Shown(NamedTuple):

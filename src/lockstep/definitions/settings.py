@@ -29,7 +29,7 @@ _GRAMMARS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class UserSettings:
     """What the user has asked for.
 
     Attributes:
@@ -61,7 +61,7 @@ class Wanted:
     reward_weights: tuple[float, ...]
 
 
-def wanted(fields: Mapping[str, Any]) -> Wanted:
+def user_settings(fields: Mapping[str, Any]) -> UserSettings:
     """What a config's fields ask for.
 
     Args:
@@ -73,7 +73,7 @@ def wanted(fields: Mapping[str, Any]) -> Wanted:
         given["top_k"] = 1
     most, least = given["max_thinking_length"], given["min_thinking_length"]
     allowed = given["allowed_token_ids"]
-    return Wanted(
+    return UserSettings(
         temperature=float(given["temperature"]),
         max_tokens=int(given["max_completion_length" if "max_completion_length" in given else "max_new_tokens"]),
         stop=tuple(given["stop_strings"] or ()),

@@ -1,7 +1,7 @@
 """Makes the ids and the pictures of a prompt, once per prompt, and finds the places of pictures in a whole conversation.
 
 The chat template writes one placeholder per picture. It gives way to the ids that stand for the picture (`images/processing.py`,
-`tokens/stand_ins.py`). The processor of the whole model is not used: it would tokenize the text a second time.
+`tokens/picture_ids.py`). The processor of the whole model is not used: it would tokenize the text a second time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.images.urls import NO_URLS, ImageUrls, is_url
 from lockstep.models.vision import reads_tiles
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.chat import render_prompt, template_of
-from lockstep.tokens.stand_ins import expanded
+from lockstep.tokens.picture_ids import expanded
 
 # Makes the ids of a row's prompt.
 IdsOf = Callable[[Mapping[str, Any]], Sequence[int] | Ids]

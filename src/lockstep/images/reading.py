@@ -16,7 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from lockstep.errors import InputError
 from lockstep.images.data_urls import bytes_of_data_url, is_data_url, to_data_url
 from lockstep.images.urls import NO_URLS, is_url
-from lockstep.tokens.stand_ins import StandsForIds, picture_part
+from lockstep.tokens.picture_ids import StandsForIds, picture_part
 
 COLUMNS = ("image", "images")
 Message = dict[str, Any]

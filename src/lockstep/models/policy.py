@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from lockstep.errors import InputError
 from lockstep.models.vision import model_class
-from lockstep.models.whole import refuse_incomplete
+from lockstep.models.loaded_checks import refuse_incomplete
 
 # The errors that libraries raise for a damaged or foreign file. Which one it is depends on the wrong bytes.
 BAD_FILES = (

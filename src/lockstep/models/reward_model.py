@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from lockstep.errors import InputError
 from lockstep.models.policy import BAD_FILES, first_line, switch_off_dropout
-from lockstep.models.whole import check_finite, refuse_incomplete
+from lockstep.models.loaded_checks import check_finite, refuse_incomplete
 
 # Largest number of tokens in one forward pass, with padding. It limits the memory of activations. A longer text is a batch alone.
 _TOKENS_PER_BATCH = 16384

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.tokens.conversation.template import Message, Template
-from lockstep.tokens.stand_ins import pictures_in
+from lockstep.tokens.picture_ids import pictures_in
 
 __all__ = ["Message", "is_conversational", "render_prompt", "template_of", "with_joined_text"]
 

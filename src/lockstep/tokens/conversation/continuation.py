@@ -16,7 +16,7 @@ from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.conversation.family_renderer import FamilyRenderer
 from lockstep.tokens.conversation.template import Message, Template, shared_start
 from lockstep.tokens.conversation.turns import ParsedTurn, TurnReader
-from lockstep.tokens.stand_ins import pictures_in
+from lockstep.tokens.picture_ids import pictures_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from lockstep.tokens.conversation.template import Content, Message, Template
 from lockstep.tokens.conversation.tool_calls import schemas_of
 from lockstep.tokens.conversation.tool_formats import ToolCall
 from lockstep.tokens.conversation.turns import ParsedTurn, TurnReader
-from lockstep.tokens.stand_ins import StandsForIds, picture_part, pictures_in
+from lockstep.tokens.picture_ids import StandsForIds, picture_part, pictures_in
 
 __all__ = ["Branch", "Extension", "Insert", "Message", "ParsedTurn", "Tool", "ToolCall"]
 
@@ -41,7 +41,7 @@ class Extension:
         tool_format: the format of the tool calls (`tokens/conversation/tool_formats.py`). None: the format in which the template
             renders them.
         placeholder: the id of the template's text for a picture; None: no message shows pictures. A message contains a picture as
-            one part of its content (`tokens/stand_ins.py`).
+            one part of its content (`tokens/picture_ids.py`).
         renderer: a model family of the library `renderers`, or "auto" (`tokens/conversation/family_renderer.py`). Then this library
             makes the inserted ids after turns that the model has ended, and reads tool calls that no `tool_format` reads.
 

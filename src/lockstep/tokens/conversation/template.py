@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, whole_numbers
-from lockstep.tokens.stand_ins import PICTURE, StandsForIds, expanded
+from lockstep.tokens.picture_ids import PICTURE, StandsForIds, expanded
 
 Message = dict[str, Any]
 # The content of a message: text, or a list of parts.
