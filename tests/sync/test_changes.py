@@ -55,8 +55,8 @@ def test_changes_give_the_new_tensor_bit_for_bit(
         if place < size:
             new[place] = torch.tensor(value).to(bits)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deltas, "_LONGEST_GAP", longest)
-        patch.setattr(deltas, "_TOGETHER", 8)
+        patch.setattr(deltas, "_LARGEST_GAP", longest)
+        patch.setattr(deltas, "_WORDS_AT_A_TIME", 8)
         differing, changes = changes_between(old.view(dtype), new.view(dtype))
     assert differing == int((old != new).sum())
     if changes is None:

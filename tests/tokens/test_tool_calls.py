@@ -112,7 +112,7 @@ def test_the_templates_format_is_found_and_its_calls_are_read(name: str) -> None
     assert not turn.errors
     if written.two:
         turn = read(written.family, written.two)
-        one = extension_of(written.family).conventions.most_calls == 1
+        one = extension_of(written.family).conventions.max_calls == 1
         assert [(call.name, call.arguments) for call in turn.calls] == [expected] * (1 if one else 2)
         assert len({call.id for call in turn.calls}) == len(turn.calls)
         assert bool(turn.errors) == one

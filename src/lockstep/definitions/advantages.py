@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 Rewards = Sequence[float | None]
 # TRL's constant, which keeps the division by a deviation of zero finite.
-SMALL = 1e-4
+EPSILON = 1e-4
 
 
 def mean(values: Sequence[float]) -> float:
@@ -23,26 +23,26 @@ def deviation(values: Sequence[float]) -> float:
     """The sample standard deviation; 0 if there are fewer than two values."""
     if len(values) < 2:
         return 0.0
-    middle = mean(values)
-    return math.sqrt(math.fsum((v - middle) ** 2 for v in values) / (len(values) - 1))
+    average = mean(values)
+    return math.sqrt(math.fsum((v - average) ** 2 for v in values) / (len(values) - 1))
 
 
-def given(values: Rewards) -> list[float]:
+def scored(values: Rewards) -> list[float]:
     """The values without None."""
     return [v for v in values if v is not None]
 
 
 def whitened(values: Rewards) -> list[float | None]:
     """(value − mean) / (deviation + 1e-4). None stays None, and is left out of mean and deviation."""
-    there = given(values)
-    middle, spread = mean(there), deviation(there)
-    return [None if v is None else (v - middle) / (spread + SMALL) for v in values]
+    present = scored(values)
+    average, spread = mean(present), deviation(present)
+    return [None if v is None else (v - average) / (spread + EPSILON) for v in values]
 
 
 def centred(group: Rewards) -> list[float | None]:
     """Each reward minus the mean of its group."""
-    middle = mean(given(group))
-    return [None if r is None else r - middle for r in group]
+    average = mean(scored(group))
+    return [None if r is None else r - average for r in group]
 
 
 def grpo(groups: Sequence[Rewards], scale: str) -> list[list[float | None]]:
@@ -55,11 +55,11 @@ def grpo(groups: Sequence[Rewards], scale: str) -> list[list[float | None]]:
     differences = [centred(group) for group in groups]
     if scale == "none":
         return differences
-    every = [r for group in (groups if scale == "batch" else differences) for r in given(group)]
-    spreads = [deviation(given(group) if scale == "group" else every) for group in groups]
+    all_values = [r for group in (groups if scale == "batch" else differences) for r in scored(group)]
+    spreads = [deviation(scored(group) if scale == "group" else all_values) for group in groups]
     return [
-        [None if d is None else d / (spread + SMALL) for d in own]
-        for own, spread in zip(differences, spreads, strict=True)
+        [None if d is None else d / (spread + EPSILON) for d in values]
+        for values, spread in zip(differences, spreads, strict=True)
     ]
 
 
@@ -77,22 +77,22 @@ def gdpo(groups: Sequence[Sequence[Rewards]], weights: Sequence[float]) -> list[
     totals: list[float | None] = []
     for functions in groups:
         scaled = [whitened(scores) for scores in functions]
-        for own in zip(*scaled, strict=True):
-            there = [w * s for w, s in zip(weights, own, strict=True) if s is not None]
-            totals.append(math.fsum(there) if there else None)
+        for scores_of_completion in zip(*scaled, strict=True):
+            present = [w * s for w, s in zip(weights, scores_of_completion, strict=True) if s is not None]
+            totals.append(math.fsum(present) if present else None)
     return whitened(totals)
 
 
 def leave_one_out(group: Rewards) -> list[float | None]:
     """RLOO (arXiv 2402.14740): each reward minus the mean of the other rewards of its group; 0 if there are no others."""
-    there = given(group)
-    total, others = math.fsum(there), max(len(there) - 1, 1)
-    return [None if r is None else (r - (total - r) / others if len(there) > 1 else 0.0) for r in group]
+    present = scored(group)
+    total, others = math.fsum(present), max(len(present) - 1, 1)
+    return [None if r is None else (r - (total - r) / others if len(present) > 1 else 0.0) for r in group]
 
 
-def compared(group: Rewards) -> list[bool]:
+def has_comparison(group: Rewards) -> list[bool]:
     """Which completions have a reward, and at least one other completion with a reward in their group."""
-    several = len(given(group)) > 1
+    several = len(scored(group)) > 1
     return [several and r is not None for r in group]
 
 
@@ -102,15 +102,15 @@ def returns_to_go(reward: float, divergences: Sequence[float], beta: float, gamm
     The reward of a token is −beta × KL. The last token also has the reward of the completion.
     """
     sums: list[float] = []
-    after = 0.0
-    for place, divergence in reversed(list(enumerate(divergences))):
-        own = -beta * divergence + (reward if place == len(divergences) - 1 else 0.0)
-        after = own + gamma * after
-        sums.append(after)
+    following = 0.0
+    for position, divergence in reversed(list(enumerate(divergences))):
+        token_reward = -beta * divergence + (reward if position == len(divergences) - 1 else 0.0)
+        following = token_reward + gamma * following
+        sums.append(following)
     return sums[::-1]
 
 
-def generalised(
+def gae(
     reward: float, divergences: Sequence[float], values: Sequence[float], beta: float, gamma: float, lam: float
 ) -> list[float]:
     """Generalised advantage estimates (arXiv 1506.02438, equation 16) of one completion.
@@ -118,12 +118,12 @@ def generalised(
     The reward of a token is −beta × KL. The last token also has the reward of the completion.
     """
     advantages: list[float] = []
-    carried = following = 0.0
-    for place in reversed(range(len(values))):
-        own = -beta * divergences[place] + (reward if place == len(values) - 1 else 0.0)
-        carried = own + gamma * following - values[place] + gamma * lam * carried
-        following = values[place]
-        advantages.append(carried)
+    advantage = next_value = 0.0
+    for position in reversed(range(len(values))):
+        token_reward = -beta * divergences[position] + (reward if position == len(values) - 1 else 0.0)
+        advantage = token_reward + gamma * next_value - values[position] + gamma * lam * advantage
+        next_value = values[position]
+        advantages.append(advantage)
     return advantages[::-1]
 
 

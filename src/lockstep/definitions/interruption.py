@@ -19,7 +19,7 @@ def broken_rule(
     """
     places = np.flatnonzero(~sampled)
     if not len(places):
-        if len(ids) > latest and not _has(ids[:latest], end):
+        if len(ids) > latest and not _contains(ids[:latest], end):
             return f"has {len(ids)} tokens, did not end its thinking within {latest} tokens, and was not interrupted"
         return None
     start = int(places[0])
@@ -27,12 +27,12 @@ def broken_rule(
         return f"has {len(places)} inserted ids, and they are not the {len(inserted)} ids of the interruption"
     if not earliest <= start <= latest:
         return f"was interrupted after {start} tokens instead of {earliest} to {latest}"
-    if _has(ids[:start], end):
+    if _contains(ids[:start], end):
         return f"was interrupted after {start} tokens, although it had ended its thinking"
     return None
 
 
-def _has(ids: np.ndarray, part: np.ndarray) -> bool:
+def _contains(ids: np.ndarray, part: np.ndarray) -> bool:
     """Whether the ids of `part` come one after the other in `ids`."""
     starts = np.arange(len(ids) - len(part) + 1)
     return bool(len(starts)) and bool((ids[starts[:, None] + np.arange(len(part))] == part).all(axis=1).any())

@@ -17,14 +17,14 @@ NEAR = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Slope:
+class Derivative:
     """(N,) derivatives, and (N,) bool whether the value of a token is near a bound."""
 
     values: Array
     near: Array
 
 
-def _close(values: Array, bounds: tuple[float | None, ...]) -> Array:
+def _is_near(values: Array, bounds: tuple[float | None, ...]) -> Array:
     found = np.zeros(values.shape, bool)
     for bound in bounds:
         if bound is not None:
@@ -32,16 +32,16 @@ def _close(values: Array, bounds: tuple[float | None, ...]) -> Array:
     return found
 
 
-def clipped(ratios: Array, advantages: Array, low: float, high: float, delta: float | None = None) -> Slope:
+def clipped(ratios: Array, advantages: Array, low: float, high: float, delta: float | None = None) -> Derivative:
     """Derivative of −min(r A, clip(r, 1 − low, 1 + high) A) with respect to the ratio r (arXiv 1707.06347).
 
     With `delta`, the first r is replaced by min(r, delta).
     """
-    top = np.inf if delta is None else delta
-    bounded, inside = np.minimum(ratios, top), np.clip(ratios, 1 - low, 1 + high)
+    largest = np.inf if delta is None else delta
+    bounded, inside = np.minimum(ratios, largest), np.clip(ratios, 1 - low, 1 + high)
     first = bounded * advantages <= inside * advantages
-    moves = np.where(first, ratios <= top, (ratios >= 1 - low) & (ratios <= 1 + high))
-    return Slope(-advantages * moves, _close(ratios, (1 - low, 1 + high, delta)))
+    has_gradient = np.where(first, ratios <= largest, (ratios >= 1 - low) & (ratios <= 1 + high))
+    return Derivative(-advantages * has_gradient, _is_near(ratios, (1 - low, 1 + high, delta)))
 
 
 def sapo(ratios: Array, advantages: Array, positive: float, negative: float) -> Array:
@@ -49,8 +49,8 @@ def sapo(ratios: Array, advantages: Array, positive: float, negative: float) -> 
 
     `positive` and `negative` are τ for tokens with positive and with other advantages.
     """
-    sharp = np.where(advantages > 0, positive, negative)
-    gate = 1 / (1 + np.exp(-sharp * (ratios - 1)))
+    tau = np.where(advantages > 0, positive, negative)
+    gate = 1 / (1 + np.exp(-tau * (ratios - 1)))
     return -4 * advantages * gate * (1 - gate)
 
 
@@ -62,29 +62,29 @@ def vespo_weight(log_ratios: Array, corrections: Array | None, whole: bool, powe
         whole: whether each of the `corrections` is the weight of the whole completion, instead of one token's.
         power, rate: k and λ.
     """
-    least, most = np.log(1e-8), 20.0
-    total = float(np.clip(log_ratios, -most, most).sum())
+    lowest, highest = np.log(1e-8), 20.0
+    total = float(np.clip(log_ratios, -highest, highest).sum())
     if corrections is not None:
         with np.errstate(divide="ignore"):
-            logs = np.clip(np.log(corrections), least, most)
+            logs = np.clip(np.log(corrections), lowest, highest)
         total += float(logs.mean() if whole else logs.sum())
-    log_weight = float(np.clip(total, least, most))
+    log_weight = float(np.clip(total, lowest, highest))
     return float(np.exp(power * log_weight - max(rate, 1e-4) * np.expm1(log_weight)))
 
 
-def corrections(differences: Array, mode: str, low: float | None, high: float | None) -> Slope:
+def corrections(differences: Array, mode: str, low: float | None, high: float | None) -> Derivative:
     """Importance weights trainer / engine from the differences of log-probs, masked or truncated as `mode` says."""
     if mode.startswith("token"):
         ratios = np.exp(differences)
     else:
         total = differences.mean() if mode == "sequence_geometric_mask" else differences.sum()
         ratios = np.full(differences.shape, np.exp(total))
-    least, most = -np.inf if low is None else low, np.inf if high is None else high
-    near = _close(ratios, (low, high))
+    lowest, highest = -np.inf if low is None else low, np.inf if high is None else high
+    near = _is_near(ratios, (low, high))
     if mode.endswith("truncate"):
-        return Slope(np.clip(ratios, least, most), np.zeros_like(near))
-    inside = (ratios >= least) & (ratios <= most)
-    return Slope(np.where(inside, 1.0 if mode == "sequence_geometric_mask" else ratios, 0.0), near)
+        return Derivative(np.clip(ratios, lowest, highest), np.zeros_like(near))
+    inside = (ratios >= lowest) & (ratios <= highest)
+    return Derivative(np.where(inside, 1.0 if mode == "sequence_geometric_mask" else ratios, 0.0), near)
 
 
 def k3(logps: Array, ref_logps: Array) -> tuple[Array, Array]:
@@ -100,13 +100,15 @@ def preference(margin: float, beta: float, kind: str) -> float:
     return float(-beta / (1 + np.exp(beta * margin)))
 
 
-def value(values: Array, old: Array, returns: Array, reach: float) -> Slope:
+def value(values: Array, old: Array, returns: Array, clip_range: float) -> Derivative:
     """Derivative of the clipped value loss with respect to the value.
 
     The loss is half of the larger one of two squared errors: of the value, and of the value clipped to old ± reach.
     """
-    inside = np.clip(values, old - reach, old + reach)
-    plain, held = values - returns, inside - returns
-    moves = np.abs(values - old) <= reach
-    near = (np.abs(np.abs(values - old) - reach) <= NEAR) | (np.abs(plain**2 - held**2) <= NEAR * plain**2) & ~moves
-    return Slope(np.where(plain**2 >= held**2, plain, held * moves), near)
+    clipped_values = np.clip(values, old - clip_range, old + clip_range)
+    error, clipped_error = values - returns, clipped_values - returns
+    is_inside = np.abs(values - old) <= clip_range
+    near = (np.abs(np.abs(values - old) - clip_range) <= NEAR) | (
+        np.abs(error**2 - clipped_error**2) <= NEAR * error**2
+    ) & ~is_inside
+    return Derivative(np.where(error**2 >= clipped_error**2, error, clipped_error * is_inside), near)

@@ -37,17 +37,17 @@ def logprob(
         prompt: ids of the prompt.
         before: ids of the completion before the token.
     """
-    z = np.array(logits, np.float64)
+    scores = np.array(logits, np.float64)
     for place, value in (bias or {}).items():
-        z[place] += value
+        scores[place] += value
     if repetition != 1.0:
         seen = np.unique(np.array([*prompt, *before], np.int64))
-        z[seen] = np.where(z[seen] < 0, z[seen] * repetition, z[seen] / repetition)
+        scores[seen] = np.where(scores[seen] < 0, scores[seen] * repetition, scores[seen] / repetition)
     if presence or frequency:
         ids, counts = np.unique(np.array(before, np.int64), return_counts=True)
-        z[ids] -= frequency * counts + presence
-    z /= temperature
+        scores[ids] -= frequency * counts + presence
+    scores /= temperature
     support = kept if kept is not None else allowed
-    rest = z if support is None else z[np.array(support, np.int64)]
-    top = rest.max()
-    return float(z[token] - top - np.log(np.exp(rest - top).sum()))
+    candidates = scores if support is None else scores[np.array(support, np.int64)]
+    top = candidates.max()
+    return float(scores[token] - top - np.log(np.exp(candidates - top).sum()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Settings of a request that are one number each, and the number that has no effect.
-_NUMBERS = {
+_NEUTRAL = {
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -71,18 +71,18 @@ def user_settings(fields: Mapping[str, Any]) -> UserSettings:
     given = {**fields, **(fields.get("generation_kwargs") or {})}
     if given.get("do_sample") is False:
         given["top_k"] = 1
-    most, least = given["max_thinking_length"], given["min_thinking_length"]
+    latest, earliest = given["max_thinking_length"], given["min_thinking_length"]
     allowed = given["allowed_token_ids"]
     return UserSettings(
         temperature=float(given["temperature"]),
         max_tokens=int(given["max_completion_length" if "max_completion_length" in given else "max_new_tokens"]),
         stop=tuple(given["stop_strings"] or ()),
-        numbers={name: float(given[name] or neutral) for name, neutral in _NUMBERS.items()},
+        numbers={name: float(given[name] or neutral) for name, neutral in _NEUTRAL.items()},
         logit_bias={int(token): float(bias) for token, bias in (given["logit_bias"] or {}).items()},
         allowed_token_ids=None if allowed is None else tuple(int(i) for i in allowed),
         bad_words=tuple(given["bad_words"] or ()),
         grammar=next((given[name] for name in _GRAMMARS if given[name] is not None), None),
-        thinking=None if most is None else (most if least is None else least, most),
+        thinking=None if latest is None else (latest if earliest is None else earliest, latest),
         interruption=given["interruption"],
         end_of_thinking=given["end_of_thinking"],
         reward_weights=tuple(float(w) for w in given["reward_weights"] or ()),
@@ -96,9 +96,9 @@ def weighted_sum(scores: list[float | None], weights: tuple[float, ...]) -> floa
         scores: one per reward function, in the order of the functions; None: the function gave no score.
         weights: of the functions. A function without a weight has weight 1.
     """
-    total, found = 0.0, False
-    for place, score in enumerate(scores):
+    total, has_score = 0.0, False
+    for position, score in enumerate(scores):
         if score is not None:
-            total += score * (weights[place] if place < len(weights) else 1.0)
-            found = True
-    return total if found else None
+            total += score * (weights[position] if position < len(weights) else 1.0)
+            has_score = True
+    return total if has_score else None

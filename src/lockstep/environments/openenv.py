@@ -37,5 +37,5 @@ def server(
     Returns:
         The factory. If that Python has no OpenEnv, or the server does not answer, the run ends at its start with an `InputError`.
     """
-    given = {"base_url": base_url, "name": name, "answer": answer, "shown": shown, "columns": list(columns)}
-    return in_process(f"{_PROGRAM}:make_session", python, given)
+    arguments = {"base_url": base_url, "name": name, "answer": answer, "shown": shown, "columns": list(columns)}
+    return in_process(f"{_PROGRAM}:make_session", python, arguments)

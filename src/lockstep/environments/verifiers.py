@@ -23,7 +23,7 @@ from lockstep.errors import InputError, LockstepError
 
 _PROGRAM = Path(__file__).with_name("own_process") / "verifiers_rollouts.py"
 # Seconds in which the process must have loaded the environment, or given its rows.
-_START = 600.0
+_TIMEOUT = 600.0
 # The column with the whole row of verifiers as JSON text. It is text because `info` may have different fields in each row.
 COLUMN = "verifiers_row"
 
@@ -36,8 +36,8 @@ class VerifiersAgent:
         self._command = [python, "-u", str(_PROGRAM), name, json.dumps(arguments)]
         self._process: subprocess.Popen[str] | None = None
         self._numbers = itertools.count()
-        self._asked: dict[int, Future[Any]] = {}
-        self._gate = threading.Lock()
+        self._pending: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
 
     def __call__(self, base_url: str, api_key: str, row: dict[str, Any]) -> float:
         """Run one rollout. The environment can read the rollout's seed in `state["input"]["seed"]`.
@@ -55,8 +55,8 @@ class VerifiersAgent:
         """
         if COLUMN not in row:
             raise InputError(f"a row has no column {COLUMN!r}; make the data set with rows() of this environment")
-        given = {**json.loads(row[COLUMN]), "seed": row["seed"]}
-        return self._ask({"rollout": {"base_url": base_url, "given": given}}).result()
+        rollout_input = {**json.loads(row[COLUMN]), "seed": row["seed"]}
+        return self._request({"rollout": {"base_url": base_url, "row": rollout_input}}).result()
 
     def rows(self, size: int = -1, *, seed: int | None = None, evaluation: bool = False) -> Dataset:
         """The environment's own data set.
@@ -74,38 +74,38 @@ class VerifiersAgent:
             InputError: the environment cannot be loaded, or has no such rows.
         """
         try:
-            found = self._ask({"rows": {"size": size, "seed": seed, "evaluation": evaluation}}).result(_START)
+            rows = self._request({"rows": {"size": size, "seed": seed, "evaluation": evaluation}}).result(_TIMEOUT)
         except LockstepError as error:
             raise InputError(f"verifiers environment {self.__name__}: {error}") from error
         return Dataset.from_dict(
             {
-                "prompt": [row["prompt"] for row in found],
-                "answer": [str(row.get("answer", "")) for row in found],
-                COLUMN: [json.dumps(row) for row in found],
+                "prompt": [row["prompt"] for row in rows],
+                "answer": [str(row.get("answer", "")) for row in rows],
+                COLUMN: [json.dumps(row) for row in rows],
             }
         )
 
     def close(self) -> None:
         """End the process of verifiers. Without this call it ends when the trainer's process ends."""
-        with self._gate:
+        with self._lock:
             if self._process is not None:
                 self._process.kill()
 
-    def _ask(self, question: dict[str, Any]) -> Future[Any]:
-        with self._gate:
+    def _request(self, request: dict[str, Any]) -> Future[Any]:
+        with self._lock:
             if self._process is None:
-                self._process = self._started()
-            number, found = next(self._numbers), Future[Any]()
-            self._asked[number] = found
+                self._process = self._start_process()
+            number, answer = next(self._numbers), Future[Any]()
+            self._pending[number] = answer
             stdin = self._process.stdin
             assert stdin is not None
             # If the process has just ended, `_read` fails this request with the others.
             with suppress(OSError):
-                stdin.write(json.dumps({"number": number, **question}) + "\n")
+                stdin.write(json.dumps({"number": number, **request}) + "\n")
                 stdin.flush()
-        return found
+        return answer
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _start_process(self) -> subprocess.Popen[str]:
         try:
             process = subprocess.Popen(
                 self._command,
@@ -117,14 +117,14 @@ class VerifiersAgent:
             )
         except OSError as error:
             raise InputError(f"{self._command[0]} cannot be started: {error.strerror}") from error
-        late = threading.Timer(_START, process.kill)
-        late.start()
+        timer = threading.Timer(_TIMEOUT, process.kill)
+        timer.start()
         assert process.stdout is not None
-        said = json.loads(process.stdout.readline() or '{"error": "its process ended"}')
-        late.cancel()
-        if "error" in said:
+        reply = json.loads(process.stdout.readline() or '{"error": "its process ended"}')
+        timer.cancel()
+        if "error" in reply:
             process.wait()
-            raise InputError(f"verifiers environment {self.__name__} cannot be loaded: {said['error']}")
+            raise InputError(f"verifiers environment {self.__name__} cannot be loaded: {reply['error']}")
         threading.Thread(target=self._read, args=(process,), name="lockstep-verifiers", daemon=True).start()
         return process
 
@@ -134,19 +134,19 @@ class VerifiersAgent:
             if not line.endswith("\n"):
                 # The process was killed while it wrote.
                 break
-            said = json.loads(line)
-            found = self._asked.pop(said["number"])
-            if "error" in said:
-                found.set_exception(LockstepError(said["error"]))
+            reply = json.loads(line)
+            answer = self._pending.pop(reply["number"])
+            if "error" in reply:
+                answer.set_exception(LockstepError(reply["error"]))
             else:
-                found.set_result(said["result"])
+                answer.set_result(reply["result"])
         code = process.wait()
-        with self._gate:
-            lost, self._asked = self._asked, {}
+        with self._lock:
+            unanswered, self._pending = self._pending, {}
             # The next request starts another process.
             self._process = None
-        for found in lost.values():
-            found.set_exception(LockstepError(f"the process of verifiers ended with code {code}"))
+        for answer in unanswered.values():
+            answer.set_exception(LockstepError(f"the process of verifiers ended with code {code}"))
 
 
 def environment(name: str, *, python: str | None = None, **arguments: Any) -> VerifiersAgent:

@@ -122,7 +122,7 @@ def without_adapter(model: torch.nn.Module) -> Iterator[None]:
     active = list(model.active_adapters)
     if len(active) != 1:
         raise InputError(f"the model has {len(active)} active adapters; exactly one is supported")
-    trained = [(p, p.requires_grad) for p in model.parameters()]
+    gradient_flags = [(p, p.requires_grad) for p in model.parameters()]
     try:
         if REFERENCE in model.peft_config:
             model.set_adapter(REFERENCE)
@@ -133,5 +133,5 @@ def without_adapter(model: torch.nn.Module) -> Iterator[None]:
     finally:
         if list(model.active_adapters) != active:
             model.set_adapter(active[0])
-        for parameter, was in trained:
-            parameter.requires_grad_(was)
+        for parameter, required_gradient in gradient_flags:
+            parameter.requires_grad_(required_gradient)

@@ -14,7 +14,7 @@ import torch
 from lockstep.errors import InputError
 
 # Largest number of names that an error lists. The error gives the number of the others.
-_NAMED = 5
+_NAMES_SHOWN = 5
 
 
 def refuse_incomplete(what: str, report: Mapping[str, Any], *, unused: tuple[str, ...] = ()) -> None:
@@ -31,15 +31,15 @@ def refuse_incomplete(what: str, report: Mapping[str, Any], *, unused: tuple[str
         InputError: tensors are missing, have another shape, or belong to no layer.
     """
     mismatched = sorted(str(entry[0]) for entry in report["mismatched_keys"])
-    left_over = sorted(name for name in report["unexpected_keys"] if not any(map(name.startswith, unused)))
-    parts = [
+    unexpected = sorted(name for name in report["unexpected_keys"] if not any(map(name.startswith, unused)))
+    problems = [
         ("lack", sorted(report["missing_keys"]), ", which would be random numbers"),
         ("hold another shape than the config says of", mismatched, ", which would be random numbers"),
-        ("hold", left_over, " for no layer of the model"),
+        ("hold", unexpected, " for no layer of the model"),
     ]
-    found = "; they ".join(f"{verb} {listed(names)}{why}" for verb, names, why in parts if names)
-    if found:
-        raise InputError(f"{what}: its files {found}. Copy or save the model again, or correct its config.json")
+    summary = "; they ".join(f"{verb} {listed(names)}{why}" for verb, names, why in problems if names)
+    if summary:
+        raise InputError(f"{what}: its files {summary}. Copy or save the model again, or correct its config.json")
 
 
 def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -67,5 +67,5 @@ def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> N
 
 def listed(names: Collection[str]) -> str:
     """The first few names, and the number of the others."""
-    shown = ", ".join(list(names)[:_NAMED])
-    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
+    shown = ", ".join(list(names)[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

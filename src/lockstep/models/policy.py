@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from lockstep.errors import InputError
-from lockstep.models.vision import model_class
 from lockstep.models.loaded_checks import refuse_incomplete
+from lockstep.models.vision import model_class
 
 # The errors that libraries raise for a damaged or foreign file. Which one it is depends on the wrong bytes.
 BAD_FILES = (
@@ -53,16 +53,16 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
     return model
 
 
-def check_init_kwargs(given: Mapping[str, Any]) -> None:
+def check_init_kwargs(model_init_kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments of `from_pretrained` that make the trainer's model differ from the engine's, or run the model's code.
 
     Raises:
-        InputError: `given` contains such an argument.
+        InputError: `model_init_kwargs` contains such an argument.
     """
-    if given.get("trust_remote_code"):
+    if model_init_kwargs.get("trust_remote_code"):
         raise InputError(
-            f"model_init_kwargs.trust_remote_code={given['trust_remote_code']!r} is not supported, only False is: code that comes "
-            "with a model is not run"
+            f"model_init_kwargs.trust_remote_code={model_init_kwargs['trust_remote_code']!r} is not supported, only False is: code "
+            "that comes with a model is not run"
         )
 
 

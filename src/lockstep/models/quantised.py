@@ -63,14 +63,14 @@ def dequantised(parameter: Any) -> torch.Tensor:
     import bitsandbytes
 
     # The layer uses this state too. Therefore only a copy of it gets another dtype.
-    state = copy.copy(_state(parameter))
+    state = copy.copy(_quant_state(parameter))
     state.dtype = torch.float32
     return bitsandbytes.functional.dequantize_4bit(parameter.data, state)
 
 
 def meta_tensor_of(parameter: Any) -> torch.Tensor:
     """A tensor like the result of `dequantised`, without memory (device `meta`)."""
-    return torch.empty(_state(parameter).shape, dtype=torch.float32, device="meta")
+    return torch.empty(_quant_state(parameter).shape, dtype=torch.float32, device="meta")
 
 
 def prevent_packing(model: torch.nn.Module) -> None:
@@ -85,11 +85,11 @@ def prevent_packing(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            _state(module.weight)
+            _quant_state(module.weight)
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
-def _state(parameter: Any) -> Any:
+def _quant_state(parameter: Any) -> Any:
     if getattr(parameter.quant_state, "packing_format_for_cpu", False):
         raise InputError(
             "the model's 4-bit weights are packed for inference (it was run in eval mode before), and no gradient passes through "

@@ -14,8 +14,8 @@ from jinja2 import TemplateError
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
-from lockstep.models.policy import BAD_FILES, first_line, switch_off_dropout
 from lockstep.models.loaded_checks import check_finite, refuse_incomplete
+from lockstep.models.policy import BAD_FILES, first_line, switch_off_dropout
 
 # Largest number of tokens in one forward pass, with padding. It limits the memory of activations. A longer text is a batch alone.
 _TOKENS_PER_BATCH = 16384
@@ -154,8 +154,8 @@ def load_reward_model(path: str) -> PreTrainedModel:
 def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The whole conversation. A completion that continues the prompt's last message is joined with it into one message."""
     if prompt[-1]["role"] == "assistant" and completion and completion[0]["role"] == "assistant":
-        whole = (prompt[-1].get("content") or "") + (completion[0].get("content") or "")
-        return [*prompt[:-1], {**completion[0], "content": whole}, *completion[1:]]
+        text = (prompt[-1].get("content") or "") + (completion[0].get("content") or "")
+        return [*prompt[:-1], {**completion[0], "content": text}, *completion[1:]]
     return [*prompt, *completion]
 
 

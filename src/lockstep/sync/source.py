@@ -50,7 +50,7 @@ class PlainSource:
             self.is_model_memory = False
         placed = checkpoint_tensors(model)
         self._parameters = {p.name: p.tensor for p in placed}
-        self._own_names = {p.name: p.own_name for p in placed}
+        self._own_names = {p.name: p.parameter_name for p in placed}
         firsts: dict[int, str] = {}
         self._first = {name: firsts.setdefault(id(p), name) for name, p in self._parameters.items()}
 

@@ -35,7 +35,7 @@ def whole_numbers(values: Values) -> Ids:
     Raises:
         BadValues: a value is not an integer, or does not fit into int64. Values are not rounded, and text is not read as a number.
     """
-    return _held(values, np.dtype(np.int64), "iu")
+    return _checked(values, np.dtype(np.int64), "iu")
 
 
 def small_ids(values: Values) -> SmallIds:
@@ -45,7 +45,7 @@ def small_ids(values: Values) -> SmallIds:
         BadValues: a value is not an integer, or does not fit into int32.
     """
     if type(values) is np.ndarray and values.dtype == np.int32:
-        return _held(values, np.dtype(np.int32), "i")
+        return _checked(values, np.dtype(np.int32), "i")
     wide = whole_numbers(values)
     if len(wide) and not (np.iinfo(np.int32).min <= wide.min() and wide.max() <= np.iinfo(np.int32).max):
         raise BadValues(f"{values!r:.80} has a token id that does not fit into int32")
@@ -58,7 +58,7 @@ def reals(values: Values) -> Reals:
     Raises:
         BadValues: a value is not a number (for example None).
     """
-    return _held(values, np.dtype(np.float32), "fiu")
+    return _checked(values, np.dtype(np.float32), "fiu")
 
 
 def flags(values: Values) -> Flags:
@@ -67,7 +67,7 @@ def flags(values: Values) -> Flags:
     Raises:
         BadValues: a value is neither True nor False.
     """
-    return _held(values, np.dtype(np.bool_), "b")
+    return _checked(values, np.dtype(np.bool_), "b")
 
 
 def filled(value: float, count: int) -> Reals:
@@ -127,7 +127,7 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _held(values: Values, dtype: np.dtype[Any], kinds: str) -> npt.NDArray[Any]:
+def _checked(values: Values, dtype: np.dtype[Any], kinds: str) -> npt.NDArray[Any]:
     if type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1 and not values.flags.writeable:
         return values
     try:

@@ -18,7 +18,7 @@ from lockstep.tokens.arrays import Ids, whole_numbers
 PICTURE = "picture"
 
 
-class StandsForIds(Protocol):
+class HasPictureIds(Protocol):
     """A processed picture. Only its ids are used here."""
 
     @property
@@ -26,7 +26,7 @@ class StandsForIds(Protocol):
         """(N,) ids that stand for the picture in a conversation."""
 
 
-def picture_part(picture: StandsForIds) -> dict[str, Any]:
+def picture_part(picture: HasPictureIds) -> dict[str, Any]:
     """The part of a message's content that shows a picture."""
     return {"type": "image", PICTURE: picture}
 
@@ -38,7 +38,7 @@ def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
     return [part[PICTURE] for part in parts if isinstance(part, Mapping) and PICTURE in part]
 
 
-def expanded(ids: Ids, placeholder: int, pictures: Sequence[StandsForIds]) -> Ids:
+def with_picture_ids(ids: Ids, placeholder: int, pictures: Sequence[HasPictureIds]) -> Ids:
     """Ids in which each placeholder is replaced by the ids of its picture.
 
     Args:

@@ -18,13 +18,13 @@ except ImportError as error:
 class _Game:
     def __init__(self, name: str, unfinished: float, options: dict[str, Any]) -> None:
         try:
-            made = textarena.make(name, **options)
+            game = textarena.make(name, **options)
         except ValueError as error:
             raise ValueError(f"textarena has no game {name!r} ({error})") from error
         # The wrappers repeat the whole game in every observation. They are removed, because the conversation already contains it.
-        while isinstance(made, textarena.Wrapper):
-            made = made.env
-        self._name, self._game, self._unfinished, self._done = name, made, unfinished, False
+        while isinstance(game, textarena.Wrapper):
+            game = game.env
+        self._name, self._game, self._unfinished, self._done = name, game, unfinished, False
 
     def reset(self, seed: int = 0, **row: Any) -> str:
         """Begin a game. All random numbers of the game come from the seed."""
@@ -50,11 +50,11 @@ class _Game:
     def _new_text(self) -> str:
         """The game's messages since the last move, without the player's own words."""
         _, observation = self._game.get_observation()
-        own = textarena.ObservationType.PLAYER_ACTION
-        return "\n".join(str(text).strip() for _, text, kind in observation if kind is not own)
+        player_action = textarena.ObservationType.PLAYER_ACTION
+        return "\n".join(str(text).strip() for _, text, kind in observation if kind is not player_action)
 
 
 def make_game(name: str, unfinished: float, options: dict[str, Any]) -> _Game:
     """The game, as an object of a class with the game's name, because rewards are logged under the name of the class."""
-    kind: type[_Game] = type(name, (_Game,), {})
-    return kind(name, unfinished, options)
+    game_class: type[_Game] = type(name, (_Game,), {})
+    return game_class(name, unfinished, options)

@@ -44,7 +44,9 @@ class SettingsProof:
         wanted, banned: the same.
     """
 
-    def __init__(self, wanted: UserSettings, encode: Callable[[str], Sequence[int]], banned: Sequence[int] = ()) -> None:
+    def __init__(
+        self, wanted: UserSettings, encode: Callable[[str], Sequence[int]], banned: Sequence[int] = ()
+    ) -> None:
         self.wanted, self._encode, self.banned = wanted, encode, banned
         self._encoded: dict[str, Ids] = {}
 

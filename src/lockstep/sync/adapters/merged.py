@@ -103,9 +103,9 @@ def _under_checkpoint_names(inner: torch.nn.Module, parameters: list[_BaseParame
     by_name = {f.name: f for f in parameters}
     return [
         # Experts have no adapter. Therefore a view of their memory is both `parameter` and `original`.
-        by_name[p.own_name]._replace(name=p.name)
-        if p.tensor is by_name[p.own_name].parameter
-        else by_name[p.own_name]._replace(name=p.name, parameter=p.tensor, original=p.tensor)
+        by_name[p.parameter_name]._replace(name=p.name)
+        if p.tensor is by_name[p.parameter_name].parameter
+        else by_name[p.parameter_name]._replace(name=p.name, parameter=p.tensor, original=p.tensor)
         for p in checkpoint_tensors(inner, {f.name: f.parameter for f in parameters})
     ]
 

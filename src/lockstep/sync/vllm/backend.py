@@ -76,7 +76,7 @@ class WireUpdate(WeightTransferUpdateInfo):
     """All chunks of one push, which arrive in the shared-memory segment or over gloo.
 
     Attributes:
-        chunks: what each chunk may hold (`chunks.Placed`).
+        chunks: what each chunk may hold (`chunks.TensorPlace`).
         rank: rank of this server's first worker among the `size` ranks of the push (over gloo the trainer is one of them).
         push: number of the push, in the segment.
         timeout: seconds to wait for one chunk.

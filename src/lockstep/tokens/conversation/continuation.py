@@ -43,9 +43,9 @@ class Branch:
     reason: str
 
 
-EARLIER = "the template shows the earlier messages differently when new messages follow"
-TURN = "the template shows the sampled turn differently when new messages follow"
-END = "the template ends this turn with another token than the model"
+EARLIER_DIFFERS = "the template shows the earlier messages differently when new messages follow"
+TURN_DIFFERS = "the template shows the sampled turn differently when new messages follow"
+END_DIFFERS = "the template ends this turn with another token than the model"
 
 
 class Continuation:
@@ -74,32 +74,32 @@ class Continuation:
         Raises:
             InputError: the template refuses these messages, or does not close the turn with an end token.
         """
-        *said, last = _continued(messages, turn)
+        *earlier, last = _with_turn(messages, turn)
         render = self.template.text if new_messages else self.template.finished
-        text, changed = (render([*said, message, *new_messages]) for message in (last, _changed(last)))
+        text, changed = (render([*earlier, message, *new_messages]) for message in (last, _with_other_end(last)))
         # The common end of both texts begins inside the turn, or at the token that closes it.
-        start = len(text) - shared_start(text[::-1], changed[::-1])
-        places = [place for end in self._end_texts if (place := text.find(end, start)) >= 0]
-        if not places and not new_messages:
+        common_end = len(text) - shared_start(text[::-1], changed[::-1])
+        positions = [position for end in self._end_texts if (position := text.find(end, common_end)) >= 0]
+        if not positions and not new_messages:
             return text, len(text)
-        if not places:
+        if not positions:
             raise InputError(
                 "the chat template does not close an assistant turn with an end token before the next message: name the token "
                 "that ends a turn in the model's generation config (eos_token_id), or use another template"
             )
-        return text, min(places)
+        return text, min(positions)
 
     def next(
         self, messages: Sequence[Message], context_ids: Ids, turn_ids: Ids, new_messages: Sequence[Message]
     ) -> Insert | Branch:
         """What follows a sampled turn. See `Extension.next`."""
-        found = self.by_template(messages, context_ids, turn_ids, new_messages)
-        if isinstance(found, Branch) or self.renderer is None or not self._takes_renderer(turn_ids, new_messages):
-            return found
+        step = self.next_by_template(messages, context_ids, turn_ids, new_messages)
+        if isinstance(step, Branch) or self.renderer is None or not self._uses_renderer(turn_ids, new_messages):
+            return step
         ids = self.renderer.inserted(context_ids, turn_ids, new_messages)
-        return found if ids is None else Insert(ids)
+        return step if ids is None else Insert(ids)
 
-    def _takes_renderer(self, turn_ids: Ids, new_messages: Sequence[Message]) -> bool:
+    def _uses_renderer(self, turn_ids: Ids, new_messages: Sequence[Message]) -> bool:
         """Whether the renderer makes these ids.
 
         It does so only for an ended turn, because it would close a turn that was cut in another way than the template. And it does
@@ -109,23 +109,23 @@ class Continuation:
         are_texts = all(isinstance(message.get("content"), str) for message in new_messages)
         return ended and are_texts and not self.template.is_guarded(new_messages)
 
-    def by_template(
+    def next_by_template(
         self, messages: Sequence[Message], context_ids: Ids, turn_ids: Ids, new_messages: Sequence[Message]
     ) -> Insert | Branch:
         """What follows a sampled turn, made by the template without a renderer."""
         turn = self.reader.read(turn_ids)
         before = self.template.text(messages)
-        text, at = self.rendered(messages, turn.message, new_messages)
-        shown = pictures_in([*messages, *new_messages])
+        text, turn_end = self.rendered(messages, turn.message, new_messages)
+        pictures = pictures_in([*messages, *new_messages])
         if not text.startswith(before):
-            return Branch(self.template.ids(text, shown), EARLIER)
-        if not self._shows(text[len(before) : at], turn):
-            return Branch(self.template.ids(text, shown), TURN)
-        suffix = self.template.ids(text[at:], pictures_in(new_messages))
+            return Branch(self.template.ids(text, pictures), EARLIER_DIFFERS)
+        if not self._renders_turn(text[len(before) : turn_end], turn):
+            return Branch(self.template.ids(text, pictures), TURN_DIFFERS)
+        suffix = self.template.ids(text[turn_end:], pictures_in(new_messages))
         closed = _overlap(turn_ids, suffix)
         if closed or not len(turn_ids) or int(turn_ids[-1]) not in self._end_ids:
             return Insert(suffix[closed:])
-        return Branch(joined([context_ids, turn_ids[:-1], suffix]), END)
+        return Branch(joined([context_ids, turn_ids[:-1], suffix]), END_DIFFERS)
 
     def check(
         self,
@@ -137,17 +137,17 @@ class Continuation:
         end: int,
     ) -> None:
         """See `Extension.check`. The first `end` of `own_ids` are the ids before the turn."""
-        text = self.template.text([*_continued(messages, turn), *new_messages])
+        text = self.template.text([*_with_turn(messages, turn), *new_messages])
         whole = self.template.ids(text, pictures_in([*messages, *new_messages]))
         if np.array_equal(ids, whole):
             return
         # A branch may leave out the sampled end token if the template ends the turn with another token. It keeps all other tokens.
-        least = len(own_ids) - (len(own_ids) > end and int(own_ids[-1]) in self._end_ids)
-        for kept in range(len(own_ids), least - 1, -1):
-            said, inserted = own_ids[end:kept], ids[kept:]
-            if np.array_equal(ids[:kept], own_ids[:kept]) and self._continues(said, inserted, whole):
+        shortest = len(own_ids) - (len(own_ids) > end and int(own_ids[-1]) in self._end_ids)
+        for length in range(len(own_ids), shortest - 1, -1):
+            sampled, inserted = own_ids[end:length], ids[length:]
+            if np.array_equal(ids[:length], own_ids[:length]) and self._ends_whole(sampled, inserted, whole):
                 return
-        if not np.array_equal(ids[:least], own_ids[:least]):
+        if not np.array_equal(ids[:shortest], own_ids[:shortest]):
             raise ProofError(
                 "turns",
                 "the ids before the next turn do not begin with the ids before the last turn and the ids that were sampled in it",
@@ -165,45 +165,45 @@ class Continuation:
             else f"leave renderer={self.renderer.family!r} out: its ids are not those of this chat template",
         )
 
-    def _continues(self, said: Ids, inserted: Ids, whole: Ids) -> bool:
+    def _ends_whole(self, turn: Ids, inserted: Ids, whole: Ids) -> bool:
         """Whether the whole conversation, from the token that closes the turn, ends with the sampled and the inserted ids."""
-        for sampled in range(len(said) + 1):
-            tail = joined([said[len(said) - sampled :], inserted])
+        for sampled in range(len(turn) + 1):
+            tail = joined([turn[len(turn) - sampled :], inserted])
             if not len(tail) or int(tail[0]) not in self._end_ids or not np.array_equal(whole[-len(tail) :], tail):
                 continue
-            before = said[len(said) - sampled - 1 : len(said) - sampled]
+            before = turn[len(turn) - sampled - 1 : len(turn) - sampled]
             # An end token before the one that closes the turn would close it twice.
             return not len(before) or int(before[0]) not in self._end_ids
         return False
 
-    def _shows(self, text: str, turn: ParsedTurn) -> bool:
+    def _renders_turn(self, text: str, turn: ParsedTurn) -> bool:
         return self.reader.read(self.template.ids(text)).shown == turn.shown
 
 
-def closings(template: Template) -> set[int]:
+def closing_tokens(template: Template) -> set[int]:
     """The control tokens that the template writes after a made-up turn, before a message of the user or of a tool."""
-    said: list[Message] = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said wombat"}]
+    messages: list[Message] = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said wombat"}]
     found = set()
     for role in ("user", "tool"):
         try:
-            text = template.text([*said, {"role": role, "content": "next"}])
+            text = template.text([*messages, {"role": role, "content": "next"}])
         except InputError:
             continue
-        behind = text.find("said wombat") + len("said wombat")
-        after = template.looks.search(text, behind)
-        if after is not None and not text[behind : after.start()].strip():
+        end = text.find("said wombat") + len("said wombat")
+        after = template.control_pattern.search(text, end)
+        if after is not None and not text[end : after.start()].strip():
             found |= {i for i, token in template.control.items() if token == after[0]}
     return found
 
 
 def _overlap(turn: Ids, suffix: Ids) -> int:
     """How many ids at the start of a suffix are already at the end of a turn, because the model has sampled them to close it."""
-    tail = turn[len(turn) - min(len(turn), len(suffix)) :]
-    lengths = (len(tail) - np.flatnonzero(tail == suffix[0])).tolist()
-    return next((n for n in lengths if np.array_equal(tail[len(tail) - n :], suffix[:n])), 0)
+    turn_end = turn[len(turn) - min(len(turn), len(suffix)) :]
+    lengths = (len(turn_end) - np.flatnonzero(turn_end == suffix[0])).tolist()
+    return next((n for n in lengths if np.array_equal(turn_end[len(turn_end) - n :], suffix[:n])), 0)
 
 
-def _continued(messages: Sequence[Message], turn: Message) -> list[Message]:
+def _with_turn(messages: Sequence[Message], turn: Message) -> list[Message]:
     """The conversation with a turn at its end. If its last message is the assistant's, the turn is joined with this message."""
     if not messages or messages[-1]["role"] != "assistant":
         return [*messages, turn]
@@ -211,7 +211,7 @@ def _continued(messages: Sequence[Message], turn: Message) -> list[Message]:
     return [*messages[:-1], {**last, **turn, "content": (last.get("content") or "") + turn["content"]}]
 
 
-def _changed(message: Message) -> Message:
+def _with_other_end(message: Message) -> Message:
     """The message with another end: its last call gets other arguments, or its content gets more text."""
     if calls := message.get("tool_calls"):
         function = calls[-1]["function"]

@@ -16,14 +16,14 @@ from transformers.utils import get_json_schema
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, joined
-from lockstep.tokens.conversation.continuation import Branch, Continuation, Insert, closings
+from lockstep.tokens.conversation.continuation import Branch, Continuation, Insert, closing_tokens
 from lockstep.tokens.conversation.extension_proof import CALLS, REFUSED, proven_cases
 from lockstep.tokens.conversation.family_renderer import FamilyRenderer
 from lockstep.tokens.conversation.template import Content, Message, Template
 from lockstep.tokens.conversation.tool_calls import schemas_of
 from lockstep.tokens.conversation.tool_formats import ToolCall
 from lockstep.tokens.conversation.turns import ParsedTurn, TurnReader
-from lockstep.tokens.picture_ids import StandsForIds, picture_part, pictures_in
+from lockstep.tokens.picture_ids import HasPictureIds, picture_part, pictures_in
 
 __all__ = ["Branch", "Extension", "Insert", "Message", "ParsedTurn", "Tool", "ToolCall"]
 
@@ -68,7 +68,7 @@ class Extension:
     ) -> None:
         schemas = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools or ()]
         self._template = Template(tokenizer, end_ids, chat_template_kwargs, schemas, placeholder)
-        ends = sorted({*end_ids, *closings(self._template)})
+        ends = sorted({*end_ids, *closing_tokens(self._template)})
         family = None if renderer is None else FamilyRenderer(renderer, tokenizer, chat_template_kwargs, schemas)
         self._reader = TurnReader(self._template, ends, schemas_of(schemas), tool_format, family)
         self._continuation = Continuation(self._template, self._reader, ends, family)
@@ -108,7 +108,7 @@ class Extension:
         """The message that answers a turn with only malformed calls."""
         return {"role": self.conventions.error_role, "content": text}
 
-    def why_no_pictures(self, picture: StandsForIds) -> str | None:
+    def why_no_pictures(self, picture: HasPictureIds) -> str | None:
         """The reason why messages after a turn (tool results, user messages) cannot show pictures; None: they can.
 
         Args:

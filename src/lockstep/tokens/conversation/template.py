@@ -21,18 +21,18 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, whole_numbers
-from lockstep.tokens.picture_ids import PICTURE, StandsForIds, expanded
+from lockstep.tokens.picture_ids import PICTURE, HasPictureIds, with_picture_ids
 
 Message = dict[str, Any]
 # The content of a message: text, or a list of parts.
 Content = str | list[dict[str, Any]]
-# The guard is a lone surrogate, which text cannot contain. Tokenizers cannot read it. They get `_READ_AS` instead, a character that
-# no text uses.
-_GUARD, _READ_AS = "\udfff", "\ufdd0"
+# The guard is a lone surrogate, which text cannot contain. Tokenizers cannot read it. They get `_GUARD_AS_READ` instead, a
+# character that no text uses.
+_GUARD, _GUARD_AS_READ = "\udfff", "\ufdd0"
 # Words and white space are ordinary text, even if a tokenizer has a token of its own for them.
-_PLAIN = re.compile(r"\w+|\s+")
+_ORDINARY_TEXT = re.compile(r"\w+|\s+")
 # A word that shows whether a template renders the content of a message.
-_TRIED = "quokka"
+_TEST_WORD = "quokka"
 # Roles whose text may contain control tokens for thinking and tool calls.
 _TRUSTED = ("assistant", "system", "developer")
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|｜]\S*[|｜]>|</?(?:think|tool)\w*>|\[/?[A-Z_]+\]")
@@ -52,7 +52,7 @@ class Template:
         control: the text of each control token, by id. Control tokens are the tokenizer's special tokens, the end tokens, and other
             added tokens that the template's source contains or that look like `<|name|>`, `<think>`, `<tool_call>` or `[NAME]`.
             Tokens for words and white space are no control tokens.
-        looks: finds text that looks like a control token.
+        control_pattern: finds text that looks like a control token.
 
     Raises:
         InputError: the tokenizer has no chat template.
@@ -77,19 +77,19 @@ class Template:
         self.control: dict[int, str] = {
             i: t.content
             for i, t in added.items()
-            if not _PLAIN.fullmatch(t.content)
+            if not _ORDINARY_TEXT.fullmatch(t.content)
             and (t.special or i in ends or t.content in source or _LOOKS_LIKE_CONTROL.fullmatch(t.content))
         }
         self.control_ids = np.array(sorted(self.control), np.int64)
         self._added_ids = np.array(sorted(added), np.int64)
         special = {i for i, t in added.items() if t.special} | ends
-        self.looks = _any_of(self.control.values())
+        self.control_pattern = _pattern_of(self.control.values())
         # In trusted roles only special tokens are guarded. A template finds thinking in the text of the assistant's content, and a
         # system message may use `<think>` or `<tool_call>` as control tokens.
-        self._special = _any_of(text for i, text in self.control.items() if i in special)
+        self._special_pattern = _pattern_of(text for i, text in self.control.items() if i in special)
         # Templates of some models with pictures accept only lists of parts. They render nothing of a content that is text.
-        self._in_parts = False
-        self._in_parts = not self._shows_text() and self._shows_text(in_parts=True)
+        self._takes_parts = False
+        self._takes_parts = not self._shows_text() and self._shows_text(in_parts=True)
 
     def text(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, up to the opening of the next assistant turn, with guards.
@@ -110,7 +110,7 @@ class Template:
         """
         return self._rendered(messages, add_generation_prompt=False)
 
-    def ids(self, text: str, pictures: Sequence[StandsForIds] = ()) -> Ids:
+    def ids(self, text: str, pictures: Sequence[HasPictureIds] = ()) -> Ids:
         """Ids of rendered text. Guarded text gives no control token, and each picture gives its own ids.
 
         Args:
@@ -124,15 +124,15 @@ class Template:
         else:
             ids = whole_numbers(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if self._placeholder is not None:
-            return expanded(ids, self._placeholder, pictures)
+            return with_picture_ids(ids, self._placeholder, pictures)
         if pictures:
             raise InputError("a message has a picture, but this run has no pictures in messages")
         return ids
 
     def _shows_text(self, *, in_parts: bool = False) -> bool:
-        content: Any = [{"type": "text", "text": _TRIED}] if in_parts else _TRIED
+        content: Any = [{"type": "text", "text": _TEST_WORD}] if in_parts else _TEST_WORD
         try:
-            return _TRIED in self._rendered([{"role": "user", "content": content}], add_generation_prompt=True)
+            return _TEST_WORD in self._rendered([{"role": "user", "content": content}], add_generation_prompt=True)
         except InputError:
             return False
 
@@ -151,12 +151,12 @@ class Template:
 
     def _guarded_message(self, message: Message) -> Message:
         trusted = message["role"] in _TRUSTED
-        if self._in_parts and isinstance(message.get("content"), str):
+        if self._takes_parts and isinstance(message.get("content"), str):
             message = {**message, "content": [{"type": "text", "text": message["content"]}]}
         return {
             key: value
             if key in ("role", "type")
-            else _strings(value, self._special if trusted and key != "tool_calls" else self.looks)
+            else _guard_texts(value, self._special_pattern if trusted and key != "tool_calls" else self.control_pattern)
             for key, value in message.items()
         }
 
@@ -166,24 +166,26 @@ class Template:
                 "a message contains the text of a control token, and this tokenizer has no fast version that could encode it as "
                 "text: remove it from the message, or load a fast tokenizer"
             )
-        read = self.tokenizer(text.replace(_GUARD, _READ_AS), add_special_tokens=False, return_offsets_mapping=True)
-        ids, spans = read["input_ids"], read["offset_mapping"]
-        out: list[int] = []
+        encoded = self.tokenizer(
+            text.replace(_GUARD, _GUARD_AS_READ), add_special_tokens=False, return_offsets_mapping=True
+        )
+        ids, spans = encoded["input_ids"], encoded["offset_mapping"]
+        found: list[int] = []
         first = start = 0  # the stretch since the last added token: its first id, and its first character
-        for place in [*np.flatnonzero(np.isin(ids, self._added_ids)).tolist(), len(ids)]:
-            end = spans[place][0] if place < len(ids) else len(text)
+        for position in [*np.flatnonzero(np.isin(ids, self._added_ids)).tolist(), len(ids)]:
+            end = spans[position][0] if position < len(ids) else len(text)
             stretch = text[start:end]
-            out += self._as_text(stretch, ids[first:place]) if _GUARD in stretch else ids[first:place]
-            if place < len(ids):
-                out.append(ids[place])
-                first, start = place + 1, spans[place][1]
-        return out
+            found += self._ids_as_text(stretch, ids[first:position]) if _GUARD in stretch else ids[first:position]
+            if position < len(ids):
+                found.append(ids[position])
+                first, start = position + 1, spans[position][1]
+        return found
 
-    def _as_text(self, stretch: str, guarded_ids: list[int]) -> list[int]:
+    def _ids_as_text(self, stretch: str, guarded_ids: list[int]) -> list[int]:
         """Ids of a stretch without its guards. `guarded_ids` are the ids that the stretch with its guards has in the whole text."""
-        bare, text = self._bare(), stretch.replace(_GUARD, "")
+        bare, text = self._without_added_tokens(), stretch.replace(_GUARD, "")
         ids: list[int] = bare.encode(text, add_special_tokens=False).ids
-        same = bare.encode(stretch.replace(_GUARD, _READ_AS), add_special_tokens=False).ids == guarded_ids
+        same = bare.encode(stretch.replace(_GUARD, _GUARD_AS_READ), add_special_tokens=False).ids == guarded_ids
         if not same or np.isin(ids, self.control_ids).any() or self.tokenizer.decode(ids) != text:
             raise InputError(
                 f"a message contains the text of a control token ({text!r:.80}), and this tokenizer cannot encode it as text: "
@@ -191,7 +193,7 @@ class Template:
             )
         return ids
 
-    def _bare(self) -> Tokenizer:
+    def _without_added_tokens(self) -> Tokenizer:
         """The tokenizer without its added tokens. It shares the vocabulary."""
         whole = self.tokenizer.backend_tokenizer
         bare = Tokenizer(whole.model)
@@ -211,20 +213,20 @@ def shared_start(one: str, other: str) -> int:
     return low
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
     # The longest text is first, because the tokenizer prefers it too. Without any text the pattern matches nothing.
     return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True)) or r"(?!)")
 
 
-def _strings(value: Any, looking: re.Pattern[str]) -> Any:
+def _guard_texts(value: Any, pattern: re.Pattern[str]) -> Any:
     """A value in which every text is guarded. Lone surrogates become U+FFFD, because tokenizers cannot read them."""
     if isinstance(value, str):
         clean = value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return looking.sub(lambda found: found[0][0] + _GUARD + found[0][1:], clean)
+        return pattern.sub(lambda found: found[0][0] + _GUARD + found[0][1:], clean)
     if isinstance(value, dict):
-        return {_strings(k, looking): _strings(v, looking) for k, v in value.items() if k != PICTURE}
+        return {_guard_texts(k, pattern): _guard_texts(v, pattern) for k, v in value.items() if k != PICTURE}
     if isinstance(value, list | tuple):
-        return [_strings(v, looking) for v in value]
+        return [_guard_texts(v, pattern) for v in value]
     return value
 
 

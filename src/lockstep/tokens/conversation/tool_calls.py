@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.tokens.arrays import Ids
 from lockstep.tokens.conversation.template import Template
-from lockstep.tokens.conversation.tool_formats import FORMATS, SURROGATE, Found, Schemas
+from lockstep.tokens.conversation.tool_formats import FORMATS, SURROGATE, FoundCalls, Schemas
 
 # The texts with which a call may begin. Harmony is missing: there the name of a call comes before its first marker.
 _OPENINGS = {
@@ -74,7 +74,7 @@ def marked(template: Template, ids: Ids) -> Marked:
             token = template.control[int(ids[place])]
             parts.append(characters.get(token, token))
         start = place + 1
-    return Marked("".join(parts), {c: t for t, c in characters.items()}, template.looks)
+    return Marked("".join(parts), {c: t for t, c in characters.items()}, template.control_pattern)
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> str:
@@ -86,7 +86,7 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Ids) -> str:
     return str(tokenizer.decode([*first, *ids.tolist()], **how)).removeprefix(tokenizer.decode(first, **how))
 
 
-def read_calls(turn: Marked, text: str, form: str, schemas: Schemas) -> Found:
+def read_calls(turn: Marked, text: str, form: str, schemas: Schemas) -> FoundCalls:
     """The calls in a part of a turn's marked text.
 
     Args:

@@ -19,7 +19,7 @@ from lockstep.tokens.arrays import Ids
 from lockstep.tokens.conversation.family_renderer import FamilyRenderer
 from lockstep.tokens.conversation.template import Content, Message, Template, shared_start
 from lockstep.tokens.conversation.tool_calls import marked, read_calls
-from lockstep.tokens.conversation.tool_formats import FORMATS, Found, Schemas, ToolCall
+from lockstep.tokens.conversation.tool_formats import FORMATS, FoundCalls, Schemas, ToolCall
 
 _THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _THINK, _THINK_END = "<think>", "</think>"
@@ -65,7 +65,7 @@ class Conventions:
         shows_calls: whether the template renders `tool_calls`. If not, calls stay in the content.
         arguments_as_text: whether the template takes the arguments as JSON text instead of a dict.
         call_id: the form of a call's id, with the places {name} and {n}.
-        most_calls: how many calls of a turn the template renders: 1, or None for any number.
+        max_calls: how many calls of a turn the template renders: 1, or None for any number.
         result_role: the role of a tool's result: "tool" if the template renders this role, otherwise "user".
         error_role: the role of the answer to a turn that has only malformed calls.
     """
@@ -78,7 +78,7 @@ class Conventions:
     shows_calls: bool
     arguments_as_text: bool
     call_id: str
-    most_calls: int | None
+    max_calls: int | None
     result_role: str
     error_role: str
 
@@ -112,32 +112,32 @@ class TurnReader:
         if tool_format is not None and tool_format not in FORMATS:
             raise InputError(f"there is no tool format {tool_format!r}: choose one of {', '.join(FORMATS)}")
         self._template, self._ends, self._schemas = template, frozenset(end_ids), schemas
-        self.conventions = how = _conventions(template, self._ends, tool_format)
-        self._renderer = renderer if how.shows_calls and how.tool_format is None else None
+        self.conventions = conventions = _conventions(template, self._ends, tool_format)
+        self._renderer = renderer if conventions.shows_calls and conventions.tool_format is None else None
         if self._renderer is not None:
             self._opening = template.ids(template.text([{"role": "user", "content": _ASKED}]))
-        self.reads_calls = how.tool_format is not None or self._renderer is not None
+        self.reads_calls = conventions.tool_format is not None or self._renderer is not None
 
     def read(self, ids: Ids, *, calls_are_text: bool = False) -> ParsedTurn:
         """Read a sampled turn (N,), with or without the token that ended it. No sampled ids raise an error."""
-        own = _without_end(ids, self._ends)
-        how = replace(self.conventions, tool_format=None) if calls_are_text else self.conventions
-        said, found = _read(self._template, how, own, self._schemas)
+        turn_ids = _without_end(ids, self._ends)
+        conventions = replace(self.conventions, tool_format=None) if calls_are_text else self.conventions
+        text, found = _read(self._template, conventions, turn_ids, self._schemas)
         if self._renderer is not None and not calls_are_text:
-            found = self._with_calls(self._renderer, own, found)
+            found = self._with_calls(self._renderer, turn_ids, found)
         errors = [f"The tool call {error}." for error in found.errors]
-        most = self.conventions.most_calls
-        if most is not None and len(found.calls) > most:
-            errors.append(f"Only the first tool call of a turn is used; {len(found.calls) - most} more was ignored.")
-        calls = tuple(found.calls[:most])
+        limit = self.conventions.max_calls
+        if limit is not None and len(found.calls) > limit:
+            errors.append(f"Only the first tool call of a turn is used; {len(found.calls) - limit} more was ignored.")
+        calls = tuple(found.calls[:limit])
         content = found.content.strip() if calls else found.content
-        calls = tuple(replace(c, id=c.id or _own_id(own, n)) for n, c in enumerate(calls))
+        calls = tuple(replace(c, id=c.id or _own_id(turn_ids, n)) for n, c in enumerate(calls))
         return ParsedTurn(
             content,
             found.reasoning,
             calls,
             tuple(errors),
-            self._message(content, found.reasoning, calls, said),
+            self._message(content, found.reasoning, calls, text),
             ("".join(found.outside.split()), tuple((c.name, _json(c.arguments)) for c in found.calls)),
         )
 
@@ -160,14 +160,14 @@ class TurnReader:
         return _Parts(content, whole.reasoning, outside.plain(outside.text), list(read.calls), list(read.errors))
 
     def _message(self, content: str, reasoning: str | None, calls: tuple[ToolCall, ...], said: str) -> Message:
-        how = self.conventions
-        if calls and not how.shows_calls:
+        conventions = self.conventions
+        if calls and not conventions.shows_calls:
             return {"role": "assistant", "content": said}
         message: Message = {"role": "assistant", "content": content}
-        if reasoning is not None and how.thinking_field is not None:
-            message[how.thinking_field] = reasoning
+        if reasoning is not None and conventions.thinking_field is not None:
+            message[conventions.thinking_field] = reasoning
         if calls:
-            message["tool_calls"] = [tool_call_field(how, call) for call in calls]
+            message["tool_calls"] = [tool_call_field(conventions, call) for call in calls]
         return message
 
 
@@ -180,13 +180,13 @@ class _Parts:
     errors: list[str]
 
 
-def _read(template: Template, how: Conventions, ids: Ids, schemas: Schemas) -> tuple[str, _Parts]:
+def _read(template: Template, conventions: Conventions, ids: Ids, schemas: Schemas) -> tuple[str, _Parts]:
     """The whole text of a turn, and its parts."""
     turn = marked(template, ids)
     text = turn.text
-    (before, after), content_mark = map(turn.mark, how.thinking), turn.mark(how.content_mark)
+    (before, after), content_mark = map(turn.mark, conventions.thinking), turn.mark(conventions.content_mark)
     start = len(text) - len(text.lstrip())
-    begins = start + len(before) if text.startswith(before, start) else 0 if how.thinks_first else None
+    begins = start + len(before) if text.startswith(before, start) else 0 if conventions.thinks_first else None
     reasoning, rest = None, 0
     if begins is not None:
         end = text.find(after, begins)
@@ -196,10 +196,12 @@ def _read(template: Template, how: Conventions, ids: Ids, schemas: Schemas) -> t
     if content_mark and answer.lstrip().startswith(content_mark):
         answer = answer.lstrip()[len(content_mark) :]
     head = text[: len(text) - len(answer)]
-    found = read_calls(turn, answer, how.tool_format, schemas) if how.tool_format else Found([answer])
+    found = (
+        read_calls(turn, answer, conventions.tool_format, schemas) if conventions.tool_format else FoundCalls([answer])
+    )
     outside = turn.plain("".join(found.outside))
     content = outside
-    if how.thinking_field is None:
+    if conventions.thinking_field is None:
         content, reasoning = turn.plain(head) + outside, None
     elif reasoning is not None:
         reasoning = turn.plain(reasoning).strip("\n")
@@ -214,15 +216,15 @@ def _without_end(ids: Ids, ends: frozenset[int]) -> Ids:
     return ids[:last]
 
 
-def tool_call_field(how: Conventions, call: ToolCall) -> dict[str, Any]:
+def tool_call_field(conventions: Conventions, call: ToolCall) -> dict[str, Any]:
     """A call in the form that the template takes."""
-    arguments: Any = _json(call.arguments) if how.arguments_as_text else call.arguments
+    arguments: Any = _json(call.arguments) if conventions.arguments_as_text else call.arguments
     return {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": arguments}}
 
 
-def made_up_call(how: Conventions, name: str, arguments: dict[str, Any], number: int) -> ToolCall:
+def made_up_call(conventions: Conventions, name: str, arguments: dict[str, Any], number: int) -> ToolCall:
     """A call for a made-up conversation, with an id that the template takes."""
-    return ToolCall(name, arguments, how.call_id.format(name=name, n=number))
+    return ToolCall(name, arguments, conventions.call_id.format(name=name, n=number))
 
 
 def _own_id(ids: Ids, number: int) -> str:
@@ -245,9 +247,9 @@ def _conventions(template: Template, ends: frozenset[int], named: str | None) ->
         )
     mark = plain[len(before) : plain.index(_SAID)].strip() if plain.startswith(before) else ""
     # The text before the content is a mark only if it is a control token and not (empty) thinking.
-    content_mark = mark if template.looks.search(mark) and _THINK_END not in mark else ""
+    content_mark = mark if template.control_pattern.search(mark) and _THINK_END not in mark else ""
     thinking_field, thinking = _thinking(template, asked, before, content_mark)
-    how = Conventions(
+    conventions = Conventions(
         thinking_field,
         thinking,
         before.rstrip().endswith(thinking[0]),
@@ -256,14 +258,14 @@ def _conventions(template: Template, ends: frozenset[int], named: str | None) ->
         shows_calls=False,
         arguments_as_text=False,
         call_id=_CALL_IDS[0],
-        most_calls=None,
+        max_calls=None,
         result_role="user",
         error_role="user",
     )
-    how = _with_calls(template, ends, how, asked)
+    conventions = _with_calls(template, ends, conventions, asked)
     if _shown(template, [*asked, _says(), {"role": "tool", "content": _RESULT}], _SAID, _RESULT):
-        how = replace(how, error_role="tool")
-    return how
+        conventions = replace(conventions, error_role="tool")
+    return conventions
 
 
 def _says(**more: Any) -> Message:
@@ -296,10 +298,12 @@ def _thinking(
     return None, (_THINK, _THINK_END)
 
 
-def _with_calls(template: Template, ends: frozenset[int], how: Conventions, asked: list[Message]) -> Conventions:
+def _with_calls(
+    template: Template, ends: frozenset[int], conventions: Conventions, asked: list[Message]
+) -> Conventions:
     words = [_NAME, *_ARGUMENTS.values()]
     for as_text, call_id in product((False, True), _CALL_IDS):
-        trial = replace(how, arguments_as_text=as_text, call_id=call_id)
+        trial = replace(conventions, arguments_as_text=as_text, call_id=call_id)
         calls = [tool_call_field(trial, made_up_call(trial, _NAME, _ARGUMENTS, n)) for n in range(2)]
         results = [{"role": "tool", "name": _NAME, "content": _RESULT, "tool_call_id": call["id"]} for call in calls]
         called = {"role": "assistant", "content": "", "tool_calls": calls[:1]}
@@ -308,17 +312,17 @@ def _with_calls(template: Template, ends: frozenset[int], how: Conventions, aske
             continue
         several = _shown(template, [*asked, {**called, "tool_calls": calls}, *results], _RESULT) or ""
         most = None if several.count(_NAME) >= 2 * shown.count(_NAME) else 1
-        trial = replace(trial, shows_calls=True, most_calls=most, result_role="tool")
+        trial = replace(trial, shows_calls=True, max_calls=most, result_role="tool")
         if trial.tool_format is None:
             trial = replace(trial, tool_format=_format(template, ends, trial, asked, called))
         return trial
     if _shown(template, [*asked, _says(), {"role": "tool", "name": _NAME, "content": _RESULT}], _SAID, _RESULT):
-        return replace(how, result_role="tool")
-    return how
+        return replace(conventions, result_role="tool")
+    return conventions
 
 
 def _format(
-    template: Template, ends: frozenset[int], how: Conventions, asked: list[Message], called: Message
+    template: Template, ends: frozenset[int], conventions: Conventions, asked: list[Message], called: Message
 ) -> str | None:
     """The format whose function reads the made-up call in the template's rendering; None if there is none."""
     text = template.finished([*asked, called])
@@ -326,13 +330,13 @@ def _format(
     shared = shared_start(before, text)
     # The difference may begin in the middle of a control token.
     start = max(
-        (found.start() for found in template.looks.finditer(text) if found.start() < shared < found.end()),
+        (found.start() for found in template.control_pattern.finditer(text) if found.start() < shared < found.end()),
         default=shared,
     )
-    ids, how = _without_end(template.ids(text[start:]), ends), replace(how, thinks_first=False)
+    ids, conventions = _without_end(template.ids(text[start:]), ends), replace(conventions, thinks_first=False)
     schemas = {_NAME: {"properties": {"city": {"type": "string"}, "count": {"type": "integer"}}}}
     for name in FORMATS:
-        _, parts = _read(template, replace(how, tool_format=name), ids, schemas)
+        _, parts = _read(template, replace(conventions, tool_format=name), ids, schemas)
         if [(c.name, c.arguments) for c in parts.calls] == [(_NAME, _ARGUMENTS)] and not parts.errors:
             return name
     return None

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, with_adapter
 from lockstep.models.liger import check_kernels
+from lockstep.models.loaded_checks import check_finite
 from lockstep.models.policy import load_policy, modules_with_dropout, switch_off_dropout
 from lockstep.models.quantised import check_quantization, prevent_packing
 from lockstep.models.resolve import at_revision, resolve_model
 from lockstep.models.vision import vision_parts
-from lockstep.models.loaded_checks import check_finite
 from lockstep.sync.adapters.merged import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.config.interruption import check_end_of_thinking

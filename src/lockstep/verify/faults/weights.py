@@ -198,7 +198,7 @@ def _stale_source(stage: Stage) -> Iterator[None]:
 
 def _left_out(stage: Stage) -> Patch:
     """Pushes of what changed leave out a part of a layer that changed. Their manifests have its old digests, as the engine has."""
-    part, real = part_of(_same_shape_pair(stage)[0]), Update._part
+    part, real = part_of(_same_shape_pair(stage)[0]), Update._changed_part
 
     def without(self: Update, names: list[str], specs: list[TensorSpec]) -> Iterator[Piece]:
         if part_of(names[0]) != part:
@@ -206,7 +206,7 @@ def _left_out(stage: Stage) -> Patch:
         specs += [self._before[name] for name in names]
         return iter([(name, NOTHING) for name in names])
 
-    return patch.object(Update, "_part", without)
+    return patch.object(Update, "_changed_part", without)
 
 
 @contextlib.contextmanager
