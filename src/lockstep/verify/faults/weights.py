@@ -19,7 +19,7 @@ from lockstep.shards.model import ShardedModel
 from lockstep.sync.changes import Update
 from lockstep.sync.push import SyncRecord
 from lockstep.sync.source import PlainSource
-from lockstep.sync.wire.deltas import NOTHING, Piece, apply_changes, changes_between, part_of
+from lockstep.sync.wire.deltas import NO_CHANGES, Piece, apply_changes, changes_between, part_of
 from lockstep.verify.faults.seams import (
     Fault,
     Named,
@@ -204,7 +204,7 @@ def _left_out(stage: Stage) -> Patch:
         if part_of(names[0]) != part:
             return real(self, names, specs)
         specs += [self._before[name] for name in names]
-        return iter([(name, NOTHING) for name in names])
+        return iter([(name, NO_CHANGES) for name in names])
 
     return patch.object(Update, "_changed_part", without)
 
