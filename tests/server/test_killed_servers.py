@@ -115,7 +115,7 @@ class Killer:
 
     @contextmanager
     def pushing(self, trainer: GRPOTrainer, role: str) -> Iterator[None]:
-        real, armed = TrainerSlots.free, [True]
+        real, armed = TrainerSlots.wait_until_free, [True]
 
         def free(slots: TrainerSlots, number: int, check: Callable[[], None]) -> Any:
             found = real(slots, number, check)
@@ -126,7 +126,7 @@ class Killer:
             return found
 
         small = lambda tensors: chunks(tensors, limit=40_000)  # noqa: E731
-        with patch.object(TrainerSlots, "free", free), patch.object(shared_memory, "chunks", small):
+        with patch.object(TrainerSlots, "wait_until_free", free), patch.object(shared_memory, "chunks", small):
             trainer.engine._transport.forget()  # type: ignore[union-attr]
             with self.loading(trainer, "pushing", role):
                 yield

@@ -70,7 +70,7 @@ class SharedMemoryTransport:
         pool: Executor,
     ) -> None:
         placed = [[[*p[:3], p.offset + slots.offset(number)] for p in places] for number, places in enumerate(layouts)]
-        info = {"transport": NAME, "base": base, "chunks": placed, "push": slots.begin(), "size": slots.workers}
+        info = {"transport": NAME, "base": base, "chunks": placed, "push": slots.begin_push(), "size": slots.workers}
         pending = [
             pool.submit(server.update_weights, {**info, "rank": rank, "timeout": self._timeout})
             for server, rank in zip(servers, worker_ranks(servers, 0), strict=False)
@@ -79,14 +79,14 @@ class SharedMemoryTransport:
             incoming = pieces(tensors)
             for number, places in enumerate(layouts):
                 chunk = list(islice(incoming, len(places) - 1))
-                slot = slots.free(number, lambda: check_pending(pending))
+                slot = slots.wait_until_free(number, lambda: check_pending(pending))
                 (_, counts), *targets = views(slot, places)
                 counts.copy_(torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64))
                 for (_, target), (_, piece) in zip(targets, chunk, strict=True):
                     # Here `Changes` are always empty, because the workers have no copy into which changes could be written.
                     if not isinstance(piece, Changes):
                         _copy(target, piece)
-                slots.filled(number)
+                slots.announce_filled(number)
             # Read to the end, because an update describes its last tensors only then.
             assert next(incoming, None) is None
         except BaseException as error:
@@ -97,7 +97,7 @@ class SharedMemoryTransport:
                 finish_all(pending)
             raise
         finish_all(pending)
-        slots.end(len(layouts))
+        slots.check_all_loaded(len(layouts))
 
     def forget(self) -> None:
         self._slots = None

@@ -57,7 +57,7 @@ class TrainerSlots:
         self.slot, self.workers, self._timeout = slot, workers, timeout
         self._memory, self._counters = memory, _counters(memory, workers)
 
-    def begin(self) -> int:
+    def begin_push(self) -> int:
         """Begin a push and return its number. The number is random, so no earlier call to a worker had the same one."""
         push = secrets.randbits(62)
         self._counters[:] = 0
@@ -68,7 +68,7 @@ class TrainerSlots:
         """Offset in the segment at which a chunk begins, in bytes."""
         return _header(self.workers) + number % SLOTS * self.slot
 
-    def free(self, number: int, check: Callable[[], None]) -> torch.Tensor:
+    def wait_until_free(self, number: int, check: Callable[[], None]) -> torch.Tensor:
         """The slot for a chunk, as soon as every worker has loaded the slot's previous content.
 
         Args:
@@ -88,12 +88,12 @@ class TrainerSlots:
         start = self.offset(number)
         return self._memory[start : start + self.slot]
 
-    def filled(self, number: int) -> None:
+    def announce_filled(self, number: int) -> None:
         """Announce that a chunk is in its slot."""
         _fence()
         self._counters[_FILLED] = number + 1
 
-    def end(self, chunks: int) -> None:
+    def check_all_loaded(self, chunks: int) -> None:
         """Check that every worker has loaded all chunks.
 
         Raises:
