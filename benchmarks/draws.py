@@ -1,13 +1,14 @@
-"""Print how many tokens the draws proof needs to notice each fault of sampling, and how often it stops clean samples.
+"""Print how many tokens the draws proof needs to notice each fault of sampling, and how often it stops samples without a fault.
 
     make draws                                     (the packaged 135M model; a quarter of an hour on two busy cores)
     make draws ARGS="--model DIR --completions 8 --length 16"
 
-The model samples completions of open text in fp32, with the fault built into the sampler. The log-probs are the right ones. The
-evidence is then added up token by token, in random orders of the completions. The table gives the number of tokens after which
-the proof has stopped half and 90 % of the orders: by its own rule (evidence of 1e6, at any time), and by a test whose number of
-tokens is fixed beforehand (|Z| above 4.89, the same chance of a false alarm). "more" means that these samples are too few.
-Completions that were chosen from two are pairs of clean ones.
+The model samples completions of open text in fp32, with a fault in the sampler. The reported log-probs are right. The evidence is
+then added up token by token, in random orders of the completions. The table gives the number of tokens after which the proof has
+stopped half and 90 % of the orders. It does so for two rules: the rule of the proof (evidence of 1e6, at any time), and a test
+whose number of tokens is fixed beforehand (|Z| above 4.89, with the same chance of a false alarm). "more" means that there are
+too few samples. For the fault "best of two completions", pairs are made of completions without a fault, and the likelier one is
+used.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ def _best_token(p: torch.Tensor) -> torch.Tensor:
 
 
 _CLEAN = "nothing"
-# Number of completions that are sampled together, number of tokens of a prompt, and the two-sided limit of Z of level 1e-6.
+# Number of completions that are sampled together, number of tokens per prompt, and the limit of |Z| for a false alarm in 1e6 tests.
 _TOGETHER, _PROMPT, _Z = 128, 9, 4.89
-# Pairs of completions per clean completion.
+# Number of pairs of completions per completion without a fault.
 _PAIRS = 3
-# Each fault: how a token is drawn, and its share of the number of completions.
+# Each fault: how a token is drawn, and which share of the completions is sampled with it.
 FAULTS: dict[str, tuple[Choice, float]] = {
     _CLEAN: (_draw, 1.0),
     "greedy": (lambda p: p.argmax(-1), 0.2),
@@ -95,7 +96,7 @@ FAULTS: dict[str, tuple[Choice, float]] = {
 
 @torch.no_grad()
 def sampled(model: Any, prompts: list[list[int]], choose: Choice, length: int) -> TokenDraws:
-    """Completions of equally long prompts, with a fault. Every array is (completions, length)."""
+    """Sample completions with a fault. All prompts have the same length. Every array is (completions, length)."""
     ids, cache = torch.tensor(prompts), None
     found = []
     for _ in range(length):
@@ -114,7 +115,7 @@ def sampled(model: Any, prompts: list[list[int]], choose: Choice, length: int) -
 
 
 def of_fault(name: str, model: Any, prompts: list[list[int]], completions: int, length: int) -> TokenDraws:
-    """Samples of one fault, or clean ones. Every array is (completions, length)."""
+    """Samples with one fault, or without a fault. Every array is (completions, length)."""
     choose, share = FAULTS[name]
     count, parts = max(round(completions * share), 2), []
     for start in range(0, count, _TOGETHER):
@@ -124,7 +125,7 @@ def of_fault(name: str, model: Any, prompts: list[list[int]], completions: int, 
 
 
 def better_of_two(clean: TokenDraws, chance: np.random.Generator) -> TokenDraws:
-    """Completions that are each the likelier one of two clean ones, drawn from all pairs."""
+    """The likelier completion of each pair. Pairs are drawn at random from completions without a fault."""
     scores = clean.logps.sum(1)
     one, other = chance.integers(0, len(scores), (2, _PAIRS * len(scores)))
     chosen = np.where(scores[one] >= scores[other], one, other)
@@ -132,12 +133,12 @@ def better_of_two(clean: TokenDraws, chance: np.random.Generator) -> TokenDraws:
 
 
 def paid(draws: TokenDraws) -> Values:
-    """(bets, completions, length) logarithm of what each token pays, in fp32 without a gap."""
+    """(bets, completions, length) logarithm of what each bet pays at each token, if both sides compute in fp32 without a gap."""
     return np.stack([bet.log_ratios(draws) for bet in BETS.values()]) - SLACK
 
 
 def evidence_along(pays: Values) -> Values:
-    """(tokens,) log evidence after each token. The tokens are one generation, the first of a run.
+    """(tokens,) log evidence after each token. The tokens are the first generation of a run.
 
     Args:
         pays: (bets, tokens).
@@ -147,10 +148,10 @@ def evidence_along(pays: Values) -> Values:
 
 
 def stops(draws: TokenDraws, orders: int, chance: np.random.Generator, *, again: bool) -> tuple[list[float], Values]:
-    """The token at which each order of the completions is stopped (inf: never), and the (orders, tokens) values of Z.
+    """The token at which the proof stops each order of the completions (inf: never), and the (orders, tokens) values of Z.
 
     Args:
-        again: whether a completion may come several times in an order.
+        again: whether a completion may occur several times in one order.
     """
     pays, found, zs = paid(draws), [], []
     surprises = draws.logps + draws.entropies
@@ -181,11 +182,11 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--model", default="smollm2-135m-instruct")
     words.add_argument(
-        "--completions", type=int, default=160, help="clean completions; faults that are seen at once get fewer"
+        "--completions", type=int, default=160, help="completions without a fault; obvious faults get fewer"
     )
     words.add_argument("--length", type=int, default=64, help="tokens of a completion")
     words.add_argument("--orders", type=int, default=200)
-    words.add_argument("--keep", type=Path, help="folder for the samples; those that are there are not sampled again")
+    words.add_argument("--keep", type=Path, help="folder for the samples; samples that it already has are used again")
     words.add_argument("--json", type=Path, default=Path("runs/bench/draws.json"))
     asked = words.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer

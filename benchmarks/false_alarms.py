@@ -1,11 +1,11 @@
-"""Count false alarms: how often a proof stops a clean sync of the real model, or a clean training step, with every proof on.
+"""Count false alarms: how often a proof stops a sync or a training step that has no fault ("clean"), with every proof on.
 
     make false-alarms       (500 syncs of the 135M model, 500 steps of a tiny model, real vLLM; 15 minutes on two cores)
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --step-models qwen2 qwen3 llama"
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --steps 40 --step-models smollm2-135m-instruct"
     make false-alarms ARGS="--syncs 0 --steps 40 --engine transformers"
     make false-alarms ARGS="--syncs 0 --filters top_p=0.95 top_k=50 min_p=0.01"
-    make false-alarms ARGS="--steps 0 --minutes 20 --seed 1"    (a part of a long run: other seeds are other syncs and other steps)
+    make false-alarms ARGS="--steps 0 --minutes 20 --seed 1"    (a part of a long run: each seed gives other syncs and steps)
 
 Before each sync every weight changes by 1e-3 of its size. After the sync all modules are probed and the canary is scored. A
 `GRPOTrainer` takes the steps, with a tiny model of the tests (given by its kind) or a real model (given by its name). The
@@ -32,7 +32,7 @@ import torch
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# The module that makes the tiny model is in tests/.
+# The module `tiny`, which makes the tiny models, is in tests/.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 
@@ -48,9 +48,7 @@ def main() -> None:
     words.add_argument(
         "--seed", type=int, default=0, help="draws the changes of the weights, and what the steps sample"
     )
-    words.add_argument(
-        "--minutes", type=float, help="the syncs, and the steps of each model, end after so many minutes"
-    )
+    words.add_argument("--minutes", type=float, help="time limit for the syncs, and for the steps of each model")
     words.add_argument("--engine", default="vllm", choices=["vllm", "transformers"], help="the engine of the steps")
     words.add_argument("--json", type=Path, default=Path("runs/bench/false_alarms.json"))
     asked = words.parse_args()
@@ -79,12 +77,12 @@ def main() -> None:
 
 
 def _deadline(minutes: float | None) -> float:
-    """The time of the monotonic clock after so many minutes; None: never."""
+    """The time of the monotonic clock after `minutes`; infinite if there is no limit."""
     return math.inf if minutes is None else time.monotonic() + 60 * minutes
 
 
 def clean_syncs(model: str, most: int, dtype: str, seed: int, deadline: float) -> dict[str, float]:
-    """Push changed weights, until the deadline at most. After each push, probe every module and score the canary."""
+    """Push changed weights `most` times, or until the deadline. After each push, probe every module and score the canary."""
     from lockstep.errors import ProofError
     from lockstep.parity.canary import score_canary
     from lockstep.parity.gap import over_limits
@@ -122,7 +120,7 @@ def clean_syncs(model: str, most: int, dtype: str, seed: int, deadline: float) -
 
 
 def _nudge(model: torch.nn.Module, noise: torch.Tensor, turn: int) -> None:
-    """Change every weight by 1e-3 of its tensor's mean size. This is cheaper than fresh noise, and no two changes are equal."""
+    """Change every weight by 1e-3 of its tensor's mean size. The noise is shifted each time, which is cheaper than new noise."""
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             shifted = noise.roll(7919 * turn + 104729 * i).repeat(-(-p.numel() // len(noise)))
@@ -144,9 +142,10 @@ def clean_steps(
     seed: int,
     deadline: float,
 ) -> dict[str, Any]:
-    """Train for `most` clean steps, or until the deadline, then one step with a fault. An alarm in a clean step ends the run.
+    """Train for `most` clean steps, or until the deadline, then for one step with a fault. An alarm in a clean step ends the run.
 
     Args:
+        fault: how much too low the log-probs of the last step are, in nats.
         engine: vllm or transformers.
     """
     import datasets
@@ -262,15 +261,15 @@ class KeptSetRecord:
 
 
 class Last:
-    """Ends the clean steps: from then on the engine reports a log-prob too low.
+    """Ends the clean steps. From then on the engine reports wrong log-probs.
 
-    It is the first token of one completion of each prompt. One prompt alone could have a group that agrees, and most of these
-    groups do not go through the model.
+    The log-prob of the first token of one completion per prompt is too low. All prompts have the fault, because one prompt alone
+    could have a group with equal rewards, and most of these groups do not go through the model.
 
     Args:
-        most: number of clean steps at most.
-        size: of the fault, in nats.
-        deadline: time of the monotonic clock at which the clean steps end too.
+        most: largest number of clean steps.
+        size: size of the fault, in nats.
+        deadline: time of the monotonic clock at which the clean steps end at the latest.
 
     Attributes:
         clean: number of clean steps; 0 while they go on.
@@ -281,7 +280,7 @@ class Last:
         self.clean = 0
 
     def callback(self) -> Any:
-        """A callback that looks after each step whether the clean steps are over."""
+        """A callback that checks after each step whether the clean steps are over."""
         from transformers import TrainerCallback
 
         last = self

@@ -1,12 +1,12 @@
-"""Measure what it costs to record the ids that a filter keeps: tokens per second with the record, divided by those without it.
+"""Measure what it costs to record the ids that a filter keeps: tokens per second with the record and without it.
 
     make filters                              (two cores: about three minutes; quiet machine)
     make filters ARGS="--rounds 2"            (a quick look)
 
 One vLLM engine in this process samples the same requests in turn, with and without the record, under the same filter. Both times
-vLLM's outputs become completions. The model is SmolLM2-135M with an end token that it never samples, in the dtype that training
-chooses on this machine. Figures are medians of the rounds after the first. Prints one line per filter, with the mean and the
-largest number of kept ids, and writes `runs/bench/filters.json`. (docs/internals/speed.md)
+include the conversion of vLLM's outputs into completions. The model is SmolLM2-135M with an end token that it never samples, in the
+dtype that training chooses on this machine. Figures are medians of the rounds after the first. Prints one line per filter, with the
+mean and the largest number of kept ids, and writes `runs/bench/filters.json`. (docs/internals/speed.md)
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Round:
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--rounds", type=int, default=5, help="measured rounds; one more goes before them")
+    words.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that is not measured")
     words.add_argument("--json", type=Path, default=Path("runs/bench/filters.json"))
     asked = words.parse_args()
     found: dict[str, Any] = {"machine": machine(), "workload": WORKLOAD, "filters": {}}
@@ -77,14 +77,14 @@ def measure(engine: Any, model: str, settings: dict[str, float], rounds: int) ->
     for number in range(rounds + 1):
         plain = requests(model, WORKLOAD, number)
         asked = [replace(r, sampling=replace(r.sampling, max_kept_ids=10**6, **settings)) for r in plain]
-        # In every round the other one goes first.
+        # The order changes from round to round.
         for recorded in (True, False) if number % 2 else (False, True):
             taken = one_round(engine, asked, recorded=recorded)
             rates[recorded].append(taken.rate)
             if recorded:
                 sets = [c.kept_ids for c in taken.completions if c.kept_ids is not None]
                 sizes += [size for own in sets for size in own.sizes.tolist()]
-                # As a server would send them.
+                # The ids in the form in which a server sends them.
                 lists = [
                     msgspec.json.encode([own.part(i, i + 1).ids.tolist() for i in range(len(own))]) for own in sets
                 ]
@@ -102,7 +102,7 @@ def measure(engine: Any, model: str, settings: dict[str, float], rounds: int) ->
 
 
 def wire(lists: Sequence[bytes], tokens: int) -> dict[str, float]:
-    """Bytes per token of a server's lists, and of the same ids as int32 in base64, and the microseconds to read a list."""
+    """Bytes per token of a server's JSON lists, and of the same ids as int32 in base64. Microseconds per token to read the lists."""
     start = time.perf_counter()
     read = [msgspec.json.decode(text) for text in lists]
     seconds = time.perf_counter() - start

@@ -2,10 +2,10 @@
 
     make host-cost   (four sizes, up to 1,024 completions of 4,096 tokens)
 
-Answers, log-probs and entropies are made up. Everything else is the code of a run: it turns answers into completions, checks
-them, sends them to another rank, scores, prepares and packs them, learns from them, and writes receipt and log. The method
-is GRPO with a reference model and an entropy threshold, so that every pass takes place: policy and reference model score each
-completion once before the optimizer step. The model takes no time. Each cost is counted in one row only.
+The engine's answers, log-probs and entropies are random numbers. All other code is that of a run: it turns answers into
+completions, checks them, sends them to another rank, scores, prepares and packs them, learns from them, and writes receipt and
+log. The method is GRPO with a reference model and an entropy threshold, so that every pass takes place: policy and reference
+model score each completion once before the optimizer step. The model takes no time. Each cost is counted in one row only.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from lockstep.training.step.step_proofs import StepProofs
 from lockstep.training.step.update import OptimizerStep, Policy
 
 SIZES = "64x512,256x1024,256x4096,1024x4096"
-# A row that is not part of the host's cost, and a row that is an alternative to the first row of ROWS.
+# A row that is not part of the cost, and a row that replaces the first row of ROWS if vLLM is in the same process.
 _LEFT_OUT, _OTHER_WAY = "made up", "answers of vLLM in process"
 ROWS = (
     "answers of a server",
@@ -87,7 +87,7 @@ _GROUP, _PROMPT, _VERSION = 8, 128, 3
 
 
 class Watch:
-    """Seconds by row. While one row runs inside another, only the inner row counts."""
+    """Processor seconds by row. While one row runs inside another row, only the inner row counts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -112,7 +112,7 @@ class Watch:
 
 
 class Tokenizer:
-    """A tokenizer whose decoding has a separate row: `real`, or that of the packaged model."""
+    """A tokenizer whose decoding is counted in a row of its own. It is `real`, or the tokenizer of the packaged model."""
 
     def __init__(self, watch: Watch, real: Any = None) -> None:
         from transformers import AutoTokenizer
@@ -168,7 +168,7 @@ class MadeUpPolicy(Policy):
         assert self.watch is not None
         with self.watch.row(_LEFT_OUT):
             logps = pack.column("behaviour_logps").requires_grad_(torch.is_grad_enabled())
-            # A token of probability p whose place among the others is drawn.
+            # Each token has its probability p, and a random place in the order of the vocabulary.
             sums = DrawSums(torch.ones_like(logps, dtype=torch.bool))
             sums.variances.fill_(1.0)
             sums.below[:] = torch.rand(len(logps)) * (1 - logps.detach().exp())
@@ -178,7 +178,7 @@ class MadeUpPolicy(Policy):
 
 
 class MadeUpPreparation(Preparation):
-    """Without the forward that scores one completion of the reference again, which is the model's cost."""
+    """A preparation that does not score one completion with the reference model again, because the model takes no time here."""
 
     def _check_scores(self, *args: Any) -> None:
         pass
@@ -332,8 +332,8 @@ def measured(size: str, tokenizer_of: Callable[[Watch], Tokenizer]) -> dict[str,
 
 
 def total(figures: dict[str, float]) -> float:
-    """The sum for one run. A run has either a server or vLLM in its own process; the more expensive one counts."""
-    # Without vLLM, the answers of a server are the only way that was measured.
+    """The sum for one run. A run has either a server or vLLM in its own process. The more expensive of the two counts."""
+    # If vLLM is not installed, only the answers of a server were measured.
     ways = [figures[row] for row in (ROWS[0], _OTHER_WAY) if row in figures]
     return sum(figures.values()) - sum(ways) + max(ways)
 
@@ -349,11 +349,11 @@ def table(figures: dict[str, dict[str, float]]) -> str:
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--sizes", default=SIZES, help="completions x tokens of each, with commas between")
+    words.add_argument("--sizes", default=SIZES, help="completions x tokens per completion, separated by commas")
     words.add_argument("--json", type=Path, default=Path("runs/bench/host_cost.json"))
     words.add_argument("--plot", type=Path, help="where to draw the table (docs/figures/host_cost.svg)")
     asked = words.parse_args()
-    # The processor time of threads that wait for each other is no work.
+    # One thread only, because threads that wait for each other would use processor time without doing work.
     torch.set_num_threads(1)
     # This first call loads libraries, which is not part of the cost of a step.
     measured("8x16", Tokenizer)

@@ -3,8 +3,9 @@
     make plan                                             (8, 64, 512 and 1,024 GPUs, a model of 7 billion parameters)
     make plan ARGS="--model 32b --gpus 64 --tokens 8192 --push_rate 20e9"
 
-It is arithmetic and a simulation of the servers' batches (`plan_servers.py`); nothing is run on a GPU. The constants are of three
-kinds: data sheets, published measurements, and measurements of this repository on a CPU. docs/internals/plan.md lists them.
+The prediction is computed, and the batches of the servers are simulated (`plan_servers.py`). Nothing runs on a GPU. The constants
+have three sources: data sheets, published measurements, and measurements of this repository on a CPU. docs/internals/plan.md lists
+them.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ GPUS = {
 }
 # Bytes per parameter of a trainer: weights, gradients and AdamW's moments in float32.
 _TRAINED = 16
-# Share of a GPU's memory that weights, gradients and moments may take beside activations.
+# Share of a GPU's memory for weights, gradients and moments. Activations need the rest.
 _ROOM = 0.6
 _NODE = 8
 
 
 @dataclass(frozen=True)
 class Task:
-    """One step.
+    """The work of one step.
 
     Attributes:
-        prompts, completions: prompts, and completions per prompt.
-        prompt: tokens of a prompt.
-        lengths: of completions.
+        prompts: number of prompts.
+        completions: completions per prompt.
+        prompt: tokens per prompt.
+        lengths: lengths of completions.
     """
 
     prompts: int
@@ -56,14 +58,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Constants:
-    """What the prediction rests on.
+    """The constants of the prediction.
 
     Attributes:
-        learning: share of a GPU's arithmetic that learning reaches.
-        recomputed: whether activations are computed a second time in the backward.
+        learning: share of a GPU's peak arithmetic that learning reaches.
+        recomputed: whether the backward computes activations a second time.
         push_rate: bytes per second of one connection between the first trainer and a server, or between two servers.
-        host: seconds of processor time per sampled token on a trainer's host, of one rank.
-        proofs: share of a step that the proofs take.
+        host: seconds of processor time per sampled token on a trainer's host, for one rank.
+        proofs: share of a step's time that the proofs take.
     """
 
     learning: float
@@ -78,7 +80,10 @@ class Split:
     """A division of the GPUs, and the seconds of a step's parts.
 
     Attributes:
-        trainers, servers: GPUs that learn; servers of `width` GPUs each that sample.
+        trainers: number of GPUs that learn.
+        servers: number of servers that sample.
+        width: GPUs per server.
+        generate, learn, push: seconds of the parts of a step.
     """
 
     trainers: int
@@ -89,14 +94,14 @@ class Split:
     push: float
 
     def step(self, ahead: bool) -> float:
-        """Seconds of a step. With generations ahead, sampling and learning take place at the same time."""
+        """Seconds of a step. If generations are sampled ahead, sampling and learning take place at the same time."""
         return self.push + (max(self.generate, self.learn) if ahead else self.generate + self.learn)
 
 
 def learning_seconds(task: Task, model: Model, gpu: Gpu, trainers: int, constants: Constants) -> float:
     """Seconds of forward, backward and host work.
 
-    The prompt is computed once per prompt, because completions share it.
+    A prompt is computed only once, because its completions share it.
     """
     tokens = task.sampled + task.prompts * task.prompt
     seen = task.prompt + task.lengths.mean / 2
@@ -109,7 +114,7 @@ def learning_seconds(task: Task, model: Model, gpu: Gpu, trainers: int, constant
 def push_seconds(model: Model, servers: Servers, constants: Constants) -> float:
     """Seconds of a push over gloo: every worker receives all weights in bfloat16.
 
-    Gloo's broadcast is a tree. Its root sends everything once per level.
+    Gloo's broadcast is a tree. The root of the tree sends all bytes once per level.
     """
     levels = math.ceil(math.log2(servers.number * servers.width + 1))
     return 2 * model.parameters * levels / constants.push_rate
@@ -121,7 +126,7 @@ def fits(model: Model, gpu: Gpu, trainers: int) -> bool:
 
 
 def splits(gpus: int, task: Task, model: Model, gpu: Gpu, constants: Constants) -> list[Split]:
-    """All divisions in steps of one node (one GPU below two nodes) in which the model fits."""
+    """All divisions in which the model fits. They differ by whole nodes, or by single GPUs if there are fewer than two nodes."""
     width = model.narrowest(gpu)
     unit = 1 if gpus < 2 * _NODE else _NODE
     found = []
@@ -137,7 +142,7 @@ def splits(gpus: int, task: Task, model: Model, gpu: Gpu, constants: Constants) 
 
 
 def best(found: list[Split], ahead: bool) -> Split | None:
-    """The division with the shortest step; the one with fewer trainers if two are equal."""
+    """The division with the shortest step. If two are equal, the one with fewer trainers."""
     return min(found, key=lambda split: split.step(ahead), default=None)
 
 
@@ -167,7 +172,7 @@ def main() -> None:
     words.add_argument("--completions", type=int, default=16, help="completions per prompt")
     words.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     words.add_argument("--tokens", type=int, default=4096, help="mean tokens of a completion")
-    words.add_argument("--longest", type=int, default=4, help="longest completion, in means")
+    words.add_argument("--longest", type=int, default=4, help="longest completion, divided by the mean")
     words.add_argument("--spread", type=float, default=0.6, help="standard deviation of the logarithm of the length")
     words.add_argument("--learning", type=float, default=0.4, help="share of the GPU's arithmetic in learning")
     words.add_argument("--no_recomputation", action="store_true", help="keep all activations")

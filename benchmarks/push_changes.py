@@ -1,11 +1,10 @@
-"""Bytes and seconds per push when only the changed elements are sent, and when all weights are sent. (docs/internals/sync.md)
+"""Measure bytes and seconds per push, if only changed elements are sent and if all weights are sent. (docs/internals/sync.md)
 
     make push-changes      (real vLLM server in bf16, SmolLM2-135M; about five minutes on two cores)
 
 Trains `recipes/arithmetic.yaml` with a server over gloo, at the recipe's learning rate and at 1e-6, without warm-up, so that the
 learning rate is the same in all steps. Every optimizer step is a real one, and every push is proven as in any run. The figures are
-those of the run's own metrics (`push/bytes`, `push/seconds`, `push/changed`). The pushes before the first optimizer step are left
-out.
+metrics of the run (`push/bytes`, `push/seconds`, `push/changed`). The pushes before the first optimizer step are left out.
 """
 
 from __future__ import annotations

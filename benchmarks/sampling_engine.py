@@ -1,7 +1,7 @@
-"""One engine in a process of its own. It samples a workload on request and reports how long this took.
+"""Runs one engine in a separate process. It samples a workload on request and reports how long this took.
 
-Started by `sampling.py`, which writes one line per round ([workload, number]) and reads one JSON line back. The engine is
-`VLLMInProcess` as a run starts it. The number of tokens that vLLM found in its prefix cache is read from vLLM's outputs.
+`sampling.py` starts it, writes one line per round ([workload, number]), and reads one JSON line back. The engine is `VLLMInProcess`
+as a run starts it. The number of tokens that vLLM found in its prefix cache is read from vLLM's outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-# The longest prompt and completion of the workloads, rounded up to whole blocks of every tried size.
+# Context length: the longest prompt and completion of the workloads, rounded up to whole blocks of every block size that is tried.
 _CONTEXT = 640
 
 
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
-    """An engine that holds the model's weights, as after a trainer's first push; and the seconds of its start without this push."""
+    """An engine after a first push of the model's weights, and the seconds that the engine took to start, without the push."""
     from lockstep.engines.vllm.in_process import VLLMInProcess
     from lockstep.models.policy import load_policy
     from lockstep.sync.push import push_weights
@@ -68,7 +68,7 @@ def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
 
 
 def requests(model: str, name: str, number: int) -> list[Any]:
-    """The requests of a step: the completions of a prompt follow each other, each with a seed of its own."""
+    """The requests of a step. The completions of a prompt follow each other, and each has its own seed."""
     from against_trl.workloads import prompts, workload
 
     from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling, request_seed
@@ -87,7 +87,7 @@ def one_round(engine: Any, asked: Sequence[Any]) -> dict[str, float]:
     """Answer requests from an empty prefix cache.
 
     Returns:
-        Wall time and processor time in seconds; sampled tokens; prompt tokens, and how many of them vLLM found in its cache.
+        Wall time and processor time in seconds, sampled tokens, prompt tokens, and how many of these vLLM found in its cache.
     """
     import lockstep.engines.vllm.in_process as inside
 

@@ -1,11 +1,11 @@
 """Run 64 concurrent rollouts of mixed lengths on a server for ten minutes.
 
-Measure its memory, and its throughput beside vLLM in process.
+It measures the server's memory, and compares its throughput with that of vLLM in process.
 
     make server-load      (real vLLM server, SmolLM2-135M; about thirteen minutes on two cores; ARGS="--minutes 2" for a quick look)
 
-Both get the same requests with the same seeds in the same order. Both decode at most 64 requests together, with the same threads.
-First vLLM runs in a process like a trainer's. Then the server runs, over HTTP, for as many rounds as fit into the minutes.
+Both get the same requests with the same seeds in the same order. Both decode at most 64 requests together, with the same number of
+threads. First vLLM runs in process, as in a trainer. Then the server answers over HTTP, for as many rounds as fit into the minutes.
 (docs/internals/server.md)
 """
 
@@ -44,7 +44,7 @@ def main() -> None:
     alone = in_a_process_of_its_own()
     served = on_a_server(asked.minutes)
     own = statistics.median(alone)
-    # The first round of each is slower, because every number of tokens in a step occurs for the first time.
+    # The first round of each is slower, because each number of tokens per decoding step occurs for the first time.
     rate = statistics.median(row["rate"] for row in served[1:])
     first, last = served[0]["bytes"], served[-1]["bytes"]
     print(f"in process {own:.0f} tokens/s; server {rate:.0f} tokens/s: {rate / own:.2f} of it")
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def requests(seed: int) -> list[Any]:
-    """The rollouts of a round. As in training there are several per prompt, with very different lengths."""
+    """The requests of a round. As in training, there are several per prompt, with very different lengths."""
     from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 
     draw = random.Random(seed)
@@ -70,7 +70,7 @@ def requests(seed: int) -> list[Any]:
 
 
 def fillers() -> list[Any]:
-    """Prompts that share no tokens with other prompts, with as many tokens as the cache holds."""
+    """Requests whose prompts have nothing in common. Together they fill the key-value cache."""
     from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 
     draw = random.Random(-1)
@@ -102,7 +102,7 @@ def in_process() -> list[float]:
 
 
 def in_a_process_of_its_own() -> list[float]:
-    """The figure of vLLM in process. It runs while no server runs, because two engines would slow each other down."""
+    """The rates of vLLM in a separate process. No server runs at the same time, because two engines would slow each other down."""
     found = subprocess.run([sys.executable, __file__, "--in_process"], stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(found.stdout.splitlines()[-1])
 

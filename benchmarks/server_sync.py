@@ -2,10 +2,10 @@
 
     make server-sync      (real vLLM server, SmolLM2-135M; about four minutes on two cores)
 
-One run measures in turn: a copy of the bytes into newly allocated memory and into memory that is already there, and a whole push
+Each round measures a copy of the bytes into newly allocated memory, a copy into memory that was allocated before, and a whole push
 through each transport, with digests, caches and version. After each push every module is probed, and the parity gap is measured
-on tokens that the server then samples. A probe or gap outside its limits ends the benchmark. Memory is the maximum that trainer
-and server held during a push, minus what they held before it.
+on tokens that the server then samples. If a probe or gap is outside its limits, the benchmark ends. Memory is the peak of trainer
+and server during a push, minus their memory before it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("--rounds", type=int, default=ROUNDS)
     words.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16"), help="the server's; the trainer has fp32"
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of the server; the trainer has fp32"
     )
     words.add_argument("--json", type=Path, default=Path("runs/bench/server_sync.json"))
     asked = words.parse_args()
@@ -58,7 +58,9 @@ def report(medians: dict[str, float]) -> None:
             print(f"{name:36s} {value:7.1f}")
         else:
             print(f"{name:36s} {value:7.3f} s   {value / medians[NEW]:6.2f} × {value / medians[OLD]:6.1f} ×")
-    print("(ratios: to a copy into newly allocated memory, and into memory already there)")
+    print(
+        "(the two ratios: to a copy into newly allocated memory, and to a copy into memory that was allocated before)"
+    )
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     print(f"(copied in this process, with GLIBC_TUNABLES={tunables!r}: huge pages only where that asks for them)")
     for name, limit in ASKED.items():
@@ -69,7 +71,7 @@ def report(medians: dict[str, float]) -> None:
 
 
 def measure(url: str, server: int, dtype: str, rounds: int) -> list[dict[str, float]]:
-    """The seconds of each part, by round, with the memory and the gap of each push."""
+    """The seconds of each part, and the memory and the gap of each push, one dict per round."""
     import torch
     from servers import MODEL, Peak
 

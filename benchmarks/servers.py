@@ -1,4 +1,4 @@
-"""A server for a benchmark, in processes of its own, and the memory that its processes use."""
+"""Starts a server for a benchmark in separate processes, and measures the memory of these processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _START_LIMIT = 300.0
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple[str, int]]:
-    """URL and supervisor's process id of a server for the 135M model; its key is in this process's environment."""
+    """A server for the 135M model: its URL and its supervisor's process id. Its key is in this process's environment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -35,12 +35,12 @@ def serving(*arguments: str) -> Iterator[tuple[str, int]]:
 
 
 def resident_bytes(pid: int) -> int:
-    """The proportional memory of a process and all its children: shared pages are counted once."""
+    """Resident memory of a process and all its children in bytes. Pages that they share are counted once."""
     return sum(_proportional(p) for p in [pid, *_below(pid)])
 
 
 class Peak:
-    """The maximum memory that a process has held since this object was made, minus what it held then (Linux)."""
+    """Peak memory of a process since this object was made, minus its memory at that moment (Linux)."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -52,7 +52,7 @@ class Peak:
 
 
 def engine_process(supervisor: int) -> int:
-    """The largest process of a server: the one that holds the model."""
+    """The process id of a server's largest process, which is the process with the model."""
     return max(_below(supervisor), key=lambda pid: _status_bytes(pid, "VmRSS"))
 
 

@@ -1,20 +1,20 @@
-"""Measure what it costs a trainer to wait: steps of workload 1, a wait, and steps again.
+"""Measure whether a training step is slower after the trainer has waited: steps of workload `short`, a wait, and steps again.
 
     make waiting                                        (ten minutes, on a quiet machine)
     make waiting ARGS="--wait 30 --memory kept"
 
-A trainer waits for slow rewards, evaluations and servers. While it waits, memory that it has freed may be taken by others: Linux
-under a hypervisor reports free memory to the host, which takes it away, and gives it back at the next touch. The command takes
-Lockstep's steps (`against_trl/play.py`) in one process, and beside each step prints:
+A trainer waits for slow rewards, evaluations and servers. During the wait it may lose memory that it has freed: under a hypervisor,
+Linux reports free memory to the host. The host takes this memory away, and gives it back when it is used again. The program takes
+Lockstep's steps (`against_trl/play.py`) in one process, and prints for each step:
 
     faults: pages that the kernel had to give to the process in this step
     resident, huge: memory of the process before the step, and the part of it in huge pages
-    reported: memory of the machine that Linux reported to its host as free since the step before (if it says so)
-    MHz: the clock of the first core, as the kernel gives it, after the step
+    reported: memory that Linux has reported to its host as free since the step before (if the system counts it)
+    MHz: the clock of the first core after the step, as the kernel reports it
 
-`--memory` names what the C library does with freed memory: `returned` (it goes back to Linux, the library's default; with huge
-pages) or `kept` (what `lockstep` commands ask for, `cli/process/malloc.py`). Each is a process of its own, one after the other.
-Writes `runs/bench/waiting.json`.
+`--memory` says what the C library does with freed memory: `returned` (it goes back to Linux, the library's default; with huge
+pages) or `kept` (the setting of `lockstep` commands, `cli/process/malloc.py`). Each setting runs in a separate process, one after
+the other. Writes `runs/bench/waiting.json`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def steps_of(memory: str, model: str, asked: argparse.Namespace, folder: Path) -
 
 
 def environment(memory: str) -> dict[str, str]:
-    """The environment of the process."""
+    """The environment of the process, for one setting of `--memory`."""
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     if memory == "returned":
         return {**given, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -103,13 +103,13 @@ def reported_bytes() -> int:
 
 
 def clock() -> float:
-    """MHz of the first core, as the kernel gives it; 0 if it does not."""
+    """MHz of the first core, as the kernel reports it; 0 if it does not report it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), 0.0)
 
 
 def line(memory: str, step: Step) -> str:
-    """A step as it is printed."""
+    """The printed line of a step."""
     before, after = step["memory"]["before"], step["memory"]["after"]
     phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in step["phases"].items() if seconds >= 0.05)
     return (
