@@ -52,26 +52,26 @@ def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--engine", default="transformers", choices=("transformers", "vllm"))
-    words.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", default="transformers", choices=("transformers", "vllm"))
+    parser.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of vLLM; the trainer has fp32"
     )
-    words.add_argument("--alarms", type=int, default=0)
-    words.add_argument(
+    parser.add_argument("--alarms", type=int, default=0)
+    parser.add_argument(
         "--vllms_kernel", action="store_true", help="measure only the adapter alone, with vLLM's own kernel for CPUs"
     )
-    words.add_argument("--rounds", type=int, default=ROUNDS)
-    asked = words.parse_args()
-    if asked.alarms:
-        count_alarms(getattr(torch, asked.dtype), asked.alarms)
-    elif asked.engine == "vllm":
-        if asked.vllms_kernel:
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    args = parser.parse_args()
+    if args.alarms:
+        count_alarms(getattr(torch, args.dtype), args.alarms)
+    elif args.engine == "vllm":
+        if args.vllms_kernel:
             from lockstep.engines.adapters import worker
 
             worker.use_cpu_kernel = lambda slots: None
-        for alone in (True,) if asked.vllms_kernel else (False, True):
-            measure_vllm(getattr(torch, asked.dtype), asked.rounds, alone=alone)
+        for alone in (True,) if args.vllms_kernel else (False, True):
+            measure_vllm(getattr(torch, args.dtype), args.rounds, alone=alone)
     else:
         measure_parts()
 

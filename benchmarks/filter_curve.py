@@ -35,31 +35,31 @@ _COLUMNS = {
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--regex", action="store_true", help="learn with a regular expression in place of top-p")
-    words.add_argument("--steps", type=int, default=60)
-    words.add_argument("--learning-rate", type=float, default=2e-3)
-    words.add_argument("--top-p", type=float, default=0.9)
-    words.add_argument("--correction", default="sequence_truncate", help="vllm_importance_sampling_mode of both runs")
-    asked = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--regex", action="store_true", help="learn with a regular expression in place of top-p")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--top-p", type=float, default=0.9)
+    parser.add_argument("--correction", default="sequence_truncate", help="vllm_importance_sampling_mode of both runs")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
 
         def run(name: str, **fields: Any) -> list[Mapping[str, float]]:
             print(f"\n{name}", flush=True)
-            own = {**GROUPS, "max_completion_length": TOKENS, "learning_rate": asked.learning_rate, **fields}
-            found = logs("GRPO", model, Path(folder) / name, asked.steps, own)
+            own = {**GROUPS, "max_completion_length": TOKENS, "learning_rate": args.learning_rate, **fields}
+            found = logs("GRPO", model, Path(folder) / name, args.steps, own)
             print_table(found)
             return found
 
-        if asked.regex:
+        if args.regex:
             run(f"with {REGEX}", vllm_structured_outputs_regex=REGEX)
             run("without the expression")
         else:
-            fields = {"top_p": asked.top_p, "vllm_importance_sampling_mode": asked.correction}
-            run(f"top_p {asked.top_p}, scored as sampled", **fields)
+            fields = {"top_p": args.top_p, "vllm_importance_sampling_mode": args.correction}
+            run(f"top_p {args.top_p}, scored as sampled", **fields)
             with whole_vocabulary():
-                run(f"top_p {asked.top_p}, scored against the whole vocabulary", **fields)
+                run(f"top_p {args.top_p}, scored against the whole vocabulary", **fields)
 
 
 @contextmanager

@@ -44,27 +44,27 @@ COMPLETIONS, CHUNK = 8, 512
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--rows", type=int, default=512, help="sampled tokens")
-    words.add_argument("--repeats", type=int, default=5)
-    words.add_argument("--entropy", action="store_true", help="compute a gradient of the entropy, too")
-    asked = words.parse_args()
-    model, sampled, start, hidden, logits = states(asked.rows)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=512, help="sampled tokens")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--entropy", action="store_true", help="compute a gradient of the entropy, too")
+    args = parser.parse_args()
+    model, sampled, start, hidden, logits = states(args.rows)
     head = model.get_output_embeddings()
     adopt_tree_attention(model)
-    print(f"{asked.rows} rows, head {tuple(head.weight.shape)}, {torch.get_num_threads()} threads")
+    print(f"{args.rows} rows, head {tuple(head.weight.shape)}, {torch.get_num_threads()} threads")
     for name, sampling in FILTERS.items():
         torch.manual_seed(0)
         kept, targets = sets(logits, sampling)
-        ways = among_kept(head, hidden, kept, asked.entropy), whole(head, hidden, targets, asked.entropy)
-        ours, theirs = fastest(ways, head, asked.repeats)
-        size = len(kept.ids) / asked.rows
+        ways = among_kept(head, hidden, kept, args.entropy), whole(head, hidden, targets, args.entropy)
+        ours, theirs = fastest(ways, head, args.repeats)
+        size = len(kept.ids) / args.rows
         print(
             f"{name}: {size:.0f} ids per token, {1e3 * ours:.0f} ms, whole head {1e3 * theirs:.0f} ms, {theirs / ours:.1f} times",
             flush=True,
         )
         both = learning(model, sampled, start, kept, targets), learning(model, sampled, start, None, targets)
-        ours, theirs = fastest(both, head, asked.repeats)
+        ours, theirs = fastest(both, head, args.repeats)
         print(
             f"    learning: {ours:.2f} s, over the whole vocabulary {theirs:.2f} s, ratio {ours / theirs:.2f}",
             flush=True,

@@ -98,7 +98,7 @@ PARTS = {
 }
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
@@ -108,24 +108,24 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--collect-wheels", action="store_true", help="download them into that folder, and stop")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    asked = parser.parse_args(words)
-    if asked.collect_wheels:
-        for wheel in collect(asked.wheels):
+    args = parser.parse_args(argv)
+    if args.collect_wheels:
+        for wheel in collect(args.wheels):
             print(f"{wheel.stat().st_size / 2**20:6.1f} MiB  {wheel.name}")
         return 0
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    if asked.part:
-        run_part(asked.part, asked.folder, rehearse=asked.rehearse)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.part:
+        run_part(args.part, args.folder, rehearse=args.rehearse)
         return 0
-    end = time.monotonic() + asked.seconds
+    end = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory() as site:
-        if list(asked.wheels.glob("*.whl")) and not asked.rehearse:
+        if list(args.wheels.glob("*.whl")) and not args.rehearse:
             try:
-                unpack(asked.wheels, Path(site))
+                unpack(args.wheels, Path(site))
             except subprocess.SubprocessError as error:
-                print(f"the wheels of {asked.wheels} do not fit this Python, so its own packages are used: {error}")
-        ended = [run_apart(name, asked.folder, site, end, rehearse=asked.rehearse) for name in asked.only]
-    print(f"\nwritten to {asked.folder}/gpu_day.md, gpu_day.json, rows.jsonl, log.txt")
+                print(f"the wheels of {args.wheels} do not fit this Python, so its own packages are used: {error}")
+        ended = [run_apart(name, args.folder, site, end, rehearse=args.rehearse) for name in args.only]
+    print(f"\nwritten to {args.folder}/gpu_day.md, gpu_day.json, rows.jsonl, log.txt")
     return 0 if all(ended) else 1
 
 
@@ -215,8 +215,17 @@ def unpack(folder: Path, site: Path) -> None:
     _pip("install", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(site), *wheels)
 
 
-def _pip(command: str, *words: str) -> None:
-    line = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", "--no-cache-dir", *words]
+def _pip(command: str, *arguments: str) -> None:
+    line = [
+        sys.executable,
+        "-m",
+        "pip",
+        command,
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-cache-dir",
+        *arguments,
+    ]
     subprocess.run(line, check=True, timeout=300)
 
 

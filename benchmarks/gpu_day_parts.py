@@ -102,7 +102,7 @@ def attention(sizes: Sizes) -> Iterator[Row]:
                 plan, mask = TreeAttention.of(ends, where, dtype), flex_attention.block_mask(ends, where)
                 ways: dict[str, Callable[..., torch.Tensor]] = {
                     # On a CPU the blocks compute in float32 (training/forward/attention/tree_attention.py).
-                    "blocks": lambda q, k, v, plan=plan: plan(*_computable(q, k, v), None).to(q.dtype),
+                    "blocks": lambda q, k, v, plan=plan: plan(*_in_computed_dtype(q, k, v), None).to(q.dtype),
                     "FlexAttention": lambda q, k, v, mask=mask: flex_attention._attend(q, k, v, mask, None),
                 }
                 for way, attend in ways.items():
@@ -136,7 +136,7 @@ def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: to
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask[None, None])
 
 
-def _computable(*parts: torch.Tensor) -> Sequence[torch.Tensor]:
+def _in_computed_dtype(*parts: torch.Tensor) -> Sequence[torch.Tensor]:
     return [part.float() for part in parts] if parts[0].device.type == "cpu" else parts
 
 
@@ -264,7 +264,7 @@ def learning(sizes: Sizes, tokens: int) -> Iterator[Row]:
         for program, player in (("lockstep", play.Lockstep), ("trl", play.TRL)):
             row = {"work": f"{work.completions} × {tokens:,}", "dtype": dtype, "way": program}
             with refusals(row, ImportError) as failed:
-                row |= _played(partial(player, work, model, dtype, rollouts, program), sizes.repeats)
+                row |= _measured_steps(partial(player, work, model, dtype, rollouts, program), sizes.repeats)
                 own = row["seconds"] if program == "lockstep" else own
                 row["÷ lockstep"] = None if own is None else row["seconds"] / own
             give_memory_back()
@@ -294,11 +294,11 @@ def _given_rollouts(model: str, work: Any, dtype: str) -> list[Any]:
     return found
 
 
-class _Enough(Exception):
+class _StopTraining(Exception):
     """Ends a trainer's loop."""
 
 
-def _played(start: Callable[[], Any], repeats: int) -> Row:
+def _measured_steps(start: Callable[[], Any], repeats: int) -> Row:
     """Run a program of `against_trl/play.py`. Returns medians over its steps after the first."""
     steps: list[Row] = []
 
@@ -312,13 +312,13 @@ def _played(start: Callable[[], Any], repeats: int) -> Row:
             if self.since is not None:
                 steps.append({"step": time.perf_counter() - self.since, "bytes": peak(), **player.take()})
             if len(steps) > repeats:
-                raise _Enough
+                raise _StopTraining
             player.take()
             forget()
             self.since = time.perf_counter()
 
     player = start()
-    with contextlib.suppress(_Enough):
+    with contextlib.suppress(_StopTraining):
         player.run(Gate())
     if close := getattr(player.trainer, "close", None):
         close()
@@ -370,8 +370,8 @@ def verify(sizes: Sizes) -> Iterator[Row]:
         model = save_model(sizes, Path(folder) / "model")
         for dtype in sizes.dtypes:
             table = Path(folder) / f"{dtype}.json"
-            words = ["--model", model, "--engine", "transformers", "--dtype", dtype, "--json", str(table)]
-            code = run([*words, "--vllm_max_model_length", "512"])
+            arguments = ["--model", model, "--engine", "transformers", "--dtype", dtype, "--json", str(table)]
+            code = run([*arguments, "--vllm_max_model_length", "512"])
             for found in json.loads(table.read_text())["rows"]:
                 yield {"dtype": dtype, **found}
             yield {"dtype": dtype, "proof": "exit code", "figure": code, "passed": code == 0}

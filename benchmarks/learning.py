@@ -53,17 +53,17 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
-    words.add_argument("--steps", type=int, default=STEPS)
-    words.add_argument("--runs", nargs="+", type=Path, help="draw the curves of these runs instead of training")
-    words.add_argument("--folder", type=Path, default=Path("runs/bench"))
-    asked = words.parse_args()
-    curves = {run.name: rewards_of(run) for run in asked.runs} if asked.runs else train(asked.methods, asked.steps)
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    name = "runs" if asked.runs else "learning"
-    (asked.folder / f"{name}.json").write_text(json.dumps(curves, indent=1) + "\n")
-    (asked.folder / f"{name}.svg").write_text(drawing(curves))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--runs", nargs="+", type=Path, help="draw the curves of these runs instead of training")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
+    args = parser.parse_args()
+    curves = {run.name: rewards_of(run) for run in args.runs} if args.runs else train(args.methods, args.steps)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    name = "runs" if args.runs else "learning"
+    (args.folder / f"{name}.json").write_text(json.dumps(curves, indent=1) + "\n")
+    (args.folder / f"{name}.svg").write_text(drawing(curves))
 
 
 def train(methods: Sequence[str], steps: int) -> dict[str, list[float]]:
@@ -96,8 +96,8 @@ def make_model(folder: Path) -> str:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate(["<end>", "<?>", *LETTERS])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<?>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    word_tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<?>"))
+    word_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 64,
@@ -115,7 +115,7 @@ def make_model(folder: Path) -> str:
         **sizes,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<?>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=word_tokenizer, eos_token="<end>", unk_token="<?>").save_pretrained(folder)
     return str(folder)
 
 

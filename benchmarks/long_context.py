@@ -43,19 +43,19 @@ COLOURS = {"one text": "#1f6feb", "branches": "#d29922"}
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--longest", type=int, default=LONGEST, help="tokens of the longest text")
-    words.add_argument("--point", nargs=3, metavar=("KIND", "SIZE", "TASK"), help=argparse.SUPPRESS)
-    asked = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of the longest text")
+    parser.add_argument("--point", nargs=3, metavar=("KIND", "SIZE", "TASK"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if asked.point:
-        kind, size, task = asked.point
+    if args.point:
+        kind, size, task = args.point
         print(json.dumps(compared(kind, int(size)) if task == "compare" else measured(kind, int(size))))
         return
-    sizes = [asked.longest >> k for k in reversed(range(SIZES))]
-    points = {kind: [in_a_process(kind, size, "measure") for size in sizes] for kind in KINDS}
+    sizes = [args.longest >> k for k in reversed(range(SIZES))]
+    points = {kind: [run_in_process(kind, size, "measure") for size in sizes] for kind in KINDS}
     found = {"cpu": cpu_name(), "points": points}
-    found["gradients"] = {kind: in_a_process(kind, sizes[-1], "compare")["distance"] for kind in KINDS}
+    found["gradients"] = {kind: run_in_process(kind, sizes[-1], "compare")["distance"] for kind in KINDS}
     folder = Path("runs/bench")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "long_context.json").write_text(json.dumps(found, indent=1))
@@ -63,7 +63,7 @@ def main() -> None:
     print(table(found))
 
 
-def in_a_process(kind: str, size: int, task: str) -> dict[str, Any]:
+def run_in_process(kind: str, size: int, task: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--point", kind, str(size), task]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(answer.splitlines()[-1])
@@ -197,9 +197,9 @@ def drawing(points: dict[str, list[dict[str, Any]]]) -> str:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in [(left, low), *dots])
             lines.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[kind]}" stroke-width="2"/>')
             lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{COLOURS[kind]}"/>' for x, y in dots]
-    for place, (kind, words) in enumerate(KINDS.items()):
+    for place, (kind, label) in enumerate(KINDS.items()):
         lines.append(f'<rect x="{50 + 260 * place}" y="276" width="9" height="9" fill="{COLOURS[kind]}"/>')
-        lines.append(f'<text x="{64 + 260 * place}" y="285">{words}</text>')
+        lines.append(f'<text x="{64 + 260 * place}" y="285">{label}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 

@@ -28,9 +28,9 @@ GPUS = {
     "h200": Gpu(compute=989e12, memory_rate=4.8e12, memory=141e9),
 }
 # Bytes per parameter of a trainer: weights, gradients and AdamW's moments in float32.
-_TRAINED = 16
+_STATE_BYTES = 16
 # Share of a GPU's memory for weights, gradients and moments. Activations need the rest.
-_ROOM = 0.6
+_STATE_SHARE = 0.6
 _NODE = 8
 
 
@@ -122,7 +122,7 @@ def push_seconds(model: Model, servers: Servers, constants: Constants) -> float:
 
 def fits(model: Model, gpu: Gpu, trainers: int) -> bool:
     """Whether sharded weights, gradients and moments fit into the trainers' memory."""
-    return _TRAINED * model.parameters <= trainers * gpu.memory * _ROOM
+    return _STATE_BYTES * model.parameters <= trainers * gpu.memory * _STATE_SHARE
 
 
 def splits(gpus: int, task: Task, model: Model, gpu: Gpu, constants: Constants) -> list[Split]:
@@ -164,32 +164,32 @@ HEAD = """| GPUs | generations | trainer GPUs | servers × GPUs | generate | lea
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--model", choices=MODELS, default="7b")
-    words.add_argument("--gpu", choices=GPUS, default="h100")
-    words.add_argument("--gpus", type=int, nargs="*", default=[8, 64, 512, 1024])
-    words.add_argument("--prompts", type=int, default=512, help="prompts per step")
-    words.add_argument("--completions", type=int, default=16, help="completions per prompt")
-    words.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    words.add_argument("--tokens", type=int, default=4096, help="mean tokens of a completion")
-    words.add_argument("--longest", type=int, default=4, help="longest completion, divided by the mean")
-    words.add_argument("--spread", type=float, default=0.6, help="standard deviation of the logarithm of the length")
-    words.add_argument("--learning", type=float, default=0.4, help="share of the GPU's arithmetic in learning")
-    words.add_argument("--no_recomputation", action="store_true", help="keep all activations")
-    words.add_argument("--push_rate", type=float, default=1e9, help="bytes per second into one server")
-    words.add_argument("--host", type=float, default=4e-6, help="seconds of host work per sampled token")
-    words.add_argument("--proofs", type=float, default=0.05, help="share of a step that proofs take")
-    asked = words.parse_args()
-    model, gpu = MODELS[asked.model], GPUS[asked.gpu]
-    lengths = Lengths(asked.tokens, asked.longest * asked.tokens, asked.spread)
-    constants = Constants(asked.learning, not asked.no_recomputation, asked.push_rate, asked.host, asked.proofs)
-    task = Task(asked.prompts, asked.completions, asked.prompt, lengths)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="7b")
+    parser.add_argument("--gpu", choices=GPUS, default="h100")
+    parser.add_argument("--gpus", type=int, nargs="*", default=[8, 64, 512, 1024])
+    parser.add_argument("--prompts", type=int, default=512, help="prompts per step")
+    parser.add_argument("--completions", type=int, default=16, help="completions per prompt")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=4096, help="mean tokens of a completion")
+    parser.add_argument("--longest", type=int, default=4, help="longest completion, divided by the mean")
+    parser.add_argument("--spread", type=float, default=0.6, help="standard deviation of the logarithm of the length")
+    parser.add_argument("--learning", type=float, default=0.4, help="share of the GPU's arithmetic in learning")
+    parser.add_argument("--no_recomputation", action="store_true", help="keep all activations")
+    parser.add_argument("--push_rate", type=float, default=1e9, help="bytes per second into one server")
+    parser.add_argument("--host", type=float, default=4e-6, help="seconds of host work per sampled token")
+    parser.add_argument("--proofs", type=float, default=0.05, help="share of a step that proofs take")
+    args = parser.parse_args()
+    model, gpu = MODELS[args.model], GPUS[args.gpu]
+    lengths = Lengths(args.tokens, args.longest * args.tokens, args.spread)
+    constants = Constants(args.learning, not args.no_recomputation, args.push_rate, args.host, args.proofs)
+    task = Task(args.prompts, args.completions, args.prompt, lengths)
     print(
-        f"{asked.model} on {asked.gpu}; {task.prompts} × {task.completions} completions of {asked.tokens:,} tokens in the mean, "
+        f"{args.model} on {args.gpu}; {task.prompts} × {task.completions} completions of {args.tokens:,} tokens in the mean, "
         f"{lengths.longest:,} at most\n"
     )
     print(HEAD)
-    for gpus in asked.gpus:
+    for gpus in args.gpus:
         found = splits(gpus, task, model, gpu, constants)
         for ahead in (False, True):
             print(row(gpus, task, best(found, ahead), ahead))

@@ -16,9 +16,9 @@ from statistics import NormalDist
 # launches and the scheduler. docs/internals/plan.md gives the sources.
 READING, COMPUTING, STEP = 0.6, 0.5, 0.005
 # Share of a server's memory for weights, keys and values. It is vLLM's default.
-_USED = 0.9
+_MEMORY_SHARE = 0.9
 # Largest number of sequences that one server decodes together.
-_TOGETHER = 1024
+_MAX_RUNNING = 1024
 _BYTES = 2
 
 
@@ -48,7 +48,7 @@ class Model:
     def narrowest(self, gpu: Gpu) -> int:
         """The number of GPUs of the smallest server: a power of two, so large that the weights take at most half of its memory."""
         width = 1
-        while _BYTES * self.parameters > _USED * width * gpu.memory / 2:
+        while _BYTES * self.parameters > _MEMORY_SHARE * width * gpu.memory / 2:
             width *= 2
         return width
 
@@ -114,23 +114,27 @@ def decoding_seconds(lengths: list[float], prompt: int, model: Model, gpu: Gpu, 
     Between the ends of two sequences, the number of running sequences is constant. The running sequences are in a heap, sorted by
     the step at which they end.
     """
-    room = (_USED * width * gpu.memory - _BYTES * model.parameters) / model.bytes_per_token
+    room = (_MEMORY_SHARE * width * gpu.memory - _BYTES * model.parameters) / model.bytes_per_token
     waiting = iter(lengths)
     running: list[tuple[float, float]] = []
-    held, now, seconds = 0.0, 0.0, 0.0
-    ahead = next(waiting, None)
-    while running or ahead is not None:
-        while ahead is not None and len(running) < _TOGETHER and (not running or held + prompt + ahead <= room):
-            heapq.heappush(running, (now + ahead, ahead))
-            held += prompt + ahead
-            ahead = next(waiting, None)
+    reserved, now, seconds = 0.0, 0.0, 0.0
+    next_length = next(waiting, None)
+    while running or next_length is not None:
+        while (
+            next_length is not None
+            and len(running) < _MAX_RUNNING
+            and (not running or reserved + prompt + next_length <= room)
+        ):
+            heapq.heappush(running, (now + next_length, next_length))
+            reserved += prompt + next_length
+            next_length = next(waiting, None)
         end = running[0][0]
         # On average a running sequence has its prompt and half of its completion.
-        seen = (held + prompt * len(running)) / 2
+        seen = (reserved + prompt * len(running)) / 2
         seconds += (end - now) * step_seconds(len(running), seen, model, gpu, width)
         now = end
         while running and running[0][0] <= now:
-            held -= prompt + heapq.heappop(running)[1]
+            reserved -= prompt + heapq.heappop(running)[1]
     return seconds
 
 

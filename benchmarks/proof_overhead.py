@@ -39,27 +39,29 @@ _LENGTH = 64
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--steps", type=int, default=40)
-    words.add_argument("--json", type=Path, default=Path("runs/bench/proof_overhead.json"))
-    words.add_argument("--filters", nargs="+", default=["none"], metavar="FIELD=VALUE", help="one run with each filter")
-    words.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/proof_overhead.json"))
+    parser.add_argument(
+        "--filters", nargs="+", default=["none"], metavar="FIELD=VALUE", help="one run with each filter"
+    )
+    parser.add_argument(
         "--tokens", nargs="+", type=int, default=[], help="sampled tokens per step; one run for each number"
     )
-    asked = words.parse_args()
+    args = parser.parse_args()
     found: dict[str, Any] = {}
-    runs = {f"filter {name}": ([] if name == "none" else [f"--{name}"], 0) for name in asked.filters}
-    if asked.tokens:
-        runs = {f"{tokens} tokens": (_of_open_text(tokens), tokens) for tokens in asked.tokens}
+    runs = {f"filter {name}": ([] if name == "none" else [f"--{name}"], 0) for name in args.filters}
+    if args.tokens:
+        runs = {f"{tokens} tokens": (_of_open_text(tokens), tokens) for tokens in args.tokens}
     for name, (fields, tokens) in runs.items():
         with tempfile.TemporaryDirectory() as folder:
-            rows = measure(asked.steps, folder, fields, tokens)
+            rows = measure(args.steps, folder, fields, tokens)
         figures = shares(rows[_WARM_UP:])
         print(f"{name}:")
         show(figures, rows[0])
         found[name.removeprefix("filter ")] = {"figures": figures, "steps": rows}
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps(found, indent=1) + "\n")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _of_open_text(tokens: int) -> list[str]:

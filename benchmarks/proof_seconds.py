@@ -59,7 +59,7 @@ class Seconds:
             self._spent.clear()
         return found
 
-    def _moves(self, proof: str, threads: int, time_now: float) -> None:
+    def _thread_moved(self, proof: str, threads: int, time_now: float) -> None:
         """Count a thread that enters (1) or leaves (-1) a proof."""
         with self._lock:
             inside, since = self._inside[proof]
@@ -75,8 +75,8 @@ class Seconds:
         self._open.blocks = blocks
         start = now()
         if blocks:
-            self._moves(blocks[-1][0], -1, start.wall)
-        self._moves(proof, 1, start.wall)
+            self._thread_moved(blocks[-1][0], -1, start.wall)
+        self._thread_moved(proof, 1, start.wall)
         blocks.append((proof, 0.0))
         try:
             yield
@@ -84,11 +84,11 @@ class Seconds:
             end = now()
             whole = end.cpu - start.cpu
             _, others = blocks.pop()
-            self._moves(proof, -1, end.wall)
+            self._thread_moved(proof, -1, end.wall)
             if blocks:
                 outer, spent = blocks[-1]
                 blocks[-1] = (outer, spent + whole)
-                self._moves(outer, 1, end.wall)
+                self._thread_moved(outer, 1, end.wall)
             with self._lock:
                 self._spent[proof] += Spent(0.0, whole - others)
 

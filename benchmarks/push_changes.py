@@ -25,10 +25,10 @@ RATES = (5e-6, 1e-6)
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--steps", type=int, default=STEPS)
-    words.add_argument("--json", type=Path, default=Path("runs/bench/push_changes.json"))
-    asked = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/push_changes.json"))
+    args = parser.parse_args()
     from servers import serving
 
     runs = {}
@@ -36,10 +36,10 @@ def main() -> None:
         for rate in RATES:
             for deltas in (True, False):
                 name = f"learning rate {rate:g}, {'changed elements' if deltas else 'all weights'}"
-                runs[name] = pushes(url, Path(folder) / str(len(runs)), rate, deltas, asked.steps)
+                runs[name] = pushes(url, Path(folder) / str(len(runs)), rate, deltas, args.steps)
                 report(name, runs[name])
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps(runs, indent=1) + "\n")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(runs, indent=1) + "\n")
 
 
 def pushes(url: str, folder: Path, rate: float, deltas: bool, steps: int) -> list[dict[str, float]]:

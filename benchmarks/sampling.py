@@ -80,20 +80,20 @@ PARTS = {
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
-    words.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that is not measured")
-    words.add_argument("--json", type=Path, default=Path("runs/bench/sampling.json"))
-    asked = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that is not measured")
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/sampling.json"))
+    args = parser.parse_args()
     found: dict[str, Any] = {"machine": machine(), "parts": {}}
     print(", ".join(f"{name} {value}" for name, value in found["machine"].items()), flush=True)
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
-        for name in asked.parts:
-            found["parts"][name] = measure(PARTS[name], model, asked.rounds, Path(folder) / name)
+        for name in args.parts:
+            found["parts"][name] = measure(PARTS[name], model, args.rounds, Path(folder) / name)
             show(name, found["parts"][name])
-            asked.json.write_text(json.dumps(found, indent=1) + "\n")
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:

@@ -29,7 +29,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def say(answer: dict[str, Any]) -> None:
+    def send(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     from lockstep.errors import InputError
@@ -37,12 +37,12 @@ def main() -> None:
     try:
         engine, seconds = started(model, setting)
     except InputError as error:
-        say({"refused": str(error)})
+        send({"refused": str(error)})
         return
-    say({"start_s": seconds})
+    send({"start_s": seconds})
     for line in sys.stdin:
         workload, number = json.loads(line)
-        say(one_round(engine, requests(model, workload, number)))
+        send(one_round(engine, requests(model, workload, number)))
     engine.close()
 
 
@@ -75,15 +75,15 @@ def requests(model: str, name: str, number: int) -> list[Any]:
     from lockstep.tokens.tokenizer import load_tokenizer
 
     work, tokenizer = workload(name), load_tokenizer(model)
-    asked = []
+    batch = []
     for row, text in enumerate(prompts(work, model)):
         ids = tuple(tokenizer(text)["input_ids"])
         for key in (RequestKey(str(row), sample) for sample in range(work.completions)):
-            asked.append(GenerationRequest(key, ids, Sampling(work.tokens), request_seed(number, 0, key)))
-    return asked
+            batch.append(GenerationRequest(key, ids, Sampling(work.tokens), request_seed(number, 0, key)))
+    return batch
 
 
-def one_round(engine: Any, asked: Sequence[Any]) -> dict[str, float]:
+def one_round(engine: Any, batch: Sequence[Any]) -> dict[str, float]:
     """Answer requests from an empty prefix cache.
 
     Returns:
@@ -103,13 +103,13 @@ def one_round(engine: Any, asked: Sequence[Any]) -> dict[str, float]:
     assert engine.reset_caches(), "vLLM did not empty its prefix cache"
     with patch.object(inside, "completion", counted):
         start, used = time.perf_counter(), time.process_time()
-        answers = engine.generate(asked)
+        answers = engine.generate(batch)
         seconds, used = time.perf_counter() - start, time.process_time() - used
     return {
         "seconds": seconds,
         "cpu_seconds": used,
         "sampled": sum(len(answer.token_ids) for answer in answers.values()),
-        "prompt": sum(len(request.prompt_ids) for request in asked),
+        "prompt": sum(len(request.prompt_ids) for request in batch),
         "cached": cached,
     }
 

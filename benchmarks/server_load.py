@@ -33,16 +33,16 @@ _FEWEST_ROUNDS = 2
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--minutes", type=float, default=10.0)
-    words.add_argument("--in_process", action="store_true", help=argparse.SUPPRESS)
-    words.add_argument("--json", type=Path, default=Path("runs/bench/server_load.json"))
-    asked = words.parse_args()
-    if asked.in_process:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--in_process", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/server_load.json"))
+    args = parser.parse_args()
+    if args.in_process:
         print(json.dumps(in_process()))
         return
-    alone = in_a_process_of_its_own()
-    served = on_a_server(asked.minutes)
+    alone = in_separate_process()
+    served = on_a_server(args.minutes)
     own = statistics.median(alone)
     # The first round of each is slower, because each number of tokens per decoding step occurs for the first time.
     rate = statistics.median(row["rate"] for row in served[1:])
@@ -51,8 +51,8 @@ def main() -> None:
     print(
         f"memory after the first round {first / 2**30:.3f} GiB, at the end {last / 2**30:.3f}: {last / first - 1:+.1%}"
     )
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps({"in_process": alone, "served": served}, indent=1) + "\n")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps({"in_process": alone, "served": served}, indent=1) + "\n")
 
 
 def requests(seed: int) -> list[Any]:
@@ -60,16 +60,16 @@ def requests(seed: int) -> list[Any]:
     from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 
     draw = random.Random(seed)
-    asked = []
+    batch = []
     for number in range(ROLLOUTS // 4):
         prompt = tuple(draw.randrange(100, 40_000) for _ in range(draw.randint(*PROMPTS)))
         for sample in range(4):
             key = RequestKey(f"r{seed}/{number}", sample)
-            asked.append(GenerationRequest(key, prompt, Sampling(draw.randint(*LENGTHS)), draw.getrandbits(60)))
-    return asked
+            batch.append(GenerationRequest(key, prompt, Sampling(draw.randint(*LENGTHS)), draw.getrandbits(60)))
+    return batch
 
 
-def fillers() -> list[Any]:
+def cache_filling_requests() -> list[Any]:
     """Requests whose prompts have nothing in common. Together they fill the key-value cache."""
     from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 
@@ -80,9 +80,9 @@ def fillers() -> list[Any]:
 
 def round_on(engine: Any, seed: int) -> float:
     """Sampled tokens per second of one round."""
-    asked = requests(seed)
+    batch = requests(seed)
     start = time.perf_counter()
-    answers = engine.generate(asked)
+    answers = engine.generate(batch)
     return sum(len(c.token_ids) for c in answers.values()) / (time.perf_counter() - start)
 
 
@@ -101,7 +101,7 @@ def in_process() -> list[float]:
     return [round_on(engine, seed) for seed in range(3)][1:]
 
 
-def in_a_process_of_its_own() -> list[float]:
+def in_separate_process() -> list[float]:
     """The rates of vLLM in a separate process. No server runs at the same time, because two engines would slow each other down."""
     found = subprocess.run([sys.executable, __file__, "--in_process"], stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(found.stdout.splitlines()[-1])
@@ -120,7 +120,7 @@ def on_a_server(minutes: float) -> list[dict[str, float]]:
         engine = connect(url).engine
         push_weights(load_policy(resolve_model(MODEL), None), engine, 0)
         # Use the whole key-value cache once; otherwise its first use would look like a leak.
-        engine.generate(fillers())
+        engine.generate(cache_filling_requests())
         rows: list[dict[str, float]] = []
         start = time.monotonic()
         while len(rows) < _FEWEST_ROUNDS or time.monotonic() - start < 60 * minutes:

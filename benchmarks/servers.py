@@ -27,7 +27,7 @@ def serving(*arguments: str) -> Iterator[tuple[str, int]]:
     command = [sys.executable, "-m", "lockstep.cli.main", "serve", MODEL, "--port", str(port), *arguments]
     supervisor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        _await_ready(supervisor)
+        _wait_until_ready(supervisor)
         yield f"http://127.0.0.1:{port}", supervisor.pid
     finally:
         supervisor.terminate()
@@ -36,7 +36,7 @@ def serving(*arguments: str) -> Iterator[tuple[str, int]]:
 
 def resident_bytes(pid: int) -> int:
     """Resident memory of a process and all its children in bytes. Pages that they share are counted once."""
-    return sum(_proportional(p) for p in [pid, *_below(pid)])
+    return sum(_proportional_bytes(p) for p in [pid, *_descendants(pid)])
 
 
 class Peak:
@@ -53,7 +53,7 @@ class Peak:
 
 def engine_process(supervisor: int) -> int:
     """The process id of a server's largest process, which is the process with the model."""
-    return max(_below(supervisor), key=lambda pid: _status_bytes(pid, "VmRSS"))
+    return max(_descendants(supervisor), key=lambda pid: _status_bytes(pid, "VmRSS"))
 
 
 def _status_bytes(pid: int, name: str) -> int:
@@ -63,7 +63,7 @@ def _status_bytes(pid: int, name: str) -> int:
     return 0
 
 
-def _await_ready(supervisor: subprocess.Popen[str]) -> None:
+def _wait_until_ready(supervisor: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + _START_LIMIT
     assert supervisor.stdout is not None
     for line in supervisor.stdout:
@@ -74,16 +74,16 @@ def _await_ready(supervisor: subprocess.Popen[str]) -> None:
     sys.exit("the server did not start")
 
 
-def _below(pid: int) -> list[int]:
+def _descendants(pid: int) -> list[int]:
     found = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
-                found += [int(child), *_below(int(child))]
+                found += [int(child), *_descendants(int(child))]
     return found
 
 
-def _proportional(pid: int) -> int:
+def _proportional_bytes(pid: int) -> int:
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

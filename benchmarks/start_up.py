@@ -32,16 +32,16 @@ Stage = dict[str, Any]
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--runs", type=int, default=3, help="measured runs, after one that is not measured")
-    words.add_argument("--json", type=Path, default=Path("runs/bench/start_up.json"))
-    words.add_argument("command", nargs="*", default=_WORDS, help="the training command, after --")
-    asked = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3, help="measured runs, after one that is not measured")
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/start_up.json"))
+    parser.add_argument("command", nargs="*", default=_WORDS, help="the training command, after --")
+    args = parser.parse_args()
     machine = {"name": cpu_name(), "cores": os.cpu_count()}
-    print(f"{machine['name']}, {machine['cores']} cores: lockstep {' '.join(asked.command)}", flush=True)
+    print(f"{machine['name']}, {machine['cores']} cores: lockstep {' '.join(args.command)}", flush=True)
     runs = []
-    for number in range(asked.runs + 1):
-        runs.append(stages(asked.command))
+    for number in range(args.runs + 1):
+        runs.append(stages(args.command))
         last = runs[-1][-1]
         kind = "" if number else " (not counted)"
         print(f"  run {number}{kind}: {last['at']:.2f} s, {last['cpu']:.2f} s of processors", flush=True)
@@ -49,8 +49,8 @@ def main() -> None:
         print(
             f"  {stage['at']:7.2f} s  {stage['seconds']:6.2f} s  {stage['cpu']:6.2f} s of processors  {stage['stage']}"
         )
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps({"machine": machine, "command": asked.command, "runs": runs}, indent=1) + "\n")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps({"machine": machine, "command": args.command, "runs": runs}, indent=1) + "\n")
 
 
 def stages(command: list[str]) -> list[Stage]:

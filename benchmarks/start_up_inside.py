@@ -27,13 +27,13 @@ def note(stage: str) -> None:
 
 
 # Packages that only a developer's environment has (`make dev`). Libraries would import them, and would take longer to start.
-_OF_DEVELOPERS = ("bitsandbytes", "triton", "liger_kernel")
+_DEVELOPERS_ONLY = ("bitsandbytes", "triton", "liger_kernel")
 
 
 def main() -> int:
     note("Python runs")
     # Python's import system reads None as "there is no such module".
-    sys.modules.update(dict.fromkeys(_OF_DEVELOPERS))  # type: ignore[arg-type]
+    sys.modules.update(dict.fromkeys(_DEVELOPERS_ONLY))  # type: ignore[arg-type]
     from lockstep.cli.main import main as command
     from lockstep.report.status import StatusLine
 
@@ -49,11 +49,11 @@ def main() -> int:
         note(f"after: {text}")
 
     StatusLine.begin, StatusLine.end = begun, ended  # type: ignore[method-assign]
-    sys.meta_path.insert(0, _Later())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _WrapAtImport())  # type: ignore[arg-type]
     return command()
 
 
-class _Later:
+class _WrapAtImport:
     """Wraps the engine when the command imports it, and not earlier, because the time of the import is measured too."""
 
     @staticmethod

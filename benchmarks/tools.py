@@ -62,42 +62,42 @@ Round = dict[str, Any]
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
-    words.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
         "--size", choices=SIZES, default="135m", help="the model: of the packaged model's shape, or tiny"
     )
-    words.add_argument("--rounds", type=int, default=3, help="measured rounds, after one that is not measured")
-    words.add_argument("--seconds", nargs="*", default=["0", "0.1"], help="part step: seconds that a call takes")
-    words.add_argument("--json", type=Path, default=Path("runs/bench/tools.json"))
-    asked = words.parse_args()
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one that is not measured")
+    parser.add_argument("--seconds", nargs="*", default=["0", "0.1"], help="part step: seconds that a call takes")
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/tools.json"))
+    args = parser.parse_args()
     found: dict[str, Any] = {
         "machine": {"name": cpu_name(), "cores": os.cpu_count()},
-        "size": asked.size,
+        "size": args.size,
         "floors": {"waits": MOST_FLOORS, "turns": LEAST_SHARE},
         "parts": {},
     }
-    print(f"{found['machine']['name']}, {os.cpu_count()} cores; model: {asked.size}", flush=True)
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{found['machine']['name']}, {os.cpu_count()} cores; model: {args.size}", flush=True)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        model = make_tool_model(Path(folder) / "model", asked.size)
-        for part in asked.parts:
+        model = make_tool_model(Path(folder) / "model", args.size)
+        for part in args.parts:
             if part == "step":
-                rounds = steps(model, asked.rounds, asked.seconds, Path(folder))
+                rounds = steps(model, args.rounds, args.seconds, Path(folder))
                 figures: Any = {seconds: step_figures(own) for seconds, own in rounds.items()}
             else:
                 with playing(model) as play:
-                    rounds = [rounds_of(part)(play, number) for number in range(asked.rounds + 1)][1:]
+                    rounds = [rounds_of(part)(play, number) for number in range(args.rounds + 1)][1:]
                 figures = figures_of(part)(rounds)
             found["parts"][part] = {"figures": figures, "rounds": rounds}
             print(json.dumps({part: figures}, indent=1), flush=True)
-            asked.json.write_text(json.dumps(found, indent=1) + "\n")
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 # ---- rollouts ---------------------------------------------------------------------------------------------------------
 
 
-class Desk:
+class ToolEnvironment:
     """The environment of a rollout. The rollout's seed decides how long each call takes."""
 
     longest = 0.0
@@ -148,7 +148,7 @@ class Play:
         self.engine = VLLMInProcess(model, dtype=dtype, max_model_len=CONTEXT, max_num_seqs=ROLLOUTS)
         push_weights(load_policy(model), self.engine, 0)
         self.calls = ToolCalls(60.0)
-        environments = Environments(Desk, self.calls)
+        environments = Environments(ToolEnvironment, self.calls)
         kinds = asyncio.run(environments.probe())
         self.extension = Extension(self.tokenizer, [self.tokenizer.eos_token_id], tools=list(kinds[None].schemas))
         self.program = ToolProgram({None: self.extension}, {}, self.calls, environments, CALLS, longest_token=40)
@@ -161,8 +161,8 @@ class Play:
     def single_starts(self, starts: Sequence[Any], inserted: int, number: int) -> list[Any]:
         """Starts of rollouts of one turn that sample as many tokens. Their prompts are longer by the ids that the tools insert."""
         line = self.tokenizer(LINE, add_special_tokens=False)["input_ids"]
-        words = self.tokenizer(RESULT * inserted, add_special_tokens=False)["input_ids"][: inserted - len(line)]
-        longer = [(s.prompt.source, [*s.prompt.ids.tolist(), *words, *line]) for s in starts]
+        result_ids = self.tokenizer(RESULT * inserted, add_special_tokens=False)["input_ids"][: inserted - len(line)]
+        longer = [(s.prompt.source, [*s.prompt.ids.tolist(), *result_ids, *line]) for s in starts]
         return self._starts(longer, number, SAMPLED)
 
     @staticmethod
@@ -185,7 +185,7 @@ class Play:
 
         # A training step never finds blocks of the generation before.
         assert self.engine.reset_caches(), "vLLM did not empty its prefix cache"
-        Desk.longest = longest or 0.0
+        ToolEnvironment.longest = longest or 0.0
         with Driver(self.engine, self.tokenizer, self.calls.settled) as driver:
             start, used = time.perf_counter(), time.process_time()
             found = driver.run(starts, single_turn if longest is None else self.program)

@@ -49,27 +49,27 @@ class Outcome:
 
 
 def main() -> int:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("families", nargs="*", help="default: all of tests/model_families.py")
-    words.add_argument("--alone", action="store_true", help="verify one family in this process, and print JSON")
-    words.add_argument("--json", type=Path, default=Path("runs/bench/families.json"))
-    asked = words.parse_args()
-    if asked.alone:
-        print(json.dumps(asdict(verified(*asked.families))))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", help="default: all of tests/model_families.py")
+    parser.add_argument("--alone", action="store_true", help="verify one family in this process, and print JSON")
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/families.json"))
+    args = parser.parse_args()
+    if args.alone:
+        print(json.dumps(asdict(verified(*args.families))))
         return 0
     from model_families import FAMILIES
 
     outcomes = []
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
     print("| family | vLLM runs | `lockstep verify` | largest gap, fp32 |\n|---|---|---|---|")
-    for name in asked.families or FAMILIES:
-        outcomes.append(in_a_process(name))
+    for name in args.families or FAMILIES:
+        outcomes.append(run_in_process(name))
         print(row(outcomes[-1]), flush=True)
-        asked.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+        args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
     return int(any(outcome.result in (FAILED, DIED) for outcome in outcomes))
 
 
-def in_a_process(name: str) -> Outcome:
+def run_in_process(name: str) -> Outcome:
     """Verify a family in a separate process."""
     command = [sys.executable, __file__, "--alone", name]
     try:
@@ -94,8 +94,8 @@ def verified(name: str) -> Outcome:
         model, report, written = save_family(name, Path(folder) / "model"), Path(folder) / "rows.json", StringIO()
         with redirect_stderr(written):
             # The length limit is given, because Bloom's config has none.
-            words = ["--engine", "vllm", "--dtype", "float32", "--vllm_max_model_length", str(CONTEXT)]
-            code = lockstep(["verify", "--model", model, *words, "--json", str(report)])
+            arguments = ["--engine", "vllm", "--dtype", "float32", "--vllm_max_model_length", str(CONTEXT)]
+            code = lockstep(["verify", "--model", model, *arguments, "--json", str(report)])
         rows = json.loads(report.read_text())["rows"] if report.is_file() else []
         implementation = _implementation(model)
     if code == 2:

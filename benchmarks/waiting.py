@@ -43,26 +43,26 @@ Step = dict[str, Any]
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--steps", type=int, default=4, help="measured steps before each wait and after the last one")
-    words.add_argument("--wait", type=float, default=100.0, help="seconds of each wait")
-    words.add_argument("--waits", type=int, default=2)
-    words.add_argument("--memory", nargs="*", choices=MEMORY, default=list(MEMORY))
-    words.add_argument("--json", type=Path, default=Path("runs/bench/waiting.json"))
-    asked = words.parse_args()
-    found: dict[str, Any] = {"machine": {"name": cpu_name(), "cores": os.cpu_count()}, "wait_s": asked.wait}
-    print(f"{cpu_name()}, {os.cpu_count()} cores; waits of {asked.wait:.0f} s", flush=True)
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4, help="measured steps before each wait and after the last one")
+    parser.add_argument("--wait", type=float, default=100.0, help="seconds of each wait")
+    parser.add_argument("--waits", type=int, default=2)
+    parser.add_argument("--memory", nargs="*", choices=MEMORY, default=list(MEMORY))
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/waiting.json"))
+    args = parser.parse_args()
+    found: dict[str, Any] = {"machine": {"name": cpu_name(), "cores": os.cpu_count()}, "wait_s": args.wait}
+    print(f"{cpu_name()}, {os.cpu_count()} cores; waits of {args.wait:.0f} s", flush=True)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
-        for memory in asked.memory:
-            steps = steps_of(memory, model, asked, Path(folder))
+        for memory in args.memory:
+            steps = steps_of(memory, model, args, Path(folder))
             found[memory] = {"figures": figures(steps), "steps": steps}
             print(json.dumps({memory: found[memory]["figures"]}), flush=True)
-            asked.json.write_text(json.dumps(found, indent=1) + "\n")
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def steps_of(memory: str, model: str, asked: argparse.Namespace, folder: Path) -> list[Step]:
+def steps_of(memory: str, model: str, args: argparse.Namespace, folder: Path) -> list[Step]:
     """The steps of one process; the first one is left out."""
     own = folder / memory
     own.mkdir()
@@ -73,10 +73,10 @@ def steps_of(memory: str, model: str, asked: argparse.Namespace, folder: Path) -
     try:
         player.ask("step")
         reported = reported_bytes()
-        for waited in range(asked.waits + 1):
+        for waited in range(args.waits + 1):
             if waited:
-                time.sleep(asked.wait)
-            for place in range(asked.steps):
+                time.sleep(args.wait)
+            for place in range(args.steps):
                 gone = reported_bytes()
                 step = {**player.ask("step"), "after_wait": bool(waited) and place == 0}
                 step |= {"reported": gone - reported, "mhz": clock()}
