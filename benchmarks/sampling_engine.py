@@ -94,10 +94,10 @@ def one_round(engine: Any, batch: Sequence[Any]) -> dict[str, float]:
     cached = 0
     completion = inside.completion
 
-    def counted(key: Any, output: Any) -> Any:
+    def counted(key: Any, output: Any, **settings: Any) -> Any:
         nonlocal cached
         cached += output.num_cached_tokens
-        return completion(key, output)
+        return completion(key, output, **settings)
 
     # Remove the blocks of the previous round; a training step never finds such blocks.
     assert engine.reset_caches(), "vLLM did not empty its prefix cache"
