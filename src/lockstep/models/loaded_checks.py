@@ -34,8 +34,8 @@ def refuse_incomplete(what: str, report: Mapping[str, Any], *, unused: tuple[str
     unexpected = sorted(name for name in report["unexpected_keys"] if not any(map(name.startswith, unused)))
     problems = [
         ("lack", sorted(report["missing_keys"]), ", which would be random numbers"),
-        ("hold another shape than the config says of", mismatched, ", which would be random numbers"),
-        ("hold", unexpected, " for no layer of the model"),
+        ("have another shape than the config requires for", mismatched, ", which would be random numbers"),
+        ("have", unexpected, ", which no layer of the model uses"),
     ]
     summary = "; they ".join(f"{verb} {listed(names)}{why}" for verb, names, why in problems if names)
     if summary:

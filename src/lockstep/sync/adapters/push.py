@@ -100,9 +100,10 @@ class AdapterPusher:
 
     def _check_base(self, manifest: Manifest) -> None:
         if (digest := self.receiver.base_digest()) != manifest.digest:
+            held = f"base weights with the digest {digest}" if digest else "no complete base weights"
             raise ProofError(
                 "digest",
-                f"the engine reports the base weights {digest or 'of no finished push'} instead of {manifest.digest}",
+                f"the engine holds {held} instead of the base weights with the digest {manifest.digest}",
                 "in the meantime another trainer has pushed weights to this server",
                 "give each run a server of its own, or let all of them train adapters of the same base (vllm_enable_lora)",
             )

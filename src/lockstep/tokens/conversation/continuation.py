@@ -159,7 +159,7 @@ class Continuation:
         raise ProofError(
             "template",
             f"the ids after a turn are {found_text!r:.200}, and the chat template ends this conversation with {wanted_text!r:.200}",
-            "what closes the turn is missing or doubled, or the inserted messages are those of another rollout",
+            "the token that closes the turn is missing or doubled, or the inserted messages are those of another rollout",
             "this is a defect of Lockstep: report it with this message and the name of the model"
             if self.renderer is None
             else f"leave renderer={self.renderer.family!r} out: its ids are not those of this chat template",

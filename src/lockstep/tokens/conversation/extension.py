@@ -114,11 +114,11 @@ class Extension:
         Args:
             picture: any picture that was processed for the model.
         """
-        said: list[Message] = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "now"}]
+        messages: list[Message] = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "now"}]
         call = ToolCall("look", {}, "123456789")
         for shown in (self.result(call, [picture_part(picture)]), {"role": "user", "content": [picture_part(picture)]}):
             try:
-                self.prompt([*said, shown])
+                self.prompt([*messages, shown])
             except InputError as error:
                 return f"the chat template shows no images in messages of the role {shown['role']!r}: {error}"
         return None

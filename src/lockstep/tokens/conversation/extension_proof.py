@@ -61,12 +61,12 @@ def drawn(continuation: Continuation, case: str) -> Iterator[tuple[list[Message]
     """Random conversations of a case: the messages before a turn, the turn, and the messages that follow it."""
     conventions, draw = continuation.reader.conventions, random.Random(case)
     for _ in range(_DRAWS):
-        asked, said, thought, result = ("".join(draw.choices(_PIECES, k=draw.randint(0, 6))) for _ in range(4))
+        question, answer, thought, result = ("".join(draw.choices(_PIECES, k=draw.randint(0, 6))) for _ in range(4))
         calls = [
             made_up_call(conventions, "look_up", {"city": f"P{n} é日本", "count": n}, n)
             for n in range(1 + ("two" in case))
         ]
-        last: Message = {"role": "assistant", "content": f"w{said}n"}
+        last: Message = {"role": "assistant", "content": f"w{answer}n"}
         if conventions.thinking_field is not None and ("thinking" in case or conventions.thinks_first):
             last[conventions.thinking_field] = f"n{thought}t"
         if "call" in case:
@@ -74,7 +74,7 @@ def drawn(continuation: Continuation, case: str) -> Iterator[tuple[list[Message]
             last["tool_calls"] = [tool_call_field(conventions, call) for call in calls]
         results = [continuation.reader.result(call, result) for call in calls]
         yield (
-            [{"role": "user", "content": f"q{asked}"}],
+            [{"role": "user", "content": f"q{question}"}],
             last,
             results if "result" in case else [{"role": "user", "content": result}],
         )

@@ -159,10 +159,10 @@ class TurnReader:
         outside = marked(self._template, ids[read.outside])
         return _Parts(content, whole.reasoning, outside.plain(outside.text), list(read.calls), list(read.errors))
 
-    def _message(self, content: str, reasoning: str | None, calls: tuple[ToolCall, ...], said: str) -> Message:
+    def _message(self, content: str, reasoning: str | None, calls: tuple[ToolCall, ...], whole_text: str) -> Message:
         conventions = self.conventions
         if calls and not conventions.shows_calls:
-            return {"role": "assistant", "content": said}
+            return {"role": "assistant", "content": whole_text}
         message: Message = {"role": "assistant", "content": content}
         if reasoning is not None and conventions.thinking_field is not None:
             message[conventions.thinking_field] = reasoning
@@ -239,7 +239,7 @@ def _json(value: Any) -> str:
 def _conventions(template: Template, ends: frozenset[int], named: str | None) -> Conventions:
     asked: list[Message] = [{"role": "user", "content": _ASKED}]
     before = template.text(asked)
-    plain = template.finished([*asked, _says()])
+    plain = template.finished([*asked, _assistant_message()])
     if _ASKED not in before or _SAID not in plain:
         raise InputError(
             "the chat template does not show the text of a message: it may need messages of another form (lists of parts). "
@@ -263,12 +263,12 @@ def _conventions(template: Template, ends: frozenset[int], named: str | None) ->
         error_role="user",
     )
     conventions = _with_calls(template, ends, conventions, asked)
-    if _shown(template, [*asked, _says(), {"role": "tool", "content": _RESULT}], _SAID, _RESULT):
+    if _shown(template, [*asked, _assistant_message(), {"role": "tool", "content": _RESULT}], _SAID, _RESULT):
         conventions = replace(conventions, error_role="tool")
     return conventions
 
 
-def _says(**more: Any) -> Message:
+def _assistant_message(**more: Any) -> Message:
     return {"role": "assistant", "content": _SAID, **more}
 
 
@@ -285,7 +285,7 @@ def _thinking(
     template: Template, asked: list[Message], before: str, content_mark: str
 ) -> tuple[str | None, tuple[str, str]]:
     for name in _THINKING_FIELDS:
-        text = _shown(template, [*asked, _says(**{name: _THOUGHT})], _THOUGHT, _SAID)
+        text = _shown(template, [*asked, _assistant_message(**{name: _THOUGHT})], _THOUGHT, _SAID)
         if text is None:
             continue
         common = shared_start(before, text)
@@ -316,7 +316,9 @@ def _with_calls(
         if trial.tool_format is None:
             trial = replace(trial, tool_format=_format(template, ends, trial, asked, called))
         return trial
-    if _shown(template, [*asked, _says(), {"role": "tool", "name": _NAME, "content": _RESULT}], _SAID, _RESULT):
+    if _shown(
+        template, [*asked, _assistant_message(), {"role": "tool", "name": _NAME, "content": _RESULT}], _SAID, _RESULT
+    ):
         return replace(conventions, result_role="tool")
     return conventions
 
