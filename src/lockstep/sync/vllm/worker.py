@@ -54,7 +54,7 @@ class LockstepWorker:
         }
 
     def lockstep_update(self) -> dict[str, bool]:
-        """Whether a weight update is open. A new trainer calls this first: an open update was left by an earlier trainer."""
+        """Whether a weight update is open. If the calling trainer has not begun it, an earlier trainer left it open."""
         return {"open": self._weight_update_active}
 
     def lockstep_modules(self, checkpoint_names: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class LockstepWorker:
         return recorded_digests(self, json.loads(digests))
 
     def lockstep_encoded(self) -> dict[str, bool]:
-        """Whether the worker keeps encoded pictures. They were encoded with the weights of that time."""
+        """Whether the worker keeps pictures that were encoded with earlier weights."""
         from lockstep.engines.vllm.pictures import holds_no_pictures
 
         return {"holding": not holds_no_pictures(self)}
