@@ -50,7 +50,7 @@ _LFM = "look_up(city='Paris', count=3)"
 WRITTEN = {
     "hermes": Written("qwen3", _HERMES, f"{_HERMES}\n{_HERMES}", _HERMES.replace("3}}", "3}"), "is not valid JSON"),
     "qwen3_xml": Written(
-        "qwen3.5, thinking off", _XML, _XML + _XML, _XML.replace("</parameter>", ""), "is no argument"
+        "qwen3.5, thinking off", _XML, _XML + _XML, _XML.replace("</parameter>", ""), "is not an argument"
     ),
     "glm": Written("glm-4.5", _GLM, _GLM + _GLM, _GLM.replace("</arg_value>", ""), "does not end after its arguments"),
     "mistral": Written(
