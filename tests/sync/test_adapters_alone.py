@@ -282,7 +282,9 @@ def test_an_adapter_that_is_held_otherwise_than_it_was_sent_is_named() -> None:
     check_held(manifest, LoadedWeights(manifest.tensors, ()))
     first, *others = manifest.tensors
     for wrong in (first._replace(digest="0"), first._replace(shape=(8, 64)), first._replace(name="model.other")):
-        with pytest.raises(ProofError, match=r"proof 'adapter' failed: at version 3 the engine computes with other .* for 1 of 28"):
+        with pytest.raises(
+            ProofError, match=r"proof 'adapter' failed: at version 3 the engine computes with other .* for 1 of 28"
+        ):
             check_held(manifest, LoadedWeights((wrong, *others), ()))
         elsewhere = LoadedWeights(manifest.tensors, (), others=(LoadedWeights((wrong, *others), (), "http://b"),))
         with pytest.raises(ProofError, match="at http://b"):
