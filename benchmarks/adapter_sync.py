@@ -1,12 +1,11 @@
-"""Compare the ways of a LoRA adapter to the engine: packaged model, rank 16 on every linear layer. (docs/guides/lora.md)
+"""Compare the two ways to send a LoRA adapter to the engine: packaged model, rank 16 on every linear layer. (docs/guides/lora.md)
 
     python benchmarks/adapter_sync.py                    (transformers engine: the parts of a merged push, in fp32)
-    python benchmarks/adapter_sync.py --engine vllm      (merged weights against the adapter alone in vLLM's LoRA)
-    python benchmarks/adapter_sync.py --alarms 100       (so many clean pushes of the adapter alone, with every proof)
+    python benchmarks/adapter_sync.py --engine vllm      (merged weights, compared with the adapter alone in vLLM's LoRA)
+    python benchmarks/adapter_sync.py --alarms 100       (100 pushes of the adapter alone without a fault, with every proof)
 
 The first form prints the seconds of each part of a push, with and without an adapter. The second form prints, for both ways, the
-bytes and seconds of a push with its proofs, and the sampled tokens per second. All seconds are medians of five
-rounds.
+bytes and seconds of a push with its proofs, and the sampled tokens per second. All seconds are medians of five rounds.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ SEQUENCES, PROMPT, NEW = 32, 64, 32
 
 
 def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Median of a few runs."""
+    """Median of the seconds that `work` takes."""
     taken = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -53,26 +52,26 @@ def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> float:
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--engine", default="transformers", choices=("transformers", "vllm"))
-    words.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16"), help="vLLM's; the trainer has fp32"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", default="transformers", choices=("transformers", "vllm"))
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of vLLM; the trainer has fp32"
     )
-    words.add_argument("--alarms", type=int, default=0)
-    words.add_argument(
-        "--vllms_kernel", action="store_true", help="the adapter alone by vLLM's own kernel for CPUs, no merged weights"
+    parser.add_argument("--alarms", type=int, default=0)
+    parser.add_argument(
+        "--vllms_kernel", action="store_true", help="measure only the adapter alone, with vLLM's own kernel for CPUs"
     )
-    words.add_argument("--rounds", type=int, default=ROUNDS)
-    asked = words.parse_args()
-    if asked.alarms:
-        count_alarms(getattr(torch, asked.dtype), asked.alarms)
-    elif asked.engine == "vllm":
-        if asked.vllms_kernel:
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    args = parser.parse_args()
+    if args.alarms:
+        count_alarms(getattr(torch, args.dtype), args.alarms)
+    elif args.engine == "vllm":
+        if args.vllms_kernel:
             from lockstep.engines.adapters import worker
 
             worker.use_cpu_kernel = lambda slots: None
-        for alone in (True,) if asked.vllms_kernel else (False, True):
-            measure_vllm(getattr(torch, asked.dtype), asked.rounds, alone=alone)
+        for alone in (True,) if args.vllms_kernel else (False, True):
+            measure_vllm(getattr(torch, args.dtype), args.rounds, alone=alone)
     else:
         measure_parts()
 
@@ -101,7 +100,7 @@ def measure_parts() -> None:
 
 
 def measure_vllm(dtype: torch.dtype, rounds: int, *, alone: bool) -> None:
-    """One way: pushes with their proofs, then sampling."""
+    """Measure one way: pushes with their proofs, then sampling."""
     path = resolve_model(MODEL)
     model = adapted(path)
     engine = VLLMInProcess(
@@ -139,7 +138,7 @@ def measure_vllm(dtype: torch.dtype, rounds: int, *, alone: bool) -> None:
 
 
 def count_alarms(dtype: torch.dtype, pushes: int) -> None:
-    """Clean pushes of an adapter that grows from almost nothing. A proof that fails ends the benchmark."""
+    """Push an adapter that grows from almost nothing, without a fault. If a proof fails, the benchmark ends."""
     path = resolve_model(MODEL)
     model = adapted(path)
     engine = VLLMInProcess(path, dtype=dtype, max_model_len=256, engine_kwargs=adapter_arguments(*adapter_shape(model)))
@@ -176,7 +175,7 @@ def tokens_per_second(engine: Engine, rounds: int) -> float:
     def sample() -> None:
         number = next(numbers)
         sampling = Sampling(NEW, min_tokens=NEW)
-        # Other ids in each round, so that the cache holds none of them.
+        # The ids are different in each round, so that the prefix cache has none of them.
         engine.generate(
             [
                 GenerationRequest(RequestKey(f"{number}-{i}", 0), [number + 10, *ids[1:]], sampling, i)

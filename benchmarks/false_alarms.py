@@ -1,11 +1,11 @@
-"""Count false alarms: how often a proof stops a clean sync of the real model, or a clean training step, with every proof on.
+"""Count false alarms: how often a proof stops a sync or a training step that has no fault ("clean"), with every proof on.
 
     make false-alarms       (500 syncs of the 135M model, 500 steps of a tiny model, real vLLM; 15 minutes on two cores)
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --step-models qwen2 qwen3 llama"
     make false-alarms ARGS="--dtype bfloat16 --syncs 0 --steps 40 --step-models smollm2-135m-instruct"
     make false-alarms ARGS="--syncs 0 --steps 40 --engine transformers"
     make false-alarms ARGS="--syncs 0 --filters top_p=0.95 top_k=50 min_p=0.01"
-    make false-alarms ARGS="--steps 0 --minutes 20 --seed 1"    (a part of a long run: other seeds are other syncs and other steps)
+    make false-alarms ARGS="--steps 0 --minutes 20 --seed 1"    (a part of a long run: each seed gives other syncs and steps)
 
 Before each sync every weight changes by 1e-3 of its size. After the sync all modules are probed and the canary is scored. A
 `GRPOTrainer` takes the steps, with a tiny model of the tests (given by its kind) or a real model (given by its name). The
@@ -32,59 +32,57 @@ import torch
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# The module that makes the tiny model is in tests/.
+# The module `tiny`, which makes the tiny models, is in tests/.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--syncs", type=int, default=500)
-    words.add_argument("--steps", type=int, default=500)
-    words.add_argument("--model", default="smollm2-135m-instruct")
-    words.add_argument("--step-models", nargs="+", default=["llama"])
-    words.add_argument("--fault", type=float, default=1.5)
-    words.add_argument("--filters", nargs="+", default=[], metavar="FIELD=NUMBER", help="such as top_p=0.95")
-    words.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    words.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--syncs", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--step-models", nargs="+", default=["llama"])
+    parser.add_argument("--fault", type=float, default=1.5)
+    parser.add_argument("--filters", nargs="+", default=[], metavar="FIELD=NUMBER", help="such as top_p=0.95")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument(
         "--seed", type=int, default=0, help="draws the changes of the weights, and what the steps sample"
     )
-    words.add_argument(
-        "--minutes", type=float, help="the syncs, and the steps of each model, end after so many minutes"
-    )
-    words.add_argument("--engine", default="vllm", choices=["vllm", "transformers"], help="the engine of the steps")
-    words.add_argument("--json", type=Path, default=Path("runs/bench/false_alarms.json"))
-    asked = words.parse_args()
+    parser.add_argument("--minutes", type=float, help="time limit for the syncs, and for the steps of each model")
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "transformers"], help="the engine of the steps")
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/false_alarms.json"))
+    args = parser.parse_args()
     from lockstep.cli.process.quiet import quiet_libraries
 
     quiet_libraries()
     found: dict[str, Any] = {}
-    if asked.syncs:
-        found["syncs"] = clean_syncs(asked.model, asked.syncs, asked.dtype, asked.seed, _deadline(asked.minutes))
-    if asked.steps:
+    if args.syncs:
+        found["syncs"] = clean_syncs(args.model, args.syncs, args.dtype, args.seed, _deadline(args.minutes))
+    if args.steps:
         found["steps"] = {
             model: clean_steps(
                 model,
-                asked.steps,
-                asked.dtype,
-                asked.fault,
-                _fields(asked.filters),
-                asked.engine,
-                asked.seed,
-                _deadline(asked.minutes),
+                args.steps,
+                args.dtype,
+                args.fault,
+                _fields(args.filters),
+                args.engine,
+                args.seed,
+                _deadline(args.minutes),
             )
-            for model in asked.step_models
+            for model in args.step_models
         }
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps({"dtype": asked.dtype, "seed": asked.seed, **found}, indent=1) + "\n")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps({"dtype": args.dtype, "seed": args.seed, **found}, indent=1) + "\n")
 
 
 def _deadline(minutes: float | None) -> float:
-    """The time of the monotonic clock after so many minutes; None: never."""
+    """The time of the monotonic clock after `minutes`; infinite if there is no limit."""
     return math.inf if minutes is None else time.monotonic() + 60 * minutes
 
 
-def clean_syncs(model: str, most: int, dtype: str, seed: int, deadline: float) -> dict[str, float]:
-    """Push changed weights, until the deadline at most. After each push, probe every module and score the canary."""
+def clean_syncs(model: str, max_syncs: int, dtype: str, seed: int, deadline: float) -> dict[str, float]:
+    """Push changed weights `max_syncs` times, or until the deadline. After each push, probe every module and score the canary."""
     from lockstep.errors import ProofError
     from lockstep.parity.canary import score_canary
     from lockstep.parity.gap import over_limits
@@ -98,8 +96,8 @@ def clean_syncs(model: str, most: int, dtype: str, seed: int, deadline: float) -
         open_stage(model, stage_config(folder, bf16=dtype == "bfloat16")) as stage,
     ):
         proofs, context = stage.trainer.proofs, stage.engine.settings().max_model_len
-        while count < most and time.monotonic() < deadline:
-            _nudge(stage.model, noise, count)
+        while count < max_syncs and time.monotonic() < deadline:
+            _change_weights(stage.model, noise, count)
             count += 1
             try:
                 probed = stage.push(every_module=True)
@@ -111,18 +109,18 @@ def clean_syncs(model: str, most: int, dtype: str, seed: int, deadline: float) -
             figures = (probed.worst[1], gap.mean_abs, gap.max_abs, gap.k3)
             alarms += bool(over_limits(gap, proofs.limit))
             worst = {name: max(old, new) for (name, old), new in zip(worst.items(), figures, strict=True)}
-            _progress("syncs", count, most)
+            _progress("syncs", count, max_syncs)
         largest = proofs.limit.largest(gap.tokens)
         limits = (probe_limit(proofs.engine_dtype), proofs.limit.mean, largest, proofs.limit.k3)
     print(
-        f"{count} clean syncs of {model}, {dtype}: {alarms} alarms; largest figures: {_against(worst, limits)}",
+        f"{count} clean syncs of {model}, {dtype}: {alarms} alarms; largest figures: {_beside_limits(worst, limits)}",
         flush=True,
     )
     return {"count": count, "alarms": alarms, **worst}
 
 
-def _nudge(model: torch.nn.Module, noise: torch.Tensor, turn: int) -> None:
-    """Change every weight by 1e-3 of its tensor's mean size. This is cheaper than fresh noise, and no two changes are equal."""
+def _change_weights(model: torch.nn.Module, noise: torch.Tensor, turn: int) -> None:
+    """Change every weight by 1e-3 of its tensor's mean size. The noise is shifted each time, which is cheaper than new noise."""
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             shifted = noise.roll(7919 * turn + 104729 * i).repeat(-(-p.numel() // len(noise)))
@@ -136,7 +134,7 @@ def _fields(words: list[str]) -> dict[str, float]:
 
 def clean_steps(
     model: str,
-    most: int,
+    max_steps: int,
     dtype: str,
     fault: float,
     filters: dict[str, float],
@@ -144,9 +142,12 @@ def clean_steps(
     seed: int,
     deadline: float,
 ) -> dict[str, Any]:
-    """Train for `most` clean steps, or until the deadline, then one step with a fault. An alarm in a clean step ends the run.
+    """Train for `max_steps` clean steps, or until the deadline, and then for one step with a fault.
+
+    An alarm in a clean step ends the run.
 
     Args:
+        fault: how much too low the log-probs of the last step are, in nats.
         engine: vllm or transformers.
     """
     import datasets
@@ -163,7 +164,7 @@ def clean_steps(
         small = model in tiny.KINDS
         path = str(tiny.save_model(Path(folder) / "model", kind=model, tied=model == "llama")) if small else model
         changes = {
-            "max_steps": most + 1,
+            "max_steps": max_steps + 1,
             "seed": seed,
             "learning_rate": 1e-4 if small else 1e-6,
             "max_completion_length": 48,
@@ -171,10 +172,10 @@ def clean_steps(
         changes |= {"logging_steps": 1, "disable_tqdm": True, "use_vllm": engine == "vllm", **filters}
         config = stage_config(folder, bf16=dtype == "bfloat16", shuffle_dataset=True, **changes)
         data = datasets.Dataset.from_dict({"prompt": [f"what is {i} + {7 * i}" for i in range(60)]})
-        trainer = GRPOTrainer(path, _alternating, config, data)
+        trainer = GRPOTrainer(path, _parity_reward, config, data)
         trainer.remove_callback(LogLines)
-        last = Last(trainer.engine, most, fault, deadline)
-        trainer.add_callback(last.callback())
+        fault_switch = FaultAtTheEnd(trainer.engine, max_steps, fault, deadline)
+        trainer.add_callback(fault_switch.callback())
         sets = KeptSetRecord(trainer.proofs)
         trainer.add_callback(sets.callback())
         alarm = ""
@@ -186,8 +187,8 @@ def clean_steps(
             trainer.close()
         steps = [line for line in read_receipt(Path(folder) / RECEIPT) if line["kind"] == "step"]
         limit = trainer.proofs.limit
-    early = last.clean == 0
-    clean = steps if early else steps[: last.clean]
+    early = fault_switch.clean == 0
+    clean = steps if early else steps[: fault_switch.clean]
     if early:
         print(alarm, flush=True)
     tokens = sum(line["checked_tokens"] for line in clean)
@@ -261,16 +262,16 @@ class KeptSetRecord:
         }
 
 
-class Last:
-    """Ends the clean steps: from then on the engine reports a log-prob too low.
+class FaultAtTheEnd:
+    """Ends the clean steps. From then on the engine reports wrong log-probs.
 
-    It is the first token of one completion of each prompt. One prompt alone could have a group that agrees, and most of these
-    groups do not go through the model.
+    The log-prob of the first token of one completion per prompt is too low. All prompts have the fault, because one prompt alone
+    could have a group with equal rewards, and most of these groups do not go through the model.
 
     Args:
-        most: number of clean steps at most.
-        size: of the fault, in nats.
-        deadline: time of the monotonic clock at which the clean steps end too.
+        most: largest number of clean steps.
+        size: size of the fault, in nats.
+        deadline: time of the monotonic clock at which the clean steps end at the latest.
 
     Attributes:
         clean: number of clean steps; 0 while they go on.
@@ -281,7 +282,7 @@ class Last:
         self.clean = 0
 
     def callback(self) -> Any:
-        """A callback that looks after each step whether the clean steps are over."""
+        """A callback that checks after each step whether the clean steps are over."""
         from transformers import TrainerCallback
 
         last = self
@@ -313,11 +314,11 @@ class Last:
         ]
 
 
-def _alternating(completions: list, **columns: Any) -> list[float]:
+def _parity_reward(completions: list, **columns: Any) -> list[float]:
     return [float(len(completion) % 2) for completion in completions]
 
 
-def _against(worst: dict[str, float], limits: tuple[float, ...]) -> str:
+def _beside_limits(worst: dict[str, float], limits: tuple[float, ...]) -> str:
     return ", ".join(
         f"{name} {value:.2g} of {limit:g}" for (name, value), limit in zip(worst.items(), limits, strict=True)
     )

@@ -1,12 +1,12 @@
-"""Learn with sampling filters: once scored as sampled, and once against the whole vocabulary, as trainers do that ignore filters.
+"""Compare two ways to learn with sampling filters: scored among the kept ids, and scored against the whole vocabulary.
 
     make filter-curve                              (two cores, no download; about two minutes)
     make filter-curve ARGS="--regex"               (a regular expression that forces one token in four)
 
 The task is that of `benchmarks/learning.py`: repeat the letter that the prompt names. Here a completion has 32 tokens. The first
-arm is Lockstep as it is. The second arm is a trainer that does not know the filters: the log-probs of the whole vocabulary are put
-in the place of its scores, and its proofs are switched off by patches of this file. With `--regex`, every fourth token must be an
-`h`, and the second arm learns without the expression. Prints one table per arm. (docs/internals/methods-measured.md)
+run is Lockstep without changes. The second run is a trainer that ignores the filters: this file patches Lockstep so that it uses
+log-probs over the whole vocabulary and does not check the gap. With `--regex`, every fourth token of the first run must be an `h`,
+and the second run has no expression. Prints one table per run. (docs/internals/methods-measured.md)
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ _COLUMNS = {
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--regex", action="store_true", help="learn with a regular expression in place of top-p")
-    words.add_argument("--steps", type=int, default=60)
-    words.add_argument("--learning-rate", type=float, default=2e-3)
-    words.add_argument("--top-p", type=float, default=0.9)
-    words.add_argument("--correction", default="sequence_truncate", help="vllm_importance_sampling_mode of both arms")
-    asked = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--regex", action="store_true", help="learn with a regular expression in place of top-p")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--top-p", type=float, default=0.9)
+    parser.add_argument("--correction", default="sequence_truncate", help="vllm_importance_sampling_mode of both runs")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
 
         def run(name: str, **fields: Any) -> list[Mapping[str, float]]:
             print(f"\n{name}", flush=True)
-            own = {**GROUPS, "max_completion_length": TOKENS, "learning_rate": asked.learning_rate, **fields}
-            found = logs("GRPO", model, Path(folder) / name, asked.steps, own)
+            own = {**GROUPS, "max_completion_length": TOKENS, "learning_rate": args.learning_rate, **fields}
+            found = logs("GRPO", model, Path(folder) / name, args.steps, own)
             print_table(found)
             return found
 
-        if asked.regex:
+        if args.regex:
             run(f"with {REGEX}", vllm_structured_outputs_regex=REGEX)
             run("without the expression")
         else:
-            fields = {"top_p": asked.top_p, "vllm_importance_sampling_mode": asked.correction}
-            run(f"top_p {asked.top_p}, scored as sampled", **fields)
+            fields = {"top_p": args.top_p, "vllm_importance_sampling_mode": args.correction}
+            run(f"top_p {args.top_p}, scored as sampled", **fields)
             with whole_vocabulary():
-                run(f"top_p {asked.top_p}, scored against the whole vocabulary", **fields)
+                run(f"top_p {args.top_p}, scored against the whole vocabulary", **fields)
 
 
 @contextmanager
 def whole_vocabulary() -> Iterator[None]:
-    """A trainer that ignores the kept ids, and whose proofs of the gap do not stop it."""
+    """In this context, the trainer ignores the kept ids, and no gap stops it."""
     from lockstep.training.forward.scoring import _Head
     from lockstep.training.generate.proofs.proofs import Proofs
 
@@ -75,7 +75,7 @@ def whole_vocabulary() -> Iterator[None]:
 
 
 def print_table(found: Sequence[Mapping[str, float]]) -> None:
-    """Means of ten parts of a run, one row per part."""
+    """Print the means of ten parts of a run, one row per part."""
     shown = {title: name for title, name in _COLUMNS.items() if name in found[0]}
     print("steps".rjust(9) + "".join(title.rjust(11) for title in shown))
     size = max(len(found) // 10, 1)

@@ -1,12 +1,12 @@
-"""Forward and backward over kept ids, against the whole vocabulary, of the output head and of the whole model.
+"""Compare forward and backward over kept ids with those over the whole vocabulary, for the output head and for the whole model.
 
     make filtered-head                       (two minutes)
     make filtered-head ARGS="--rows 2048"
 
 The packaged 135M model samples 8 completions at temperature 1. Its hidden states before the sampled tokens are the input: 512 rows.
-Each filter keeps the ids that it would keep in an engine. Both ways take turns, and the smallest of `--repeats` times counts. The
-gradient of the head's weight, a whole matrix, is part of both. "Learning" is the forward and backward of the whole model over the
-same completions, in one pack, as a training step computes it. (docs/internals/methods-measured.md)
+Each filter keeps the ids that it would keep in an engine. Both ways run in turn, and the smallest of `--repeats` times counts. Both
+compute the gradient of the whole weight matrix of the head. "learning" is the forward and backward of the whole model over the same
+completions, in one pack, as a training step computes it. (docs/internals/methods-measured.md)
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ COMPLETIONS, CHUNK = 8, 512
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--rows", type=int, default=512, help="sampled tokens")
-    words.add_argument("--repeats", type=int, default=5)
-    words.add_argument("--entropy", action="store_true", help="the entropy has a gradient, too")
-    asked = words.parse_args()
-    model, sampled, start, hidden, logits = states(asked.rows)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=512, help="sampled tokens")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--entropy", action="store_true", help="compute a gradient of the entropy, too")
+    args = parser.parse_args()
+    model, sampled, start, hidden, logits = states(args.rows)
     head = model.get_output_embeddings()
     adopt_tree_attention(model)
-    print(f"{asked.rows} rows, head {tuple(head.weight.shape)}, {torch.get_num_threads()} threads")
+    print(f"{args.rows} rows, head {tuple(head.weight.shape)}, {torch.get_num_threads()} threads")
     for name, sampling in FILTERS.items():
         torch.manual_seed(0)
         kept, targets = sets(logits, sampling)
-        ways = among_kept(head, hidden, kept, asked.entropy), whole(head, hidden, targets, asked.entropy)
-        ours, theirs = fastest(ways, head, asked.repeats)
-        size = len(kept.ids) / asked.rows
+        ways = among_kept(head, hidden, kept, args.entropy), whole(head, hidden, targets, args.entropy)
+        ours, theirs = fastest(ways, head, args.repeats)
+        size = len(kept.ids) / args.rows
         print(
             f"{name}: {size:.0f} ids per token, {1e3 * ours:.0f} ms, whole head {1e3 * theirs:.0f} ms, {theirs / ours:.1f} times",
             flush=True,
         )
         both = learning(model, sampled, start, kept, targets), learning(model, sampled, start, None, targets)
-        ours, theirs = fastest(both, head, asked.repeats)
+        ours, theirs = fastest(both, head, args.repeats)
         print(
             f"    learning: {ours:.2f} s, over the whole vocabulary {theirs:.2f} s, ratio {ours / theirs:.2f}",
             flush=True,
@@ -73,7 +73,7 @@ def main() -> None:
 
 @torch.no_grad()
 def states(rows: int) -> tuple[Any, torch.Tensor, int, torch.Tensor, torch.Tensor]:
-    """The model, its completions, their start, (rows, width) hidden states before sampled tokens, and their (rows, V) logits."""
+    """The model, its completions, their start, and for each sampled token the hidden state (rows, width) and logits (rows, V)."""
     path = resolve_model("smollm2-135m-instruct")
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
@@ -92,7 +92,7 @@ def states(rows: int) -> tuple[Any, torch.Tensor, int, torch.Tensor, torch.Tenso
 
 
 def sets(logits: torch.Tensor, sampling: Sampling) -> tuple[KeptSets, torch.Tensor]:
-    """The kept ids of each row, and (rows,) ids that are sampled among them."""
+    """The kept ids of each row, and (rows,) ids that are drawn from them."""
     scores = filtered(logits.clone(), sampling)
     targets = torch.multinomial(scores.softmax(-1), 1)[:, 0]
     kept = scores > -torch.inf
@@ -129,7 +129,7 @@ def whole(head: torch.nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, en
 
 
 def learning(model: Any, sampled: torch.Tensor, start: int, kept: KeptSets | None, targets: torch.Tensor) -> Way:
-    """The whole model, over the completions as they were sampled, or over ids that were drawn from the kept sets."""
+    """Learning with the whole model: over the sampled ids, or with kept sets over ids that were drawn from these sets."""
     length, sequences = sampled.shape[1] - start, []
     for i, row in enumerate(sampled.numpy()):
         own = slice(i * length, (i + 1) * length)
@@ -147,7 +147,7 @@ def learning(model: Any, sampled: torch.Tensor, start: int, kept: KeptSets | Non
 
 
 def fastest(ways: tuple[Way, Way], head: torch.nn.Linear, repeats: int) -> list[float]:
-    """The smallest number of seconds of each way, forward and backward."""
+    """The smallest number of seconds that forward and backward take, for each way."""
     best = [float("inf")] * len(ways)
     for _ in range(repeats):
         for place, loss in enumerate(ways):

@@ -1,12 +1,12 @@
-"""Measure what it costs to record the ids that a filter keeps: tokens per second with the record, divided by those without it.
+"""Measure what it costs to record the ids that a filter keeps: tokens per second with the record and without it.
 
     make filters                              (two cores: about three minutes; quiet machine)
     make filters ARGS="--rounds 2"            (a quick look)
 
 One vLLM engine in this process samples the same requests in turn, with and without the record, under the same filter. Both times
-vLLM's outputs become completions. The model is SmolLM2-135M with an end token that it never samples, in the dtype that training
-chooses on this machine. Figures are medians of the rounds after the first. Prints one line per filter, with the mean and the
-largest number of kept ids, and writes `runs/bench/filters.json`. (docs/internals/speed.md)
+include the conversion of vLLM's outputs into completions. The model is SmolLM2-135M with an end token that it never samples, in the
+dtype that training chooses on this machine. Figures are medians of the rounds after the first. Prints one line per filter, with the
+mean and the largest number of kept ids, and writes `runs/bench/filters.json`. (docs/internals/speed.md)
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ class Round:
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--rounds", type=int, default=5, help="measured rounds; one more goes before them")
-    words.add_argument("--json", type=Path, default=Path("runs/bench/filters.json"))
-    asked = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that is not measured")
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/filters.json"))
+    args = parser.parse_args()
     found: dict[str, Any] = {"machine": machine(), "workload": WORKLOAD, "filters": {}}
     print(", ".join(f"{name} {value}" for name, value in found["machine"].items()), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
         engine, _ = started(model, {"max_num_seqs": 64, "vllm": {}})
         for name, settings in FILTERS.items():
-            found["filters"][name] = measure(engine, model, settings, asked.rounds)
+            found["filters"][name] = measure(engine, model, settings, args.rounds)
             print(f"  {name}: {line(found['filters'][name])}", flush=True)
         engine.close()
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps(found, indent=1) + "\n")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def measure(engine: Any, model: str, settings: dict[str, float], rounds: int) -> dict[str, Any]:
@@ -76,15 +76,15 @@ def measure(engine: Any, model: str, settings: dict[str, float], rounds: int) ->
     lists: list[bytes] = []
     for number in range(rounds + 1):
         plain = requests(model, WORKLOAD, number)
-        asked = [replace(r, sampling=replace(r.sampling, max_kept_ids=10**6, **settings)) for r in plain]
-        # In every round the other one goes first.
+        batch = [replace(r, sampling=replace(r.sampling, max_kept_ids=10**6, **settings)) for r in plain]
+        # The order changes from round to round.
         for recorded in (True, False) if number % 2 else (False, True):
-            taken = one_round(engine, asked, recorded=recorded)
+            taken = one_round(engine, batch, recorded=recorded)
             rates[recorded].append(taken.rate)
             if recorded:
                 sets = [c.kept_ids for c in taken.completions if c.kept_ids is not None]
                 sizes += [size for own in sets for size in own.sizes.tolist()]
-                # As a server would send them.
+                # The ids in the form in which a server sends them.
                 lists = [
                     msgspec.json.encode([own.part(i, i + 1).ids.tolist() for i in range(len(own))]) for own in sets
                 ]
@@ -102,7 +102,7 @@ def measure(engine: Any, model: str, settings: dict[str, float], rounds: int) ->
 
 
 def wire(lists: Sequence[bytes], tokens: int) -> dict[str, float]:
-    """Bytes per token of a server's lists, and of the same ids as int32 in base64, and the microseconds to read a list."""
+    """Bytes per token of a server's JSON lists, and of the same ids as int32 in base64; and microseconds per token to read them."""
     start = time.perf_counter()
     read = [msgspec.json.decode(text) for text in lists]
     seconds = time.perf_counter() - start
@@ -114,18 +114,18 @@ def wire(lists: Sequence[bytes], tokens: int) -> dict[str, float]:
     }
 
 
-def one_round(engine: Any, asked: Sequence[GenerationRequest], *, recorded: bool) -> Round:
+def one_round(engine: Any, batch: Sequence[GenerationRequest], *, recorded: bool) -> Round:
     """Answer requests from an empty prefix cache."""
     engine.reset_caches()
     start = time.perf_counter()
-    given = {}
-    for request in asked:
+    params_by_name = {}
+    for request in batch:
         params = sampling_params(request)
         if not recorded:
             params.extra_args = None
-        given[str(request.key)] = request.prompt_ids.tolist(), params
-    by_name = {str(request.key): request for request in asked}
-    outputs = engine._run(given)
+        params_by_name[str(request.key)] = request.prompt_ids.tolist(), params
+    by_name = {str(request.key): request for request in batch}
+    outputs = engine._run(params_by_name)
     found = [completion(by_name[output.request_id].key, output, filtered=recorded) for output in outputs]
     seconds = time.perf_counter() - start
     return Round(sum(len(c.token_ids) for c in found) / seconds, found)

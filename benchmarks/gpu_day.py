@@ -1,14 +1,14 @@
-"""One command for a borrowed GPU machine without network and without vLLM. It ends in a table.
+"""Run all GPU measurements on a borrowed machine that has no network and no vLLM, and print a table per measurement.
 
     make gpu-day-wheels                                        (before, on a machine with a package registry)
     make gpu-day                                               (on the GPU machine: all parts)
     make gpu-day ARGS="--only attention verify --seconds 560"  (two parts, in at most 560 seconds)
     make gpu-day ARGS=--rehearse                               (tiny sizes on a CPU, to see that the code runs)
 
-Each part is a function of `gpu_day_parts.py` in a process of its own with a time limit, so that a part that fails or hangs loses
-its own remaining rows only. In the folder `runs/gpu_day`, `rows.jsonl` gets each row when it is measured, `gpu_day.json` and
-`gpu_day.md` are written anew after each part, and `log.txt` has the output of the parts. Parts that are not asked for keep their
-rows of an earlier call. The exit code is 1 if a part did not end well.
+Each part is a function of `gpu_day_parts.py`. It runs in a separate process with a time limit: a part that fails or hangs loses
+only its own remaining rows. In the folder `runs/gpu_day`, `rows.jsonl` gets each row as soon as it is measured, `gpu_day.json`
+and `gpu_day.md` are written again after each part, and `log.txt` has the output of the parts. Parts that are not in this call
+keep their rows of an earlier call. The exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 WHEELS = ROOT / "build" / "gpu-day-wheels"
-# What the GPU machine lacks. It is expected to have Python 3.12 on Linux x86-64, PyTorch with CUDA and Triton, and what
-# transformers and datasets are built on (numpy, pandas, pyarrow, tokenizers, huggingface_hub, accelerate, rich). Lockstep is
-# read from src/.
+# The packages that the GPU machine lacks. It must have Python 3.12 on Linux x86-64, PyTorch with CUDA and Triton, and the packages
+# that transformers and datasets need (numpy, pandas, pyarrow, tokenizers, huggingface_hub, accelerate, rich). Lockstep itself is
+# imported from src/.
 CARRIED = ("transformers", "datasets", "dill", "multiprocess", "xxhash", "httpx", "msgspec", "peft", "trl")
 _PYTHON = "3.12"
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
@@ -42,10 +42,10 @@ class Part:
     """A part of the command.
 
     Attributes:
-        function: its name in `gpu_day_parts.py`.
-        seconds: its time limit.
-        columns: what the table shows. The JSON file has everything.
-        size: which of the sizes of the part `learning`.
+        function: name of the part's function in `gpu_day_parts.py`.
+        seconds: time limit of the part.
+        columns: columns of the table. The JSON file has all figures.
+        size: index in `Sizes.tokens`, for the part `learning`.
     """
 
     title: str
@@ -77,7 +77,7 @@ PARTS = {
     "learning-32768": Part("The same with the longest completions", "learning", 400, _LEARNING, 2),
     "host": Part("Host cost, microseconds of processor time per sampled token", "host", 150, ("work", "µs per token")),
     "limits": Part(
-        "Training with the transformers engine and all proofs: largest gaps, against the limits of parity/tolerances.py",
+        "Training with the transformers engine and all proofs: largest gaps, beside the limits of parity/tolerances.py",
         "limits",
         300,
         (
@@ -98,7 +98,7 @@ PARTS = {
 }
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
@@ -108,29 +108,29 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--collect-wheels", action="store_true", help="download them into that folder, and stop")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    asked = parser.parse_args(words)
-    if asked.collect_wheels:
-        for wheel in collect(asked.wheels):
+    args = parser.parse_args(argv)
+    if args.collect_wheels:
+        for wheel in collect(args.wheels):
             print(f"{wheel.stat().st_size / 2**20:6.1f} MiB  {wheel.name}")
         return 0
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    if asked.part:
-        run_part(asked.part, asked.folder, rehearse=asked.rehearse)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.part:
+        run_part(args.part, args.folder, rehearse=args.rehearse)
         return 0
-    end = time.monotonic() + asked.seconds
+    end = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory() as site:
-        if list(asked.wheels.glob("*.whl")) and not asked.rehearse:
+        if list(args.wheels.glob("*.whl")) and not args.rehearse:
             try:
-                unpack(asked.wheels, Path(site))
+                unpack(args.wheels, Path(site))
             except subprocess.SubprocessError as error:
-                print(f"the wheels of {asked.wheels} do not fit this Python, so its own packages are used: {error}")
-        ended = [run_apart(name, asked.folder, site, end, rehearse=asked.rehearse) for name in asked.only]
-    print(f"\nwritten to {asked.folder}/gpu_day.md, gpu_day.json, rows.jsonl, log.txt")
+                print(f"the wheels of {args.wheels} do not fit this Python, so its own packages are used: {error}")
+        ended = [run_apart(name, args.folder, site, end, rehearse=args.rehearse) for name in args.only]
+    print(f"\nwritten to {args.folder}/gpu_day.md, gpu_day.json, rows.jsonl, log.txt")
     return 0 if all(ended) else 1
 
 
 def run_part(name: str, folder: Path, *, rehearse: bool) -> None:
-    """Run a part in this process, and write each of its rows when it is there."""
+    """Run a part in this process, and write each of its rows as soon as it is measured."""
     import gpu_day_parts as parts
     from gpu_day_measuring import FULL, REHEARSAL
 
@@ -143,10 +143,10 @@ def run_part(name: str, folder: Path, *, rehearse: bool) -> None:
 
 
 def run_apart(name: str, folder: Path, site: str, end: float, *, rehearse: bool) -> bool:
-    """Run a part in a process of its own, and show its table. Returns whether it ended well.
+    """Run a part in a separate process, and print its table. Returns whether it succeeded.
 
     Args:
-        site: a folder of packages that come before those of this machine.
+        site: a folder with packages that are used instead of this machine's packages.
         end: the time (of `time.monotonic`) at which all parts must have ended.
     """
     forget(folder, name)
@@ -167,7 +167,7 @@ def run_apart(name: str, folder: Path, site: str, end: float, *, rehearse: bool)
 
 
 def _outcome(command: Sequence[str], log: Path, environment: Mapping[str, str], limit: float) -> str:
-    """Run a process to its end or to its limit, and say how it ended."""
+    """Run a process until it ends or reaches its time limit. Returns how it ended."""
     with log.open("ab") as output:
         began = output.tell()
         try:
@@ -180,7 +180,7 @@ def _outcome(command: Sequence[str], log: Path, environment: Mapping[str, str], 
 
 def _environment(site: str) -> dict[str, str]:
     paths = [site, str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    # No library waits for a hub that cannot be reached.
+    # HF_HUB_OFFLINE: otherwise libraries would wait for a hub that cannot be reached.
     given = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     return {
         **os.environ,
@@ -215,8 +215,17 @@ def unpack(folder: Path, site: Path) -> None:
     _pip("install", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(site), *wheels)
 
 
-def _pip(command: str, *words: str) -> None:
-    line = [sys.executable, "-m", "pip", command, "--quiet", "--disable-pip-version-check", "--no-cache-dir", *words]
+def _pip(command: str, *arguments: str) -> None:
+    line = [
+        sys.executable,
+        "-m",
+        "pip",
+        command,
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-cache-dir",
+        *arguments,
+    ]
     subprocess.run(line, check=True, timeout=300)
 
 
@@ -250,7 +259,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def is_failure(row: Row) -> bool:
-    """Whether a row says that something could not be measured, or that a proof did not pass."""
+    """Whether a row reports a failed measurement, a failed proof or an alarm."""
     return "failed" in row or row.get("passed") is False or bool(row.get("alarms"))
 
 

@@ -1,7 +1,7 @@
 """Sizes, models and measurements of the parts of `make gpu-day` (`benchmarks/gpu_day_parts.py`).
 
-`FULL` is for a GPU. `REHEARSAL` has sizes that a CPU computes in seconds. They show that the code runs, and no figure of them means
-anything.
+`FULL` is for a GPU. `REHEARSAL` has sizes that a CPU computes in seconds. A rehearsal shows only that the code runs; its figures
+have no meaning.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-# The programs of `make bench`; and the tiny models and their tokenizer.
+# Folders of modules: the programs of `make bench`, and the tiny models with their tokenizer.
 sys.path += [str(Path(__file__).parent / "against_trl"), str(Path(__file__).parents[1] / "tests")]
 
 Row = dict[str, Any]
-# The positions of one forward of every program, and of the longest text that the models take.
+# Largest number of positions in one forward, for every program. It is also the context length of the models.
 POSITIONS = 40_960
 
 
@@ -36,7 +36,7 @@ class Sizes:
         tokens: tokens per completion in the parts that learn.
         chain: tokens of the text without branches.
         host: completions × tokens, as for `make host-cost`.
-        repeats: measurements of which the median counts.
+        repeats: number of measurements, whose median counts.
         models: models of the part `limits`: kinds of tests/tiny.py, and "shape" for a model of this shape.
         steps: optimizer steps per model in the part `limits`.
     """
@@ -114,7 +114,8 @@ def make_model(sizes: Sizes, *, even: bool = False) -> Any:
     """A Llama model with random fp32 weights.
 
     Args:
-        even: whether its head is so small that all tokens are practically equally likely. Then drawn ids are samples of it.
+        even: whether the head's weights are so small that all tokens have practically the same probability. Then random ids are
+            samples of the model.
     """
     import tiny
 
@@ -133,7 +134,7 @@ def save_model(sizes: Sizes, folder: Path, *, even: bool = False) -> str:
 
 
 def measured(work: Callable[[], Any], repeats: int) -> tuple[Any, Row]:
-    """The result of `work`, the median of its seconds, and the memory that it takes at most. It runs once before."""
+    """The result of `work`, the median of its seconds, and its peak memory. Before the measurement `work` runs once."""
     result = work()
     synchronize()
     del result
@@ -157,7 +158,7 @@ def synchronize() -> None:
 
 
 def forget() -> None:
-    """Start the count of peak memory anew."""
+    """Reset the count of peak memory."""
     from play import forget_peak
 
     if torch.cuda.is_available():
@@ -167,7 +168,7 @@ def forget() -> None:
 
 
 def peak() -> int:
-    """Bytes of the GPU's memory at the peak; without a GPU, of the process."""
+    """Peak memory in bytes: of the GPU, or without a GPU of the process."""
     from play import peak_bytes
 
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_bytes()
@@ -179,14 +180,14 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def refusals(row: Row, *more: type[Exception]) -> Iterator[Row]:
-    """A dict that says why a row could not be measured. The other rows of the part are still measured."""
+    """Catch the error of a row that cannot be measured, so that other rows are still measured. The dict gets the error's text."""
     from lockstep.errors import LockstepError
 
     said: Row = {}
     try:
         yield said
     except (RuntimeError, LockstepError, *more) as error:
-        # Out of memory, kernels that do not exist, compilers that fail: torch has no narrower type in common.
+        # torch raises RuntimeError if memory is exhausted, a kernel is missing, or a compiler fails.
         said["failed"] = f"{type(error).__name__}: {str(error).strip()[:600]}"
         print(f"{row}: {said['failed']}", flush=True)
 

@@ -1,7 +1,7 @@
 """The parts of `make gpu-day` (`benchmarks/gpu_day.py`). Each part is a function that yields rows of its table.
 
-Every part makes its own models with random weights: a GPU machine may have no network. A part runs in a process of its own, on
-the GPU if there is one.
+Every part makes its own models with random weights, because a GPU machine may have no network. A part runs in a separate process,
+on the GPU if there is one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _GROUP = 8
 
 
 def machine(sizes: Sizes) -> Iterator[Row]:
-    """The device, and the versions of what matters."""
+    """The device, and the versions of the packages that matter."""
     from against_trl.floors import cpu_name
 
     where = device()
@@ -76,7 +76,7 @@ def machine(sizes: Sizes) -> Iterator[Row]:
 
 
 def attention(sizes: Sizes) -> Iterator[Row]:
-    """One layer's attention over a pack, by blocks and by FlexAttention, against SDPA in float32 with a dense mask."""
+    """Attention of one layer over a pack: by blocks and by FlexAttention, compared with SDPA in float32 with a dense mask."""
     from long_context import KINDS, one_pack
 
     from lockstep.training.forward.attention import flex_attention
@@ -102,7 +102,7 @@ def attention(sizes: Sizes) -> Iterator[Row]:
                 plan, mask = TreeAttention.of(ends, where, dtype), flex_attention.block_mask(ends, where)
                 ways: dict[str, Callable[..., torch.Tensor]] = {
                     # On a CPU the blocks compute in float32 (training/forward/attention/tree_attention.py).
-                    "blocks": lambda q, k, v, plan=plan: plan(*_computable(q, k, v), None).to(q.dtype),
+                    "blocks": lambda q, k, v, plan=plan: plan(*_in_computed_dtype(q, k, v), None).to(q.dtype),
                     "FlexAttention": lambda q, k, v, mask=mask: flex_attention._attend(q, k, v, mask, None),
                 }
                 for way, attend in ways.items():
@@ -115,7 +115,10 @@ def attention(sizes: Sizes) -> Iterator[Row]:
 
 
 def _let_flex_attention_learn_on_a_cpu() -> None:
-    """For a rehearsal. PyTorch refuses the backward there, and recomputation, which is for CPUs, does not know the operation."""
+    """Let a rehearsal use FlexAttention's backward on a CPU.
+
+    PyTorch refuses this backward on a CPU. Lockstep's recomputation, which is only for CPUs, does not support this operation.
+    """
     from torch.nn.attention import flex_attention
 
     from lockstep.training.forward import scoring
@@ -133,14 +136,14 @@ def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: to
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask[None, None])
 
 
-def _computable(*parts: torch.Tensor) -> Sequence[torch.Tensor]:
+def _in_computed_dtype(*parts: torch.Tensor) -> Sequence[torch.Tensor]:
     return [part.float() for part in parts] if parts[0].device.type == "cpu" else parts
 
 
 def _attended(
     attend: Callable[..., torch.Tensor], drawn: Sequence[torch.Tensor], repeats: int
 ) -> tuple[list[torch.Tensor], Row]:
-    """Values and gradients of queries, keys and values; and seconds and memory of forward and backward."""
+    """The output and the gradients of queries, keys and values; and the seconds and memory of forward and backward."""
     *parts, of = drawn
     own = [part.detach().requires_grad_() for part in parts]
 
@@ -155,7 +158,7 @@ def _attended(
 
 
 def passes(sizes: Sizes) -> Iterator[Row]:
-    """Forward and backward of a group, beside a padded forward of transformers with the same loss."""
+    """Forward and backward of a group, compared with a padded forward of transformers with the same loss."""
     for tokens in sizes.tokens:
         yield from _passes(sizes, _sequences([tokens] * _GROUP, sizes.shape["vocab_size"]), f"{_GROUP} × {tokens:,}")
 
@@ -223,7 +226,7 @@ def _passes(sizes: Sizes, sequences: list[Any], work: str) -> Iterator[Row]:
                 learn()
                 return torch.cat([p.grad.flatten() for p in model.parameters()])
 
-            # The reference in fp32 takes ten times as long as the others, and its seconds are no rival's.
+            # The fp32 reference takes ten times as long as the others. It runs once, because its seconds are not compared.
             found, figures = measured(gradients, 1 if way.endswith("(reference)") else sizes.repeats)
             row |= figures
             exact = found if exact is None and way.endswith("(reference)") else exact
@@ -234,12 +237,12 @@ def _passes(sizes: Sizes, sequences: list[Any], work: str) -> Iterator[Row]:
 
 
 def _chosen(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probs of the chosen ids. TRL computes a row of the batch at a time, too."""
+    """Log-probs of the chosen ids, for one row of the batch at a time, as TRL computes them."""
     return logits.float().log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
 
 def _weights(lengths: Sequence[int], where: torch.device) -> torch.Tensor:
-    """A weight per token: a row's own advantage, divided by a fixed number of tokens."""
+    """A weight per token, which differs between the tokens of a completion. Weights are divided by the completion's length."""
     return torch.cat([torch.linspace(-1, 1, n + 1, device=where)[:n] / n for n in lengths])
 
 
@@ -247,7 +250,7 @@ def _weights(lengths: Sequence[int], where: torch.device) -> torch.Tensor:
 
 
 def learning(sizes: Sizes, tokens: int) -> Iterator[Row]:
-    """The learning half of a step of both trainers, with the same given completions. Lockstep's proofs are on."""
+    """The learning half of a step, for both trainers, with the same recorded completions. Lockstep's proofs are on."""
     import play
     from workloads import workload, write_rollouts
 
@@ -261,7 +264,7 @@ def learning(sizes: Sizes, tokens: int) -> Iterator[Row]:
         for program, player in (("lockstep", play.Lockstep), ("trl", play.TRL)):
             row = {"work": f"{work.completions} × {tokens:,}", "dtype": dtype, "way": program}
             with refusals(row, ImportError) as failed:
-                row |= _played(partial(player, work, model, dtype, rollouts, program), sizes.repeats)
+                row |= _measured_steps(partial(player, work, model, dtype, rollouts, program), sizes.repeats)
                 own = row["seconds"] if program == "lockstep" else own
                 row["÷ lockstep"] = None if own is None else row["seconds"] / own
             give_memory_back()
@@ -269,7 +272,7 @@ def learning(sizes: Sizes, tokens: int) -> Iterator[Row]:
 
 
 def _given_rollouts(model: str, work: Any, dtype: str) -> list[Any]:
-    """Completions for a model whose distribution is practically even, with the engine's own log-probs."""
+    """Random completions with the engine's log-probs, for a model whose tokens are practically equally likely."""
     from workloads import Recorded, prompts
 
     from lockstep.engines.transformers_engine import TransformersEngine
@@ -283,7 +286,7 @@ def _given_rollouts(model: str, work: Any, dtype: str) -> list[Any]:
     for text in prompts(work, model):
         prompt = tokenizer(text)["input_ids"]
         for _ in range(work.completions):
-            # Id 0 is the end token. Every completion reaches its limit.
+            # Id 0 is the end token. It is never drawn, so that every completion reaches its length limit.
             ids = torch.randint(1, vocabulary, (work.tokens,), generator=draw).tolist()
             logprobs = engine.score({"given": (*prompt, *ids)})["given"][-len(ids) :]
             found.append(Recorded(text, prompt, ids, list(logprobs)))
@@ -291,16 +294,16 @@ def _given_rollouts(model: str, work: Any, dtype: str) -> list[Any]:
     return found
 
 
-class _Enough(Exception):
+class _StopTraining(Exception):
     """Ends a trainer's loop."""
 
 
-def _played(start: Callable[[], Any], repeats: int) -> Row:
-    """Medians over the steps of a program of `against_trl/play.py` after its first step."""
+def _measured_steps(start: Callable[[], Any], repeats: int) -> Row:
+    """Run a program of `against_trl/play.py`. Returns medians over its steps after the first."""
     steps: list[Row] = []
 
     class Gate:
-        """Called before each step, in place of the gate that waits for another program."""
+        """Called before each step. It replaces the gate at which a program waits for another program."""
 
         since: float | None = None
 
@@ -309,13 +312,13 @@ def _played(start: Callable[[], Any], repeats: int) -> Row:
             if self.since is not None:
                 steps.append({"step": time.perf_counter() - self.since, "bytes": peak(), **player.take()})
             if len(steps) > repeats:
-                raise _Enough
+                raise _StopTraining
             player.take()
             forget()
             self.since = time.perf_counter()
 
     player = start()
-    with contextlib.suppress(_Enough):
+    with contextlib.suppress(_StopTraining):
         player.run(Gate())
     if close := getattr(player.trainer, "close", None):
         close()
@@ -333,7 +336,7 @@ def _played(start: Callable[[], Any], repeats: int) -> Row:
 def host(sizes: Sizes) -> Iterator[Row]:
     """Microseconds of processor time per sampled token, without model and engine (`benchmarks/host_cost.py`).
 
-    The tokenizer is the small one of the tests, so "decoding to text" is not the figure of docs/internals/speed.md.
+    The tokenizer is the small one of the tests. Therefore "decoding to text" differs from the figure in docs/internals/speed.md.
     """
     import tiny
     from host_cost import Tokenizer, measured, total
@@ -347,7 +350,7 @@ def host(sizes: Sizes) -> Iterator[Row]:
 
 
 def limits(sizes: Sizes) -> Iterator[Row]:
-    """Training runs with the transformers engine and every proof on: the parity gap against its limits, and one fault."""
+    """Training runs with the transformers engine and every proof on: the parity gap beside its limits, and one fault."""
     from false_alarms import clean_steps
 
     with tempfile.TemporaryDirectory() as folder:
@@ -367,8 +370,8 @@ def verify(sizes: Sizes) -> Iterator[Row]:
         model = save_model(sizes, Path(folder) / "model")
         for dtype in sizes.dtypes:
             table = Path(folder) / f"{dtype}.json"
-            words = ["--model", model, "--engine", "transformers", "--dtype", dtype, "--json", str(table)]
-            code = run([*words, "--vllm_max_model_length", "512"])
+            arguments = ["--model", model, "--engine", "transformers", "--dtype", dtype, "--json", str(table)]
+            code = run([*arguments, "--vllm_max_model_length", "512"])
             for found in json.loads(table.read_text())["rows"]:
                 yield {"dtype": dtype, **found}
             yield {"dtype": dtype, "proof": "exit code", "figure": code, "passed": code == 0}

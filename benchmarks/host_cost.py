@@ -2,10 +2,10 @@
 
     make host-cost   (four sizes, up to 1,024 completions of 4,096 tokens)
 
-Answers, log-probs and entropies are made up. Everything else is the code of a run: it turns answers into completions, checks
-them, sends them to another rank, scores, prepares and packs them, learns from them, and writes receipt and log. The method
-is GRPO with a reference model and an entropy threshold, so that every pass takes place: policy and reference model score each
-completion once before the optimizer step. The model takes no time. Each cost is counted in one row only.
+The engine's answers, log-probs and entropies are random numbers. All other code is that of a run: it turns answers into
+completions, checks them, sends them to another rank, scores, prepares and packs them, learns from them, and writes receipt and
+log. The method is GRPO with a reference model and an entropy threshold, so that every pass takes place: policy and reference
+model score each completion once before the optimizer step. The model takes no time. Each cost is counted in one row only.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ from lockstep.training.step.step_proofs import StepProofs
 from lockstep.training.step.update import OptimizerStep, Policy
 
 SIZES = "64x512,256x1024,256x4096,1024x4096"
-# A row that is not part of the host's cost, and a row that is an alternative to the first row of ROWS.
-_LEFT_OUT, _OTHER_WAY = "made up", "answers of vLLM in process"
+# A row that is not part of the cost, and a row that replaces the first row of ROWS if vLLM is in the same process.
+_NOT_COUNTED, _IN_PROCESS = "made up", "answers of vLLM in process"
 ROWS = (
     "answers of a server",
-    _OTHER_WAY,
+    _IN_PROCESS,
     "requests, checks, groups",
     "decoding to text",
     "rows, samples, staleness",
@@ -86,8 +86,8 @@ ROWS = (
 _GROUP, _PROMPT, _VERSION = 8, 128, 3
 
 
-class Watch:
-    """Seconds by row. While one row runs inside another, only the inner row counts."""
+class RowClock:
+    """Processor seconds by row. While one row runs inside another row, only the inner row counts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -112,9 +112,9 @@ class Watch:
 
 
 class Tokenizer:
-    """A tokenizer whose decoding has a separate row: `real`, or that of the packaged model."""
+    """A tokenizer whose decoding is counted in a row of its own. It is `real`, or the tokenizer of the packaged model."""
 
-    def __init__(self, watch: Watch, real: Any = None) -> None:
+    def __init__(self, watch: RowClock, real: Any = None) -> None:
         from transformers import AutoTokenizer
 
         from lockstep.models.packaged import packaged_model_dir
@@ -152,7 +152,7 @@ class Answers:
 class MadeUpPolicy(Policy):
     """A policy that scores in no time. Its log-probs equal those of the engine."""
 
-    watch: Watch | None = None
+    watch: RowClock | None = None
 
     def packs(self, *args: Any) -> Iterator[Pack]:
         assert self.watch is not None
@@ -166,9 +166,9 @@ class MadeUpPolicy(Policy):
 
     def score(self, pack: Pack, *args: Any, before_steps: bool = False, **kwargs: Any) -> TokenScores:
         assert self.watch is not None
-        with self.watch.row(_LEFT_OUT):
+        with self.watch.row(_NOT_COUNTED):
             logps = pack.column("behaviour_logps").requires_grad_(torch.is_grad_enabled())
-            # A token of probability p whose place among the others is drawn.
+            # Each token has its probability p, and a random place in the order of the vocabulary.
             sums = DrawSums(torch.ones_like(logps, dtype=torch.bool))
             sums.variances.fill_(1.0)
             sums.below[:] = torch.rand(len(logps)) * (1 - logps.detach().exp())
@@ -178,7 +178,7 @@ class MadeUpPolicy(Policy):
 
 
 class MadeUpPreparation(Preparation):
-    """Without the forward that scores one completion of the reference again, which is the model's cost."""
+    """A preparation that does not score one completion with the reference model again, because the model takes no time here."""
 
     def _check_scores(self, *args: Any) -> None:
         pass
@@ -190,9 +190,9 @@ class MadeUpReference:
         yield SimpleNamespace(device=torch.device("cpu"))
 
 
-def from_server(request: GenerationRequest, length: int, vocabulary: int, watch: Watch) -> Completion:
+def from_server(request: GenerationRequest, length: int, vocabulary: int, watch: RowClock) -> Completion:
     """A made-up completion for a request, read from the message that a server would send."""
-    with watch.row(_LEFT_OUT):
+    with watch.row(_NOT_COUNTED):
         ids, logps = made_up_tokens(request, length, vocabulary)
         name, span = "request/1", [{"version": "mine", "start": 0, "end": length}]
         content = [{"token_id": i, "token": f"token_id:{i}", "logprob": p} for i, p in zip(ids, logps, strict=True)]
@@ -209,11 +209,11 @@ def from_server(request: GenerationRequest, length: int, vocabulary: int, watch:
         return completion_from(msgspec.json.decode(text), request, name, {"mine": _VERSION})
 
 
-def from_vllm(request: GenerationRequest, length: int, vocabulary: int, watch: Watch) -> Completion:
+def from_vllm(request: GenerationRequest, length: int, vocabulary: int, watch: RowClock) -> Completion:
     """The same completion, read from the output of vLLM in this process."""
     from vllm.logprobs import Logprob
 
-    with watch.row(_LEFT_OUT):
+    with watch.row(_NOT_COUNTED):
         ids, logps = made_up_tokens(request, length, vocabulary)
         entries = [{i: Logprob(p, 1, None)} for i, p in zip(ids, logps, strict=True)]
         stamps = [SimpleNamespace(version=str(_VERSION), start=0, end=length)]
@@ -221,7 +221,7 @@ def from_vllm(request: GenerationRequest, length: int, vocabulary: int, watch: W
             token_ids=ids, logprobs=entries, finish_reason="length", weight_versions=stamps, sampling_mask=None
         )
         output: Any = SimpleNamespace(outputs=[sample], prompt_token_ids=request.prompt_ids.tolist())
-    with watch.row(_OTHER_WAY):
+    with watch.row(_IN_PROCESS):
         return completion(request.key, output, filtered=False)
 
 
@@ -231,7 +231,7 @@ def made_up_tokens(request: GenerationRequest, length: int, vocabulary: int) -> 
     return ids.tolist(), logps.tolist()
 
 
-def step(completions: int, length: int, tokenizer: Tokenizer, watch: Watch, folder: str) -> None:
+def step(completions: int, length: int, tokenizer: Tokenizer, watch: RowClock, folder: str) -> None:
     """One generation and its optimizer step."""
     sampling, draw = Sampling(max_tokens=length), np.random.default_rng(0)
     config = GRPOConfig(
@@ -250,10 +250,10 @@ def step(completions: int, length: int, tokenizer: Tokenizer, watch: Watch, fold
         for i in range(completions // _GROUP)
     ]
     keys = [RequestKey(p.prompt_id, i) for p in prompts for i in range(_GROUP)]
-    asked = [GenerationRequest(key, prompts[n // _GROUP].ids, sampling, n) for n, key in enumerate(keys)]
-    completed = [from_server(request, length, tokenizer.size, watch) for request in asked]
+    requests = [GenerationRequest(key, prompts[n // _GROUP].ids, sampling, n) for n, key in enumerate(keys)]
+    completed = [from_server(request, length, tokenizer.size, watch) for request in requests]
     if vllm_installed():
-        assert all(from_vllm(r, length, tokenizer.size, watch) == c for r, c in zip(asked, completed, strict=True))
+        assert all(from_vllm(r, length, tokenizer.size, watch) == c for r, c in zip(requests, completed, strict=True))
     engine = Answers(completed)
     with watch.row("requests, checks, groups"):
         groups = collect(prompts, engine, tokenizer, sampling, num_generations=_GROUP, run_seed=0, version=_VERSION)  # type: ignore[arg-type]
@@ -278,7 +278,7 @@ def step(completions: int, length: int, tokenizer: Tokenizer, watch: Watch, fold
     learn(scored, config, watch, Path(folder))
 
 
-def learn(groups: list[RolloutGroup], config: GRPOConfig, watch: Watch, folder: Path) -> None:
+def learn(groups: list[RolloutGroup], config: GRPOConfig, watch: RowClock, folder: Path) -> None:
     """Everything from scored groups to the receipt."""
     ranks, clock, objective = Ranks(1.0), PhaseClock(), GRPOObjective(config)
     model = SimpleNamespace(device=torch.device("cpu"), is_gradient_checkpointing=False)
@@ -317,12 +317,12 @@ def made_up_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [random.random() for _ in completion_ids]
 
 
-def measured(size: str, tokenizer_of: Callable[[Watch], Tokenizer]) -> dict[str, float]:
+def measured(size: str, tokenizer_of: Callable[[RowClock], Tokenizer]) -> dict[str, float]:
     """Microseconds per sampled token, by row. If the step is short, the figures are medians of three steps."""
     completions, length = (int(part) for part in size.split("x"))
     found = []
     for _ in range(3 if completions * length < 500_000 else 1):
-        watch = Watch()
+        watch = RowClock()
         tokenizer = tokenizer_of(watch)
         gc.collect()
         with tempfile.TemporaryDirectory() as folder:
@@ -332,9 +332,9 @@ def measured(size: str, tokenizer_of: Callable[[Watch], Tokenizer]) -> dict[str,
 
 
 def total(figures: dict[str, float]) -> float:
-    """The sum for one run. A run has either a server or vLLM in its own process; the more expensive one counts."""
-    # Without vLLM, the answers of a server are the only way that was measured.
-    ways = [figures[row] for row in (ROWS[0], _OTHER_WAY) if row in figures]
+    """The sum for one run. A run has either a server or vLLM in its own process. The more expensive of the two counts."""
+    # If vLLM is not installed, only the answers of a server were measured.
+    ways = [figures[row] for row in (ROWS[0], _IN_PROCESS) if row in figures]
     return sum(figures.values()) - sum(ways) + max(ways)
 
 
@@ -348,21 +348,21 @@ def table(figures: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--sizes", default=SIZES, help="completions x tokens of each, with commas between")
-    words.add_argument("--json", type=Path, default=Path("runs/bench/host_cost.json"))
-    words.add_argument("--plot", type=Path, help="where to draw the table (docs/figures/host_cost.svg)")
-    asked = words.parse_args()
-    # The processor time of threads that wait for each other is no work.
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default=SIZES, help="completions x tokens per completion, separated by commas")
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/host_cost.json"))
+    parser.add_argument("--plot", type=Path, help="where to draw the table (docs/figures/host_cost.svg)")
+    args = parser.parse_args()
+    # One thread only, because threads that wait for each other would use processor time without doing work.
     torch.set_num_threads(1)
     # This first call loads libraries, which is not part of the cost of a step.
     measured("8x16", Tokenizer)
-    figures = {size: measured(size, Tokenizer) for size in asked.sizes.split(",")}
+    figures = {size: measured(size, Tokenizer) for size in args.sizes.split(",")}
     print(table(figures))
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps(figures, indent=1) + "\n")
-    if asked.plot is not None:
-        asked.plot.write_text(drawing(figures, [row for row in ROWS if row != _OTHER_WAY]))
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if args.plot is not None:
+        args.plot.write_text(drawing(figures, [row for row in ROWS if row != _IN_PROCESS]))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws what `host_cost.py` has measured: a bar per size, its parts the rows of the table."""
+"""Draws the figures of `host_cost.py`: one bar per size. The parts of a bar are the rows of the table."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def drawing(figures: Mapping[str, Mapping[str, float]], rows: Sequence[str]) -> 
     """An SVG of microseconds per sampled token.
 
     Args:
-        figures: by size, microseconds by row.
-        rows: what is drawn of them, from the bottom up.
+        figures: for each size, the microseconds by row.
+        rows: the rows that are drawn, from bottom to top.
     """
     highest = max(sum(found[row] for row in rows) for found in figures.values())
     lines = [

@@ -1,4 +1,4 @@
-"""Show that every method learns: a tiny model made here, a task that it cannot do at first, one curve per method.
+"""Show that every method learns: a tiny random model learns a task that it cannot do at first. There is one curve per method.
 
     make learning      (two cores, no download; about five minutes; ARGS="--methods ppo" for one)
 
@@ -32,7 +32,7 @@ _WIDTH, _HEIGHT, _COLUMNS = 260, 120, 4
 
 GROUPS = {"num_generations": 8, "per_device_train_batch_size": 64, "max_completion_length": TOKENS}
 SINGLES = {"num_generations": 1, "per_device_train_batch_size": 64, "max_completion_length": TOKENS}
-# By the name of a method: its trainer, and the fields of its config.
+# For each method: the name of its trainer, and the fields of its config.
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("GRPO", GROUPS | {"loss_type": name}) for name in ("grpo", "dr_grpo", "dapo", "bnpo", "sapo", "vespo")},
     "cispo": ("GRPO", GROUPS | {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "batch"}),
@@ -53,17 +53,17 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
-    words.add_argument("--steps", type=int, default=STEPS)
-    words.add_argument("--runs", nargs="+", type=Path, help="draw these runs, and train nothing")
-    words.add_argument("--folder", type=Path, default=Path("runs/bench"))
-    asked = words.parse_args()
-    curves = {run.name: rewards_of(run) for run in asked.runs} if asked.runs else train(asked.methods, asked.steps)
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    name = "runs" if asked.runs else "learning"
-    (asked.folder / f"{name}.json").write_text(json.dumps(curves, indent=1) + "\n")
-    (asked.folder / f"{name}.svg").write_text(drawing(curves))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--methods", nargs="*", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--runs", nargs="+", type=Path, help="draw the curves of these runs instead of training")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench"))
+    args = parser.parse_args()
+    curves = {run.name: rewards_of(run) for run in args.runs} if args.runs else train(args.methods, args.steps)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    name = "runs" if args.runs else "learning"
+    (args.folder / f"{name}.json").write_text(json.dumps(curves, indent=1) + "\n")
+    (args.folder / f"{name}.svg").write_text(drawing(curves))
 
 
 def train(methods: Sequence[str], steps: int) -> dict[str, list[float]]:
@@ -79,7 +79,7 @@ def train(methods: Sequence[str], steps: int) -> dict[str, list[float]]:
 
 
 def rewards_of(run: Path) -> list[float]:
-    """Mean reward of each log of a run, from its last checkpoint."""
+    """Mean reward of each log entry of a run, read from its last checkpoint."""
     from lockstep.training.run_files.checkpoints import TRAINER_STATE, last_checkpoint
 
     last = last_checkpoint(run)
@@ -90,14 +90,14 @@ def rewards_of(run: Path) -> list[float]:
 
 
 def make_model(folder: Path) -> str:
-    """A Llama of two layers and random weights, over the letters."""
+    """Save a Llama with two layers and random weights, whose vocabulary is the letters. Returns its directory."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate(["<end>", "<?>", *LETTERS])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<?>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    word_tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<?>"))
+    word_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 64,
@@ -115,7 +115,7 @@ def make_model(folder: Path) -> str:
         **sizes,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<?>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=word_tokenizer, eos_token="<end>", unk_token="<?>").save_pretrained(folder)
     return str(folder)
 
 
@@ -134,11 +134,11 @@ def curve(name: str, model: str, folder: Path, steps: int) -> list[float]:
 
 
 def logs(method: str, model: str, folder: Path, steps: int, fields: Mapping[str, Any]) -> list[Mapping[str, float]]:
-    """The logs of a run, one per generation.
+    """Train, and return the log entries of the run, one per generation.
 
     Args:
         method: name of the trainer class without "Trainer".
-        fields: fields of its config, beside those that all runs share.
+        fields: fields of its config, in addition to the fields of all runs.
     """
     from datasets import Dataset
 
@@ -151,7 +151,7 @@ def logs(method: str, model: str, folder: Path, steps: int, fields: Mapping[str,
     shared |= {"report_to": [], "bf16": False, "use_vllm": False, "disable_tqdm": True}
     config = getattr(lockstep, f"{method}Config")(output_dir=str(folder), max_steps=steps, **{**shared, **fields})
     trainer = getattr(lockstep, f"{method}Trainer")(model=model, reward_funcs=repeats, args=config, train_dataset=data)
-    # One line per method is enough.
+    # No log lines of the run: this program prints one line per method.
     trainer.remove_callback(LogLines)
     trainer.train()
     trainer.close()

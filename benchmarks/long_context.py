@@ -1,14 +1,14 @@
-"""Forward and backward over packs of up to 32,768 tokens: peak memory, time per token, and a comparison with plain gradients.
+"""Measure forward and backward over packs of up to 32,768 tokens: peak memory, time per token, and the error of the gradients.
 
     make long-context                          (one core: about four minutes)
-    make long-context ARGS="--longest 8192"    (a look)
+    make long-context ARGS="--longest 8192"    (a quick look)
 
-Two kinds of packs, each at five sizes: one text without branches, and a prompt with 8 completions (1,024 + 8 × 4,096 tokens at
-the largest). The model is a random Llama in float32 on a CPU, with one thread. Every point runs in a separate process. Peak
-memory is the largest resident memory of the process in forward and backward, minus the resident memory before. The number of
+There are two kinds of packs, each in five sizes: one text without branches, and a prompt with 8 completions (1,024 + 8 × 4,096
+tokens at the largest). The model is a random Llama in float32 on a CPU, with one thread. Every point runs in a separate process.
+Peak memory is the largest resident memory of the process in forward and backward, minus the resident memory before. The number of
 operations is computed: 6 per weight and position (2 forward, 4 backward), and 14 per visible pair, unit of width and layer
-(2 products forward; 5 backward, because scores are computed again). The reference scores each sequence in a separate row with
-PyTorch's causal attention.
+(2 products forward; 5 backward, because attention scores are computed again). The reference scores each sequence in a separate row
+with PyTorch's causal attention.
 
 Prints a table and writes `runs/bench/long_context.json` and `.svg`. (docs/internals/speed.md)
 """
@@ -36,26 +36,26 @@ from lockstep.training.forward.scoring import score_pack
 
 WIDTH, LAYERS, VOCABULARY = 128, 2, 512
 LONGEST, SIZES = 32768, 5
-# A prompt has 1 part of 33; each of its eight completions has 4 parts.
+# A pack with branches has 33 equal parts: the prompt has 1, and each of the eight completions has 4.
 COMPLETIONS = 8
 KINDS = {"one text": "one text without branches", "branches": "a prompt and 8 completions, 1 : 4 each"}
 COLOURS = {"one text": "#1f6feb", "branches": "#d29922"}
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--longest", type=int, default=LONGEST, help="tokens of the longest text")
-    words.add_argument("--point", nargs=3, metavar=("KIND", "SIZE", "TASK"), help=argparse.SUPPRESS)
-    asked = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of the longest text")
+    parser.add_argument("--point", nargs=3, metavar=("KIND", "SIZE", "TASK"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if asked.point:
-        kind, size, task = asked.point
+    if args.point:
+        kind, size, task = args.point
         print(json.dumps(compared(kind, int(size)) if task == "compare" else measured(kind, int(size))))
         return
-    sizes = [asked.longest >> k for k in reversed(range(SIZES))]
-    points = {kind: [in_a_process(kind, size, "measure") for size in sizes] for kind in KINDS}
+    sizes = [args.longest >> k for k in reversed(range(SIZES))]
+    points = {kind: [run_in_process(kind, size, "measure") for size in sizes] for kind in KINDS}
     found = {"cpu": cpu_name(), "points": points}
-    found["gradients"] = {kind: in_a_process(kind, sizes[-1], "compare")["distance"] for kind in KINDS}
+    found["gradients"] = {kind: run_in_process(kind, sizes[-1], "compare")["distance"] for kind in KINDS}
     folder = Path("runs/bench")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "long_context.json").write_text(json.dumps(found, indent=1))
@@ -63,7 +63,7 @@ def main() -> None:
     print(table(found))
 
 
-def in_a_process(kind: str, size: int, task: str) -> dict[str, Any]:
+def run_in_process(kind: str, size: int, task: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--point", kind, str(size), task]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(answer.splitlines()[-1])
@@ -84,7 +84,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def sequences(kind: str, size: int) -> list[TrainingSequence]:
-    """`size` is the number of positions of a text without branches. A prompt with completions has 33/32 × `size` positions."""
+    """The sequences of a pack. A text without branches has `size` positions. A prompt with completions has 33/32 × `size`."""
     draw = torch.Generator().manual_seed(size)
 
     def ids(count: int) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ def measured(kind: str, size: int) -> dict[str, Any]:
     """Peak memory, seconds and number of operations of forward and backward."""
     model, pack = new_model(), one_pack(kind, size)
     adopt_tree_attention(model)
-    # A small pack first, so that the memory that a process allocates once, such as gradients, is not counted.
+    # Learn from a small pack first. Then memory that a process allocates only once, such as gradients, is not counted.
     (small,) = pack_sequences(sequences(kind, 256), 2 * LONGEST)
     learn(model, small)
     before = resident_bytes()
@@ -139,7 +139,7 @@ def learn(model: LlamaForCausalLM, pack: Pack) -> None:
 
 
 def compared(kind: str, size: int) -> dict[str, float]:
-    """Relative distance of all gradients together from the reference gradients."""
+    """Relative distance between all gradients, as one vector, and the reference gradients."""
     model, plain, pack = new_model(), new_model(), one_pack(kind, size)
     adopt_tree_attention(model)
     learn(model, pack)
@@ -171,8 +171,10 @@ def table(found: dict[str, Any]) -> str:
             rate = f"{p['operations'] / p['seconds'] / 1e9:.0f}"
             lines.append(f"| {kind} | {p['positions']:,} | {p['bytes'] / 2**20:.0f} MiB | {per_token} | {rate} |")
     for kind, points in found["points"].items():
-        lines.append(f"{kind}: time per token at the longest is {growth(points):.2f} × what the operations say;")
-        lines.append(f"    gradients are {found['gradients'][kind]:.1e} from the reference's (relative norm)")
+        lines.append(
+            f"{kind}: from an eighth of its size to the longest pack, time per operation grows to {growth(points):.2f} ×;"
+        )
+        lines.append(f"    relative distance from the reference gradients {found['gradients'][kind]:.1e}")
     return "\n".join(lines)
 
 
@@ -195,9 +197,9 @@ def drawing(points: dict[str, list[dict[str, Any]]]) -> str:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in [(left, low), *dots])
             lines.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[kind]}" stroke-width="2"/>')
             lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{COLOURS[kind]}"/>' for x, y in dots]
-    for place, (kind, words) in enumerate(KINDS.items()):
+    for place, (kind, label) in enumerate(KINDS.items()):
         lines.append(f'<rect x="{50 + 260 * place}" y="276" width="9" height="9" fill="{COLOURS[kind]}"/>')
-        lines.append(f'<text x="{64 + 260 * place}" y="285">{words}</text>')
+        lines.append(f'<text x="{64 + 260 * place}" y="285">{label}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 

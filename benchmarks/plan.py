@@ -3,8 +3,9 @@
     make plan                                             (8, 64, 512 and 1,024 GPUs, a model of 7 billion parameters)
     make plan ARGS="--model 32b --gpus 64 --tokens 8192 --push_rate 20e9"
 
-It is arithmetic and a simulation of the servers' batches (`plan_servers.py`); nothing is run on a GPU. The constants are of three
-kinds: data sheets, published measurements, and measurements of this repository on a CPU. docs/internals/plan.md lists them.
+The prediction is computed, and the batches of the servers are simulated (`plan_servers.py`). Nothing runs on a GPU. The constants
+have three sources: data sheets, published measurements, and measurements of this repository on a CPU. docs/internals/plan.md lists
+them.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ GPUS = {
     "h200": Gpu(compute=989e12, memory_rate=4.8e12, memory=141e9),
 }
 # Bytes per parameter of a trainer: weights, gradients and AdamW's moments in float32.
-_TRAINED = 16
-# Share of a GPU's memory that weights, gradients and moments may take beside activations.
-_ROOM = 0.6
+_STATE_BYTES = 16
+# Share of a GPU's memory for weights, gradients and moments. Activations need the rest.
+_STATE_SHARE = 0.6
 _NODE = 8
 
 
 @dataclass(frozen=True)
 class Task:
-    """One step.
+    """The work of one step.
 
     Attributes:
-        prompts, completions: prompts, and completions per prompt.
-        prompt: tokens of a prompt.
-        lengths: of completions.
+        prompts: number of prompts.
+        completions: completions per prompt.
+        prompt: tokens per prompt.
+        lengths: lengths of completions.
     """
 
     prompts: int
@@ -56,16 +58,16 @@ class Task:
 
 @dataclass(frozen=True)
 class Constants:
-    """What the prediction rests on.
+    """The constants of the prediction.
 
     Attributes:
-        learning: share of a GPU's arithmetic that learning reaches.
-        recomputed: whether activations are computed a second time in the backward.
+        learning: share of a GPU's peak arithmetic that learning reaches.
+        recomputed: whether the backward computes activations a second time.
         push_rate: bytes per second of one connection between the first trainer and a server, or between two servers.
         sent: bytes that a push sends, as a share of the bytes of all weights. 1: everything is sent.
         changes: seconds per parameter in which both sides find, digest and put in what has changed; 0 if everything is sent.
-        host: seconds of processor time per sampled token on a trainer's host, of one rank.
-        proofs: share of a step that the proofs take.
+        host: seconds of processor time per sampled token on a trainer's host, for one rank.
+        proofs: share of a step's time that the proofs take.
     """
 
     learning: float
@@ -82,7 +84,10 @@ class Split:
     """A division of the GPUs, and the seconds of a step's parts.
 
     Attributes:
-        trainers, servers: GPUs that learn; servers of `width` GPUs each that sample.
+        trainers: number of GPUs that learn.
+        servers: number of servers that sample.
+        width: GPUs per server.
+        generate, learn, push: seconds of the parts of a step.
     """
 
     trainers: int
@@ -93,14 +98,14 @@ class Split:
     push: float
 
     def step(self, ahead: bool) -> float:
-        """Seconds of a step. With generations ahead, sampling and learning take place at the same time."""
+        """Seconds of a step. If generations are sampled ahead, sampling and learning take place at the same time."""
         return self.push + (max(self.generate, self.learn) if ahead else self.generate + self.learn)
 
 
 def learning_seconds(task: Task, model: Model, gpu: Gpu, trainers: int, constants: Constants) -> float:
     """Seconds of forward, backward and host work.
 
-    The prompt is computed once per prompt, because completions share it.
+    A prompt is computed only once, because its completions share it.
     """
     tokens = task.sampled + task.prompts * task.prompt
     seen = task.prompt + task.lengths.mean / 2
@@ -113,7 +118,7 @@ def learning_seconds(task: Task, model: Model, gpu: Gpu, trainers: int, constant
 def push_seconds(model: Model, servers: Servers, constants: Constants) -> float:
     """Seconds of a push over gloo: every worker receives the weights in bfloat16, or what has changed of them.
 
-    Gloo's broadcast is a tree. Its root sends everything once per level.
+    Gloo's broadcast is a tree. The root of the tree sends all bytes once per level.
     """
     levels = math.ceil(math.log2(servers.number * servers.width + 1))
     sent = constants.sent * 2 * model.parameters * levels / constants.push_rate
@@ -122,11 +127,11 @@ def push_seconds(model: Model, servers: Servers, constants: Constants) -> float:
 
 def fits(model: Model, gpu: Gpu, trainers: int) -> bool:
     """Whether sharded weights, gradients and moments fit into the trainers' memory."""
-    return _TRAINED * model.parameters <= trainers * gpu.memory * _ROOM
+    return _STATE_BYTES * model.parameters <= trainers * gpu.memory * _STATE_SHARE
 
 
 def splits(gpus: int, task: Task, model: Model, gpu: Gpu, constants: Constants) -> list[Split]:
-    """All divisions in steps of one node (one GPU below two nodes) in which the model fits."""
+    """All divisions in which the model fits. They differ by whole nodes, or by single GPUs if there are fewer than two nodes."""
     width = model.narrowest(gpu)
     unit = 1 if gpus < 2 * _NODE else _NODE
     found = []
@@ -142,7 +147,7 @@ def splits(gpus: int, task: Task, model: Model, gpu: Gpu, constants: Constants) 
 
 
 def best(found: list[Split], ahead: bool) -> Split | None:
-    """The division with the shortest step; the one with fewer trainers if two are equal."""
+    """The division with the shortest step. If two are equal, the one with fewer trainers."""
     return min(found, key=lambda split: split.step(ahead), default=None)
 
 
@@ -164,37 +169,37 @@ HEAD = """| GPUs | generations | trainer GPUs | servers × GPUs | generate | lea
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--model", choices=MODELS, default="7b")
-    words.add_argument("--gpu", choices=GPUS, default="h100")
-    words.add_argument("--gpus", type=int, nargs="*", default=[8, 64, 512, 1024])
-    words.add_argument("--prompts", type=int, default=512, help="prompts per step")
-    words.add_argument("--completions", type=int, default=16, help="completions per prompt")
-    words.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
-    words.add_argument("--tokens", type=int, default=4096, help="mean tokens of a completion")
-    words.add_argument("--longest", type=int, default=4, help="longest completion, in means")
-    words.add_argument("--spread", type=float, default=0.6, help="standard deviation of the logarithm of the length")
-    words.add_argument("--learning", type=float, default=0.4, help="share of the GPU's arithmetic in learning")
-    words.add_argument("--no_recomputation", action="store_true", help="keep all activations")
-    words.add_argument("--push_rate", type=float, default=1e9, help="bytes per second into one server")
-    words.add_argument("--sent", type=float, default=1 / 38, help="bytes of a push, of those of all weights")
-    words.add_argument("--changes", type=float, default=1e-9, help="seconds per parameter to find and put in changes")
-    words.add_argument("--whole_pushes", action="store_true", help="every push sends all weights")
-    words.add_argument("--host", type=float, default=4e-6, help="seconds of host work per sampled token")
-    words.add_argument("--proofs", type=float, default=0.05, help="share of a step that proofs take")
-    asked = words.parse_args()
-    model, gpu = MODELS[asked.model], GPUS[asked.gpu]
-    lengths = Lengths(asked.tokens, asked.longest * asked.tokens, asked.spread)
-    sent, changes = (1.0, 0.0) if asked.whole_pushes else (asked.sent, asked.changes)
-    recomputed = not asked.no_recomputation
-    constants = Constants(asked.learning, recomputed, asked.push_rate, sent, changes, asked.host, asked.proofs)
-    task = Task(asked.prompts, asked.completions, asked.prompt, lengths)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="7b")
+    parser.add_argument("--gpu", choices=GPUS, default="h100")
+    parser.add_argument("--gpus", type=int, nargs="*", default=[8, 64, 512, 1024])
+    parser.add_argument("--prompts", type=int, default=512, help="prompts per step")
+    parser.add_argument("--completions", type=int, default=16, help="completions per prompt")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=4096, help="mean tokens of a completion")
+    parser.add_argument("--longest", type=int, default=4, help="longest completion, divided by the mean")
+    parser.add_argument("--spread", type=float, default=0.6, help="standard deviation of the logarithm of the length")
+    parser.add_argument("--learning", type=float, default=0.4, help="share of the GPU's arithmetic in learning")
+    parser.add_argument("--no_recomputation", action="store_true", help="keep all activations")
+    parser.add_argument("--push_rate", type=float, default=1e9, help="bytes per second into one server")
+    parser.add_argument("--sent", type=float, default=1 / 38, help="bytes of a push, divided by those of all weights")
+    parser.add_argument("--changes", type=float, default=1e-9, help="seconds per parameter to find and put in changes")
+    parser.add_argument("--whole_pushes", action="store_true", help="every push sends all weights")
+    parser.add_argument("--host", type=float, default=4e-6, help="seconds of host work per sampled token")
+    parser.add_argument("--proofs", type=float, default=0.05, help="share of a step that proofs take")
+    args = parser.parse_args()
+    model, gpu = MODELS[args.model], GPUS[args.gpu]
+    lengths = Lengths(args.tokens, args.longest * args.tokens, args.spread)
+    sent, changes = (1.0, 0.0) if args.whole_pushes else (args.sent, args.changes)
+    recomputed = not args.no_recomputation
+    constants = Constants(args.learning, recomputed, args.push_rate, sent, changes, args.host, args.proofs)
+    task = Task(args.prompts, args.completions, args.prompt, lengths)
     print(
-        f"{asked.model} on {asked.gpu}; {task.prompts} × {task.completions} completions of {asked.tokens:,} tokens in the mean, "
+        f"{args.model} on {args.gpu}; {task.prompts} × {task.completions} completions of {args.tokens:,} tokens in the mean, "
         f"{lengths.longest:,} at most\n"
     )
     print(HEAD)
-    for gpus in asked.gpus:
+    for gpus in args.gpus:
         found = splits(gpus, task, model, gpu, constants)
         for ahead in (False, True):
             print(row(gpus, task, best(found, ahead), ahead))

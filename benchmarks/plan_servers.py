@@ -1,8 +1,8 @@
-"""Simulates vLLM servers that sample the completions of a step: how many decode together at each moment, when the last one ends.
+"""Simulates vLLM servers that sample the completions of a step: how many sequences decode together, and when the last one ends.
 
-`plan.py` uses it. A decoding step reads the weights once and the keys and values of every running sequence, or computes all of
-them, whichever takes longer. Sequences wait until there is room for their keys and values. All completions of a prompt are on one
-server.
+`plan.py` uses it. A decoding step reads the weights once and the keys and values of every running sequence. It also computes one
+token per sequence. The slower of the two decides how long the step takes. A sequence waits until there is room for its keys and
+values. All completions of a prompt are on one server.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-# Shares of a data sheet's figures that decoding reaches, and seconds per decoding step for launches and the scheduler.
-# docs/internals/plan.md says where they come from.
+# Shares of the memory rate and of the arithmetic of a data sheet that decoding reaches, and seconds per decoding step for kernel
+# launches and the scheduler. docs/internals/plan.md gives the sources.
 READING, COMPUTING, STEP = 0.6, 0.5, 0.005
-# Share of a server's memory for weights, keys and values; vLLM's own default.
-_USED = 0.9
-# Most sequences that one server decodes together.
-_TOGETHER = 1024
+# Share of a server's memory for weights, keys and values. It is vLLM's default.
+_MEMORY_SHARE = 0.9
+# Largest number of sequences that one server decodes together.
+_MAX_RUNNING = 1024
 _BYTES = 2
 
 
@@ -46,9 +46,9 @@ class Model:
         return 2 * _BYTES * self.layers * self.keys
 
     def narrowest(self, gpu: Gpu) -> int:
-        """The smallest power of two of GPUs whose memory is at least half free beside the weights."""
+        """The number of GPUs of the smallest server: a power of two, so large that the weights take at most half of its memory."""
         width = 1
-        while _BYTES * self.parameters > _USED * width * gpu.memory / 2:
+        while _BYTES * self.parameters > _MEMORY_SHARE * width * gpu.memory / 2:
             width *= 2
         return width
 
@@ -67,7 +67,7 @@ class Lengths:
     spread: float
 
     def quantile(self, share: float) -> float:
-        """The length that this share of the completions does not exceed."""
+        """The length that is not exceeded by this share of the completions."""
         middle = math.log(self.typical) - self.spread**2 / 2
         found = math.exp(middle + self.spread * NormalDist().inv_cdf(share)) if self.spread else self.typical
         return min(found, self.longest)
@@ -78,7 +78,7 @@ class Lengths:
         return sum(self.evenly(1000)) / 1000
 
     def evenly(self, number: int) -> list[float]:
-        """`number` lengths that stand for the distribution."""
+        """`number` lengths that represent the distribution: its evenly spaced quantiles."""
         return [self.quantile((i + 0.5) / number) for i in range(number)]
 
 
@@ -95,12 +95,12 @@ def generation_seconds(
 ) -> float:
     """Seconds until the last completion of a step has ended.
 
-    The prompts are divided evenly, so that the server with the most prompts ends last. The lengths on each server stand for the
-    whole distribution, in an order that is mixed; the longest completion of the step is on it too.
+    The prompts are divided evenly, so the server with the most prompts ends last. The lengths on this server represent the whole
+    distribution, in a mixed order. The longest completion of the step is one of them.
     """
     own = math.ceil(prompts / servers.number) * completions
     drawn = [*lengths.evenly(own)[:-1], lengths.quantile(1 - 0.5 / (prompts * completions))]
-    # Neighbours differ, as lengths in a queue do: the order of the multiples of the golden section, without their whole parts.
+    # Mix the order, as in a real queue: sort the lengths by the fractional parts of multiples of the golden ratio.
     mixed = [length for _, length in sorted((i * 0.6180339887 % 1, length) for i, length in enumerate(drawn))]
     prefill = (
         2 * model.parameters * prompt * math.ceil(prompts / servers.number) / (servers.width * gpu.compute * COMPUTING)
@@ -111,25 +111,30 @@ def generation_seconds(
 def decoding_seconds(lengths: list[float], prompt: int, model: Model, gpu: Gpu, width: int) -> float:
     """Seconds for sequences of these lengths on one server, in the order in which they enter.
 
-    Between two ends of sequences the number that runs is constant. Running sequences are in a heap by the step at which they end.
+    Between the ends of two sequences, the number of running sequences is constant. The running sequences are in a heap, sorted by
+    the step at which they end.
     """
-    room = (_USED * width * gpu.memory - _BYTES * model.parameters) / model.bytes_per_token
+    room = (_MEMORY_SHARE * width * gpu.memory - _BYTES * model.parameters) / model.bytes_per_token
     waiting = iter(lengths)
     running: list[tuple[float, float]] = []
-    held, now, seconds = 0.0, 0.0, 0.0
-    ahead = next(waiting, None)
-    while running or ahead is not None:
-        while ahead is not None and len(running) < _TOGETHER and (not running or held + prompt + ahead <= room):
-            heapq.heappush(running, (now + ahead, ahead))
-            held += prompt + ahead
-            ahead = next(waiting, None)
+    reserved, now, seconds = 0.0, 0.0, 0.0
+    next_length = next(waiting, None)
+    while running or next_length is not None:
+        while (
+            next_length is not None
+            and len(running) < _MAX_RUNNING
+            and (not running or reserved + prompt + next_length <= room)
+        ):
+            heapq.heappush(running, (now + next_length, next_length))
+            reserved += prompt + next_length
+            next_length = next(waiting, None)
         end = running[0][0]
         # On average a running sequence has its prompt and half of its completion.
-        seen = (held + prompt * len(running)) / 2
+        seen = (reserved + prompt * len(running)) / 2
         seconds += (end - now) * step_seconds(len(running), seen, model, gpu, width)
         now = end
         while running and running[0][0] <= now:
-            held -= prompt + heapq.heappop(running)[1]
+            reserved -= prompt + heapq.heappop(running)[1]
     return seconds
 
 

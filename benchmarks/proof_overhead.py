@@ -1,17 +1,17 @@
-"""Measure the cost of the proofs on the main recipe: as a share of a sync, and as a share of a training step.
+"""Measure the cost of the proofs in the main recipe: as a share of a sync, and as a share of a training step.
 
     make proof-overhead   (recipes/arithmetic.yaml, without its evaluations; about five minutes on two cores)
     make proof-overhead ARGS="--steps 12 --filters none top_p=0.95 top_k=50"   (the recipe with each of these filters in turn)
-    make proof-overhead ARGS="--steps 6 --tokens 1024 8192"   (steps of so many sampled tokens, in place of the recipe's 190)
+    make proof-overhead ARGS="--steps 6 --tokens 1024 8192"   (steps of 1024 and 8192 sampled tokens, instead of the recipe's 190)
 
-With `--tokens` the recipe has prompts for open text with 8 completions of up to 64 tokens, and half of the groups agree.
+With `--tokens` the recipe has prompts for open text with 8 completions of up to 64 tokens. Half of the groups have equal rewards.
 
-Without `--filters` the recipe runs unchanged, on real vLLM, in this process. Nothing is switched off to make a baseline. Seconds
-are those of the run itself, by proof (`benchmarks/proof_seconds.py`). Two threads compute the transport digest during a push: by
-the clock, a second in which both compute counts once. Seconds are medians over the steps after the first two. Shares are computed
-from the sums over the same steps. The first step also has what is proven at the start.
+Without `--filters` the recipe runs unchanged, on real vLLM, in this process. The seconds of each proof are measured in the run
+itself (`benchmarks/proof_seconds.py`), and not by a second run without proofs. Two threads compute the transport digest during a
+push. A second in which both threads compute counts once by the clock. Seconds are medians over the steps after the first two.
+Shares are computed from the sums over the same steps. The first step also contains the proofs at the start of a run.
 
-On a machine that other programs use, read the processor seconds, with one thread: `OMP_NUM_THREADS=1 make proof-overhead`.
+If other programs use the machine, read the processor seconds, with one thread: `OMP_NUM_THREADS=1 make proof-overhead`.
 """
 
 from __future__ import annotations
@@ -34,34 +34,38 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic.yaml"
 _WARM_UP = 2
-# Tokens of a completion of open text.
+# Largest number of tokens per completion of open text.
 _LENGTH = 64
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--steps", type=int, default=40)
-    words.add_argument("--json", type=Path, default=Path("runs/bench/proof_overhead.json"))
-    words.add_argument("--filters", nargs="+", default=["none"], metavar="FIELD=VALUE", help="one run with each filter")
-    words.add_argument("--tokens", nargs="+", type=int, default=[], help="one run with steps of so many tokens")
-    asked = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/proof_overhead.json"))
+    parser.add_argument(
+        "--filters", nargs="+", default=["none"], metavar="FIELD=VALUE", help="one run with each filter"
+    )
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=[], help="sampled tokens per step; one run for each number"
+    )
+    args = parser.parse_args()
     found: dict[str, Any] = {}
-    runs = {f"filter {name}": ([] if name == "none" else [f"--{name}"], 0) for name in asked.filters}
-    if asked.tokens:
-        runs = {f"{tokens} tokens": (_of_open_text(tokens), tokens) for tokens in asked.tokens}
+    runs = {f"filter {name}": ([] if name == "none" else [f"--{name}"], 0) for name in args.filters}
+    if args.tokens:
+        runs = {f"{tokens} tokens": (_of_open_text(tokens), tokens) for tokens in args.tokens}
     for name, (fields, tokens) in runs.items():
         with tempfile.TemporaryDirectory() as folder:
-            rows = measure(asked.steps, folder, fields, tokens)
+            rows = measure(args.steps, folder, fields, tokens)
         figures = shares(rows[_WARM_UP:])
         print(f"{name}:")
         show(figures, rows[0])
         found[name.removeprefix("filter ")] = {"figures": figures, "steps": rows}
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps(found, indent=1) + "\n")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _of_open_text(tokens: int) -> list[str]:
-    """The fields of a run whose steps sample so many tokens."""
+    """The fields of a run whose steps sample about `tokens` tokens."""
     completions = max(8, tokens // _LENGTH // 8 * 8)
     sizes = {"per_device_train_batch_size": completions, "vllm_max_num_seqs": min(completions, 128)}
     return [
@@ -89,7 +93,7 @@ def _some_differ(completion_ids: list[list[int]], learned: list[int], **_: Any) 
 
 
 def measure(steps: int, folder: str, fields: list[str], tokens: int = 0) -> list[dict[str, Any]]:
-    """The seconds of every step of a run, by part; under `proofs` those of each proof.
+    """The seconds of every step of a run, by part. `proofs` has the seconds of each proof.
 
     Args:
         fields: words of the command line that set fields of the run.
@@ -149,7 +153,7 @@ def measure(steps: int, folder: str, fields: list[str], tokens: int = 0) -> list
 
 
 def shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of the seconds per step, and shares of the sync and of the whole step, in all and by proof."""
+    """Medians of the seconds per step, and the proofs' share of the sync and of the whole step, in total and by proof."""
 
     def median(part: Callable[[dict[str, Any]], float]) -> float:
         return statistics.median(part(row) for row in rows)
@@ -186,10 +190,10 @@ def shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(figures: dict[str, Any], first: dict[str, Any]) -> None:
-    """The figures as text, the dearest proof first.
+    """Print the figures. The most expensive proof comes first.
 
     Args:
-        first: the first step, with what is proven at the start only.
+        first: the first step, which contains the proofs at the start of a run.
     """
     f = figures
     print(

@@ -1,9 +1,9 @@
-"""The seconds that each proof takes in a run, for `benchmarks/proof_overhead.py`.
+"""Measures the seconds that each proof takes in a run, for `benchmarks/proof_overhead.py`.
 
-Functions of the proofs are wrapped while a run goes on. Seconds of one proof inside another count for the inner one. A second of
-the clock in which two threads compute the same proof counts once. Processor seconds are counted beside the seconds of the clock,
-because other programs of the machine hardly change them; those of all threads are added. Those of the main thread are those of the
-whole process meanwhile, so that the threads of PyTorch count.
+The functions of the proofs are wrapped during a run. If one proof runs inside another, its seconds count for the inner proof
+only. A second of the clock in which two threads compute the same proof counts once. Processor seconds are counted too, because
+other programs on the machine hardly change them. The processor seconds of all threads are added up. For the main thread, those of
+the whole process are used, so that the threads of PyTorch are included.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-# The forward over groups that have no gradient: a trainer without proofs would not make it.
+# The forward over groups without a gradient. It counts as a proof, because a trainer without proofs would not compute it.
 FORWARD = "forward without gradient"
 DIGEST, PROBE = "digest", "module_probe"
 
@@ -38,7 +38,7 @@ NOTHING = Spent(0.0, 0.0)
 
 
 def now() -> Spent:
-    """What the clocks show in this thread."""
+    """The current time of the clock and of the processor, for this thread."""
     main = threading.current_thread() is threading.main_thread()
     return Spent(time.perf_counter(), time.process_time() if main else time.thread_time())
 
@@ -49,18 +49,18 @@ class Seconds:
     def __init__(self) -> None:
         self._spent: dict[str, Spent] = defaultdict(lambda: NOTHING)
         self._lock, self._open = threading.Lock(), threading.local()
-        # Number of threads that are in a proof, and the time since which their number is so.
+        # By proof: the number of threads that compute it, and the time of the last change of this number.
         self._inside: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
 
     def take(self) -> dict[str, Spent]:
-        """The seconds so far; then they begin anew."""
+        """The seconds since the last call. The count starts again at 0."""
         with self._lock:
             found = dict(self._spent)
             self._spent.clear()
         return found
 
-    def _moves(self, proof: str, threads: int, time_now: float) -> None:
-        """Threads have entered (1) or left (-1) a proof."""
+    def _thread_moved(self, proof: str, threads: int, time_now: float) -> None:
+        """Count a thread that enters (1) or leaves (-1) a proof."""
         with self._lock:
             inside, since = self._inside[proof]
             if inside:
@@ -69,14 +69,14 @@ class Seconds:
 
     @contextmanager
     def of(self, proof: str) -> Iterator[None]:
-        """Count a block for a proof, without the blocks of other proofs inside it."""
-        # The open blocks of this thread: proof, and processor seconds of the blocks inside.
+        """Count the seconds of a block for a proof, without the blocks of other proofs inside it."""
+        # The open blocks of this thread: the proof, and the processor seconds of the blocks inside.
         blocks: list[tuple[str, float]] = getattr(self._open, "blocks", [])
         self._open.blocks = blocks
         start = now()
         if blocks:
-            self._moves(blocks[-1][0], -1, start.wall)
-        self._moves(proof, 1, start.wall)
+            self._thread_moved(blocks[-1][0], -1, start.wall)
+        self._thread_moved(proof, 1, start.wall)
         blocks.append((proof, 0.0))
         try:
             yield
@@ -84,17 +84,17 @@ class Seconds:
             end = now()
             whole = end.cpu - start.cpu
             _, others = blocks.pop()
-            self._moves(proof, -1, end.wall)
+            self._thread_moved(proof, -1, end.wall)
             if blocks:
                 outer, spent = blocks[-1]
                 blocks[-1] = (outer, spent + whole)
-                self._moves(outer, 1, end.wall)
+                self._thread_moved(outer, 1, end.wall)
             with self._lock:
                 self._spent[proof] += Spent(0.0, whole - others)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """A context in which the proofs of runs that are made in it are counted."""
+        """A context that counts the proofs of the runs inside it."""
         with ExitStack() as stack:
             for proof, owner, names, when in _places():
                 for name in names:
@@ -112,7 +112,7 @@ class Seconds:
 
 
 def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
-    """Proof, owner and names of the functions that are counted, and when they are."""
+    """The counted functions: name of the proof, owner of the functions, their names, and a function that tells when they count."""
     import torch
 
     import lockstep.engines.inbox as inbox
@@ -163,7 +163,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("scores", AskedAgain, ("check",)),
         ("rewards, advantages", AdvantageProof, ("__init__", "check")),
         ("rewards, advantages", generation, ("advantage_proof",)),
-        # What is learned is what was sampled: the seal of each rollout, and its comparison with each pack.
+        # The proof that the trainer learns from what was sampled: the seal of each rollout, and its comparison with each pack.
         ("learned", driver, ("seal_of",)),
         ("learned", loop, ("sampled_tokens",)),
         ("learned", StepProofs, ("check_part", "check_tokens")),

@@ -1,11 +1,10 @@
-"""Bytes and seconds per push when only the changed elements are sent, and when all weights are sent. (docs/internals/sync.md)
+"""Measure bytes and seconds per push, if only changed elements are sent and if all weights are sent. (docs/internals/sync.md)
 
     make push-changes      (real vLLM server in bf16, SmolLM2-135M; about five minutes on two cores)
 
 Trains `recipes/arithmetic.yaml` with a server over gloo, at the recipe's learning rate and at 1e-6, without warm-up, so that the
 learning rate is the same in all steps. Every optimizer step is a real one, and every push is proven as in any run. The figures are
-those of the run's own metrics (`push/bytes`, `push/seconds`, `push/changed`). The pushes before the first optimizer step are left
-out.
+metrics of the run (`push/bytes`, `push/seconds`, `push/changed`). The pushes before the first optimizer step are left out.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ RATES = (5e-6, 1e-6)
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--steps", type=int, default=STEPS)
-    words.add_argument("--json", type=Path, default=Path("runs/bench/push_changes.json"))
-    asked = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/push_changes.json"))
+    args = parser.parse_args()
     from servers import serving
 
     runs = {}
@@ -37,10 +36,10 @@ def main() -> None:
         for rate in RATES:
             for deltas in (True, False):
                 name = f"learning rate {rate:g}, {'changed elements' if deltas else 'all weights'}"
-                runs[name] = pushes(url, Path(folder) / str(len(runs)), rate, deltas, asked.steps)
+                runs[name] = pushes(url, Path(folder) / str(len(runs)), rate, deltas, args.steps)
                 report(name, runs[name])
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps(runs, indent=1) + "\n")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(runs, indent=1) + "\n")
 
 
 def pushes(url: str, folder: Path, rate: float, deltas: bool, steps: int) -> list[dict[str, float]]:

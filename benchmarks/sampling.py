@@ -3,10 +3,10 @@
     make sampling                                    (two cores: about twelve minutes; quiet machine)
     make sampling ARGS="--parts prefix --rounds 2"   (a quick look)
 
-Each setting has a Lockstep engine in a process of its own (`sampling_engine.py`). The engines start one after the other. The
-engines of a part then sample the same requests in turn; each waits while another one works. The model is SmolLM2-135M with an end
+Each setting has a Lockstep engine in a separate process (`sampling_engine.py`). The engines start one after the other. The engines
+of a part then sample the same requests in turn; each engine waits while another engine works. The model is SmolLM2-135M with an end
 token that it never samples, in the dtype that training chooses on this machine, on a CPU. Every round begins with an empty prefix
-cache, like every step after its push. Figures are medians of the rounds after the first. Prints one table per part and writes
+cache, as every step does after its push. Figures are medians of the rounds after the first. Prints one table per part and writes
 `runs/bench/sampling.json`. (docs/internals/speed.md)
 """
 
@@ -56,7 +56,7 @@ class Part:
 
 
 PARTS = {
-    # A second start finds in the cache what the first start compiled.
+    # The second start reads from the cache what the first start compiled.
     "compile": Part(
         {
             "eager": Setting(),
@@ -80,24 +80,24 @@ PARTS = {
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
-    words.add_argument("--rounds", type=int, default=5, help="measured rounds; one more goes before them")
-    words.add_argument("--json", type=Path, default=Path("runs/bench/sampling.json"))
-    asked = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one that is not measured")
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/sampling.json"))
+    args = parser.parse_args()
     found: dict[str, Any] = {"machine": machine(), "parts": {}}
     print(", ".join(f"{name} {value}" for name, value in found["machine"].items()), flush=True)
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
-        for name in asked.parts:
-            found["parts"][name] = measure(PARTS[name], model, asked.rounds, Path(folder) / name)
+        for name in args.parts:
+            found["parts"][name] = measure(PARTS[name], model, args.rounds, Path(folder) / name)
             show(name, found["parts"][name])
-            asked.json.write_text(json.dumps(found, indent=1) + "\n")
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the versions that the figures belong to."""
+    """The machine and the settings for which the figures were measured."""
     dtype = str(engine_dtype("auto")).removeprefix("torch.")
     return {"name": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "dtype": dtype}
 
@@ -129,7 +129,7 @@ def measure(part: Part, model: str, rounds: int, folder: Path) -> dict[str, Any]
 
 
 def in_turn(engines: Mapping[str, Engine], workload: str, rounds: int) -> dict[str, list[Round]]:
-    """Rounds of every engine that runs. The first round of each is left out, and in every round another engine goes first."""
+    """Rounds of every engine that runs, without the first round. In every round another engine is the first."""
     names = [name for name, engine in engines.items() if engine.runs]
     found: dict[str, list[Round]] = {name: [] for name in names}
     for number in range(rounds + 1):
@@ -156,12 +156,12 @@ class Engine(AnsweringProcess):
         return "refused" not in self.said
 
     def sample(self, workload: str, number: int) -> Round:
-        """Sample one round of a workload; another number gives other seeds."""
+        """Sample one round of a workload. The number of the round gives its seeds."""
         return self.ask(json.dumps([workload, number]))
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of an engine: that of a `lockstep` command, with a compile cache that only earlier engines have filled."""
+    """The environment of an engine: that of a `lockstep` command, with a compile cache that only the engines of this part use."""
     caches = {"VLLM_CACHE_ROOT": str(folder / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **caches}
     return with_tunables(given, kernel_setting()) or given

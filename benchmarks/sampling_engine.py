@@ -1,7 +1,7 @@
-"""One engine in a process of its own. It samples a workload on request and reports how long this took.
+"""Runs one engine in a separate process. It samples a workload on request and reports how long this took.
 
-Started by `sampling.py`, which writes one line per round ([workload, number]) and reads one JSON line back. The engine is
-`VLLMInProcess` as a run starts it. The number of tokens that vLLM found in its prefix cache is read from vLLM's outputs.
+`sampling.py` starts it, writes one line per round ([workload, number]), and reads one JSON line back. The engine is `VLLMInProcess`
+as a run starts it. The number of tokens that vLLM found in its prefix cache is read from vLLM's outputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-# The longest prompt and completion of the workloads, rounded up to whole blocks of every tried size.
+# Context length: the longest prompt and completion of the workloads, rounded up to whole blocks of every block size that is tried.
 _CONTEXT = 640
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def say(answer: dict[str, Any]) -> None:
+    def send(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     from lockstep.errors import InputError
@@ -37,17 +37,17 @@ def main() -> None:
     try:
         engine, seconds = started(model, setting)
     except InputError as error:
-        say({"refused": str(error)})
+        send({"refused": str(error)})
         return
-    say({"start_s": seconds})
+    send({"start_s": seconds})
     for line in sys.stdin:
         workload, number = json.loads(line)
-        say(one_round(engine, requests(model, workload, number)))
+        send(one_round(engine, requests(model, workload, number)))
     engine.close()
 
 
 def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
-    """An engine that holds the model's weights, as after a trainer's first push; and the seconds of its start without this push."""
+    """An engine after a first push of the model's weights, and the seconds that the engine took to start, without the push."""
     from lockstep.engines.vllm.in_process import VLLMInProcess
     from lockstep.models.policy import load_policy
     from lockstep.sync.push import push_weights
@@ -68,48 +68,48 @@ def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
 
 
 def requests(model: str, name: str, number: int) -> list[Any]:
-    """The requests of a step: the completions of a prompt follow each other, each with a seed of its own."""
+    """The requests of a step. The completions of a prompt follow each other, and each has its own seed."""
     from against_trl.workloads import prompts, workload
 
     from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling, request_seed
     from lockstep.tokens.tokenizer import load_tokenizer
 
     work, tokenizer = workload(name), load_tokenizer(model)
-    asked = []
+    batch = []
     for row, text in enumerate(prompts(work, model)):
         ids = tuple(tokenizer(text)["input_ids"])
         for key in (RequestKey(str(row), sample) for sample in range(work.completions)):
-            asked.append(GenerationRequest(key, ids, Sampling(work.tokens), request_seed(number, 0, key)))
-    return asked
+            batch.append(GenerationRequest(key, ids, Sampling(work.tokens), request_seed(number, 0, key)))
+    return batch
 
 
-def one_round(engine: Any, asked: Sequence[Any]) -> dict[str, float]:
+def one_round(engine: Any, batch: Sequence[Any]) -> dict[str, float]:
     """Answer requests from an empty prefix cache.
 
     Returns:
-        Wall time and processor time in seconds; sampled tokens; prompt tokens, and how many of them vLLM found in its cache.
+        Wall time and processor time in seconds, sampled tokens, prompt tokens, and how many of these vLLM found in its cache.
     """
     import lockstep.engines.vllm.in_process as inside
 
     cached = 0
     completion = inside.completion
 
-    def counted(key: Any, output: Any) -> Any:
+    def counted(key: Any, output: Any, **settings: Any) -> Any:
         nonlocal cached
         cached += output.num_cached_tokens
-        return completion(key, output)
+        return completion(key, output, **settings)
 
     # Remove the blocks of the previous round; a training step never finds such blocks.
     assert engine.reset_caches(), "vLLM did not empty its prefix cache"
     with patch.object(inside, "completion", counted):
         start, used = time.perf_counter(), time.process_time()
-        answers = engine.generate(asked)
+        answers = engine.generate(batch)
         seconds, used = time.perf_counter() - start, time.process_time() - used
     return {
         "seconds": seconds,
         "cpu_seconds": used,
         "sampled": sum(len(answer.token_ids) for answer in answers.values()),
-        "prompt": sum(len(request.prompt_ids) for request in asked),
+        "prompt": sum(len(request.prompt_ids) for request in batch),
         "cached": cached,
     }
 

@@ -1,11 +1,11 @@
 """Run 64 concurrent rollouts of mixed lengths on a server for ten minutes.
 
-Measure its memory, and its throughput beside vLLM in process.
+It measures the server's memory, and compares its throughput with that of vLLM in process.
 
     make server-load      (real vLLM server, SmolLM2-135M; about thirteen minutes on two cores; ARGS="--minutes 2" for a quick look)
 
-Both get the same requests with the same seeds in the same order. Both decode at most 64 requests together, with the same threads.
-First vLLM runs in a process like a trainer's. Then the server runs, over HTTP, for as many rounds as fit into the minutes.
+Both get the same requests with the same seeds in the same order. Both decode at most 64 requests together, with the same number of
+threads. First vLLM runs in process, as in a trainer. Then the server answers over HTTP, for as many rounds as fit into the minutes.
 (docs/internals/server.md)
 """
 
@@ -33,44 +33,44 @@ _FEWEST_ROUNDS = 2
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--minutes", type=float, default=10.0)
-    words.add_argument("--in_process", action="store_true", help=argparse.SUPPRESS)
-    words.add_argument("--json", type=Path, default=Path("runs/bench/server_load.json"))
-    asked = words.parse_args()
-    if asked.in_process:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--in_process", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/server_load.json"))
+    args = parser.parse_args()
+    if args.in_process:
         print(json.dumps(in_process()))
         return
-    alone = in_a_process_of_its_own()
-    served = on_a_server(asked.minutes)
+    alone = in_separate_process()
+    served = on_a_server(args.minutes)
     own = statistics.median(alone)
-    # The first round of each is slower, because every number of tokens in a step occurs for the first time.
+    # The first round of each is slower, because each number of tokens per decoding step occurs for the first time.
     rate = statistics.median(row["rate"] for row in served[1:])
     first, last = served[0]["bytes"], served[-1]["bytes"]
     print(f"in process {own:.0f} tokens/s; server {rate:.0f} tokens/s: {rate / own:.2f} of it")
     print(
         f"memory after the first round {first / 2**30:.3f} GiB, at the end {last / 2**30:.3f}: {last / first - 1:+.1%}"
     )
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps({"in_process": alone, "served": served}, indent=1) + "\n")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps({"in_process": alone, "served": served}, indent=1) + "\n")
 
 
 def requests(seed: int) -> list[Any]:
-    """The rollouts of a round. As in training there are several per prompt, with very different lengths."""
+    """The requests of a round. As in training, there are several per prompt, with very different lengths."""
     from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 
     draw = random.Random(seed)
-    asked = []
+    batch = []
     for number in range(ROLLOUTS // 4):
         prompt = tuple(draw.randrange(100, 40_000) for _ in range(draw.randint(*PROMPTS)))
         for sample in range(4):
             key = RequestKey(f"r{seed}/{number}", sample)
-            asked.append(GenerationRequest(key, prompt, Sampling(draw.randint(*LENGTHS)), draw.getrandbits(60)))
-    return asked
+            batch.append(GenerationRequest(key, prompt, Sampling(draw.randint(*LENGTHS)), draw.getrandbits(60)))
+    return batch
 
 
-def fillers() -> list[Any]:
-    """Prompts that share no tokens with other prompts, with as many tokens as the cache holds."""
+def cache_filling_requests() -> list[Any]:
+    """Requests whose prompts have nothing in common. Together they fill the key-value cache."""
     from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 
     draw = random.Random(-1)
@@ -80,9 +80,9 @@ def fillers() -> list[Any]:
 
 def round_on(engine: Any, seed: int) -> float:
     """Sampled tokens per second of one round."""
-    asked = requests(seed)
+    batch = requests(seed)
     start = time.perf_counter()
-    answers = engine.generate(asked)
+    answers = engine.generate(batch)
     return sum(len(c.token_ids) for c in answers.values()) / (time.perf_counter() - start)
 
 
@@ -101,8 +101,8 @@ def in_process() -> list[float]:
     return [round_on(engine, seed) for seed in range(3)][1:]
 
 
-def in_a_process_of_its_own() -> list[float]:
-    """The figure of vLLM in process. It runs while no server runs, because two engines would slow each other down."""
+def in_separate_process() -> list[float]:
+    """The rates of vLLM in a separate process. No server runs at the same time, because two engines would slow each other down."""
     found = subprocess.run([sys.executable, __file__, "--in_process"], stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(found.stdout.splitlines()[-1])
 
@@ -120,7 +120,7 @@ def on_a_server(minutes: float) -> list[dict[str, float]]:
         engine = connect(url).engine
         push_weights(load_policy(resolve_model(MODEL), None), engine, 0)
         # Use the whole key-value cache once; otherwise its first use would look like a leak.
-        engine.generate(fillers())
+        engine.generate(cache_filling_requests())
         rows: list[dict[str, float]] = []
         start = time.monotonic()
         while len(rows) < _FEWEST_ROUNDS or time.monotonic() - start < 60 * minutes:

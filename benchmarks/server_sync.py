@@ -2,10 +2,10 @@
 
     make server-sync      (real vLLM server, SmolLM2-135M; about four minutes on two cores)
 
-One run measures in turn: a copy of the bytes into newly allocated memory and into memory that is already there, and a whole push
+Each round measures a copy of the bytes into newly allocated memory, a copy into memory that was allocated before, and a whole push
 through each transport, with digests, caches and version. After each push every module is probed, and the parity gap is measured
-on tokens that the server then samples. A probe or gap outside its limits ends the benchmark. Memory is the maximum that trainer
-and server held during a push, minus what they held before it.
+on tokens that the server then samples. If a probe or gap is outside its limits, the benchmark ends. Memory is the peak of trainer
+and server during a push, minus their memory before it.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROUNDS, WARM_UP = 12, 2
 # The goal: a push takes at most this many times as long as copying its bytes once.
-ASKED = {"shared_memory": 3.0, "gloo": 6.0}
+GOALS = {"shared_memory": 3.0, "gloo": 6.0}
 NEW, OLD = "copy, new memory", "copy, old memory"
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--rounds", type=int, default=ROUNDS)
-    words.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16"), help="the server's; the trainer has fp32"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of the server; the trainer has fp32"
     )
-    words.add_argument("--json", type=Path, default=Path("runs/bench/server_sync.json"))
-    asked = words.parse_args()
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/server_sync.json"))
+    args = parser.parse_args()
     from servers import engine_process, serving
 
     from lockstep.cli.process.quiet import quiet_libraries
 
     quiet_libraries()
-    with serving("--dtype", asked.dtype, "--max_model_len", "512") as (url, supervisor):
-        rows = measure(url, engine_process(supervisor), asked.dtype, asked.rounds)
+    with serving("--dtype", args.dtype, "--max_model_len", "512") as (url, supervisor):
+        rows = measure(url, engine_process(supervisor), args.dtype, args.rounds)
     medians = {name: statistics.median(row[name] for row in rows[WARM_UP:]) for name in rows[0]}
     report(medians)
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps({"medians": medians, "rounds": rows}, indent=1) + "\n")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps({"medians": medians, "rounds": rows}, indent=1) + "\n")
 
 
 def report(medians: dict[str, float]) -> None:
@@ -58,10 +58,12 @@ def report(medians: dict[str, float]) -> None:
             print(f"{name:36s} {value:7.1f}")
         else:
             print(f"{name:36s} {value:7.3f} s   {value / medians[NEW]:6.2f} × {value / medians[OLD]:6.1f} ×")
-    print("(ratios: to a copy into newly allocated memory, and into memory already there)")
+    print(
+        "(the two ratios: to a copy into newly allocated memory, and to a copy into memory that was allocated before)"
+    )
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     print(f"(copied in this process, with GLIBC_TUNABLES={tunables!r}: huge pages only where that asks for them)")
-    for name, limit in ASKED.items():
+    for name, limit in GOALS.items():
         found = medians[f"push, {name}"] / medians[NEW]
         print(
             f"{name}: the goal is at most {limit:.0f} × a copy, reached {found:.2f} ×: {'yes' if found <= limit else 'NO'}"
@@ -69,7 +71,7 @@ def report(medians: dict[str, float]) -> None:
 
 
 def measure(url: str, server: int, dtype: str, rounds: int) -> list[dict[str, float]]:
-    """The seconds of each part, by round, with the memory and the gap of each push."""
+    """The seconds of each part, and the memory and the gap of each push, one dict per round."""
     import torch
     from servers import MODEL, Peak
 
@@ -81,14 +83,14 @@ def measure(url: str, server: int, dtype: str, rounds: int) -> list[dict[str, fl
 
     model = load_policy(resolve_model(MODEL), None)
     tensors = [p.detach() for p in model.parameters()]
-    there = [torch.empty_like(t).fill_(0) for t in tensors]
-    engines = {name: connect(url, transport=name).engine for name in ASKED}
-    held = getattr(torch, dtype)
-    probes = {name: ModuleProbe(model, engine, held) for name, engine in engines.items()}
+    old_memory = [torch.empty_like(t).fill_(0) for t in tensors]
+    engines = {name: connect(url, transport=name).engine for name in GOALS}
+    engine_dtype = getattr(torch, dtype)
+    probes = {name: ModuleProbe(model, engine, engine_dtype) for name, engine in engines.items()}
     rows = []
     for version in range(rounds):
         row = {NEW: timed(lambda: [t.clone() for t in tensors])}
-        row[OLD] = timed(lambda: [a.copy_(b) for a, b in zip(there, tensors, strict=True)])
+        row[OLD] = timed(lambda: [a.copy_(b) for a, b in zip(old_memory, tensors, strict=True)])
         for name, engine in engines.items():
             with torch.no_grad():
                 for tensor in tensors:
@@ -99,7 +101,7 @@ def measure(url: str, server: int, dtype: str, rounds: int) -> list[dict[str, fl
             record = probes[name].measure(version, every=True)
             check_probe(record, version)
             row[f"probe of every module, {name}"] = record.seconds
-            row[f"gap (mean, nats), {name}"] = gap_of(engine, model, held, version)
+            row[f"gap (mean, nats), {name}"] = gap_of(engine, model, engine_dtype, version)
         rows.append(row)
     for engine in engines.values():
         engine.close()
@@ -116,9 +118,9 @@ def gap_of(engine: Any, model: Any, held: Any, version: int) -> float:
 
     draw = torch.Generator().manual_seed(version)
     prompts = torch.randint(100, 40_000, (4, 16), generator=draw).tolist()
-    asked = [GenerationRequest(RequestKey(f"p{i}", 0), tuple(ids), Sampling(8), i) for i, ids in enumerate(prompts)]
+    requests = [GenerationRequest(RequestKey(f"p{i}", 0), tuple(ids), Sampling(8), i) for i, ids in enumerate(prompts)]
     stats = GapStats()
-    for completion in engine.generate(asked).values():
+    for completion in engine.generate(requests).values():
         ids = torch.tensor([[*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]])
         with torch.no_grad():
             scores = model(ids).logits[0, len(completion.prompt_ids) - 1 : -1].float().log_softmax(-1)

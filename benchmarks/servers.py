@@ -1,4 +1,4 @@
-"""A server for a benchmark, in processes of its own, and the memory that its processes use."""
+"""Starts a server for a benchmark in separate processes, and measures the memory of these processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _START_LIMIT = 300.0
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[tuple[str, int]]:
-    """URL and supervisor's process id of a server for the 135M model; its key is in this process's environment."""
+    """A server for the 135M model: its URL and its supervisor's process id. Its key is in this process's environment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -27,7 +27,7 @@ def serving(*arguments: str) -> Iterator[tuple[str, int]]:
     command = [sys.executable, "-m", "lockstep.cli.main", "serve", MODEL, "--port", str(port), *arguments]
     supervisor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        _await_ready(supervisor)
+        _wait_until_ready(supervisor)
         yield f"http://127.0.0.1:{port}", supervisor.pid
     finally:
         supervisor.terminate()
@@ -35,12 +35,12 @@ def serving(*arguments: str) -> Iterator[tuple[str, int]]:
 
 
 def resident_bytes(pid: int) -> int:
-    """The proportional memory of a process and all its children: shared pages are counted once."""
-    return sum(_proportional(p) for p in [pid, *_below(pid)])
+    """Resident memory of a process and all its children in bytes. Pages that they share are counted once."""
+    return sum(_proportional_bytes(p) for p in [pid, *_descendants(pid)])
 
 
 class Peak:
-    """The maximum memory that a process has held since this object was made, minus what it held then (Linux)."""
+    """Peak memory of a process since this object was made, minus its memory at that moment (Linux)."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -52,8 +52,8 @@ class Peak:
 
 
 def engine_process(supervisor: int) -> int:
-    """The largest process of a server: the one that holds the model."""
-    return max(_below(supervisor), key=lambda pid: _status_bytes(pid, "VmRSS"))
+    """The process id of a server's largest process, which is the process with the model."""
+    return max(_descendants(supervisor), key=lambda pid: _status_bytes(pid, "VmRSS"))
 
 
 def _status_bytes(pid: int, name: str) -> int:
@@ -63,7 +63,7 @@ def _status_bytes(pid: int, name: str) -> int:
     return 0
 
 
-def _await_ready(supervisor: subprocess.Popen[str]) -> None:
+def _wait_until_ready(supervisor: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + _START_LIMIT
     assert supervisor.stdout is not None
     for line in supervisor.stdout:
@@ -74,16 +74,16 @@ def _await_ready(supervisor: subprocess.Popen[str]) -> None:
     sys.exit("the server did not start")
 
 
-def _below(pid: int) -> list[int]:
+def _descendants(pid: int) -> list[int]:
     found = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
-                found += [int(child), *_below(int(child))]
+                found += [int(child), *_descendants(int(child))]
     return found
 
 
-def _proportional(pid: int) -> int:
+def _proportional_bytes(pid: int) -> int:
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

@@ -1,11 +1,11 @@
-"""Measure the seconds from enter to the first sampled token of a training command, and where they go.
+"""Measure how long a training command takes from its start to the first sampled token, and how long each stage takes.
 
     make start-up                                          (warm files, a quiet machine)
     make start-up ARGS="--runs 5 -- --recipe agent"
 
-Each run is a process of its own (`start_up_inside.py`), in a new output directory. The first run warms the files and is not
-counted. A stage lasts until the next one begins. Prints the median of each stage, in seconds and in processor seconds of all cores.
-Writes `runs/bench/start_up.json` (machine, every run).
+Each run is a separate process (`start_up_inside.py`), in a new output directory. The first run brings the files into the cache of
+the operating system, and is not counted. A stage lasts until the next stage begins. Prints the median of each stage, in seconds and
+in processor seconds of all cores. Writes `runs/bench/start_up.json` (machine, every run).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from against_trl.floors import cpu_name
 from start_up_inside import FIRST_TOKEN
 
 HERE = Path(__file__).parent
-# The README's first command: `lockstep demo` is the same as this.
+# The arguments of the README's first command: `lockstep demo` runs the same.
 _WORDS = ["grpo", "--recipe", "arithmetic"]
 _LONGEST = 300
 Stage = dict[str, Any]
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--runs", type=int, default=3, help="measured runs; one more goes before them")
-    words.add_argument("--json", type=Path, default=Path("runs/bench/start_up.json"))
-    words.add_argument("command", nargs="*", default=_WORDS, help="the training command, after --")
-    asked = words.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3, help="measured runs, after one that is not measured")
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/start_up.json"))
+    parser.add_argument("command", nargs="*", default=_WORDS, help="the training command, after --")
+    args = parser.parse_args()
     machine = {"name": cpu_name(), "cores": os.cpu_count()}
-    print(f"{machine['name']}, {machine['cores']} cores: lockstep {' '.join(asked.command)}", flush=True)
+    print(f"{machine['name']}, {machine['cores']} cores: lockstep {' '.join(args.command)}", flush=True)
     runs = []
-    for number in range(asked.runs + 1):
-        runs.append(stages(asked.command))
+    for number in range(args.runs + 1):
+        runs.append(stages(args.command))
         last = runs[-1][-1]
         kind = "" if number else " (not counted)"
         print(f"  run {number}{kind}: {last['at']:.2f} s, {last['cpu']:.2f} s of processors", flush=True)
@@ -49,8 +49,8 @@ def main() -> None:
         print(
             f"  {stage['at']:7.2f} s  {stage['seconds']:6.2f} s  {stage['cpu']:6.2f} s of processors  {stage['stage']}"
         )
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
-    asked.json.write_text(json.dumps({"machine": machine, "command": asked.command, "runs": runs}, indent=1) + "\n")
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps({"machine": machine, "command": args.command, "runs": runs}, indent=1) + "\n")
 
 
 def stages(command: list[str]) -> list[Stage]:
@@ -83,8 +83,8 @@ def stages(command: list[str]) -> list[Stage]:
 def figures(runs: list[list[Stage]]) -> list[Stage]:
     """The median of each stage: when it begins, how long it lasts until the next one begins, and its processor seconds.
 
-    Stages are matched by place and must be the same in all runs. The processor seconds of a stage whose process has just begun
-    are those of that process.
+    All runs must have the same stages in the same order. If a stage begins with a new process, its processor seconds are those of
+    this process.
     """
     names = [[stage["stage"] for stage in run] for run in runs]
     assert all(own == names[0] for own in names), "the runs had different stages"

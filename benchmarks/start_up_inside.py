@@ -1,8 +1,8 @@
-"""A `lockstep` command that notes when each of its stages begins, up to its first sampled token, and then ends.
+"""Runs a `lockstep` command until its first sampled token, and records when each stage begins.
 
-Started by `start_up.py` as `start_up_inside.py COMMAND …`. It writes one line of JSON per stage to the file that the environment
-variable `LOCKSTEP_STAGES` names: the time, the processor seconds of this process and its children, and the name of the stage. The
-command starts itself again and forks, as the real one does. All its processes write to the same file.
+`start_up.py` starts it as `start_up_inside.py COMMAND …`. It writes one line of JSON per stage to the file that the environment
+variable `LOCKSTEP_STAGES` names: the time, the processor seconds of this process and its children, and the name of the stage. Like
+the real command, it starts itself again and forks. All its processes write to the same file.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ FIRST_TOKEN = "first sampled token"
 
 
 def note(stage: str) -> None:
-    """Write a line. The clock is the same in all processes of a machine."""
+    """Write the line of a stage. All processes of a machine share the clock."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     line = {"at": time.monotonic(), "cpu": sum(u.ru_utime + u.ru_stime for u in used), "stage": stage}
     with open(os.environ["LOCKSTEP_STAGES"], "a") as file:
         file.write(json.dumps(line) + "\n")
 
 
-# A user's environment does not have them (`make env`), and libraries import them if they are there.
-_OF_DEVELOPERS = ("bitsandbytes", "triton", "liger_kernel")
+# Packages that only a developer's environment has (`make dev`). Libraries would import them, and would take longer to start.
+_DEVELOPERS_ONLY = ("bitsandbytes", "triton", "liger_kernel")
 
 
 def main() -> int:
     note("Python runs")
     # Python's import system reads None as "there is no such module".
-    sys.modules.update(dict.fromkeys(_OF_DEVELOPERS))  # type: ignore[arg-type]
+    sys.modules.update(dict.fromkeys(_DEVELOPERS_ONLY))  # type: ignore[arg-type]
     from lockstep.cli.main import main as command
     from lockstep.report.status import StatusLine
 
@@ -49,12 +49,12 @@ def main() -> int:
         note(f"after: {text}")
 
     StatusLine.begin, StatusLine.end = begun, ended  # type: ignore[method-assign]
-    sys.meta_path.insert(0, _Later())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _WrapAtImport())  # type: ignore[arg-type]
     return command()
 
 
-class _Later:
-    """Wraps the engine when it is imported, and not before: the import is part of what is measured."""
+class _WrapAtImport:
+    """Wraps the engine when the command imports it, and not earlier, because the time of the import is measured too."""
 
     @staticmethod
     def find_spec(name: str, path: Any, target: Any = None) -> Any:

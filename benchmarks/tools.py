@@ -1,4 +1,4 @@
-"""Measure what rollouts with tools cost beside their floors, and a training step with tools beside TRL's.
+"""Compare the time of rollouts with tools with the least possible time ("floor"), and a training step with tools with TRL's step.
 
     make tools                                   (two cores, on a quiet machine)
     make tools ARGS="--parts waits turns --rounds 2"
@@ -8,20 +8,20 @@
 Real vLLM in this process. The model calls a tool at the end of every turn (`against_trl/tool_model.py`), and all turns have the
 same length. Each figure is the median over the rounds after the first.
 
-waits: 64 rollouts with 4 turns and 3 calls each; a call takes 0 to 2 s, drawn from the seed of its rollout. Their wall time is
-    compared with two times, which are both measured:
-    - the slowest rollout's own chain: the rollout whose calls take longest, run alone with the same calls (`chains`);
-    - the floor, which is the larger one of this chain and the computing (`floors`). The computing is all rollouts with calls of
-      0 s. On few cores the rollouts share the engine, and no order of work can be faster.
-    The wall time may be 1.2 times the floor. With `--size tiny` the chain is the floor. For comparison: with a barrier after every
-    turn the time would be the computing plus the longest call of each turn (`with_barriers_s`; added up, not measured).
-turns: sampled tokens per second of the same 64 rollouts with calls of 0 s, and of 64 rollouts of one turn which sample as many
-    tokens. The prompts of the single turns are longer by as many ids as the tools insert: both runs compute the same number of ids,
-    and the engine's cache starts empty. The rate with turns must be at least 0.9 of the rate without. (vLLM caches whole blocks of
-    32 ids: at each later turn it computes up to 31 earlier ids again. This is part of the figure.)
-step: a whole training step of `GRPOTrainer` with `tools`, of Lockstep and of TRL in turn, each in a process of its own: same model,
-    prompts, lengths, tool. TRL samples with transformers, its fastest way on a CPU (`against_trl/play.py`). Calls of 0 s, and of
-    0.1 s: TRL makes the calls of a plain function one after the other.
+waits: 64 rollouts with 4 turns and 3 calls each. A call takes 0 to 2 s; the seed of its rollout decides how long. The wall time of
+    all rollouts is compared with two measured times:
+    - the chain: the time of the rollout whose calls take longest, run alone with the same calls (`chains` is the ratio);
+    - the floor: the larger one of the chain and the computing (`floors` is the ratio). The computing is the time of all rollouts
+      with calls of 0 s. On few cores the rollouts share the engine, and no order of the work can be faster.
+    The wall time may be 1.2 times the floor. With `--size tiny` the floor equals the chain. For comparison, `with_barriers_s` is
+    the time with a barrier after every turn: the computing plus the longest call of each turn. It is added up, not measured.
+turns: sampled tokens per second of the same 64 rollouts with calls of 0 s, and of 64 rollouts of one turn that sample as many
+    tokens. The prompts of the single turns are longer by as many ids as the tools insert. So both runs compute the same number of
+    ids, and the engine's cache starts empty. The rate with turns must be at least 0.9 of the rate without. (vLLM caches whole
+    blocks of 32 ids. At each later turn it computes up to 31 earlier ids again. This is included in the figure.)
+step: a whole training step of `GRPOTrainer` with `tools`, of Lockstep and of TRL in turn, each in a separate process, with the same
+    model, prompts, lengths and tool. TRL samples with transformers, its fastest way on a CPU (`against_trl/play.py`). Calls take
+    0 s, and then 0.1 s. TRL makes the calls of a plain function one after the other.
 
 Prints the figures. Writes `runs/bench/tools.json` (machine, every round, figures, floors).
 """
@@ -54,7 +54,7 @@ from lockstep.cli.process.malloc import kernel_setting, with_tunables
 
 HERE = Path(__file__).parent
 PARTS = ("waits", "turns", "step")
-# The largest wall time in floors, and the smallest share of the single turns' rate.
+# The goals: the largest wall time, divided by the floor, and the smallest rate with turns, divided by the rate of single turns.
 MOST_FLOORS, LEAST_SHARE = 1.2, 0.9
 ROLLOUTS, CALLS, LONGEST = 64, 3, 2.0
 SAMPLED = (CALLS + 1) * TURN
@@ -62,43 +62,43 @@ Round = dict[str, Any]
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
-    words.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
         "--size", choices=SIZES, default="135m", help="the model: of the packaged model's shape, or tiny"
     )
-    words.add_argument("--rounds", type=int, default=3, help="measured rounds; one more goes before them")
-    words.add_argument("--seconds", nargs="*", default=["0", "0.1"], help="part step: seconds that a call takes")
-    words.add_argument("--json", type=Path, default=Path("runs/bench/tools.json"))
-    asked = words.parse_args()
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one that is not measured")
+    parser.add_argument("--seconds", nargs="*", default=["0", "0.1"], help="part step: seconds that a call takes")
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/tools.json"))
+    args = parser.parse_args()
     found: dict[str, Any] = {
         "machine": {"name": cpu_name(), "cores": os.cpu_count()},
-        "size": asked.size,
+        "size": args.size,
         "floors": {"waits": MOST_FLOORS, "turns": LEAST_SHARE},
         "parts": {},
     }
-    print(f"{found['machine']['name']}, {os.cpu_count()} cores; model: {asked.size}", flush=True)
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{found['machine']['name']}, {os.cpu_count()} cores; model: {args.size}", flush=True)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        model = make_tool_model(Path(folder) / "model", asked.size)
-        for part in asked.parts:
+        model = make_tool_model(Path(folder) / "model", args.size)
+        for part in args.parts:
             if part == "step":
-                rounds = steps(model, asked.rounds, asked.seconds, Path(folder))
+                rounds = steps(model, args.rounds, args.seconds, Path(folder))
                 figures: Any = {seconds: step_figures(own) for seconds, own in rounds.items()}
             else:
                 with playing(model) as play:
-                    rounds = [rounds_of(part)(play, number) for number in range(asked.rounds + 1)][1:]
+                    rounds = [rounds_of(part)(play, number) for number in range(args.rounds + 1)][1:]
                 figures = figures_of(part)(rounds)
             found["parts"][part] = {"figures": figures, "rounds": rounds}
             print(json.dumps({part: figures}, indent=1), flush=True)
-            asked.json.write_text(json.dumps(found, indent=1) + "\n")
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 # ---- rollouts ---------------------------------------------------------------------------------------------------------
 
 
-class Desk:
-    """The environment of a rollout. Each call takes a time that is drawn from the rollout's seed."""
+class ToolEnvironment:
+    """The environment of a rollout. The rollout's seed decides how long each call takes."""
 
     longest = 0.0
 
@@ -121,7 +121,7 @@ class Desk:
 
 
 class Run(NamedTuple):
-    """Wall time and processor time in seconds, the rollouts, and the seconds of the calls of each."""
+    """Wall time and processor time in seconds, the rollouts, and for each rollout the seconds of its calls."""
 
     seconds: float
     cpu_seconds: float
@@ -130,7 +130,7 @@ class Run(NamedTuple):
 
 
 class Play:
-    """One engine and what makes rollouts with it."""
+    """One engine, and the program that makes rollouts with it."""
 
     def __init__(self, model: str) -> None:
         from lockstep.engines.vllm.in_process import VLLMInProcess
@@ -148,21 +148,21 @@ class Play:
         self.engine = VLLMInProcess(model, dtype=dtype, max_model_len=CONTEXT, max_num_seqs=ROLLOUTS)
         push_weights(load_policy(model), self.engine, 0)
         self.calls = ToolCalls(60.0)
-        environments = Environments(Desk, self.calls)
+        environments = Environments(ToolEnvironment, self.calls)
         kinds = asyncio.run(environments.probe())
         self.extension = Extension(self.tokenizer, [self.tokenizer.eos_token_id], tools=list(kinds[None].schemas))
         self.program = ToolProgram({None: self.extension}, {}, self.calls, environments, CALLS, longest_token=40)
 
     def starts(self, number: int) -> list[Any]:
-        """The beginnings of the rollouts of a round, each with a prompt of its own."""
+        """The starts of the rollouts of a round. Each has its own prompt."""
         rows = [question(number * ROLLOUTS + row) for row in range(ROLLOUTS)]
         return self._starts([(row, self.extension.prompt(row)) for row in rows], number, CONTEXT - 128)
 
     def single_starts(self, starts: Sequence[Any], inserted: int, number: int) -> list[Any]:
-        """Rollouts of one turn that sample as much, with prompts that are longer by what the tools insert."""
+        """Starts of rollouts of one turn that sample as many tokens. Their prompts are longer by the ids that the tools insert."""
         line = self.tokenizer(LINE, add_special_tokens=False)["input_ids"]
-        words = self.tokenizer(RESULT * inserted, add_special_tokens=False)["input_ids"][: inserted - len(line)]
-        longer = [(s.prompt.source, [*s.prompt.ids.tolist(), *words, *line]) for s in starts]
+        result_ids = self.tokenizer(RESULT * inserted, add_special_tokens=False)["input_ids"][: inserted - len(line)]
+        longer = [(s.prompt.source, [*s.prompt.ids.tolist(), *result_ids, *line]) for s in starts]
         return self._starts(longer, number, SAMPLED)
 
     @staticmethod
@@ -185,7 +185,7 @@ class Play:
 
         # A training step never finds blocks of the generation before.
         assert self.engine.reset_caches(), "vLLM did not empty its prefix cache"
-        Desk.longest = longest or 0.0
+        ToolEnvironment.longest = longest or 0.0
         with Driver(self.engine, self.tokenizer, self.calls.settled) as driver:
             start, used = time.perf_counter(), time.process_time()
             found = driver.run(starts, single_turn if longest is None else self.program)
@@ -202,10 +202,10 @@ class Play:
 
 
 def check_work(rollouts: Sequence[Any], turns: Sequence[int]) -> None:
-    """Check that every rollout sampled what the comparison counts on.
+    """Check that every rollout has the number of turns and tokens that the comparison needs.
 
     Raises:
-        SystemExit: a rollout left the walk of the model.
+        SystemExit: a rollout has another number.
     """
     found = [(len(r.turns), sum(len(c.sampled_places) for c in r.branches)) for r in rollouts]
     wrong = [one for one, count in zip(found, turns, strict=True) if one != (count, SAMPLED)]
@@ -235,7 +235,7 @@ def waits_round(play: Play, number: int) -> Round:
 
 
 def turns_round(play: Play, number: int) -> Round:
-    """One round of the part `turns`. In every second round the single turns go first."""
+    """One round of the part `turns`. In every second round the single turns come first."""
     starts = play.starts(number)
     taken: dict[str, Run] = {}
     inserted = CALLS * inserted_ids(play)
@@ -291,7 +291,7 @@ def steps(model: str, rounds: int, calls: Sequence[str], folder: Path) -> dict[s
 
 
 def round_line(number: int, taken: Mapping[str, Round]) -> str:
-    """A round of both trainers. A run that is cut off has shown the ratio of each round that it finished."""
+    """The line of a round of both trainers, with its ratio. It is printed at once, for the case that the program is ended early."""
     said = ", ".join(f"{program} {step['step']:.2f} s" for program, step in taken.items())
     kind = "" if number else " (warm-up, not counted)"
     return f"round {number}{kind}: {said}, ratio {trl_over_lockstep(taken):.2f}"
@@ -302,7 +302,7 @@ def trl_over_lockstep(taken: Mapping[str, Round]) -> float:
 
 
 def environment(program: str) -> dict[str, str]:
-    """The environment of a program: `lockstep` starts its commands with huge pages, a script that uses TRL does not."""
+    """The environment of a program. `lockstep` starts its commands with huge pages; a script that uses TRL does not."""
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     return (with_tunables(given, kernel_setting()) if program == "lockstep" else None) or given
 
@@ -324,7 +324,7 @@ def with_barriers(computing: float, waits: Sequence[Sequence[float]]) -> float:
 
 
 def waits_figures(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Wall time, both times that it is compared with, and the median of the rounds' ratios to the chain and to the floor."""
+    """Medians over the rounds: the wall time, the times that it is compared with, and its ratios to the chain and to the floor."""
     chains = [own["wall_s"] / own["chain_s"] for own in rounds]
     ratios = [own["wall_s"] / max(own["chain_s"], own["computing_s"]) for own in rounds]
     return {
@@ -340,7 +340,7 @@ def waits_figures(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def turns_figures(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Sampled tokens per second with and without turns, and the median of the rounds' shares."""
+    """Medians over the rounds: sampled tokens per second with turns and without, and the share (with turns / without)."""
     shares = [own["single_s"] / own["turns_s"] for own in rounds]
     return {
         "turns_tokens_per_s": statistics.median(own["sampled"] / own["turns_s"] for own in rounds),
@@ -352,7 +352,7 @@ def turns_figures(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def step_figures(rounds: Sequence[Mapping[str, Round]]) -> dict[str, Any]:
-    """Seconds per step of both trainers, their sampled tokens, and the median of the rounds' ratios."""
+    """Medians over the rounds: seconds per step of both trainers, and their ratio. Also the number of sampled tokens."""
     tokens = {program: {own[program]["sampled_tokens"] for own in rounds} for program in ("lockstep", "trl")}
     if tokens["lockstep"] != tokens["trl"]:
         raise SystemExit(f"the two trainers sampled different numbers of tokens: {tokens}")

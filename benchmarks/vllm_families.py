@@ -1,10 +1,10 @@
-"""Verify one tiny random model of each family on vLLM, and print which proofs pass, or the sentence of the refusal.
+"""Verify one tiny random model of each family on vLLM, and print whether its proofs pass or why the family is refused.
 
     make families                              (36 families, half a minute each on two cores)
     make families ARGS="phi gpt_neox olmo2"    (some of them)
 
-Each family gets a process of its own, which makes the model (`tests/model_families.py`) and runs `lockstep verify` on it, in
-float32 with vLLM in the same process. A process that dies is a row too. The program prints the table of
+Each family gets a separate process, which makes the model (`tests/model_families.py`) and runs `lockstep verify` on it, in float32
+with vLLM in the same process. If the process dies, this is a row of the table too. The program prints the table of
 docs/internals/models-and-tokens.md, and exits with 1 if a proof failed or a process died.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# The module that makes the models is in tests/.
+# The module `model_families`, which makes the models, is in tests/.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 PASSED, REFUSED, FAILED, DIED = "passes", "refused", "FAILS", "DIED"
@@ -32,13 +32,13 @@ _SECONDS = 300
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one family.
+    """The result for one family.
 
     Attributes:
-        implementation: which model vLLM runs for this architecture: its own, or that of transformers through its backend.
+        implementation: the model that vLLM runs for this architecture: vLLM's own, or that of transformers through vLLM's backend.
         result: one of `PASSED`, `REFUSED`, `FAILED`, `DIED`.
         gap: the largest |g| of all proofs in float32, in nats; NaN if there is none.
-        said: the sentence of the refusal, the proofs that failed, or how the process ended.
+        said: the error of the refusal, the proofs that failed, or how the process ended.
     """
 
     family: str
@@ -49,28 +49,28 @@ class Outcome:
 
 
 def main() -> int:
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("families", nargs="*", help="default: all of tests/model_families.py")
-    words.add_argument("--alone", action="store_true", help="verify one family in this process, and print JSON")
-    words.add_argument("--json", type=Path, default=Path("runs/bench/families.json"))
-    asked = words.parse_args()
-    if asked.alone:
-        print(json.dumps(asdict(verified(*asked.families))))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", help="default: all of tests/model_families.py")
+    parser.add_argument("--alone", action="store_true", help="verify one family in this process, and print JSON")
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/families.json"))
+    args = parser.parse_args()
+    if args.alone:
+        print(json.dumps(asdict(verified(*args.families))))
         return 0
     from model_families import FAMILIES
 
     outcomes = []
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
     print("| family | vLLM runs | `lockstep verify` | largest gap, fp32 |\n|---|---|---|---|")
-    for name in asked.families or FAMILIES:
-        outcomes.append(in_a_process(name))
+    for name in args.families or FAMILIES:
+        outcomes.append(run_in_process(name))
         print(row(outcomes[-1]), flush=True)
-        asked.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+        args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
     return int(any(outcome.result in (FAILED, DIED) for outcome in outcomes))
 
 
-def in_a_process(name: str) -> Outcome:
-    """Verify a family in a process of its own."""
+def run_in_process(name: str) -> Outcome:
+    """Verify a family in a separate process."""
     command = [sys.executable, __file__, "--alone", name]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
@@ -93,9 +93,9 @@ def verified(name: str) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         model, report, written = save_family(name, Path(folder) / "model"), Path(folder) / "rows.json", StringIO()
         with redirect_stderr(written):
-            # Bloom's config names no limit.
-            words = ["--engine", "vllm", "--dtype", "float32", "--vllm_max_model_length", str(CONTEXT)]
-            code = lockstep(["verify", "--model", model, *words, "--json", str(report)])
+            # The length limit is given, because Bloom's config has none.
+            arguments = ["--engine", "vllm", "--dtype", "float32", "--vllm_max_model_length", str(CONTEXT)]
+            code = lockstep(["verify", "--model", model, *arguments, "--json", str(report)])
         rows = json.loads(report.read_text())["rows"] if report.is_file() else []
         implementation = _implementation(model)
     if code == 2:

@@ -1,20 +1,20 @@
-"""Measure what it costs a trainer to wait: steps of workload 1, a wait, and steps again.
+"""Measure whether a training step is slower after the trainer has waited: steps of workload `short`, a wait, and steps again.
 
     make waiting                                        (ten minutes, on a quiet machine)
     make waiting ARGS="--wait 30 --memory kept"
 
-A trainer waits for slow rewards, evaluations and servers. While it waits, memory that it has freed may be taken by others: Linux
-under a hypervisor reports free memory to the host, which takes it away, and gives it back at the next touch. The command takes
-Lockstep's steps (`against_trl/play.py`) in one process, and beside each step prints:
+A trainer waits for slow rewards, evaluations and servers. During the wait it may lose memory that it has freed: under a hypervisor,
+Linux reports free memory to the host. The host takes this memory away, and gives it back when it is used again. The program takes
+Lockstep's steps (`against_trl/play.py`) in one process, and prints for each step:
 
     faults: pages that the kernel had to give to the process in this step
     resident, huge: memory of the process before the step, and the part of it in huge pages
-    reported: memory of the machine that Linux reported to its host as free since the step before (if it says so)
-    MHz: the clock of the first core, as the kernel gives it, after the step
+    reported: memory that Linux has reported to its host as free since the step before (if the system counts it)
+    MHz: the clock of the first core after the step, as the kernel reports it
 
-`--memory` names what the C library does with freed memory: `returned` (it goes back to Linux, the library's default; with huge
-pages) or `kept` (what `lockstep` commands ask for, `cli/process/malloc.py`). Each is a process of its own, one after the other.
-Writes `runs/bench/waiting.json`.
+`--memory` says what the C library does with freed memory: `returned` (it goes back to Linux, the library's default; with huge
+pages) or `kept` (the setting of `lockstep` commands, `cli/process/malloc.py`). Each setting runs in a separate process, one after
+the other. Writes `runs/bench/waiting.json`.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ Step = dict[str, Any]
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--steps", type=int, default=4, help="measured steps before each wait and after the last one")
-    words.add_argument("--wait", type=float, default=100.0, help="seconds of each wait")
-    words.add_argument("--waits", type=int, default=2)
-    words.add_argument("--memory", nargs="*", choices=MEMORY, default=list(MEMORY))
-    words.add_argument("--json", type=Path, default=Path("runs/bench/waiting.json"))
-    asked = words.parse_args()
-    found: dict[str, Any] = {"machine": {"name": cpu_name(), "cores": os.cpu_count()}, "wait_s": asked.wait}
-    print(f"{cpu_name()}, {os.cpu_count()} cores; waits of {asked.wait:.0f} s", flush=True)
-    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4, help="measured steps before each wait and after the last one")
+    parser.add_argument("--wait", type=float, default=100.0, help="seconds of each wait")
+    parser.add_argument("--waits", type=int, default=2)
+    parser.add_argument("--memory", nargs="*", choices=MEMORY, default=list(MEMORY))
+    parser.add_argument("--json", type=Path, default=Path("runs/bench/waiting.json"))
+    args = parser.parse_args()
+    found: dict[str, Any] = {"machine": {"name": cpu_name(), "cores": os.cpu_count()}, "wait_s": args.wait}
+    print(f"{cpu_name()}, {os.cpu_count()} cores; waits of {args.wait:.0f} s", flush=True)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
-        for memory in asked.memory:
-            steps = steps_of(memory, model, asked, Path(folder))
+        for memory in args.memory:
+            steps = steps_of(memory, model, args, Path(folder))
             found[memory] = {"figures": figures(steps), "steps": steps}
             print(json.dumps({memory: found[memory]["figures"]}), flush=True)
-            asked.json.write_text(json.dumps(found, indent=1) + "\n")
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def steps_of(memory: str, model: str, asked: argparse.Namespace, folder: Path) -> list[Step]:
+def steps_of(memory: str, model: str, args: argparse.Namespace, folder: Path) -> list[Step]:
     """The steps of one process; the first one is left out."""
     own = folder / memory
     own.mkdir()
@@ -73,10 +73,10 @@ def steps_of(memory: str, model: str, asked: argparse.Namespace, folder: Path) -
     try:
         player.ask("step")
         reported = reported_bytes()
-        for waited in range(asked.waits + 1):
+        for waited in range(args.waits + 1):
             if waited:
-                time.sleep(asked.wait)
-            for place in range(asked.steps):
+                time.sleep(args.wait)
+            for place in range(args.steps):
                 gone = reported_bytes()
                 step = {**player.ask("step"), "after_wait": bool(waited) and place == 0}
                 step |= {"reported": gone - reported, "mhz": clock()}
@@ -89,7 +89,7 @@ def steps_of(memory: str, model: str, asked: argparse.Namespace, folder: Path) -
 
 
 def environment(memory: str) -> dict[str, str]:
-    """The environment of the process."""
+    """The environment of the process, for one setting of `--memory`."""
     given = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     if memory == "returned":
         return {**given, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -103,13 +103,13 @@ def reported_bytes() -> int:
 
 
 def clock() -> float:
-    """MHz of the first core, as the kernel gives it; 0 if it does not."""
+    """MHz of the first core, as the kernel reports it; 0 if it does not report it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), 0.0)
 
 
 def line(memory: str, step: Step) -> str:
-    """A step as it is printed."""
+    """The printed line of a step."""
     before, after = step["memory"]["before"], step["memory"]["after"]
     phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in step["phases"].items() if seconds >= 0.05)
     return (

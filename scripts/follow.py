@@ -95,7 +95,7 @@ def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
     def is_parameter(value: Any) -> bool:
         if isinstance(value, (list, tuple)) and len(value):
             value = value[-1]
-        return isinstance(value, (torch.Tensor, torch.nn.Module)) or hasattr(value, "own_memory")
+        return isinstance(value, (torch.Tensor, torch.nn.Module)) or hasattr(value, "is_model_memory")
 
     prompts: list[str] = []
     parameters: list[str] = []

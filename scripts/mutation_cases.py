@@ -289,7 +289,7 @@ MUTATIONS = [
         CONTINUATION,
         "test_a_branch_has_the_templates_ids_without_the_earlier_thinking",
         "thinking that the template drops is kept",
-        "if not self._shows(text[len(before) : at], turn):",
+        "if not self._renders_turn(text[len(before) : turn_end], turn):",
         "if False:",
     ),
     _extended(
@@ -303,8 +303,8 @@ MUTATIONS = [
         CONTINUATION,
         "test_the_end_token_is_inserted_exactly_when_it_was_not_sampled",
         "a turn is closed at an end token inside it",
-        "start = len(text) - shared_start(text[::-1], changed[::-1])",
-        "start = 0",
+        "common_end = len(text) - shared_start(text[::-1], changed[::-1])",
+        "common_end = 0",
     ),
     _extended(
         CONTINUATION,
@@ -331,14 +331,14 @@ MUTATIONS = [
         TEMPLATE,
         "test_text_that_looks_like_a_control_token_stays_text_in_every_kind_of_message",
         "text of the assistant becomes an end token",
-        "self._special if trusted",
-        "_any_of(()) if trusted",
+        "self._special_pattern if trusted",
+        "_pattern_of(()) if trusted",
     ),
     _of(
         TURNS,
         "more calls than the template shows",
-        "calls = tuple(replace(c, id=c.id or _own_id(own, n)) for n, c in enumerate(calls))",
-        "calls = tuple(replace(c, id=c.id or _own_id(own, n)) for n, c in enumerate(found.calls))",
+        "calls = tuple(replace(c, id=c.id or _own_id(turn_ids, n)) for n, c in enumerate(calls))",
+        "calls = tuple(replace(c, id=c.id or _own_id(turn_ids, n)) for n, c in enumerate(found.calls))",
     ),
     _of(TURNS, "a call within the thinking is made", "(text[begins:], len(text))", "(text[begins:], 0)"),
     _of(
@@ -357,8 +357,8 @@ MUTATIONS = [
         "continuation.py",
         "test_a_renderer_that_writes_other_ids_is_refused_at_start_and_after_a_turn",
         "a renderer that is named is not used",
-        "return found if ids is None else Insert(ids)",
-        "return found",
+        "return step if ids is None else Insert(ids)",
+        "return step",
     ),
     _rendered(
         "continuation.py",
@@ -564,15 +564,15 @@ MUTATIONS = [
     Mutation(
         "workers wait on when another server has died",
         "sync/wire/gloo.py",
-        'store.set(_ENDED, "")',
+        'store.set(_PUSH_FAILED, "")',
         "pass",
         "tests/sync/test_transports.py",
     ),
     Mutation(
         "the trainer waits for a dead server's address",
         "sync/wire/gloo.py",
-        "while not wait([met], _CHECK_EVERY).done:\n            check()",
-        "while not wait([met], _CHECK_EVERY).done:\n            pass",
+        "while not wait([connected], _CHECK_EVERY).done:\n            check()",
+        "while not wait([connected], _CHECK_EVERY).done:\n            pass",
         "tests/sync/test_transports.py",
     ),
     _of(KEYS, "machines with one home share a port's key", "{socket.gethostname()}-port", "port"),
@@ -580,7 +580,7 @@ MUTATIONS = [
     Mutation(
         "shared memory that is too small ends the run",
         "sync/wire/transport.py",
-        "except NoRoom as error:",
+        "except SharedMemoryFull as error:",
         "except KeyError as error:",
         "tests/sync/test_transports.py",
     ),
@@ -753,8 +753,10 @@ MUTATIONS = [
     _of(PUSH, "bytes that changed on the way", "if sent[name].digest != arrived[name].digest", "if False"),
     _of(PUSH, "an engine parameter that got nothing", "if loaded.untouched:", "if False:"),
     _of(PUSH, "caches of older weights", "if not engine.reset_caches():", "if False and not engine.reset_caches():"),
-    _of(SLOTS, "a slot that is filled while it is read", "> number - SLOTS, is_left", "> number - SLOTS - 1, is_left"),
-    _of(SLOTS, "a push that ends before it is taken", "if self._least_taken() != chunks:", "if False:"),
+    _of(
+        SLOTS, "a slot that is filled while it is read", "> number - SLOTS, has_left", "> number - SLOTS - 1, has_left"
+    ),
+    _of(SLOTS, "a push that ends before it is taken", "if self._fewest_loaded() != chunks:", "if False:"),
     _of(
         PACKED, "a fault of the packed forward", "if packed is not None and _only_packed(", "if False and _only_packed("
     ),
@@ -781,7 +783,7 @@ MUTATIONS = [
         "attends_in_trees = not _keeps_state(model)",
         FAMILY_ATTENTION,
     ),
-    _of(PUSH, "the acknowledgement of another server", "    for one in loaded.others:", "    for one in ():"),
+    _of(PUSH, "the acknowledgement of another server", "    for other in loaded.others:", "    for other in ():"),
     *(
         Mutation(about, file, old, new, CHANGES)
         for about, file, old, new in (
@@ -809,9 +811,9 @@ MUTATIONS = [
         )
     ),
     _of(LIVE, "old weights in the source of a push", "if own != spec]", "if False]"),
-    _of(LIVE, "a wrong merge", "if not apart <= allowed:", "if False:"),
+    _of(LIVE, "a wrong merge", "if not difference <= allowed:", "if False:"),
     _of(LIVE, "a wrong merge of an adapter that adds little", "torch.float32: 5e-6", "torch.float32: 1e-3"),
-    _of(LIVE, "a right merge with rounding", "_rounding(base.weight) * float", "0.0 * float"),
+    _of(LIVE, "a right merge with rounding", "_tolerance(base.weight) * float", "0.0 * float"),
     _of(SLOTS, "a worker that counts in another's push", "if int(counters[_PUSH]) == push:", "if True:"),
     Mutation(
         "tensors that lie over each other",
@@ -1048,7 +1050,7 @@ MUTATIONS = [
         CHECKPOINTS,
         "a checkpoint that is half written",
         "return complete[-1] if complete else None",
-        "return found[-1] if found else None",
+        "found = _checkpoints(Path(output_dir))\n    return found[-1] if found else None",
     ),
     _of(CHECKPOINTS, "what a failed save leaves", "if not _is_complete(checkpoint):", "if False:"),
     _of(
@@ -1751,7 +1753,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the template's placeholder stays beside the ids that stand for its picture",
-        "tokens/stand_ins.py",
+        "tokens/picture_ids.py",
         "for part in (own.ids, piece[1:])",
         "for part in (own.ids, piece)",
         f"{READING}::test_placeholders_stand_once_per_token_of_each_picture",
@@ -1822,22 +1824,22 @@ MUTATIONS = [
     Mutation(
         "the ids of a result stand for the pictures of the whole conversation",
         "tokens/conversation/continuation.py",
-        "suffix = self.template.ids(text[at:], pictures_in(new_messages))",
-        "suffix = self.template.ids(text[at:], shown[: len(pictures_in(new_messages))])",
+        "suffix = self.template.ids(text[turn_end:], pictures_in(new_messages))",
+        "suffix = self.template.ids(text[turn_end:], pictures[: len(pictures_in(new_messages))])",
         f"{VISION_TEMPLATES}::test_a_result_with_pictures_continues_the_ids_of_the_whole_conversation",
     ),
     Mutation(
         "a branch has the pictures of the new messages alone",
         "tokens/conversation/continuation.py",
-        "shown = pictures_in([*messages, *new_messages])",
-        "shown = pictures_in(messages)",
+        "pictures = pictures_in([*messages, *new_messages])",
+        "pictures = pictures_in(messages)",
         f"{VISION_TEMPLATES}::test_a_branch_has_the_pictures_of_all_messages",
     ),
     Mutation(
         "text as content is left out by templates that take parts only",
         "tokens/conversation/template.py",
-        "self._in_parts = not self._shows_text() and self._shows_text(in_parts=True)",
-        "self._in_parts = False",
+        "self._takes_parts = not self._shows_text() and self._shows_text(in_parts=True)",
+        "self._takes_parts = False",
         f"{VISION_TEMPLATES}::test_text_of_messages_is_shown_also_by_templates_that_take_parts_only",
     ),
     Mutation(
@@ -2004,7 +2006,7 @@ MUTATIONS = [
     Mutation(
         "experts in another order are taken as they lie",
         "models/checkpoint_names.py",
-        "if not torch.equal(numbers, torch.arange(int(numbers[0]), int(numbers[0]) + len(numbers))):",
+        "if not torch.equal(row_numbers, torch.arange(int(row_numbers[0]), int(row_numbers[0]) + len(row_numbers))):",
         "if False:",
         EXPERTS,
     ),

@@ -11,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import host_cost
-from host_cost import _OTHER_WAY, ROWS, Tokenizer, Watch, measured, table, total
+from host_cost import _IN_PROCESS, ROWS, RowClock, Tokenizer, measured, table, total
 from host_cost_plot import drawing
 
 FIGURES = {
@@ -22,7 +22,7 @@ FIGURES = {
 def test_a_row_leaves_out_what_a_row_inside_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 3.0, 7.0])
     monkeypatch.setattr(host_cost.time, "process_time", lambda: next(clock))
-    watch = Watch()
+    watch = RowClock()
     with watch.row("outer"), watch.row("inner"):
         pass
     assert watch.seconds == {"outer": 1.0 + 4.0, "inner": 2.0}
@@ -36,7 +36,7 @@ def test_a_run_gets_its_answers_in_one_way_and_the_dearer_one_is_in_the_sum() ->
 
 
 def test_the_plot_is_well_formed_and_as_high_as_the_rows_together() -> None:
-    rows = [row for row in ROWS if row != _OTHER_WAY]
+    rows = [row for row in ROWS if row != _IN_PROCESS]
     root = ElementTree.fromstring(drawing(FIGURES, rows))
     heights = [float(box.attrib["height"]) for box in root if box.attrib.get("width") == "70"]
     assert len(heights) == 2 * len(rows)

@@ -34,7 +34,7 @@ def token_by_token(lengths: list[int], prompt: int, together: int) -> float:
 
 @pytest.mark.parametrize("together", [1, 3, 100])
 def test_decoding_takes_as_long_as_token_by_token(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plan_servers._TOGETHER", together)
+    monkeypatch.setattr("plan_servers._MAX_RUNNING", together)
     lengths = [50, 7, 120, 7, 64, 1, 90, 33]
     expected = token_by_token(lengths, 512, together)
     assert decoding_seconds([float(n) for n in lengths], 512, MODEL, GPU, 1) == pytest.approx(expected)

@@ -16,7 +16,7 @@ from against_trl.tool_model import RESULT, TURN
 from tools import (
     CALLS,
     SAMPLED,
-    Desk,
+    ToolEnvironment,
     check_work,
     round_line,
     step_figures,
@@ -86,10 +86,10 @@ def test_a_rollout_with_other_turns_or_tokens_stops_the_benchmark() -> None:
 def test_the_calls_of_a_rollout_take_what_its_seed_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("tools.time.sleep", slept.append)
-    monkeypatch.setattr(Desk, "longest", 2.0)
+    monkeypatch.setattr(ToolEnvironment, "longest", 2.0)
 
     def waits(seed: int) -> list[float]:
-        desk = Desk()
+        desk = ToolEnvironment()
         desk.reset(seed)
         assert {desk.look(n) for n in range(CALLS)} == {RESULT}
         return desk.waits

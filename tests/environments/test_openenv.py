@@ -105,7 +105,7 @@ def test_a_field_of_an_action_may_take_the_text_of_a_turn(words: str, table: Tab
 
 
 def test_what_does_not_fit_the_server_is_said(guesses: str, table: Table) -> None:
-    with pytest.raises(EnvironmentFailed, match="no field 'text', but number"):
+    with pytest.raises(EnvironmentFailed, match="no field 'text'; it has number"):
         table.take(server(guesses, python=PYTHON, answer="text"))
     found = table.take(server(guesses, python=PYTHON, columns=["level"]))
     with pytest.raises(EnvironmentFailed, match="the row has no column 'level'"):

@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig
 
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
-from lockstep.models.quantised import check_quantization, dequantised, is_quantised, keep_order
+from lockstep.models.quantised import check_quantization, dequantised, is_quantised, prevent_packing
 from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.push import push_weights
 
@@ -51,7 +51,7 @@ def test_the_values_are_those_that_a_layer_multiplies_with(
 
 def test_a_model_that_is_run_before_it_is_trained_keeps_its_gradients(untied_dir: str) -> None:
     model = adapted(quantised(untied_dir))
-    keep_order(model)
+    prevent_packing(model)
     model.eval()
     with torch.no_grad():
         model(torch.tensor([[5, 6, 7]]))
@@ -66,7 +66,7 @@ def test_weights_that_were_packed_for_inference_are_refused(untied_dir: str) -> 
     model = adapted(quantised(untied_dir))
     model.get_submodule(f"base_model.model.{LAYER}").base_layer.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(InputError, match="packed for inference"):
-        keep_order(model)
+        prevent_packing(model)
     with pytest.raises(InputError, match="packed for inference"):
         dict(weights_of(model))
 
@@ -76,7 +76,7 @@ def test_what_is_sent_is_the_values_and_the_delta_under_the_base_models_names(un
     source = weights_of(model)
     sent, plain = dict(source), load_policy(untied_dir)
     assert sent.keys() == dict(weights_of(plain)).keys()
-    assert {name: (t.shape, t.dtype) for name, t in source.outline()} == {
+    assert {name: (t.shape, t.dtype) for name, t in source.meta_tensors()} == {
         n: (t.shape, t.dtype) for n, t in sent.items()
     }
     layer = model.get_submodule(f"base_model.model.{LAYER}")

@@ -26,7 +26,7 @@ from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire.chunks import chunks
 from lockstep.sync.wire.gloo import GlooTransport
-from lockstep.sync.wire.slots import FilledSlots
+from lockstep.sync.wire.slots import TrainerSlots
 from lockstep.training.trainers.grpo import GRPOTrainer
 
 pytestmark = VLLM
@@ -115,9 +115,9 @@ class Killer:
 
     @contextmanager
     def pushing(self, trainer: GRPOTrainer, role: str) -> Iterator[None]:
-        real, armed = FilledSlots.free, [True]
+        real, armed = TrainerSlots.wait_until_free, [True]
 
-        def free(slots: FilledSlots, number: int, check: Callable[[], None]) -> Any:
+        def free(slots: TrainerSlots, number: int, check: Callable[[], None]) -> Any:
             found = real(slots, number, check)
             # The second of several chunks has been loaded: some layers are new, some are old.
             if number == 3 and armed:
@@ -126,7 +126,7 @@ class Killer:
             return found
 
         small = lambda tensors: chunks(tensors, limit=40_000)  # noqa: E731
-        with patch.object(FilledSlots, "free", free), patch.object(shared_memory, "chunks", small):
+        with patch.object(TrainerSlots, "wait_until_free", free), patch.object(shared_memory, "chunks", small):
             trainer.engine._transport.forget()  # type: ignore[union-attr]
             with self.loading(trainer, "pushing", role):
                 yield

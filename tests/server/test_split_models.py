@@ -90,7 +90,7 @@ def test_after_a_push_that_the_trainer_gave_up_both_workers_take_the_next(
     with monkeypatch.context() as patch:
         patch.setattr("lockstep.sync.wire.shared_memory.chunks", lambda tensors: chunks(tensors, 40_000))
         patch.setattr("lockstep.sync.push.weights_of", Ends)
-        with pytest.raises(LockstepError, match="could not be made ready to be sent: out of memory, by design"):
+        with pytest.raises(LockstepError, match="could not prepare the weights for the push: out of memory, by design"):
             push_weights(model, engine, 1)
     assert engine.version is None
     moved = perturbed(model, scale=0.5)

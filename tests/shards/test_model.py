@@ -88,12 +88,14 @@ def test_a_push_reads_what_the_optimizer_has_made(make: Callable[[], PreTrainedM
             p.to_local().add_(1.0)  # type: ignore[operator]
     source, plain = PlainSource(model), PlainSource(make())
     assert source.names == plain.names
-    assert [(n, t.shape, t.dtype) for n, t in source.outline()] == [(n, t.shape, t.dtype) for n, t in plain.outline()]
+    assert [(n, t.shape, t.dtype) for n, t in source.meta_tensors()] == [
+        (n, t.shape, t.dtype) for n, t in plain.meta_tensors()
+    ]
     for (name, tensor), (other, old) in zip(source, plain, strict=True):
         assert name == other
         assert torch.equal(tensor, old + 1.0)
     assert sharded(model) is shards
-    assert not source.own_memory
+    assert not source.is_model_memory
 
 
 def test_a_model_that_is_left_gathered_is_refused(make: Callable[[], PreTrainedModel], passes: Passes) -> None:

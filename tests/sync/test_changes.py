@@ -23,11 +23,11 @@ from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import ProofError
 from lockstep.parity.proven_push import ProvenPusher
 from lockstep.parity.rescoring import Precision
-from lockstep.sync.changes import Sent, Update
+from lockstep.sync.changes import LastPush, Update
 from lockstep.sync.push import forget_push, push_weights
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire import deltas
-from lockstep.sync.wire.deltas import NOTHING, Changes, Reference, apply_changes, changes_between, part_of
+from lockstep.sync.wire.deltas import NO_CHANGES, Changes, ReceivedWeights, apply_changes, changes_between, part_of
 from lockstep.sync.wire.gloo import GlooTransport
 from lockstep.sync.wire.shared_memory import SharedMemoryTransport
 
@@ -55,14 +55,14 @@ def test_changes_give_the_new_tensor_bit_for_bit(
         if place < size:
             new[place] = torch.tensor(value).to(bits)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deltas, "_LONGEST_GAP", longest)
-        patch.setattr(deltas, "_TOGETHER", 8)
+        patch.setattr(deltas, "_LARGEST_GAP", longest)
+        patch.setattr(deltas, "_WORDS_AT_A_TIME", 8)
         differing, changes = changes_between(old.view(dtype), new.view(dtype))
     assert differing == int((old != new).sum())
     if changes is None:
         return
     assert changes.raw.nbytes < max(new.nbytes, 1)
-    assert (changes is NOTHING) == torch.equal(old, new)
+    assert (changes is NO_CHANGES) == torch.equal(old, new)
     put_together = old.clone().view(dtype)
     apply_changes(put_together, changes)
     assert torch.equal(put_together.view(bits), new)
@@ -113,7 +113,7 @@ class Receiver:
 
     def __init__(self, dtype: torch.dtype | None = None, *, keeps: bool = False) -> None:
         self.wire_dtype, self.keeps = dtype, keeps
-        self.held, self.reference = HeldWeights(), Reference()
+        self.held, self.reference = HeldWeights(), ReceivedWeights()
         self.loaded: dict[str, torch.Tensor] = {}
         self.pushes: list[list[str]] = []
         self.version: int | None = None
@@ -148,7 +148,7 @@ class Receiver:
 
 
 def sent(piece: torch.Tensor | Changes) -> bool:
-    return piece is not NOTHING
+    return piece is not NO_CHANGES
 
 
 def wire(piece: torch.Tensor | Changes) -> torch.Tensor | Changes:
@@ -267,7 +267,7 @@ def test_an_engine_that_was_started_again_is_sent_everything(
     pushed: tuple[Any, Receiver], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, receiver = pushed
-    receiver.held, receiver.reference, receiver.loaded = HeldWeights(), Reference(), {}
+    receiver.held, receiver.reference, receiver.loaded = HeldWeights(), ReceivedWeights(), {}
     in_full(model, receiver, caplog, "does not hold the version that was pushed last")
 
 
@@ -300,7 +300,7 @@ def test_a_tensor_that_is_left_out_although_it_changed_is_found(
     def without(real: Callable[..., Any]) -> Callable[..., Any]:
         def pieces(self: Update, **how: bool) -> Any:
             for name, piece in real(self, **how):
-                yield name, NOTHING if name == kept and self.base else piece
+                yield name, NO_CHANGES if name == kept and self.base else piece
 
         return pieces
 
@@ -361,7 +361,7 @@ class KeepingWorker(Worker):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reference, self.keeps = Reference(), False
+        self.reference, self.keeps = ReceivedWeights(), False
 
     def update_weights(self, info: dict[str, Any]) -> None:
         self.keeps = info.get("keeps", False)
@@ -378,7 +378,7 @@ class KeepingWorker(Worker):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [lambda: SharedMemoryTransport(20.0), lambda: GlooTransport("127.0.0.1", 0, 20.0)])
 def test_both_transports_carry_what_changed(make: Callable[[], Any], dtype: torch.dtype) -> None:
-    model, sent, transport = make_model().to(dtype), Sent(), make()
+    model, sent, transport = make_model().to(dtype), LastPush(), make()
     workers = [KeepingWorker(), KeepingWorker()]
     sizes = []
     for version in range(4):
@@ -403,7 +403,7 @@ def test_both_transports_carry_what_changed(make: Callable[[], Any], dtype: torc
 def test_no_copies_are_made_where_a_machine_has_no_room_for_them(capsys: pytest.CaptureFixture[str]) -> None:
     model, sent, transport, worker = (
         make_model().to(torch.bfloat16),
-        Sent(),
+        LastPush(),
         GlooTransport("127.0.0.1", 0, 20.0),
         KeepingWorker(),
     )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.sync.wire.chunks import chunks, end_of, layout, views
+from lockstep.sync.wire.chunks import buffer_bytes, chunks, layout, views
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3)
@@ -19,7 +19,7 @@ def test_tensors_come_back_in_order_and_bit_for_bit(kinds: list, limit: int) -> 
     found = []
     for chunk in chunks(named, limit):
         placed, size = layout(chunk)
-        assert end_of(placed) <= size
+        assert buffer_bytes(placed) <= size
         assert len(chunk) == 1 or size <= limit
         buffer = torch.zeros(size, dtype=torch.uint8)
         for (_, target), (_, source) in zip(views(buffer, placed), chunk, strict=True):

@@ -20,7 +20,7 @@ from lockstep.sync.wire import transport as transport_module
 from lockstep.sync.wire.chunks import Named, chunks
 from lockstep.sync.wire.gloo import GlooTransport, Receiver
 from lockstep.sync.wire.shared_memory import Segment, SharedMemoryTransport
-from lockstep.sync.wire.slots import taken_chunks
+from lockstep.sync.wire.slots import worker_chunks
 from lockstep.sync.wire.transport import choose_transport
 
 CHUNK = 4096
@@ -51,7 +51,7 @@ class Worker:
         else:
             assert self.segment is not None
             coming = shared_memory.pieces_of(
-                taken_chunks(
+                worker_chunks(
                     self.segment.memory,
                     self.segment.handle,
                     info["chunks"],
@@ -212,7 +212,7 @@ def full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    monkeypatch.setattr(transport_module, "sees_this_memory", lambda server: True)
+    monkeypatch.setattr(transport_module, "shares_memory", lambda server: True)
 
 
 def test_auto_goes_over_to_gloo_and_says_so_when_shared_memory_is_too_small(

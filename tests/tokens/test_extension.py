@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from lockstep.errors import InputError, ProofError
 from lockstep.tokens.arrays import Ids, joined, whole_numbers
 from lockstep.tokens.chat import render_prompt
-from lockstep.tokens.conversation.continuation import EARLIER, END, TURN
+from lockstep.tokens.conversation.continuation import EARLIER_DIFFERS, END_DIFFERS, TURN_DIFFERS
 from lockstep.tokens.conversation.extension import Branch, Extension, Insert, Message
 
 _GROWING = [name for name in FAMILIES if name != "no control tokens"]
@@ -204,13 +204,13 @@ def _check_ordinary(name: str, messages: list[Message], sampled: Ids, step: Inse
         assert np.array_equal(step.ids, whole[len(sampled) :])
     if isinstance(step, Insert):
         assert rendered(name, messages).endswith(decoded(name, step.ids))
-    elif step.reason == END:
+    elif step.reason == END_DIFFERS:
         kept = len(sampled) - 1
         assert np.array_equal(step.ids[:kept], sampled[:kept])
         assert rendered(name, messages).endswith(decoded(name, step.ids[kept:]))
     else:
         assert np.array_equal(step.ids, whole)
-        assert step.reason in (EARLIER, TURN)
+        assert step.reason in (EARLIER_DIFFERS, TURN_DIFFERS)
 
 
 @pytest.mark.parametrize("name", _GROWING)
@@ -245,7 +245,7 @@ def test_a_branch_has_the_templates_ids_without_the_earlier_thinking() -> None:
     turn = ids_of("qwen3", "<think>\nhmm\n</think>\n\n4<|im_end|>")
     step = extension.next(asked, extension.prompt(asked), turn, [{"role": "user", "content": "why"}])
     assert isinstance(step, Branch)
-    assert step.reason == TURN
+    assert step.reason == TURN_DIFFERS
     text = decoded("qwen3", step.ids)
     assert "hmm" not in text
     assert text.endswith("<|im_start|>assistant\n4<|im_end|>\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n")
@@ -268,7 +268,7 @@ def test_thinking_of_an_earlier_turn_that_is_dropped_is_named_as_the_reason() ->
         [{"role": "user", "content": "why"}],
     )
     assert isinstance(step, Branch)
-    assert step.reason == EARLIER
+    assert step.reason == EARLIER_DIFFERS
     assert "hmm" not in decoded("qwen3", step.ids)
 
 
@@ -279,7 +279,7 @@ def test_an_end_token_that_the_template_does_not_write_is_left_out_of_a_branch()
     context, said = extension.prompt(asked), as_text(name, "x")
     step = extension.next(asked, context, joined([said, whole_numbers([other])]), [{"role": "user", "content": "why"}])
     assert isinstance(step, Branch)
-    assert step.reason == END
+    assert step.reason == END_DIFFERS
     assert decoded(name, step.ids).endswith("\n\nx<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nwhy<|eot_id|>"
                                             "<|start_header_id|>assistant<|end_header_id|>\n\n")  # fmt: skip
     assert np.array_equal(step.ids[: len(context) + 1], joined([context, said]))

@@ -50,7 +50,7 @@ _LFM = "look_up(city='Paris', count=3)"
 WRITTEN = {
     "hermes": Written("qwen3", _HERMES, f"{_HERMES}\n{_HERMES}", _HERMES.replace("3}}", "3}"), "is not valid JSON"),
     "qwen3_xml": Written(
-        "qwen3.5, thinking off", _XML, _XML + _XML, _XML.replace("</parameter>", ""), "is no argument"
+        "qwen3.5, thinking off", _XML, _XML + _XML, _XML.replace("</parameter>", ""), "is not an argument"
     ),
     "glm": Written("glm-4.5", _GLM, _GLM + _GLM, _GLM.replace("</arg_value>", ""), "does not end after its arguments"),
     "mistral": Written(
@@ -80,7 +80,7 @@ WRITTEN = {
         f"<|tool_call_start|>[{_LFM}]<|tool_call_end|>",
         f"<|tool_call_start|>[{_LFM}, {_LFM}]<|tool_call_end|>",
         "<|tool_call_start|>[look_up('Paris')]<|tool_call_end|>",
-        "no call with named arguments",
+        "not a call with named arguments",
     ),
     "harmony": Written(
         "gpt-oss",
@@ -112,7 +112,7 @@ def test_the_templates_format_is_found_and_its_calls_are_read(name: str) -> None
     assert not turn.errors
     if written.two:
         turn = read(written.family, written.two)
-        one = extension_of(written.family).conventions.most_calls == 1
+        one = extension_of(written.family).conventions.max_calls == 1
         assert [(call.name, call.arguments) for call in turn.calls] == [expected] * (1 if one else 2)
         assert len({call.id for call in turn.calls}) == len(turn.calls)
         assert bool(turn.errors) == one

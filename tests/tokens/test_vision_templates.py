@@ -11,10 +11,10 @@ from families import VISION, tokenizer_of
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, joined, whole_numbers
-from lockstep.tokens.conversation.continuation import EARLIER
+from lockstep.tokens.conversation.continuation import EARLIER_DIFFERS
 from lockstep.tokens.conversation.extension import Branch, Extension, Insert
 from lockstep.tokens.conversation.template import Message
-from lockstep.tokens.stand_ins import picture_part
+from lockstep.tokens.picture_ids import picture_part
 
 
 class Shown(NamedTuple):
@@ -115,7 +115,7 @@ def test_a_branch_has_the_pictures_of_all_messages() -> None:
     turn = whole_numbers(tokenizer_of(name)("so<|im_end|>", add_special_tokens=False)["input_ids"])
     step = extension.next(asked, context, turn, [{"role": "user", "content": [picture_part(second)]}])
     assert isinstance(step, Branch)
-    assert step.reason == EARLIER
+    assert step.reason == EARLIER_DIFFERS
     edges = np.flatnonzero(np.diff(step.ids == placeholder_of(name)))
     assert np.diff(edges)[::2].tolist() == [3, 2]
 

@@ -44,8 +44,11 @@ def test_without_a_gpu_they_are_refused() -> None:
     ("fields", "message"),
     [
         ({"liger_kernel_config": {"rope": True}}, "without use_liger_kernel"),
-        ({"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}}, "no loss here"),
-        ({"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}}, "no loss here"),
+        (
+            {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
+            "no loss of Lockstep",
+        ),
+        ({"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}}, "no loss of Lockstep"),
         ({"use_liger_kernel": True, "liger_kernel_config": "rope"}, "must be a mapping"),
     ],
 )

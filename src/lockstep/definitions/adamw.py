@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What AdamW keeps of N elements.
+    """The state of AdamW for N elements.
 
     Attributes:
         first, second: (N,) float64 running means of the gradient and of its square.
@@ -23,7 +23,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of N elements, each (N,) float64: learning rate, the two decays of the means, epsilon, weight decay."""
+    """The settings for N elements, each (N,) float64: learning rate, the decay factors of the two means, epsilon, weight decay."""
 
     rate: torch.Tensor
     beta1: torch.Tensor
@@ -35,14 +35,14 @@ class Settings:
 def adamw(
     value: torch.Tensor, gradient: torch.Tensor, moments: Moments, settings: Settings
 ) -> tuple[torch.Tensor, Moments, torch.Tensor]:
-    """One step of N elements.
+    """One optimizer step for N elements.
 
     Args:
-        value, gradient: (N,) float64, before the step.
+        value, gradient: (N,) float64 values of the elements before the step, and their gradients.
 
     Returns:
-        (N,) new values, the new moments, and (N,) the largest change that the terms of the sums allow. Rounding errors of
-        another precision are proportional to it.
+        (N,) new values, the new moments, and (N,) a scale for rounding errors: the change if all terms had the same sign. In a
+        lower precision, the rounding error of the change is proportional to this scale.
     """
     s = settings
     steps = moments.steps + 1

@@ -1,4 +1,4 @@
-"""When a completion's thinking is interrupted, and with which ids, written a second time."""
+"""The rule that says when a completion's thinking is interrupted, and with which ids, written a second time."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ def broken_rule(
     Args:
         ids: (N,) ids of the completion.
         sampled: (N,) bool, whether each id was sampled.
-        earliest, latest: numbers of tokens between which a completion that still thinks is interrupted.
+        earliest, latest: smallest and largest number of tokens after which a completion that still thinks is interrupted.
         inserted: ids of the interruption.
         end: consecutive ids that end the thinking.
     """
     places = np.flatnonzero(~sampled)
     if not len(places):
-        if len(ids) > latest and not _has(ids[:latest], end):
-            return f"has {len(ids)} tokens, did not end its thinking within {latest}, and was not interrupted"
+        if len(ids) > latest and not _contains(ids[:latest], end):
+            return f"has {len(ids)} tokens, did not end its thinking within {latest} tokens, and was not interrupted"
         return None
     start = int(places[0])
     if not np.array_equal(places, np.arange(start, start + len(inserted))) or not np.array_equal(ids[places], inserted):
         return f"has {len(places)} inserted ids, and they are not the {len(inserted)} ids of the interruption"
     if not earliest <= start <= latest:
         return f"was interrupted after {start} tokens instead of {earliest} to {latest}"
-    if _has(ids[:start], end):
+    if _contains(ids[:start], end):
         return f"was interrupted after {start} tokens, although it had ended its thinking"
     return None
 
 
-def _has(ids: np.ndarray, part: np.ndarray) -> bool:
+def _contains(ids: np.ndarray, part: np.ndarray) -> bool:
     """Whether the ids of `part` come one after the other in `ids`."""
     starts = np.arange(len(ids) - len(part) + 1)
     return bool(len(starts)) and bool((ids[starts[:, None] + np.arange(len(part))] == part).all(axis=1).any())

@@ -27,25 +27,27 @@ def logprob(
     """The log-prob of one token.
 
     Args:
-        logits: (V,) as the model gives them.
-        kept: ids that the filters of the logits kept; None: there are no such filters.
+        logits: (V,) the logits that the model gives.
+        kept: ids that the filters (top-k, top-p, min-p) kept; None: there are no filters.
         allowed: the only ids that may be sampled; None: all.
-        bias: what is added to the logits of ids.
-        repetition: divides the logits of ids in `prompt` and `before`; negative logits are multiplied by it.
-        presence, frequency: subtracted from the logits of ids in `before`, once or as often as the id is there.
+        bias: numbers that are added to the logits, by id.
+        repetition: repetition penalty for ids in `prompt` and `before`. It divides positive logits and multiplies negative ones.
+        presence: presence penalty, subtracted once from the logit of each id in `before`.
+        frequency: frequency penalty, subtracted from the logit of each id as often as the id is in `before`.
+        prompt: ids of the prompt.
         before: ids of the completion before the token.
     """
-    z = np.array(logits, np.float64)
+    scores = np.array(logits, np.float64)
     for place, value in (bias or {}).items():
-        z[place] += value
+        scores[place] += value
     if repetition != 1.0:
         seen = np.unique(np.array([*prompt, *before], np.int64))
-        z[seen] = np.where(z[seen] < 0, z[seen] * repetition, z[seen] / repetition)
+        scores[seen] = np.where(scores[seen] < 0, scores[seen] * repetition, scores[seen] / repetition)
     if presence or frequency:
         ids, counts = np.unique(np.array(before, np.int64), return_counts=True)
-        z[ids] -= frequency * counts + presence
-    z /= temperature
+        scores[ids] -= frequency * counts + presence
+    scores /= temperature
     support = kept if kept is not None else allowed
-    rest = z if support is None else z[np.array(support, np.int64)]
-    top = rest.max()
-    return float(z[token] - top - np.log(np.exp(rest - top).sum()))
+    candidates = scores if support is None else scores[np.array(support, np.int64)]
+    top = candidates.max()
+    return float(scores[token] - top - np.log(np.exp(candidates - top).sum()))

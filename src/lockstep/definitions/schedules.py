@@ -6,7 +6,7 @@ import math
 
 
 def rate_factor(schedule: str, step: int, warmup: int, total: int) -> float | None:
-    """What a schedule multiplies the learning rate by.
+    """The factor by which a schedule multiplies the learning rate.
 
     Args:
         schedule: its name in transformers: `constant`, `constant_with_warmup`, `linear` or `cosine`.
@@ -15,7 +15,7 @@ def rate_factor(schedule: str, step: int, warmup: int, total: int) -> float | No
         total: steps of the run.
 
     Returns:
-        The factor; None for a schedule that is not written here.
+        The factor; None if this function does not know the schedule.
     """
     if schedule == "constant":
         return 1.0

@@ -1,7 +1,7 @@
-"""What the user has asked for, read from the fields of a config a second time.
+"""Reads what the user has asked for from the fields of a config, a second time.
 
-`training/trainers/online.py` reads them when a trainer gets its config, before anything else uses it. `parity/step/settings.py`
-compares them with what requests, answers and losses really have.
+`training/trainers/online.py` reads it when a trainer gets its config, before anything else uses the config.
+`parity/step/settings.py` compares it with the values that requests, completions and losses really have.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Settings of a request that are one number, and the number that changes nothing.
-_NUMBERS = {
+# Settings of a request that are one number each, and the number that has no effect.
+_NEUTRAL = {
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -29,22 +29,22 @@ _GRAMMARS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class UserSettings:
     """What the user has asked for.
 
     Attributes:
-        temperature: of sampling.
-        max_tokens: largest number of tokens of a completion, inserted ones included.
+        temperature: temperature of sampling.
+        max_tokens: largest number of tokens of a completion, with the inserted tokens.
         stop: strings that end a completion.
         numbers: filters, penalties and the minimum length, by vLLM's names.
-        logit_bias: what is added to the logits of token ids.
+        logit_bias: numbers that are added to the logits, by token id.
         allowed_token_ids: the only ids that may be sampled; None: all.
         bad_words: texts that a completion must not contain.
         grammar: regular expression, JSON schema, choices or EBNF that a completion follows; None: it follows none.
         thinking: smallest and largest number of tokens after which thinking is interrupted; None: it is never interrupted.
         interruption: the text that is inserted there.
         end_of_thinking: the text that ends thinking.
-        reward_weights: of the reward functions; those that are missing at the end are 1.
+        reward_weights: weights of the reward functions, in their order. Functions after the last weight have weight 1.
     """
 
     temperature: float
@@ -61,7 +61,7 @@ class Wanted:
     reward_weights: tuple[float, ...]
 
 
-def wanted(fields: Mapping[str, Any]) -> Wanted:
+def user_settings(fields: Mapping[str, Any]) -> UserSettings:
     """What a config's fields ask for.
 
     Args:
@@ -71,18 +71,18 @@ def wanted(fields: Mapping[str, Any]) -> Wanted:
     given = {**fields, **(fields.get("generation_kwargs") or {})}
     if given.get("do_sample") is False:
         given["top_k"] = 1
-    most, least = given["max_thinking_length"], given["min_thinking_length"]
+    latest, earliest = given["max_thinking_length"], given["min_thinking_length"]
     allowed = given["allowed_token_ids"]
-    return Wanted(
+    return UserSettings(
         temperature=float(given["temperature"]),
         max_tokens=int(given["max_completion_length" if "max_completion_length" in given else "max_new_tokens"]),
         stop=tuple(given["stop_strings"] or ()),
-        numbers={name: float(given[name] or neutral) for name, neutral in _NUMBERS.items()},
+        numbers={name: float(given[name] or neutral) for name, neutral in _NEUTRAL.items()},
         logit_bias={int(token): float(bias) for token, bias in (given["logit_bias"] or {}).items()},
         allowed_token_ids=None if allowed is None else tuple(int(i) for i in allowed),
         bad_words=tuple(given["bad_words"] or ()),
         grammar=next((given[name] for name in _GRAMMARS if given[name] is not None), None),
-        thinking=None if most is None else (most if least is None else least, most),
+        thinking=None if latest is None else (latest if earliest is None else earliest, latest),
         interruption=given["interruption"],
         end_of_thinking=given["end_of_thinking"],
         reward_weights=tuple(float(w) for w in given["reward_weights"] or ()),
@@ -96,9 +96,9 @@ def weighted_sum(scores: list[float | None], weights: tuple[float, ...]) -> floa
         scores: one per reward function, in the order of the functions; None: the function gave no score.
         weights: of the functions. A function without a weight has weight 1.
     """
-    total, found = 0.0, False
-    for place, score in enumerate(scores):
+    total, has_score = 0.0, False
+    for position, score in enumerate(scores):
         if score is not None:
-            total += score * (weights[place] if place < len(weights) else 1.0)
-            found = True
-    return total if found else None
+            total += score * (weights[position] if position < len(weights) else 1.0)
+            has_score = True
+    return total if has_score else None

@@ -1,4 +1,4 @@
-"""How much each token counts in the loss of an optimizer step, as the papers average. Plain Python numbers.
+"""The weight of each token in the loss of an optimizer step, for every way in which the papers average, with plain Python numbers.
 
 `parity/step/advantages.py` compares the weights that enter the loss with these.
 """
@@ -12,7 +12,7 @@ def token_weights(lengths: Sequence[int], average: str, limit: int) -> list[floa
     """The weight of one token of each completion of a step.
 
     Args:
-        lengths: in tokens; 0 for a completion that is left out. It still counts as a completion.
+        lengths: tokens of each completion; 0 if it is left out. It still counts in the number of completions.
         average: `completions`: over the tokens of a completion, then over completions (GRPO). `tokens`: over all tokens (DAPO).
             `limit`: a sum over tokens, divided by completions × `limit` (Dr. GRPO). `sums`: a sum over tokens, averaged over
             completions (LUSPO). `whole`: a completion has one loss, averaged over completions (RLOO). `pairs`: a pair has one
@@ -32,7 +32,14 @@ def token_weights(lengths: Sequence[int], average: str, limit: int) -> list[floa
 
 
 def prompt_weights(lengths: Sequence[int], prompts: Sequence[Hashable]) -> list[float]:
-    """The same where the loss is a mean over the tokens of each prompt, then over prompts (ScaleRL, arXiv 2510.13786)."""
+    """The weight of one token of each completion, if the loss is a mean over the tokens of each prompt, then over prompts.
+
+    This is ScaleRL's average (arXiv 2510.13786).
+
+    Args:
+        lengths: tokens of each completion; 0 if it is left out.
+        prompts: the prompt of each completion.
+    """
     tokens: dict[Hashable, int] = {}
     for length, prompt in zip(lengths, prompts, strict=True):
         tokens[prompt] = tokens.get(prompt, 0) + length

@@ -28,7 +28,7 @@ def list_modules(model: PreTrainedModel, checkpoint_names: tuple[str, ...]) -> E
     unreached: list[str] = []
     placed: dict[str, list[str]] = {}
     for p in checkpoint_tensors(model):
-        placed.setdefault(p.own_name, []).append(p.name)
+        placed.setdefault(p.parameter_name, []).append(p.name)
     experts = _experts_of(model, placed)
     for name, module in model.named_modules():
         own = [n for parameter, _ in module.named_parameters(recurse=False) for n in placed[f"{name}.{parameter}"]]

@@ -1,7 +1,7 @@
 """Games of textarena as environments.
 
 `game("GuessTheNumber-v0")` is an `environment_factory`. textarena seeds Python's random numbers for the whole process. Therefore
-each game lives in a process of its own, which runs `environments/own_process/textarena_game.py`.
+each game runs in a separate process (`environments/own_process/textarena_game.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def game(
 
     Args:
         name: textarena's name of the game, for example `GuessTheNumber-v0`.
-        python: a Python that has textarena; None: this one, with `pip install 'lockstep-rl[textarena]'`.
+        python: path of a Python that has textarena; None: the trainer's Python, with `pip install 'lockstep-rl[textarena]'`.
         unfinished: the reward of a game that the rollout did not end, because it ran out of tokens.
         options: passed to `textarena.make`, as JSON types.
 

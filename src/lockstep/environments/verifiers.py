@@ -1,7 +1,7 @@
-"""Environments of verifiers as agents: verifiers runs its own rollouts, against the gateway.
+"""Environments of verifiers as agents: verifiers runs its own rollouts, with the gateway as its model server.
 
 `environment("NAME")` is an agent (docs/internals/gateway.md). Its rubric gives the reward, and its data set gives the rows.
-verifiers needs other versions of some packages than vLLM. Therefore it runs in one process of its own, with a Python that has it
+verifiers needs other versions of some packages than vLLM does. Therefore it runs in one separate process, with a Python that has it
 (`environments/own_process/verifiers_rollouts.py`). All rollouts of a generation run concurrently there.
 """
 
@@ -23,27 +23,27 @@ from lockstep.errors import InputError, LockstepError
 
 _PROGRAM = Path(__file__).with_name("own_process") / "verifiers_rollouts.py"
 # Seconds in which the process must have loaded the environment, or given its rows.
-_START = 600.0
-# The column with the row of verifiers, as JSON: `info` may have other fields in each row.
+_TIMEOUT = 600.0
+# The column with the whole row of verifiers as JSON text. It is text because `info` may have different fields in each row.
 COLUMN = "verifiers_row"
 
 
 class VerifiersAgent:
-    """An agent that runs the rollouts of one environment of verifiers. Made by `environment`."""
+    """An agent that runs the rollouts of one environment of verifiers. `environment` makes it."""
 
     def __init__(self, name: str, python: str, arguments: dict[str, Any]) -> None:
         self.__name__ = name
         self._command = [python, "-u", str(_PROGRAM), name, json.dumps(arguments)]
         self._process: subprocess.Popen[str] | None = None
         self._numbers = itertools.count()
-        self._asked: dict[int, Future[Any]] = {}
-        self._gate = threading.Lock()
+        self._pending: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
 
     def __call__(self, base_url: str, api_key: str, row: dict[str, Any]) -> float:
-        """Run one rollout. The environment finds the rollout's seed in `state["input"]["seed"]`.
+        """Run one rollout. The environment can read the rollout's seed in `state["input"]["seed"]`.
 
         Args:
-            base_url: address of the gateway for this rollout; the key is a part of it.
+            base_url: address of the gateway for this rollout. It contains the key, so `api_key` is not used.
             row: a row of `rows`.
 
         Returns:
@@ -55,16 +55,16 @@ class VerifiersAgent:
         """
         if COLUMN not in row:
             raise InputError(f"a row has no column {COLUMN!r}; make the data set with rows() of this environment")
-        given = {**json.loads(row[COLUMN]), "seed": row["seed"]}
-        return self._ask({"rollout": {"base_url": base_url, "given": given}}).result()
+        rollout_input = {**json.loads(row[COLUMN]), "seed": row["seed"]}
+        return self._request({"rollout": {"base_url": base_url, "row": rollout_input}}).result()
 
     def rows(self, size: int = -1, *, seed: int | None = None, evaluation: bool = False) -> Dataset:
         """The environment's own data set.
 
         Args:
             size: number of rows; -1: all.
-            seed: shuffles the rows; None: they keep their order.
-            evaluation: whether the rows are those for evaluation.
+            seed: seed that shuffles the rows; None: they keep their order.
+            evaluation: whether to give the rows for evaluation instead of those for training.
 
         Returns:
             Rows with the columns `prompt` (messages), `answer` (text) and `verifiers_row`. For the command line, write them to a
@@ -74,38 +74,38 @@ class VerifiersAgent:
             InputError: the environment cannot be loaded, or has no such rows.
         """
         try:
-            found = self._ask({"rows": {"size": size, "seed": seed, "evaluation": evaluation}}).result(_START)
+            rows = self._request({"rows": {"size": size, "seed": seed, "evaluation": evaluation}}).result(_TIMEOUT)
         except LockstepError as error:
             raise InputError(f"verifiers environment {self.__name__}: {error}") from error
         return Dataset.from_dict(
             {
-                "prompt": [row["prompt"] for row in found],
-                "answer": [str(row.get("answer", "")) for row in found],
-                COLUMN: [json.dumps(row) for row in found],
+                "prompt": [row["prompt"] for row in rows],
+                "answer": [str(row.get("answer", "")) for row in rows],
+                COLUMN: [json.dumps(row) for row in rows],
             }
         )
 
     def close(self) -> None:
-        """End the process. It ends by itself with this one."""
-        with self._gate:
+        """End the process of verifiers. Without this call it ends when the trainer's process ends."""
+        with self._lock:
             if self._process is not None:
                 self._process.kill()
 
-    def _ask(self, question: dict[str, Any]) -> Future[Any]:
-        with self._gate:
+    def _request(self, request: dict[str, Any]) -> Future[Any]:
+        with self._lock:
             if self._process is None:
-                self._process = self._started()
-            number, found = next(self._numbers), Future[Any]()
-            self._asked[number] = found
+                self._process = self._start_process()
+            number, answer = next(self._numbers), Future[Any]()
+            self._pending[number] = answer
             stdin = self._process.stdin
             assert stdin is not None
-            # If the process has just ended, its reader fails this question with the others.
+            # If the process has just ended, `_read` fails this request with the others.
             with suppress(OSError):
-                stdin.write(json.dumps({"number": number, **question}) + "\n")
+                stdin.write(json.dumps({"number": number, **request}) + "\n")
                 stdin.flush()
-        return found
+        return answer
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _start_process(self) -> subprocess.Popen[str]:
         try:
             process = subprocess.Popen(
                 self._command,
@@ -117,14 +117,14 @@ class VerifiersAgent:
             )
         except OSError as error:
             raise InputError(f"{self._command[0]} cannot be started: {error.strerror}") from error
-        late = threading.Timer(_START, process.kill)
-        late.start()
+        timer = threading.Timer(_TIMEOUT, process.kill)
+        timer.start()
         assert process.stdout is not None
-        said = json.loads(process.stdout.readline() or '{"error": "its process ended"}')
-        late.cancel()
-        if "error" in said:
+        reply = json.loads(process.stdout.readline() or '{"error": "its process ended"}')
+        timer.cancel()
+        if "error" in reply:
             process.wait()
-            raise InputError(f"verifiers environment {self.__name__} cannot be loaded: {said['error']}")
+            raise InputError(f"verifiers environment {self.__name__} cannot be loaded: {reply['error']}")
         threading.Thread(target=self._read, args=(process,), name="lockstep-verifiers", daemon=True).start()
         return process
 
@@ -134,19 +134,19 @@ class VerifiersAgent:
             if not line.endswith("\n"):
                 # The process was killed while it wrote.
                 break
-            said = json.loads(line)
-            found = self._asked.pop(said["number"])
-            if "error" in said:
-                found.set_exception(LockstepError(said["error"]))
+            reply = json.loads(line)
+            answer = self._pending.pop(reply["number"])
+            if "error" in reply:
+                answer.set_exception(LockstepError(reply["error"]))
             else:
-                found.set_result(said["result"])
+                answer.set_result(reply["result"])
         code = process.wait()
-        with self._gate:
-            lost, self._asked = self._asked, {}
-            # The next question starts another process.
+        with self._lock:
+            unanswered, self._pending = self._pending, {}
+            # The next request starts another process.
             self._process = None
-        for found in lost.values():
-            found.set_exception(LockstepError(f"the process of verifiers ended with code {code}"))
+        for answer in unanswered.values():
+            answer.set_exception(LockstepError(f"the process of verifiers ended with code {code}"))
 
 
 def environment(name: str, *, python: str | None = None, **arguments: Any) -> VerifiersAgent:
@@ -155,7 +155,7 @@ def environment(name: str, *, python: str | None = None, **arguments: Any) -> Ve
     Args:
         name: the environment's name, as `verifiers.load_environment` takes it; or `path/to/file.py:function` of a function that
             returns an environment.
-        python: a Python that has verifiers (0.1.12 to 0.1.14) and the environment's package; None: this one.
+        python: path of a Python that has verifiers (0.1.12 to 0.1.14) and the environment's package; None: the trainer's Python.
         arguments: passed to `load_environment`, as JSON types.
     """
     return VerifiersAgent(name, python or sys.executable, arguments)

@@ -34,7 +34,7 @@ from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.chat import Message
 from lockstep.tokens.conversation.extension import Extension, Insert
 from lockstep.tokens.conversation.turns import Conventions, ParsedTurn
-from lockstep.tokens.stand_ins import picture_part, pictures_in
+from lockstep.tokens.picture_ids import picture_part, pictures_in
 
 # Gives the extension for a set of tools.
 Extensions = Callable[[tuple[dict, ...]], Extension]

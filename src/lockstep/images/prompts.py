@@ -1,7 +1,7 @@
 """Makes the ids and the pictures of a prompt, once per prompt, and finds the places of pictures in a whole conversation.
 
 The chat template writes one placeholder per picture. It gives way to the ids that stand for the picture (`images/processing.py`,
-`tokens/stand_ins.py`). The processor of the whole model is not used: it would tokenize the text a second time.
+`tokens/picture_ids.py`). The processor of the whole model is not used: it would tokenize the text a second time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.images.urls import NO_URLS, ImageUrls, is_url
 from lockstep.models.vision import reads_tiles
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.chat import render_prompt, template_of
-from lockstep.tokens.stand_ins import expanded
+from lockstep.tokens.picture_ids import with_picture_ids
 
 # Makes the ids of a row's prompt.
 IdsOf = Callable[[Mapping[str, Any]], Sequence[int] | Ids]
@@ -153,7 +153,7 @@ class ImagePrompts:
                 ids = whole_numbers(render_prompt(prompt, self._tokenizer, template=self._template, images=True))
         else:
             plain = render_prompt(prompt, self._tokenizer) if ids_of is None else ids_of(row)
-            ids = expanded(whole_numbers(plain), self._placeholder, pictures)
+            ids = with_picture_ids(whole_numbers(plain), self._placeholder, pictures)
         return ids, self.placed(ids, pictures)
 
     def messages_of(self, row: Mapping[str, Any], pictures: PromptPictures | None) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from PIL import Image, UnidentifiedImageError
 from lockstep.errors import InputError
 from lockstep.images.data_urls import bytes_of_data_url, is_data_url, to_data_url
 from lockstep.images.urls import NO_URLS, is_url
-from lockstep.tokens.stand_ins import StandsForIds, picture_part
+from lockstep.tokens.picture_ids import HasPictureIds, picture_part
 
 COLUMNS = ("image", "images")
 Message = dict[str, Any]
@@ -84,7 +84,7 @@ def with_images(row: Mapping[str, Any]) -> list[Message]:
     return _each_part(messages, lambda part: {**part, "image": next(left)} if _is_image(part) else dict(part))
 
 
-def with_pictures(messages: Sequence[Message], pictures: Iterable[StandsForIds]) -> list[Message]:
+def with_pictures(messages: Sequence[Message], pictures: Iterable[HasPictureIds]) -> list[Message]:
     """Messages as `images_of_row` gives them, with the processed pictures in their image parts.
 
     Args:

@@ -1,1 +1,1 @@
-"""From a name to a model: the packaged model, a local directory, or a hub id."""
+"""Finds and loads models by name: the packaged model, a local directory, or a hub id."""

@@ -50,8 +50,7 @@ def head_name(model: torch.nn.Module) -> str:
 def with_adapter(model: PreTrainedModel, peft_config: Any | None, *, seed: int) -> PreTrainedModel:
     """The policy that a trainer trains: `model`, with a new adapter if `peft_config` is given.
 
-    With gradient checkpointing, transformers' Trainer itself makes the outputs of frozen embeddings require a gradient, as
-    blocks need.
+    Gradient checkpointing needs embeddings whose outputs require a gradient. transformers' Trainer sets this for frozen ones.
 
     Raises:
         InputError: the adapter cannot be added (see `add_adapter`), or the model's own adapter is frozen.
@@ -68,9 +67,9 @@ def with_adapter(model: PreTrainedModel, peft_config: Any | None, *, seed: int) 
 
 
 def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> Any:
-    """A `peft.PeftModel` around `model`, with LoRA layers. Until the first optimizer step its policy equals the model's.
+    """A `peft.PeftModel` around `model`, with LoRA layers. Until the first optimizer step it is the same policy as `model`.
 
-    The adapter may have dropout. The caller switches it off together with the model's (`models.policy.switch_off_dropout`).
+    The adapter may have dropout. The caller switches it off together with the model's dropout (`models.policy.switch_off_dropout`).
 
     Args:
         peft_config: a `peft.LoraConfig`.
@@ -106,7 +105,7 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> A
 
 @contextmanager
 def without_adapter(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the context, the model is the policy that training started from.
+    """A context in which the model is the policy that training started from.
 
     Its adapter is switched off, or replaced by the adapter named "ref" if the model has one. The active adapter and the
     trainable parameters are restored at the end, also after an error. Weights of the base layers that are trained with the
@@ -123,7 +122,7 @@ def without_adapter(model: torch.nn.Module) -> Iterator[None]:
     active = list(model.active_adapters)
     if len(active) != 1:
         raise InputError(f"the model has {len(active)} active adapters; exactly one is supported")
-    trained = [(p, p.requires_grad) for p in model.parameters()]
+    gradient_flags = [(p, p.requires_grad) for p in model.parameters()]
     try:
         if REFERENCE in model.peft_config:
             model.set_adapter(REFERENCE)
@@ -134,5 +133,5 @@ def without_adapter(model: torch.nn.Module) -> Iterator[None]:
     finally:
         if list(model.active_adapters) != active:
             model.set_adapter(active[0])
-        for parameter, was in trained:
-            parameter.requires_grad_(was)
+        for parameter, required_gradient in gradient_flags:
+            parameter.requires_grad_(required_gradient)

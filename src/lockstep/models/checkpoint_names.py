@@ -1,9 +1,9 @@
 """The tensors of a model under the names that checkpoints and engines use.
 
-For most families these are the model's own parameters. transformers holds the weights of all experts of a layer in two tensors;
-checkpoints, and vLLM's loaders, have one tensor per expert and projection. Here each of them is a view of the model's own memory.
-Used by what sends weights (`sync/source.py`, `sync/adapters/merged.py`, `sync/live.py`) and by the transformers engine, which
-receives them.
+For most families these tensors are the model's own parameters. Experts are different: transformers holds the weights of all experts
+of a layer in two tensors, while checkpoints and vLLM's loaders have one tensor per expert and projection. Here each such tensor is
+a view of the model's own memory. The modules that send weights use this module (`sync/source.py`, `sync/adapters/merged.py`,
+`sync/live.py`), and so does the transformers engine, which receives weights.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from lockstep.errors import InputError
 
 
-class Part(NamedTuple):
-    """Where a tensor of a checkpoint lies in a parameter of the model.
+class RowRange(NamedTuple):
+    """The rows of a model's parameter that are one tensor of a checkpoint.
 
     Attributes:
-        name: its name in the checkpoint.
-        start, rows: its rows, if the parameter's first two dimensions are counted as one; `rows` is 0 for the whole parameter.
+        name: the tensor's name in the checkpoint.
+        start, rows: the first row and the number of rows, if the parameter's first two dimensions are flattened to one. `rows` is 0
+            if the tensor is the whole parameter.
     """
 
     name: str
@@ -32,40 +33,44 @@ class Part(NamedTuple):
     rows: int = 0
 
 
-class Placed(NamedTuple):
+class CheckpointTensor(NamedTuple):
     """A tensor under its checkpoint name.
 
     Attributes:
-        name: its name in the checkpoint.
+        name: the tensor's name in the checkpoint.
         tensor: the parameter itself, or a view of its memory.
-        own_name: the name of the parameter in the model.
+        parameter_name: the name of the parameter in the model.
     """
 
     name: str
     tensor: torch.Tensor
-    own_name: str
+    parameter_name: str
 
 
-# Conversions are looked up by regular expressions, and every push needs them.
-_known: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Part, ...]]] = WeakKeyDictionary()
+# The result per parameter is kept, because transformers finds conversions by regular expressions and every push needs them.
+_found_ranges: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[RowRange, ...]]] = WeakKeyDictionary()
 
 
-def checkpoint_tensors(model: torch.nn.Module, named: Mapping[str, torch.Tensor] | None = None) -> list[Placed]:
+def checkpoint_tensors(
+    model: torch.nn.Module, named: Mapping[str, torch.Tensor] | None = None
+) -> list[CheckpointTensor]:
     """Every parameter of a model, once per name, split and named as in a checkpoint.
 
     Args:
         named: tensors by the model's own names; None: all parameters of the model.
 
     Raises:
-        InputError: experts are laid out in a way that is not a series of rows.
+        InputError: the weights of one expert are not consecutive rows of the parameter.
     """
     if named is None:
         named = dict(model.named_parameters(remove_duplicate=False))
-    parts = _parts(model, named)
+    ranges = _row_ranges(model, named)
     return [
-        Placed(part.name, tensor.detach().flatten(0, 1).narrow(0, part.start, part.rows) if part.rows else tensor, name)
+        CheckpointTensor(
+            part.name, tensor.detach().flatten(0, 1).narrow(0, part.start, part.rows) if part.rows else tensor, name
+        )
         for name, tensor in named.items()
-        for part in parts.get(name, (Part(name),))
+        for part in ranges.get(name, (RowRange(name),))
     ]
 
 
@@ -78,29 +83,30 @@ def _holds_experts(name: str, parameter: torch.Tensor) -> bool:
     return ".experts." in name and parameter.dim() == 3
 
 
-def _parts(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, tuple[Part, ...]]:
+def _row_ranges(model: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, tuple[RowRange, ...]]:
     if not isinstance(model, PreTrainedModel) or not any(_holds_experts(*item) for item in named.items()):
         return {}
-    known = _known.setdefault(model, {})
+    ranges = _found_ranges.setdefault(model, {})
     for name, tensor in named.items():
-        if name not in known:
-            known[name] = _parts_of(model, name, tensor)
-    return known
+        if name not in ranges:
+            ranges[name] = _row_ranges_of(model, name, tensor)
+    return ranges
 
 
-def _parts_of(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> tuple[Part, ...]:
-    """The parts of one parameter. transformers itself converts a tensor that holds the number of each row."""
+def _row_ranges_of(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> tuple[RowRange, ...]:
+    """The parts of one parameter. To find them, transformers converts a tensor that has the number of each row as its value."""
     if not _holds_experts(name, parameter):
-        # Families that name their experts otherwise may rename other parameters too.
+        # In checkpoints of families with experts, other parameters may have other names too.
         (renamed,) = revert_weight_conversion(model, {name: torch.zeros(1)})
-        return (Part(renamed),)
+        return (RowRange(renamed),)
     rows = torch.arange(parameter.shape[0] * parameter.shape[1]).view(*parameter.shape[:2], 1)
-    parts = []
-    for found, numbers in revert_weight_conversion(model, {name: rows}).items():
-        numbers = numbers.flatten()
-        if not torch.equal(numbers, torch.arange(int(numbers[0]), int(numbers[0]) + len(numbers))):
+    ranges = []
+    for checkpoint_name, row_numbers in revert_weight_conversion(model, {name: rows}).items():
+        row_numbers = row_numbers.flatten()
+        if not torch.equal(row_numbers, torch.arange(int(row_numbers[0]), int(row_numbers[0]) + len(row_numbers))):
             raise InputError(
-                f"{found} lies in {name} in a way that cannot be sent to vLLM; set use_vllm to false, or train another model"
+                f"{checkpoint_name} is stored in {name} in a way that cannot be sent to vLLM; set use_vllm to false, or train "
+                "another model"
             )
-        parts.append(Part(found, int(numbers[0]), len(numbers)))
-    return tuple(sorted(parts, key=lambda part: part.start))
+        ranges.append(RowRange(checkpoint_name, int(row_numbers[0]), len(row_numbers)))
+    return tuple(sorted(ranges, key=lambda part: part.start))

@@ -1,8 +1,8 @@
-"""Liger's Triton kernels for the trainer's model: checks the settings before a model is loaded.
+"""Checks the settings of Liger's Triton kernels for the trainer's model.
 
 `training/config/online_config.py` and `training/forward/policy.py` call it. `transformers.Trainer` puts the kernels into the
-model when training begins: norms, rotary embedding, gated MLP. Head and loss remain Lockstep's. Liger's fused linear loss
-(`LigerFusedLinearGRPOLoss` of liger-kernel 0.8) has no kernel of its own. It computes the head in chunks in PyTorch, as
+model when training begins: norms, rotary embedding, gated MLP. Lockstep computes the head and the loss itself. Liger's fused linear
+loss (`LigerFusedLinearGRPOLoss` of liger-kernel 0.8) is no Triton kernel: it computes the head in chunks in PyTorch, as
 `training/forward/token_logps.py` does, and gives the same loss and gradients.
 """
 
@@ -22,30 +22,32 @@ from lockstep.errors import InputError
 _LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
 
-def liger_config(wanted: bool, given: Mapping[str, bool] | str | None, *, use_cpu: bool) -> dict[str, bool] | None:
+def liger_config(
+    use_liger_kernel: bool, kernel_config: Mapping[str, bool] | str | None, *, use_cpu: bool
+) -> dict[str, bool] | None:
     """The kernels to put into the model, as a `liger_kernel_config`; None if Liger is not used.
 
     Args:
-        wanted: the setting `use_liger_kernel`.
-        given: the setting `liger_kernel_config`: kernels by Liger's names, on or off.
+        use_liger_kernel: the setting `use_liger_kernel`.
+        kernel_config: the setting `liger_kernel_config`: kernels by Liger's names, on or off.
 
     Raises:
         InputError: kernels are chosen without `use_liger_kernel`, liger-kernel is missing, there is no GPU, or a loss is chosen.
     """
-    if isinstance(given, str):
-        raise InputError(f'liger_kernel_config={given!r}; it must be a mapping, such as {{"rope": false}}')
-    if not wanted:
-        if given:
+    if isinstance(kernel_config, str):
+        raise InputError(f'liger_kernel_config={kernel_config!r}; it must be a mapping, such as {{"rope": false}}')
+    if not use_liger_kernel:
+        if kernel_config:
             raise InputError("liger_kernel_config is given without use_liger_kernel; set both, or leave it out")
         return None
     for name in _LOSSES:
-        if given and given.get(name):
-            raise InputError(f"liger_kernel_config has {name}, but no loss here uses it; leave it out")
+        if kernel_config and kernel_config.get(name):
+            raise InputError(f"liger_kernel_config has {name}, but no loss of Lockstep uses it; leave it out")
     if not is_liger_kernel_available():
         raise InputError("use_liger_kernel needs liger-kernel; install lockstep-rl[liger]")
     if (use_cpu or not torch.cuda.is_available()) and os.environ.get("TRITON_INTERPRET") != "1":
         raise InputError("use_liger_kernel needs a GPU: Liger's kernels are written in Triton; leave it out on a CPU")
-    return {**(given or {}), _LOSSES[0]: False}
+    return {**(kernel_config or {}), _LOSSES[0]: False}
 
 
 def check_kernels(model: PreTrainedModel, chosen: Mapping[str, bool]) -> None:
@@ -59,12 +61,12 @@ def check_kernels(model: PreTrainedModel, chosen: Mapping[str, bool]) -> None:
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    kind = model.config.model_type
-    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise InputError(f"Liger has no kernels for models of type {kind!r}; leave use_liger_kernel out")
-    names = [name for name in inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[kind]).parameters if name != "model"]
+    model_type = model.config.model_type
+    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise InputError(f"Liger has no kernels for models of type {model_type!r}; leave use_liger_kernel out")
+    names = [name for name in inspect.signature(MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]).parameters if name != "model"]
     for name in chosen:
         if name not in names and name not in _LOSSES:
             raise InputError(
-                f"liger_kernel_config has {name!r}, and Liger's kernels for {kind!r} are {', '.join(names)}"
+                f"liger_kernel_config has {name!r}, and Liger's kernels for {model_type!r} are {', '.join(names)}"
             )

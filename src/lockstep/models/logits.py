@@ -1,4 +1,4 @@
-"""How some model families change the output head's logits: a factor (Cohere), a divisor (Granite), a soft cap (Gemma 2)."""
+"""Applies what some model families do to the output head's logits: a factor (Cohere), a divisor (Granite), a soft cap (Gemma 2)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedConfig
 
-# By the field of a text model's config that holds the number.
-_CHANGES: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+# Key: the field of a text model's config that has the number. Value: what the family computes with it.
+_TRANSFORMS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "logit_scale": lambda logits, factor: logits * factor,
     "logits_scaling": lambda logits, divisor: logits / divisor,
     "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,
@@ -17,16 +17,17 @@ _CHANGES: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
 
 def changes_logits(config: PreTrainedConfig) -> bool:
     """Whether the family of a text model's config changes the head's logits at all."""
-    return any(getattr(config, name, None) is not None for name in _CHANGES)
+    return any(getattr(config, name, None) is not None for name in _TRANSFORMS)
 
 
 def transformed_logits(config: PreTrainedConfig, logits: torch.Tensor) -> torch.Tensor:
-    """(…, V) logits of the output head as the model's own forward gives them.
+    """(…, V) the logits that the model's own forward gives.
 
     Args:
         config: the text model's config.
+        logits: (…, V) the logits of the output head.
     """
-    for name, change in _CHANGES.items():
+    for name, transform in _TRANSFORMS.items():
         if (number := getattr(config, name, None)) is not None:
-            logits = change(logits, number)
+            logits = transform(logits, number)
     return logits

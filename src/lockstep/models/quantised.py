@@ -1,4 +1,4 @@
-"""Base weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: the accepted settings, and the values that layers compute
+"""Base weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: checks their settings, and gives the values that layers compute
 with.
 
 `models/policy.py` loads such weights, or the user gives a model that has them. `sync/adapters/merged.py` adds the adapter's delta
@@ -62,34 +62,34 @@ def dequantised(parameter: Any) -> torch.Tensor:
     """
     import bitsandbytes
 
-    # The layer shares this state, so that only a copy gets another dtype.
-    state = copy.copy(_state(parameter))
+    # The layer uses this state too. Therefore only a copy of it gets another dtype.
+    state = copy.copy(_quant_state(parameter))
     state.dtype = torch.float32
     return bitsandbytes.functional.dequantize_4bit(parameter.data, state)
 
 
-def outline_of(parameter: Any) -> torch.Tensor:
+def meta_tensor_of(parameter: Any) -> torch.Tensor:
     """A tensor like the result of `dequantised`, without memory (device `meta`)."""
-    return torch.empty(_state(parameter).shape, dtype=torch.float32, device="meta")
+    return torch.empty(_quant_state(parameter).shape, dtype=torch.float32, device="meta")
 
 
-def keep_order(model: torch.nn.Module) -> None:
-    """Keep bitsandbytes from repacking weights for inference.
+def prevent_packing(model: torch.nn.Module) -> None:
+    """Prevent bitsandbytes from packing weights for inference.
 
-    On a CPU with AVX-512 BF16, a layer repacks its weights in its first forward in eval mode without a gradient, for example when
+    On a CPU with AVX-512 BF16, a layer packs its weights in its first forward in eval mode without a gradient, for example when
     somebody tries a new model. After that no gradient passes through the layer, and no error is raised (bitsandbytes 0.50.2,
     `Linear4bit.forward`).
 
     Raises:
-        InputError: a layer has been repacked already.
+        InputError: a layer has already packed its weights.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            _state(module.weight)
+            _quant_state(module.weight)
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
-def _state(parameter: Any) -> Any:
+def _quant_state(parameter: Any) -> Any:
     if getattr(parameter.quant_state, "packing_format_for_cpu", False):
         raise InputError(
             "the model's 4-bit weights are packed for inference (it was run in eval mode before), and no gradient passes through "

@@ -1,4 +1,4 @@
-"""From the name that a user writes to a path or id that transformers and vLLM can both load.
+"""Turns the name that a user writes into a path or id that transformers and vLLM can both load.
 
 The name is a config's `model_name_or_path`. `models/policy.py`, `tokens/tokenizer.py` and the engines must all get exactly the
 string that this module returns.
@@ -60,5 +60,5 @@ def at_revision(path: str, revision: str | None) -> str:
     try:
         return snapshot_download(path, revision=revision)
     except (OSError, ValueError) as error:
-        # The hub's errors are of these two kinds.
+        # All errors of the hub are subclasses of these two.
         raise InputError(f"revision {revision!r} of {path} cannot be loaded: {str(error).splitlines()[0]}") from error

@@ -14,15 +14,15 @@ from jinja2 import TemplateError
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
+from lockstep.models.loaded_checks import check_finite, refuse_incomplete
 from lockstep.models.policy import BAD_FILES, first_line, switch_off_dropout
-from lockstep.models.whole import check_finite, refuse_incomplete
 
-# Limit of tokens, padding included, in one forward pass, which bounds the activations. A longer text is a batch by itself.
+# Largest number of tokens in one forward pass, with padding. It limits the memory of activations. A longer text is a batch alone.
 _TOKENS_PER_BATCH = 16384
 
 
 class RewardModel:
-    """Scores prompt and completion together. It follows the convention of reward functions.
+    """Scores prompt and completion together. It is called like a reward function.
 
     Args:
         model: a sequence classifier with one output. It stays on its device, and runs in evaluation mode without dropout.
@@ -87,7 +87,7 @@ class RewardModel:
 
     @torch.inference_mode()
     def _forward(self, rows: list[list[int]]) -> list[float]:
-        # Set before each pass, because the model's owner may have called train().
+        # Set before each pass, because the user may have called train() on the model.
         self.model.eval()
         width = max(map(len, rows))
         padding = self.tokenizer.pad_token_id
@@ -138,7 +138,7 @@ def load_reward_model(path: str) -> PreTrainedModel:
         path: a result of `lockstep.models.resolve.resolve_model`.
 
     Raises:
-        InputError: there is no such model; or a tensor is missing from its files (the head, in a language model's directory).
+        InputError: there is no such model, or a tensor is missing from its files (for example the head, if it is a language model).
     """
     try:
         model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -146,7 +146,7 @@ def load_reward_model(path: str) -> PreTrainedModel:
         )
     except BAD_FILES as error:
         raise InputError(f"cannot load a reward model with one output from {path}: {first_line(error)}") from error
-    # A classifier made from a language model may still carry that model's output head, which it never calls.
+    # The files of a classifier that was made from a language model may still have that model's output head.
     refuse_incomplete(f"reward model {path} (with one output)", report, unused=("lm_head.",))
     return model
 
@@ -154,13 +154,13 @@ def load_reward_model(path: str) -> PreTrainedModel:
 def _joined(prompt: list[dict[str, Any]], completion: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The whole conversation. A completion that continues the prompt's last message is joined with it into one message."""
     if prompt[-1]["role"] == "assistant" and completion and completion[0]["role"] == "assistant":
-        whole = (prompt[-1].get("content") or "") + (completion[0].get("content") or "")
-        return [*prompt[:-1], {**completion[0], "content": whole}, *completion[1:]]
+        text = (prompt[-1].get("content") or "") + (completion[0].get("content") or "")
+        return [*prompt[:-1], {**completion[0], "content": text}, *completion[1:]]
     return [*prompt, *completion]
 
 
 def _batches(lengths: list[int], budget: int) -> Iterator[list[int]]:
-    """Positions in batches with rows × longest row of at most `budget`. Rows of similar length share a batch, to pad little."""
+    """Positions of the rows of each batch. Rows × longest row is at most `budget`. Rows of similar length share a batch."""
     batch: list[int] = []
     for position in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if batch and (len(batch) + 1) * lengths[position] > budget:

@@ -1,4 +1,4 @@
-"""Vision-language models: which families Lockstep can show pictures, and how such a model is loaded.
+"""Vision-language models: the families to which Lockstep can show pictures, and the class that loads such a model.
 
 `models/policy.py` and the transformers engine load models through `model_class`. `images/` reads the pictures for them.
 """
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 
 # Families whose log-probs with pictures were compared between vLLM and the trainer (docs/internals/images.md).
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
-# Families of these that cut a picture into tiles of one size. The others cut it into patches, in any number.
+# The families among them that cut a picture into tiles of one size. The others cut it into patches, in any number.
 _IN_TILES = ("smolvlm", "idefics3")
 
 
@@ -27,7 +27,7 @@ def reads_tiles(config: PreTrainedConfig) -> bool:
 
 
 def vision_parts(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The modules that turn pixels into vectors of the language part: the vision tower and its projector. Empty: there are none."""
+    """The modules that turn pixels into inputs of the language model: vision tower and projector. Empty if there are none."""
     if not reads_pictures(model.config):
         return []
     trunk: Any = model.base_model

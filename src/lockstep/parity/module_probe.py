@@ -207,8 +207,8 @@ class ModuleProbe:
         if module.kind == "experts":
             gate, up, down = (self._cast(self._source.tensor(tensor)) for tensor in tensors)
             vector = expert_input(seed, module.name, gate.shape[1]).to(gate.device).to(self._dtype).float()
-            holder: Any = self._source.holder(tensors[0])
-            inner = holder.act_fn(gate @ vector) * (up @ vector)
+            owning_module: Any = self._source.owning_module(tensors[0])
+            inner = owning_module.act_fn(gate @ vector) * (up @ vector)
             expected = down @ inner
             # The engine rounds what stands between the projections too.
             return self._distance(found, expected, expected, (down.square() @ inner.square()).sqrt())
@@ -256,7 +256,7 @@ class ModuleProbe:
 
     def _transposed(self, tensor: str) -> bool:
         """Whether the trainer stores this weight as (inputs, outputs), as GPT-2 does."""
-        return isinstance(self._source.holder(tensor), Conv1D)
+        return isinstance(self._source.owning_module(tensor), Conv1D)
 
     def _cast(self, parameter: torch.Tensor) -> torch.Tensor:
         """The values that the engine should hold, in float32."""

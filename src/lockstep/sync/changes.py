@@ -2,13 +2,13 @@
 
 The weights come from a source (`sync/source.py`, `sync/adapters/merged.py`). Engines and transports read an `Update` once.
 
-- A tensor whose digest did not change is left out, unless another tensor of the same part of a layer changed: engines fuse tensors
-  (q, k and v become one), and load all tensors of a fused one or none.
-- To servers over a network (`sync/wire/gloo.py`), only the changed elements of a tensor are sent. For that the trainer keeps a
+- A tensor whose digest did not change is left out. It is sent nevertheless if another tensor of the same part of a layer changed:
+  engines fuse such tensors (q, k and v become one), and load all parts of a fused tensor or none.
+- To servers over a network (`sync/wire/gloo.py`), only the changed elements of a tensor are sent. For this, the trainer keeps a
   copy of what it has sent (`sync/wire/deltas.py`).
-- Everything is sent if the last push was not proven (`Sent.forget`), or if the engine does not hold it (`sync/push.py`).
+- Everything is sent if the last push was not proven (`LastPush.forget`), or if the engine does not hold it (`sync/push.py`).
 
-The manifest has all tensors of the version, sent or not.
+The manifest describes all tensors of the version, also those that are not sent.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from lockstep.engines.protocol import TensorSpec
 from lockstep.engines.tensor_specs import begin_specs, described, tensor_specs
 from lockstep.errors import LockstepError
-from lockstep.sync.source import Manifest, PlainSource, read_to_the_end
+from lockstep.sync.source import Manifest, PlainSource, read_specs
 from lockstep.sync.wire.chunks import Named
-from lockstep.sync.wire.deltas import NOTHING, Changes, Piece, changes_between, part_of
+from lockstep.sync.wire.deltas import NO_CHANGES, Changes, Piece, changes_between, part_of
 
 
-class Sent:
-    """The trainer's record of what one engine was sent last, and proven to hold.
+class LastPush:
+    """The trainer's record of the last push to one engine.
 
     Attributes:
-        manifest: of the last proven push; None: the next push sends everything.
+        manifest: the manifest of the last proven push; None: the next push sends everything.
         copies: the tensors as they were sent, if only changed elements are sent.
     """
 
@@ -43,59 +43,61 @@ class Sent:
 
 
 class Update:
-    """The tensors of one push. It may be read once; each tensor is described while it is used.
+    """The tensors of one push. It may be read once. The digest of each tensor is computed while the receiver uses the tensor.
 
     Iterating gives the names and tensors that an engine must load.
 
     Args:
         dtype: dtype to which wider floating-point tensors are cast, one by one, when they are read; None: nothing is cast.
-        sent: what the engine was sent last. It is forgotten until this push is proven.
+        sent: the record of the last push to the engine. It stays empty until this push is proven.
 
     Attributes:
-        recorded: whether a later update may build on this one.
-        base: digest of the weights that the engine must hold before; empty: everything is sent.
+        can_be_base: whether a later update may build on this one.
+        base: digest of the weights that the engine must hold before the update; empty: everything is sent.
         sent_bytes: size of what was sent.
-        differing: number of elements that differ from those of the last push; None: they were not counted.
+        changed_elements: number of elements that differ from those of the last push; None: they were not counted.
 
     Raises:
-        LockstepError: a tensor could not be made. Raised while the update is read.
+        LockstepError: a tensor could not be made. This is raised while the update is read.
     """
 
-    def __init__(self, source: PlainSource, dtype: torch.dtype | None = None, sent: Sent | None = None) -> None:
+    def __init__(
+        self, source: PlainSource, dtype: torch.dtype | None = None, last_push: LastPush | None = None
+    ) -> None:
         self._source, self._dtype = source, dtype
-        self.recorded, self._sent = sent is not None, Sent() if sent is None else sent
-        before = self._sent.manifest
-        self._sent.forget()
-        self._before = {} if before is None else {spec.name: spec for spec in before.tensors}
-        self.base = "" if before is None else before.digest
+        self.can_be_base, self._last_push = last_push is not None, LastPush() if last_push is None else last_push
+        last_manifest = self._last_push.manifest
+        self._last_push.forget()
+        self._before = {} if last_manifest is None else {spec.name: spec for spec in last_manifest.tensors}
+        self.base = "" if last_manifest is None else last_manifest.digest
         self._specs: tuple[TensorSpec, ...] | None = None
         self.sent_bytes = 0
-        self.differing: int | None = None
+        self.changed_elements: int | None = None
 
     @property
-    def own_memory(self) -> bool:
-        """Whether the tensors are the model's own memory: only if the source says so and nothing is cast."""
-        return self._source.own_memory and self._dtype is None
+    def is_model_memory(self) -> bool:
+        """Whether the tensors are the model's own memory. They are not if the source makes new tensors, or if they are cast."""
+        return self._source.is_model_memory and self._dtype is None
 
     @property
     def bytes(self) -> int:
         """Size of all tensors of the version in bytes, after the cast."""
-        return sum(tensor.nbytes for _, tensor in self.outline())
+        return sum(tensor.nbytes for _, tensor in self.meta_tensors())
 
     @property
     def elements(self) -> int:
         """Number of elements of all tensors of the version."""
-        return sum(tensor.numel() for _, tensor in self.outline())
+        return sum(tensor.numel() for _, tensor in self.meta_tensors())
 
-    def outline(self) -> Iterator[Named]:
+    def meta_tensors(self) -> Iterator[Named]:
         """All tensors of the version, sent or not, in the order of `pieces`, without their memory (device `meta`)."""
-        shapes = dict(self._source.outline())
+        shapes = dict(self._source.meta_tensors())
         return _cast(((name, shapes[name]) for name in self._names()), self._dtype)
 
     def manifest(self, version: int) -> Manifest:
         """The manifest of all tensors of the version."""
         if self._specs is None:
-            self._specs = read_to_the_end(self._read(self._names()))
+            self._specs = read_specs(self._read(self._names()))
         return Manifest(version, self._specs)
 
     def __iter__(self) -> Iterator[Named]:
@@ -104,39 +106,39 @@ class Update:
                 yield name, piece
 
     def pieces(self, *, deltas: bool = False) -> Iterator[Piece]:
-        """What is sent of every tensor of the version: the whole tensor, or its changes, possibly none.
+        """What is sent of every tensor of the version: the whole tensor, or its changed elements (`NO_CHANGES` if there are none).
 
         Args:
             deltas: whether the receiver keeps a copy of what it is sent, so that the changed elements of a tensor are enough.
         """
         specs: list[TensorSpec] = []
-        self.sent_bytes, self.differing = 0, 0 if deltas and self.base else None
+        self.sent_bytes, self.changed_elements = 0, 0 if deltas and self.base else None
         try:
-            for name, piece in self._changed_elements(specs) if deltas else self._changed_parts(specs):
+            for name, piece in self._element_changes(specs) if deltas else self._changed_parts(specs):
                 self.sent_bytes += piece.raw.nbytes if isinstance(piece, Changes) else piece.nbytes
                 yield name, piece
-                # The next tensor is made without this one in memory.
+                # Free this tensor before the next one is made.
                 del piece
         except RuntimeError as error:
-            # For example out of memory in the trainer: without this error, the engine would be thought lost.
-            raise LockstepError(f"the weights could not be made ready to be sent: {error}") from error
+            # For example, the trainer is out of memory. The caller reads a RuntimeError as the loss of the engine.
+            raise LockstepError(f"the trainer could not prepare the weights for the push: {error}") from error
         self._specs = tuple(specs)
 
     # ---- what changed -----------------------------------------------------------------------------------------------
 
     def _changed_parts(self, specs: list[TensorSpec]) -> Iterator[Piece]:
         """Whole tensors. Parts of the model in which no digest changed are left out."""
-        self._sent.copies.clear()
+        self._last_push.copies.clear()
         if not self.base:
             yield from described(self._read(self._names()), specs)
             return
-        if self.own_memory:
-            # The digests are then made in the background, and found again below (`one_push`).
+        if self.is_model_memory:
+            # Start to compute all digests in the background. `tensor_specs` uses these results below (`one_push`).
             begin_specs(list(self._source))
         for names in self._parts():
-            yield from self._part(names, specs)
+            yield from self._changed_part(names, specs)
 
-    def _part(self, names: list[str], specs: list[TensorSpec]) -> Iterator[Piece]:
+    def _changed_part(self, names: list[str], specs: list[TensorSpec]) -> Iterator[Piece]:
         same: list[TensorSpec] = []
         tensors = self._read(names)
         for name, tensor in tensors:
@@ -144,38 +146,38 @@ class Update:
             if self._is_same(spec):
                 same.append(spec)
                 continue
-            # The tensors before are made once more, so that they need not all be held until a change is found.
+            # Read the earlier tensors of this part a second time, because they were not kept in memory.
             specs += same
-            yield from self._read(own.name for own in same)
+            yield from self._read(earlier.name for earlier in same)
             specs.append(spec)
             yield name, tensor
             del tensor
             yield from described(tensors, specs)
             return
         specs += same
-        yield from ((name, NOTHING) for name in names)
+        yield from ((name, NO_CHANGES) for name in names)
 
     def _is_same(self, spec: TensorSpec) -> bool:
         return self._before.get(spec.name) == spec
 
-    def _changed_elements(self, specs: list[TensorSpec]) -> Iterator[Piece]:
+    def _element_changes(self, specs: list[TensorSpec]) -> Iterator[Piece]:
         """The changed elements of each tensor, or the whole tensor if that is smaller."""
         for name, tensor in described(self._read(self._names()), specs):
             yield name, self._changes(name, tensor.detach().contiguous().cpu())
 
     def _changes(self, name: str, new: torch.Tensor) -> torch.Tensor | Changes:
-        copies = self._sent.copies
-        held = copies.get(name)
-        if held is None or (held.shape, held.dtype) != (new.shape, new.dtype):
+        copies = self._last_push.copies
+        copy = copies.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (new.shape, new.dtype):
             # A push without a base, or the first one that sends changed elements.
             copies[name] = new.clone()
-            self.differing = None
+            self.changed_elements = None
             return new
-        differing, changes = changes_between(held, new) if self.base else (0, None)
-        if changes is not NOTHING:
-            held.copy_(new)
-        if self.differing is not None:
-            self.differing += differing
+        differing, changes = changes_between(copy, new) if self.base else (0, None)
+        if changes is not NO_CHANGES:
+            copy.copy_(new)
+        if self.changed_elements is not None:
+            self.changed_elements += differing
         return new if changes is None else changes
 
     # ---- reading ----------------------------------------------------------------------------------------------------
@@ -183,7 +185,7 @@ class Update:
     def _parts(self) -> Iterable[list[str]]:
         """The names of all tensors, by part of the model."""
         parts: dict[str, list[str]] = {}
-        for name, _ in self._source.outline():
+        for name, _ in self._source.meta_tensors():
             parts.setdefault(part_of(name), []).append(name)
         return parts.values()
 
@@ -194,18 +196,18 @@ class Update:
         return _cast(((name, self._source.tensor(name)) for name in names), self._dtype)
 
 
-def outline(tensors: Iterable[Named]) -> Iterable[Named]:
-    """Names, dtypes and shapes of what `pieces` will give. A source does not make its tensors for this."""
-    return tensors.outline() if isinstance(tensors, PlainSource | Update) else tensors
+def meta_tensors(tensors: Iterable[Named]) -> Iterable[Named]:
+    """Names, dtypes and shapes of the tensors that `pieces` will give. A source does not make its tensors for this."""
+    return tensors.meta_tensors() if isinstance(tensors, PlainSource | Update) else tensors
 
 
-def is_recorded(tensors: Iterable[Named]) -> bool:
-    """Whether a later update may build on these tensors, so that it is worth keeping copies of them."""
-    return tensors.recorded if isinstance(tensors, Update) else True
+def may_be_base(tensors: Iterable[Named]) -> bool:
+    """Whether a later update may build on these tensors. Copies of them are kept only for this."""
+    return tensors.can_be_base if isinstance(tensors, Update) else True
 
 
 def pieces(tensors: Iterable[Named], *, deltas: bool = False) -> Iterator[Piece]:
-    """What is sent of each tensor of the outline: that of an update, or the tensors themselves."""
+    """What is sent of each tensor: the pieces of an `Update`, or the tensors themselves."""
     return tensors.pieces(deltas=deltas) if isinstance(tensors, Update) else iter(tensors)
 
 

@@ -1,4 +1,4 @@
-"""Compares what a push has sent with the live model itself, and proves that a merged adapter computes what the adapter computes.
+"""Compares what a push has sent with the live model, and a merged layer with the layer and its adapter.
 
 A push and the module probe read the weights from a source (`sync/source.py`, `sync/adapters/merged.py`). If the source gave old
 weights, or merged an adapter wrongly, push, probe and engine would agree with each other. So this module reads the model without
@@ -25,28 +25,29 @@ from lockstep.models.quantised import is_quantised
 from lockstep.shards.model import sharded
 from lockstep.sync.source import PlainSource
 
-# Tensors of each kind that a push compares if they must be made, cast or read again for it.
-_DRAWN = 4
-# A merged layer may differ from the adapter's own forward by this share of its outputs' rms, by the dtype of the base weights.
-# Measured on tiny models, the largest of 64 to 384 outputs: 9e-7 in float32, 0.027 in bfloat16 (`tests/sync/test_live.py`).
-_ROUNDING = {torch.float64: 1e-12, torch.float32: 5e-6}
-_HALF_ROUNDING = 0.08
-_ROWS = 64
+# Number of tensors of each kind that are compared per push, if each comparison must make, cast or read a tensor again.
+_TENSORS_COMPARED = 4
+# Largest allowed difference between the outputs of a merged layer and of the layer with its adapter, divided by the rms of the
+# outputs. By the dtype of the base weights. Largest values on tiny models, over 64 to 384 outputs: 9e-7 in float32, 0.027 in
+# bfloat16 (`tests/sync/test_live.py`).
+_TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-6}
+_HALF_TOLERANCE = 0.08
+_EMBEDDING_ROWS = 64
 
 
 def check_same_parameters(pushed: torch.nn.Module, trained: torch.nn.Module, version: int) -> None:
-    """Check that every parameter of the model that is trained is a parameter of the model that is pushed: the same object.
+    """Check that every parameter of the trained model is also a parameter of the pushed model: the same object.
 
     Raises:
-        ProofError: `live`, a parameter is another one.
+        ProofError: `live`: a parameter of the trained model is not in the pushed model.
     """
-    own = {id(p) for p in pushed.parameters()}
-    strange = [name for name, p in trained.named_parameters() if id(p) not in own]
-    if strange:
+    pushed_ids = {id(p) for p in pushed.parameters()}
+    unknown = [name for name, p in trained.named_parameters() if id(p) not in pushed_ids]
+    if unknown:
         raise ProofError(
             "live",
-            f"at version {version} {len(strange)} parameters of the trained model are not those of the model that is pushed; the "
-            f"first is {strange[0]}",
+            f"at version {version} {len(unknown)} parameters of the trained model are not those of the model that is pushed; the "
+            f"first is {unknown[0]}",
             "the trainer's model was replaced by a copy after the trainer was made, for example by a callback",
             "change the model in place, or make a new trainer for the other model",
         )
@@ -61,9 +62,9 @@ def check_live(
 ) -> None:
     """Compare the tensors of a push with the live model.
 
-    Weights without an adapter are compared by the digest of all their bytes: all of them where the push sent the model's own
-    memory, which is then not read twice (`one_push`), else a few that are drawn by the version. Of the layers with an adapter, a
-    few are drawn too: their own forward must give what the sent weights give.
+    Weights without an adapter are compared by the digest of their bytes. If the push sent the model's own memory, all of them are
+    compared; their digests are not computed a second time (`one_push`). Otherwise the version is the seed that draws a few of them.
+    A few layers with an adapter are drawn too. Their forward must give the same outputs as the sent weights.
 
     Args:
         source: what the push has read.
@@ -71,35 +72,35 @@ def check_live(
         dtype: dtype to which wider tensors were cast.
 
     Raises:
-        ProofError: `live`, the model now has other weights than were sent; `merge`, a merged weight does not compute what the
-            adapter computes.
+        ProofError: `live`: the model now has other weights than were sent. `merge`: a merged weight gives other outputs than the
+            layer with its adapter.
     """
-    draw, adapted = random.Random(version), is_adapted(model)
-    own = causal_model(model) if adapted else model
-    named = {p.name: p.tensor for p in checkpoint_tensors(own)}
-    # A quantised weight is not what is sent: the source dequantises it.
-    plain = [spec for spec in sent if spec.name in named and not is_quantised(named[spec.name])]
-    if not source.own_memory or dtype is not None:
-        plain = draw.sample(plain, min(_DRAWN, len(plain)))
+    random_draw, adapted = random.Random(version), is_adapted(model)
+    inner = causal_model(model) if adapted else model
+    parameters = {p.name: p.tensor for p in checkpoint_tensors(inner)}
+    # The source sends a quantised weight dequantised, so its bytes cannot be compared.
+    compared = [spec for spec in sent if spec.name in parameters and not is_quantised(parameters[spec.name])]
+    if not source.is_model_memory or dtype is not None:
+        compared = random_draw.sample(compared, min(_TENSORS_COMPARED, len(compared)))
     shards = sharded(model)
     if shards is None:
-        _check_digests([(spec.name, named[spec.name].detach()) for spec in plain], dtype, plain, version)
+        _check_digests([(spec.name, parameters[spec.name].detach()) for spec in compared], dtype, compared, version)
     else:
-        for spec in plain:
+        for spec in compared:
             # One at a time, because each is gathered from all ranks.
-            _check_digests([(spec.name, shards.gather(named[spec.name]))], dtype, [spec], version)
+            _check_digests([(spec.name, shards.gather(parameters[spec.name]))], dtype, [spec], version)
     if adapted:
-        layers = [spec for spec in sent if spec.name not in named and spec.name.endswith(".weight")]
-        for spec in draw.sample(layers, min(_DRAWN, len(layers))):
+        layers = [spec for spec in sent if spec.name not in parameters and spec.name.endswith(".weight")]
+        for spec in random_draw.sample(layers, min(_TENSORS_COMPARED, len(layers))):
             merged = source.tensor(spec.name)
             _check_digests([(spec.name, merged)], dtype, [spec], version)
             _check_merge(model, source, spec.name, merged, version)
 
 
 def _check_digests(
-    now: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None, sent: Sequence[TensorSpec], version: int
+    tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None, sent: Sequence[TensorSpec], version: int
 ) -> None:
-    cast = [(name, tensor.to(dtype) if _is_wider(tensor, dtype) else tensor) for name, tensor in now]
+    cast = [(name, tensor.to(dtype) if _is_wider(tensor, dtype) else tensor) for name, tensor in tensors]
     differing = [own.name for own, spec in zip(tensor_specs(cast), sent, strict=True) if own != spec]
     if differing:
         raise ProofError(
@@ -112,46 +113,47 @@ def _check_digests(
 
 
 def _check_merge(model: torch.nn.Module, source: PlainSource, name: str, merged: torch.Tensor, version: int) -> None:
-    """Compare the forward of a layer with an adapter with the product of its merged weight."""
-    owner = name.removesuffix(".weight")
-    layer: Any = causal_model(model).get_submodule(owner)
-    base: Any = source.holder(name)
+    """Check that a merged weight gives the same outputs as the forward of the layer with its adapter."""
+    layer_name = name.removesuffix(".weight")
+    layer: Any = causal_model(model).get_submodule(layer_name)
+    base: Any = source.owning_module(name)
     if merged.dim() != 2:
         # A norm that was trained as a whole (`modules_to_save`).
         return
     if is_quantised(base.weight) and not base.training:
-        # A forward would pack the 4-bit weights for inference, for good.
+        # A forward would pack the 4-bit weights for inference, and nothing would unpack them again.
         return
     inputs = _inputs(base, merged, version)
     shards = sharded(model)
-    bias = source.tensor(f"{owner}.bias") if f"{owner}.bias" in source.names else None
+    bias = source.tensor(f"{layer_name}.bias") if f"{layer_name}.bias" in source.names else None
     with torch.no_grad(), _without_dropout(layer), torch.autocast(merged.device.type, enabled=False):
-        # Here a LoRA layer computes alone, outside of a forward of the model.
+        # The layer runs alone here. Its sharded weights must be gathered, because no forward of the whole model gathers them.
         with nullcontext() if shards is None else shards.whole_around(layer):
-            own = layer(inputs)
-        found = _product(base, merged, bias, inputs)
-    apart, allowed = float((own - found).abs().max()), _rounding(base.weight) * float(found.square().mean().sqrt())
+            layer_output = layer(inputs)
+        merged_output = _merged_output(base, merged, bias, inputs)
+    difference = float((layer_output - merged_output).abs().max())
+    allowed = _tolerance(base.weight) * float(merged_output.square().mean().sqrt())
     # `not <=` instead of `>`, so that NaN fails.
-    if not apart <= allowed:
+    if not difference <= allowed:
         raise ProofError(
             "merge",
-            f"at version {version} the merged weight of {owner} gives outputs that differ by {apart:.2g} from the forward of the "
-            f"layer with its adapter (allowed: {allowed:.2g})",
+            f"at version {version} the merged weight of {layer_name} gives outputs that differ by {difference:.2g} from the "
+            f"forward of the layer with its adapter (allowed: {allowed:.2g})",
             "the adapter was merged with another scaling, rank or kind than the layer computes with",
-            "name the adapter's config in a report; train without the adapter until then",
+            "report it with the adapter's config; train without the adapter until it is fixed",
         )
 
 
 def _inputs(base: torch.nn.Module, merged: torch.Tensor, seed: int) -> torch.Tensor:
-    """Ids for an embedding, and one random vector for a linear layer, on the layer's device and in its dtype."""
+    """Inputs of a layer: ids for an embedding, one random vector for a linear layer; on the layer's device and in its dtype."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(base, torch.nn.Embedding):
-        return torch.randint(len(merged), (_ROWS,), generator=generator).to(merged.device)
+        return torch.randint(len(merged), (_EMBEDDING_ROWS,), generator=generator).to(merged.device)
     width = merged.shape[0] if isinstance(base, Conv1D) else merged.shape[1]
     return torch.randn(1, width, generator=generator).to(merged.device, merged.dtype)
 
 
-def _product(
+def _merged_output(
     base: torch.nn.Module, merged: torch.Tensor, bias: torch.Tensor | None, inputs: torch.Tensor
 ) -> torch.Tensor:
     """The output of a layer with the merged weight, in float32 or wider."""
@@ -163,9 +165,9 @@ def _product(
     return torch.nn.functional.linear(inputs.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 
-def _rounding(weight: torch.Tensor) -> float:
+def _tolerance(weight: torch.Tensor) -> float:
     tensor_cores = weight.is_cuda and torch.get_float32_matmul_precision() != "highest"
-    return _HALF_ROUNDING if is_quantised(weight) or tensor_cores else _ROUNDING.get(weight.dtype, _HALF_ROUNDING)
+    return _HALF_TOLERANCE if is_quantised(weight) or tensor_cores else _TOLERANCES.get(weight.dtype, _HALF_TOLERANCE)
 
 
 def _is_wider(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
@@ -174,7 +176,10 @@ def _is_wider(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
 
 @contextmanager
 def _without_dropout(layer: torch.nn.Module) -> Iterator[None]:
-    """The layer without dropout. Its other modules stay as they are: in evaluation, 4-bit weights are packed for good."""
+    """Switch off the layer's dropout in this context.
+
+    The other modules stay in training mode, because in evaluation mode 4-bit weights are packed and never unpacked.
+    """
     training = {m: m.training for m in layer.modules() if isinstance(m, torch.nn.Dropout)}
     for module in training:
         module.eval()

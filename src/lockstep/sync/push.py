@@ -3,9 +3,8 @@
 stop serving → load → compare what arrived with the manifest, and the manifest with the live model → reset caches → commit the
 version → serve.
 
-The weights come from `sync/source.py`, `sync/changes.py` decides which of them are sent, and they go to the receiving half of an
-engine. If a step fails, the engine stays closed,
-because a half-updated engine must never serve a token.
+The weights come from `sync/source.py`, and `sync/changes.py` decides which of them are sent. They go to the receiving half of an
+engine. If a step fails, the engine stays closed, because a half-updated engine must never serve a token.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
 from lockstep.engines.tensor_specs import one_push
 from lockstep.errors import ProofError
 from lockstep.sync.adapters.merged import weights_of
-from lockstep.sync.changes import Sent, Update
+from lockstep.sync.changes import LastPush, Update
 from lockstep.sync.live import check_live
 from lockstep.sync.source import Manifest
 
@@ -34,14 +33,15 @@ class SyncRecord:
     """The result of one push; one line of the receipt.
 
     Attributes:
-        digest: of all tensors of the version, sent or not.
+        digest: digest of all tensors of the version, also of those that were not sent.
         tensors: number of these tensors.
-        bytes: their size.
+        bytes: size of these tensors.
         seconds: time that the push took.
-        sent_bytes: size of what was sent of them, to each worker.
-        changed: share of the elements that changed since the last push; None if they were not counted. They are counted where only
+        sent_bytes: number of bytes that were sent to each worker.
+        changed: share of the elements that changed since the last push; None if they were not counted. They are counted if only
             changed elements are sent.
-        in_full: why everything was sent although the engine had an earlier version; empty: it was not, or there was none.
+        in_full: why all weights were sent although the engine had an earlier version. Empty: only changes were sent, or the engine
+            had no earlier version.
     """
 
     version: int
@@ -59,21 +59,21 @@ class SyncRecord:
         return {"push/bytes": float(self.sent_bytes), "push/seconds": self.seconds, **counted}
 
 
-# What each engine was sent last. An engine that is gone is no longer in it.
-_SENT: weakref.WeakKeyDictionary[WeightReceiver, Sent] = weakref.WeakKeyDictionary()
+# The record of the last push to each engine. Entries of engines that no longer exist disappear.
+_LAST_PUSHES: weakref.WeakKeyDictionary[WeightReceiver, LastPush] = weakref.WeakKeyDictionary()
 
 
 def forget_push(engine: WeightReceiver) -> None:
     """Send everything in the engine's next push, because the last version was not proven."""
-    _SENT.setdefault(engine, Sent()).forget()
+    _LAST_PUSHES.setdefault(engine, LastPush()).forget()
 
 
 def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -> SyncRecord:
     """Load the weights of `model` into an engine and commit them as `version`.
 
     The model is only read. A model with an adapter is sent merged (`sync/adapters/merged.py`). Only what changed since the last
-    push is sent (`sync/changes.py`). If the engine then does not hold the version, everything is sent, once. After a failure the
-    engine refuses to generate until a later push succeeds.
+    push is sent (`sync/changes.py`). If the engine does not hold the version afterwards, all weights are sent once. After a failure
+    the engine refuses to generate until a later push succeeds.
 
     Raises:
         InputError: the model has an adapter of a kind that cannot be merged.
@@ -81,18 +81,18 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
             model, or the engine did not confirm the reset of its caches.
     """
     start = time.perf_counter()
-    source, sent = weights_of(model), _SENT.setdefault(engine, Sent())
-    update, in_full = Update(source, engine.wire_dtype, sent), ""
-    with one_push() if update.own_memory else nullcontext(), torch.no_grad():
+    source, last_push = weights_of(model), _LAST_PUSHES.setdefault(engine, LastPush())
+    update, in_full = Update(source, engine.wire_dtype, last_push), ""
+    with one_push() if update.is_model_memory else nullcontext(), torch.no_grad():
         try:
-            manifest = _loaded(update, engine, version)
-        except ProofError as failed:
+            manifest = _load_update(update, engine, version)
+        except ProofError as error:
             if not update.base:
                 raise
-            in_full = failed.found
+            in_full = error.found
             _logger.warning(f"all weights of version {version} are sent, instead of those that changed: {in_full}")
-            update = Update(source, engine.wire_dtype, sent)
-            manifest = _loaded(update, engine, version)
+            update = Update(source, engine.wire_dtype, last_push)
+            manifest = _load_update(update, engine, version)
         check_live(model, source, manifest.tensors, engine.wire_dtype, version)
     if not engine.reset_caches():
         raise ProofError(
@@ -102,7 +102,7 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
             "finish or abort every request before pushing weights",
         )
     engine.commit_version(version)
-    sent.manifest = manifest
+    last_push.manifest = manifest
     return SyncRecord(
         version,
         manifest.digest,
@@ -110,26 +110,26 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
         update.bytes,
         time.perf_counter() - start,
         update.sent_bytes,
-        None if update.differing is None else update.differing / update.elements,
+        None if update.changed_elements is None else update.changed_elements / update.elements,
         in_full,
     )
 
 
-def _loaded(update: Update, engine: WeightReceiver, version: int) -> Manifest:
-    """The manifest of a version that the engine has loaded.
+def _load_update(update: Update, engine: WeightReceiver, version: int) -> Manifest:
+    """Load an update into the engine, and check the engine's acknowledgement. Returns the manifest of the version.
 
     Raises:
         ProofError: the engine does not hold what the manifest says.
     """
     engine.begin_update()
     loaded = engine.load(update, update.base)
-    for one in (loaded, *loaded.others):
-        if one.unknown_base:
+    for each in (loaded, *loaded.others):
+        if each.unknown_base:
             raise ProofError(
                 "manifest",
-                f"the engine{_at(one)} does not hold the version that was pushed last",
+                f"the engine{_server_name(each)} does not hold the version that was pushed last",
                 "it was started again, or another trainer has pushed since",
-                "nothing: all weights are sent",
+                "nothing to do: the trainer sends all weights",
             )
     manifest = update.manifest(version)
     check_loaded(manifest, loaded)
@@ -140,18 +140,18 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
     """Compare an engine's acknowledgement with the manifest of the version.
 
     Raises:
-        ProofError: a tensor is missing, unexpected, or of another shape, dtype or content, or an engine parameter received
+        ProofError: a tensor is missing or unexpected, has another shape, dtype or content, or an engine parameter received
             nothing. The message names the server if there are several.
     """
-    for one in loaded.others:
-        check_loaded(manifest, one)
-    where = _at(loaded)
+    for other in loaded.others:
+        check_loaded(manifest, other)
+    where = _server_name(loaded)
     sent, arrived = {t.name: t for t in manifest.tensors}, {t.name: t for t in loaded.tensors}
-    odd = [
+    mismatched = [
         n for n in sent.keys() | arrived.keys() if n not in sent or n not in arrived or sent[n][:3] != arrived[n][:3]
     ]
-    if odd or len(manifest.tensors) != len(loaded.tensors):
-        first = min(odd, default="none by name")
+    if mismatched or len(manifest.tensors) != len(loaded.tensors):
+        first = min(mismatched, default="none by name")
         raise ProofError(
             "manifest",
             f"{len(manifest.tensors)} tensors were sent and {len(loaded.tensors)} arrived{where}; first difference: {first}, "
@@ -177,7 +177,7 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
         )
 
 
-def _at(loaded: LoadedWeights) -> str:
+def _server_name(loaded: LoadedWeights) -> str:
     return f" at {loaded.server}" if loaded.server else ""
 
 

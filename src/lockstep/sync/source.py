@@ -1,8 +1,8 @@
 """The trainer's weights as a stream of named tensors, and the manifest that describes the stream.
 
-The trained model is the source and is only read. `sync/changes.py` decides what of the stream is sent, and the module probe
-compares the engine with the same tensors. `sync/adapters/merged.py` has the source for models with adapters, and chooses between
-the two.
+The trained model is the source and is only read. `sync/changes.py` decides which tensors of the stream are sent, and the module
+probe compares the engine with the same tensors. `sync/adapters/merged.py` has the source for models with adapters, and the
+function that chooses the source of a model.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ class PlainSource:
 
     Tied parameters occur once, under their first name.
 
-    It may be read several times; equal weights give equal bytes. A new source is made for every push. If the model is sharded, the
-    owner reads it inside a call of `Ranks`, and each tensor is gathered when it is read.
+    A source can be read several times, and equal weights give equal bytes. Every push makes a new source. If the model is sharded,
+    each tensor is gathered from all ranks when it is read. Then the rank that holds the engine reads the source, inside a call of
+    `Ranks`.
     """
 
     # Whether the tensors are the model's own memory. If not, they are new tensors that are made to be read once.
-    own_memory = True
+    is_model_memory = True
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._shards = model, sharded(model)
         if self._shards is not None:
-            self.own_memory = False
+            self.is_model_memory = False
         placed = checkpoint_tensors(model)
         self._parameters = {p.name: p.tensor for p in placed}
-        self._own_names = {p.name: p.own_name for p in placed}
+        self._own_names = {p.name: p.parameter_name for p in placed}
         firsts: dict[int, str] = {}
         self._first = {name: firsts.setdefault(id(p), name) for name, p in self._parameters.items()}
 
@@ -63,33 +64,33 @@ class PlainSource:
         return self._first[name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor that an engine should hold under `name`. It must not be written to."""
+        """The tensor that an engine should hold under `name`. Do not write into it."""
         if self._shards is not None:
             return self._shards.gather(self._parameters[name])
         return self._parameters[name].detach()
 
     def shape(self, name: str) -> torch.Size:
         """Shape of a tensor, without making it."""
-        return self._outline(name).shape
+        return self._meta_tensor(name).shape
 
-    def holder(self, name: str) -> torch.nn.Module:
-        """The plain module that owns a tensor. One that holds several experts owns the tensors of each of them."""
+    def owning_module(self, name: str) -> torch.nn.Module:
+        """The module that owns a tensor, without PEFT's wrapper. A module with several experts owns the tensors of all of them."""
         return self._model.get_submodule(self._own_names[name].rpartition(".")[0])
 
-    def outline(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def meta_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The same names, shapes and dtypes as iterating, with tensors that have no memory (device `meta`)."""
-        for name in self._sent():
-            yield name, self._outline(name)
+        for name in self._sent_names():
+            yield name, self._meta_tensor(name)
 
     def manifest(self, version: int) -> Manifest:
         """Read the whole source and describe its current content."""
-        return Manifest(version, read_to_the_end(self))
+        return Manifest(version, read_specs(self))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in self._sent():
+        for name in self._sent_names():
             yield name, self.tensor(name)
 
-    def _outline(self, name: str) -> torch.Tensor:
+    def _meta_tensor(self, name: str) -> torch.Tensor:
         known = self._parameters[name]
         # `empty_like` of a sharded tensor would be sharded.
         return (
@@ -98,11 +99,11 @@ class PlainSource:
             else torch.empty_like(known, device="meta")
         )
 
-    def _sent(self) -> Iterator[str]:
+    def _sent_names(self) -> Iterator[str]:
         return (name for name, first in self._first.items() if name == first)
 
 
-def read_to_the_end(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorSpec, ...]:
+def read_specs(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorSpec, ...]:
     """Read a stream, and describe its tensors."""
     specs: list[TensorSpec] = []
     for _ in described(tensors, specs):

@@ -1,1 +1,1 @@
-"""Turns text into token ids, once."""
+"""Turns text and messages into token ids, once, and reads sampled ids as messages."""

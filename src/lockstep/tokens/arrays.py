@@ -1,9 +1,9 @@
-"""One value per token: one-dimensional, read-only numpy arrays.
+"""Read-only, one-dimensional numpy arrays with one value per token.
 
 All token ids, log-probs, versions and masks are such arrays, from an engine's answer to the loss. Ids and versions are int64.
-Log-probs and all other reals are float32: engines and the trainer's forward compute them in float32, and Python floats, JSON and
-float64 represent each float32 value exactly. Sums over tokens use float64. A read-only array is kept without a copy. Other values
-are copied once, so that the caller cannot change them afterwards.
+Log-probs and all other real numbers are float32, because engines and the trainer's forward compute them in float32. Python floats,
+JSON and float64 represent each float32 value exactly. Sums over tokens use float64. A read-only array is kept without a copy. Other
+values are copied once, so that the caller cannot change them afterwards.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ Values = npt.NDArray[Any] | Sequence[Any]
 
 
 class BadValues(LockstepError, ValueError):
-    """Values of another kind than required."""
+    """The values have another type or shape than required."""
 
 
 def whole_numbers(values: Values) -> Ids:
-    """(N,) int64, read-only.
+    """The values as (N,) int64, read-only.
 
     Raises:
         BadValues: a value is not an integer, or does not fit into int64. Values are not rounded, and text is not read as a number.
     """
-    return _held(values, np.dtype(np.int64), "iu")
+    return _checked(values, np.dtype(np.int64), "iu")
 
 
 def small_ids(values: Values) -> SmallIds:
-    """(M,) int32, read-only. For token ids of which there are many more than tokens.
+    """The values as (M,) int32, read-only. It is for lists with many ids per token, to save memory.
 
     Raises:
         BadValues: a value is not an integer, or does not fit into int32.
     """
     if type(values) is np.ndarray and values.dtype == np.int32:
-        return _held(values, np.dtype(np.int32), "i")
+        return _checked(values, np.dtype(np.int32), "i")
     wide = whole_numbers(values)
     if len(wide) and not (np.iinfo(np.int32).min <= wide.min() and wide.max() <= np.iinfo(np.int32).max):
         raise BadValues(f"{values!r:.80} has a token id that does not fit into int32")
@@ -53,21 +53,21 @@ def small_ids(values: Values) -> SmallIds:
 
 
 def reals(values: Values) -> Reals:
-    """(N,) float32, read-only. A number that is too large for float32 becomes infinite.
+    """The values as (N,) float32, read-only. A number that is too large for float32 becomes infinite.
 
     Raises:
         BadValues: a value is not a number (for example None).
     """
-    return _held(values, np.dtype(np.float32), "fiu")
+    return _checked(values, np.dtype(np.float32), "fiu")
 
 
 def flags(values: Values) -> Flags:
-    """(N,) bool, read-only.
+    """The values as (N,) bool, read-only.
 
     Raises:
         BadValues: a value is neither True nor False.
     """
-    return _held(values, np.dtype(np.bool_), "b")
+    return _checked(values, np.dtype(np.bool_), "b")
 
 
 def filled(value: float, count: int) -> Reals:
@@ -127,7 +127,7 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _held(values: Values, dtype: np.dtype[Any], kinds: str) -> npt.NDArray[Any]:
+def _checked(values: Values, dtype: np.dtype[Any], kinds: str) -> npt.NDArray[Any]:
     if type(values) is np.ndarray and values.dtype == dtype and values.ndim == 1 and not values.flags.writeable:
         return values
     try:

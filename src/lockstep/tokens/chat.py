@@ -1,8 +1,8 @@
-"""The only place where a dataset's prompt (text or messages) becomes token ids.
+"""Turns a dataset's prompt (text or messages) into token ids. No other module does this.
 
 The prompt comes from the `prompt` column, and the ids go into requests to an engine. An engine's answer is never tokenized again.
 Messages are rendered as in later turns (`tokens/conversation/template.py`): text in a message that looks like a control token stays
-text. A prompt that is plain text is encoded as it stands, control tokens included, as in TRL.
+text. A prompt of plain text is encoded without changes: text of control tokens becomes control tokens, as in TRL.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.tokens.conversation.template import Message, Template
-from lockstep.tokens.stand_ins import pictures_in
+from lockstep.tokens.picture_ids import pictures_in
 
 __all__ = ["Message", "is_conversational", "render_prompt", "template_of", "with_joined_text"]
 
@@ -28,16 +28,16 @@ def template_of(
     chat_template_kwargs: dict[str, Any] | None = None,
     placeholder: int | None = None,
 ) -> Template | None:
-    """The template that renders first prompts; None if the tokenizer has none. `placeholder` as in `Template`."""
+    """The template that renders first prompts; None if the tokenizer has no template. `placeholder` as in `Template`."""
     if tokenizer.chat_template is None:
         return None
     return Template(tokenizer, [tokenizer.eos_token_id], chat_template_kwargs, placeholder=placeholder)
 
 
 def with_joined_text(prompt: Any) -> Any:
-    """A prompt whose contents are text, if they were lists of text parts (`{"type": "text", "text": …}`).
+    """A prompt in which each content that is a list of text parts (`{"type": "text", "text": …}`) has become one text.
 
-    The parts of a message are joined without a separator, as templates for images and text do. Anything else stays as it is.
+    The parts of a message are joined without a separator, as templates for images and text do. All other contents stay unchanged.
     """
     if not isinstance(prompt, list):
         return prompt
@@ -65,11 +65,11 @@ def render_prompt(
 ) -> tuple[int, ...]:
     """Token ids of one prompt.
 
-    Plain text is encoded with the tokenizer's own special tokens. Messages go through the chat template, with the generation
-    prompt. If the last message is the assistant's, the ids continue that message instead (TRL's convention).
+    Plain text is encoded with the tokenizer's special tokens. Messages are rendered by the chat template, with the generation
+    prompt. If the last message is the assistant's, there is no generation prompt: the model continues this message, as in TRL.
 
     Args:
-        template: the result of `template_of`, if there are many prompts; None: it is made for this prompt.
+        template: the result of `template_of`, so that many prompts share it; None: it is made for this prompt.
         images: whether contents may be lists of parts, as `images/reading.py` makes them.
 
     Raises:

@@ -1,7 +1,7 @@
-"""A digest of names and arrays, for proofs that two programs hold the same values.
+"""A digest of names and arrays, for proofs that two programs have the same values.
 
-`rollouts/seal.py` digests what was sampled, and `parity/step/learned.py` what a loss uses. The digest is xxh3-128: it finds faults,
-not forgeries, and costs about as much as reading the memory once.
+`rollouts/seal.py` computes the digest of what was sampled, and `parity/step/learned.py` that of what a loss uses. The digest is
+xxh3-128. It costs about as much as reading the memory once. It finds faults, but it does not protect against forgery.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import xxhash
 
 
 def digest_of(*parts: str | npt.NDArray[Any]) -> str:
-    """Hex digest of texts and arrays in their order. Arrays of other dtypes or lengths have other digests."""
+    """Hex digest of texts and arrays, in the order in which they are given. It also depends on the number of bytes of each."""
     digest = xxhash.xxh3_128()
     for part in parts:
         # xxhash reads the memory of an array itself, without a copy.

@@ -1,4 +1,4 @@
-"""The tokens that end a completion. They are the tokens that vLLM uses, for every place that must know them."""
+"""The tokens that end a completion: the same tokens that vLLM uses. All modules that need them call this function."""
 
 from __future__ import annotations
 

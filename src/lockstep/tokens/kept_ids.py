@@ -1,7 +1,7 @@
-"""The ids that a filter of sampling (top-k, top-p, min-p) kept for each token, as the engine that sampled them computed the filter.
+"""The ids that a sampling filter (top-k, top-p, min-p) of the engine kept for each sampled token.
 
-An engine puts them into its completions. The trainer scores each sampled token among these ids, because rounding can put an id into
-the set on one machine and out of it on another.
+An engine adds them to its completions. The trainer does not compute the filter itself, because rounding could keep an id on one
+machine and remove it on another. Instead it scores each sampled token among the engine's ids.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class KeptIds(ArrayFields):
 
     Attributes:
         ids: (M,) int32 the ids of all sets, ascending within each set.
-        ends: (N,) int64 where each set ends in `ids`. The first set begins at 0.
+        ends: (N,) int64 the position in `ids` at which each set ends. The first set begins at 0.
 
     Raises:
-        BadValues: a value is not an integer, the ends fall, or the last end is not M.
+        BadValues: a value is not an integer, the ends decrease, or the last end is not M.
     """
 
     ids: SmallIds
@@ -49,7 +49,7 @@ class KeptIds(ArrayFields):
 
     @property
     def tokens(self) -> Ids:
-        """(M,) the token, from 0 to N - 1, to whose set each id belongs."""
+        """(M,) for each id, the index of the token (from 0 to N - 1) to whose set it belongs."""
         return np.repeat(np.arange(len(self)), self.sizes)
 
     def part(self, start: int, end: int) -> KeptIds:

@@ -1,7 +1,7 @@
 """Loads the tokenizer, and checks that trainer and engine use one vocabulary.
 
-`models/resolve.py` gives the path. `tokens/chat.py` makes ids with the tokenizer, and reward calls read text with it.
-Embeddings are never resized: an existing token becomes the pad token if there is none.
+`models/resolve.py` gives the path. `tokens/chat.py` makes ids with the tokenizer, and rewards get text that it decodes.
+Embeddings are never resized. If there is no pad token, an existing token becomes the pad token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _VOCABULARY_FILES):
-        # transformers would make an empty tokenizer of the model's type.
+        # Without this check, transformers would make an empty tokenizer of the model's type.
         raise InputError(
             f"model {path} comes without a usable tokenizer: none of {', '.join(_VOCABULARY_FILES)} is there"
         )
@@ -34,7 +34,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         # transformers reads the model's config too.
         raise InputError(f"the config.json of model {path} is wrong: {' '.join(str(error).split())}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
-        # Which of these transformers raises depends on which file is missing.
+        # Which of these errors transformers raises depends on the missing file.
         raise InputError(f"model {path} comes without a usable tokenizer: {type(error).__name__}: {error}") from error
     return guard_tokenizer(tokenizer)
 
@@ -60,8 +60,8 @@ def embedding_rows(model: PreTrainedModel) -> int:
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that every id of the tokenizer has an embedding, and write the pad id into the model's config.
 
-    A tokenizer smaller than the embedding is usual, because rows are padded to a round number. A larger tokenizer means that
-    tokens were added without a trained embedding, which an engine cannot represent.
+    Usually the tokenizer is smaller than the embedding, whose rows are padded to a round number. A larger tokenizer has added
+    tokens without an embedding, which neither the model nor an engine can compute with.
 
     Raises:
         InputError: the tokenizer has ids that the model cannot embed.

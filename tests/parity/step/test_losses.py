@@ -139,5 +139,5 @@ def test_the_definitions_are_those_of_the_papers() -> None:
     assert define.grpo([[1.0, 3.0]], "none") == [[-1.0, 1.0]]
     assert define.returns_to_go(2.0, [1.0, 1.0], 0.5, 0.5) == [-0.5 + 0.5 * 1.5, 1.5]
     # With lam = 1 and gamma = 1 an advantage is the return minus the value.
-    found = define.generalised(2.0, [0.0, 0.0, 0.0], [0.5, 0.25, 1.0], 0.0, 1.0, 1.0)
+    found = define.gae(2.0, [0.0, 0.0, 0.0], [0.5, 0.25, 1.0], 0.0, 1.0, 1.0)
     np.testing.assert_allclose(found, [1.5, 1.75, 1.0])

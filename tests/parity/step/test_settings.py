@@ -19,7 +19,7 @@ import lockstep.training.step.update as updating
 from lockstep import GRPOConfig, OnlineDPOConfig
 from lockstep.definitions.interruption import broken_rule
 from lockstep.definitions.sampling import logprob
-from lockstep.definitions.settings import wanted, weighted_sum
+from lockstep.definitions.settings import user_settings, weighted_sum
 from lockstep.engines.filters.sampling import processed_logprobs
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Grammar, RequestKey, Sampling
 from lockstep.errors import ProofError
@@ -70,7 +70,7 @@ def config(folder: Path, **fields: Any) -> GRPOConfig:
 
 
 def proof_of(folder: Path, **fields: Any) -> SettingsProof:
-    return SettingsProof(wanted(vars(config(folder, **fields))), encode)
+    return SettingsProof(user_settings(vars(config(folder, **fields))), encode)
 
 
 def request(sampling: Sampling) -> GenerationRequest:
@@ -83,7 +83,7 @@ def request(sampling: Sampling) -> GenerationRequest:
 @pytest.mark.parametrize("name", LOST)
 def test_a_request_that_lacks_a_setting_is_refused(tmp_path: Path, name: str) -> None:
     made = config(tmp_path, **ASKED)
-    proof, sampling = SettingsProof(wanted(vars(made)), encode), sampling_of(made, TOKENIZER)
+    proof, sampling = SettingsProof(user_settings(vars(made)), encode), sampling_of(made, TOKENIZER)
     proof.check_request(request(sampling))
     # A turn of a conversation has a part of the limit.
     proof.check_request(request(replace(sampling, max_tokens=3)))
@@ -108,11 +108,11 @@ def test_a_call_may_have_stop_strings_of_its_own_beside_all_of_the_runs(tmp_path
 
 
 def test_the_settings_of_every_way_to_ask_are_read(tmp_path: Path) -> None:
-    asked = wanted(vars(config(tmp_path, generation_kwargs={"top_k": 5, "logit_bias": {"3": 2}})))
+    asked = user_settings(vars(config(tmp_path, generation_kwargs={"top_k": 5, "logit_bias": {"3": 2}})))
     assert (asked.numbers["top_k"], asked.logit_bias) == (5, {3: 2.0})
-    greedy = wanted(vars(config(tmp_path, top_k=5, generation_kwargs={"do_sample": False})))
+    greedy = user_settings(vars(config(tmp_path, top_k=5, generation_kwargs={"do_sample": False})))
     assert greedy.numbers["top_k"] == 1
-    pairs = wanted(vars(OnlineDPOConfig(output_dir=str(tmp_path), bf16=False, max_new_tokens=9)))
+    pairs = user_settings(vars(OnlineDPOConfig(output_dir=str(tmp_path), bf16=False, max_new_tokens=9)))
     assert pairs.max_tokens == 9
 
 

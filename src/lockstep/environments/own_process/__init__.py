@@ -1,1 +1,1 @@
-"""Programs that run beside the trainer, in any Python: each imports one other library, and nothing of Lockstep."""
+"""Programs that run in processes beside the trainer, with any Python. Each imports one other library, and nothing of Lockstep."""

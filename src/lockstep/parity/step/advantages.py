@@ -159,19 +159,19 @@ class AdvantageProof:
         rewards = [[None if r is None else float(np.float32(r)) for r in self._of(g)] for g in self._groups]
         if settings.filter_zero_variance:
             rewards = [own if _varies(own) else [None] * len(own) for own in rewards]
-        size = max((abs(r) for own in rewards for r in define.given(own)), default=0.0)
+        size = max((abs(r) for own in rewards for r in define.scored(own)), default=0.0)
         made = define.grpo(rewards, settings.scale_rewards)
         found: dict[str, tuple[list[float], float]] = {}
-        every = [r for own in rewards for r in define.given(own)]
+        every = [r for own in rewards for r in define.scored(own)]
         for group, own, advantages in zip(self._groups, rewards, made, strict=True):
             divisor = 1.0
             if settings.scale_rewards == "group":
-                divisor = define.deviation(define.given(own)) + define.SMALL
+                divisor = define.deviation(define.scored(own)) + define.EPSILON
             elif settings.scale_rewards == "batch":
-                divisor = define.deviation(every) + define.SMALL
+                divisor = define.deviation(every) + define.EPSILON
             elif settings.scale_rewards == "advantages":
-                centred = [d for g in rewards for d in define.given(define.centred(g))]
-                divisor = define.deviation(centred) + define.SMALL
+                centred = [d for g in rewards for d in define.scored(define.centred(g))]
+                divisor = define.deviation(centred) + define.EPSILON
             rounding = 1e-6 * size / divisor if _varies(own) else 0.0
             for c, a in zip(group, advantages, strict=True):
                 due = a if a is not None and _varies(own) else 0.0
@@ -192,7 +192,7 @@ class AdvantageProof:
             ]
         made = [define.leave_one_out(own) for own in groups]
         if settings.normalize_advantages:
-            kept = [define.compared(own) for own in groups]
+            kept = [define.has_comparison(own) for own in groups]
             rows = iter(
                 define.whitened(
                     [a if k else None for own, ks in zip(made, kept, strict=True) for a, k in zip(own, ks, strict=True)]
@@ -207,7 +207,7 @@ class AdvantageProof:
         rewards, learned = {}, {}
         for group in self._groups:
             own = self._of(group)
-            kept = define.compared(own) if grouped else [r is not None for r in own]
+            kept = define.has_comparison(own) if grouped else [r is not None for r in own]
             values = define.centred(own) if grouped else own
             for c, value, k in zip(group, values, kept, strict=True):
                 rewards[c.name], learned[c.name] = value or 0.0, k and c.name not in self._masked
@@ -227,7 +227,7 @@ class AdvantageProof:
         made, learned = {}, {}
         for c in self._all:
             reward = self._rewards[c.name]
-            made[c.name] = define.generalised(
+            made[c.name] = define.gae(
                 reward or 0.0, c.divergences, c.values or [], settings.beta, settings.gamma, settings.lam
             )
             learned[c.name] = reward is not None and c.name not in self._masked
@@ -309,7 +309,7 @@ class AdvantageProof:
 
 def _varies(rewards: Sequence[float | None]) -> bool:
     """Whether at least two of the rewards that are there differ."""
-    return len(set(define.given(rewards))) > 1
+    return len(set(define.scored(rewards))) > 1
 
 
 def _wrong(found: str) -> ProofError:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.definitions import policy_gradients as define
-from lockstep.definitions.policy_gradients import Array, Slope
+from lockstep.definitions.policy_gradients import Array, Derivative
 from lockstep.errors import ProofError
 from lockstep.tokens.arrays import cut
 
@@ -44,7 +44,7 @@ class Tokens:
     pair: str | None = None
 
 
-def by_logps(method: str, completions: Sequence[Tokens], settings: Any, beta: float) -> list[Slope]:
+def by_logps(method: str, completions: Sequence[Tokens], settings: Any, beta: float) -> list[Derivative]:
     """(N,) derivatives of the loss of each completion by its log-probs.
 
     Args:
@@ -56,7 +56,7 @@ def by_logps(method: str, completions: Sequence[Tokens], settings: Any, beta: fl
     of_one = {"grpo": _grpo, "rloo": _rloo, "reinforce++": _tokens, "ppo": _tokens}[method]
     if _of_tokens(method, settings):
         slope, lengths = of_one(_joined(completions), settings, beta), [len(c.logps) for c in completions]
-        return [Slope(*both) for both in zip(cut(slope.values, lengths), cut(slope.near, lengths), strict=True)]
+        return [Derivative(*both) for both in zip(cut(slope.values, lengths), cut(slope.near, lengths), strict=True)]
     return [of_one(c, settings, beta) for c in completions]
 
 
@@ -79,7 +79,7 @@ def _joined(completions: Sequence[Tokens]) -> Tokens:
     return Tokens(name="", weight=weights, **arrays)
 
 
-def by_values(completions: Sequence[Tokens], settings: Any) -> list[Slope]:
+def by_values(completions: Sequence[Tokens], settings: Any) -> list[Derivative]:
     """(N,) derivatives by the critic's values."""
     found = []
     for c in completions:
@@ -87,11 +87,13 @@ def by_values(completions: Sequence[Tokens], settings: Any) -> list[Slope]:
         assert c.old_values is not None
         assert c.returns is not None
         slope = define.value(c.values, c.old_values, c.returns, settings.cliprange_value)
-        found.append(Slope(settings.vf_coef * c.weight * slope.values, slope.near))
+        found.append(Derivative(settings.vf_coef * c.weight * slope.values, slope.near))
     return found
 
 
-def check(what: str, names: Sequence[str], due: Sequence[Slope], found: Sequence[Array], packs: Sequence[int]) -> int:
+def check(
+    what: str, names: Sequence[str], due: Sequence[Derivative], found: Sequence[Array], packs: Sequence[int]
+) -> int:
     """Compare derivatives.
 
     Args:
@@ -125,9 +127,9 @@ def check(what: str, names: Sequence[str], due: Sequence[Slope], found: Sequence
     return len(near) - int(np.count_nonzero(near))
 
 
-def _correction(c: Tokens, settings: Any) -> Slope:
+def _correction(c: Tokens, settings: Any) -> Derivative:
     if not settings.vllm_importance_sampling_correction:
-        return Slope(np.ones(len(c.logps)), np.zeros(len(c.logps), bool))
+        return Derivative(np.ones(len(c.logps)), np.zeros(len(c.logps), bool))
     return define.corrections(
         c.old_logps - c.behaviour,
         settings.vllm_importance_sampling_mode,
@@ -136,7 +138,7 @@ def _correction(c: Tokens, settings: Any) -> Slope:
     )
 
 
-def _tokens(c: Tokens, settings: Any, beta: float) -> Slope:
+def _tokens(c: Tokens, settings: Any, beta: float) -> Derivative:
     """PPO and REINFORCE++: a clipped ratio per token; with `beta`, k2 of the KL."""
     ratios = np.exp(c.logps - c.old_logps)
     slope, correction = (
@@ -147,18 +149,18 @@ def _tokens(c: Tokens, settings: Any, beta: float) -> Slope:
     if beta:
         assert c.ref_logps is not None
         total = total + beta * (c.logps - c.ref_logps)
-    return Slope(c.weight * total, slope.near | correction.near)
+    return Derivative(c.weight * total, slope.near | correction.near)
 
 
-def _rloo(c: Tokens, settings: Any, beta: float) -> Slope:
+def _rloo(c: Tokens, settings: Any, beta: float) -> Derivative:
     """One ratio per completion; the correction weights each token's part of its gradient."""
     ratio = np.exp((c.logps - c.old_logps).sum(keepdims=True))
     slope = define.clipped(ratio, c.advantages.mean(keepdims=True), settings.epsilon, settings.clip_high)
     correction = _correction(c, settings)
-    return Slope(c.weight * slope.values * ratio * correction.values, slope.near | correction.near)
+    return Derivative(c.weight * slope.values * ratio * correction.values, slope.near | correction.near)
 
 
-def _grpo(c: Tokens, settings: Any, beta: float) -> Slope:
+def _grpo(c: Tokens, settings: Any, beta: float) -> Derivative:
     whole = settings.importance_sampling_level == "sequence"
     log_ratios = c.logps - c.old_logps
     ratios = np.exp(np.full_like(log_ratios, log_ratios.mean()) if whole else log_ratios)
@@ -202,10 +204,10 @@ def _grpo(c: Tokens, settings: Any, beta: float) -> Slope:
         # All tokens share the ratio, the exponential of the mean.
         through = np.full_like(through, through.mean())
         near = np.full_like(near, near.any())
-    return Slope(c.weight * (through + by_logp), near)
+    return Derivative(c.weight * (through + by_logp), near)
 
 
-def _pairs(completions: Sequence[Tokens], settings: Any, beta: float) -> list[Slope]:
+def _pairs(completions: Sequence[Tokens], settings: Any, beta: float) -> list[Derivative]:
     pairs: dict[str, dict[bool, Tokens]] = {}
     for c in completions:
         assert c.pair is not None
@@ -220,4 +222,4 @@ def _pairs(completions: Sequence[Tokens], settings: Any, beta: float) -> list[Sl
         chosen, rejected = pair[True], pair[False]
         slope = chosen.weight * define.preference(gain(chosen) - gain(rejected), beta, settings.loss_type)
         made[chosen.name], made[rejected.name] = slope, -slope
-    return [Slope(np.full(len(c.logps), made[c.name]), np.zeros(len(c.logps), bool)) for c in completions]
+    return [Derivative(np.full(len(c.logps), made[c.name]), np.zeros(len(c.logps), bool)) for c in completions]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.definitions.interruption import broken_rule
-from lockstep.definitions.settings import Wanted, weighted_sum
+from lockstep.definitions.settings import UserSettings, weighted_sum
 from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
 from lockstep.errors import ProofError
 from lockstep.tokens.arrays import Ids
@@ -44,7 +44,9 @@ class SettingsProof:
         wanted, banned: the same.
     """
 
-    def __init__(self, wanted: Wanted, encode: Callable[[str], Sequence[int]], banned: Sequence[int] = ()) -> None:
+    def __init__(
+        self, wanted: UserSettings, encode: Callable[[str], Sequence[int]], banned: Sequence[int] = ()
+    ) -> None:
         self.wanted, self._encode, self.banned = wanted, encode, banned
         self._encoded: dict[str, Ids] = {}
 

@@ -19,7 +19,7 @@ from lockstep.images.data_urls import to_data_url
 from lockstep.images.pictures import Picture
 from lockstep.rollouts.scores.coroutines import is_coroutine_function
 from lockstep.tokens.conversation import template
-from lockstep.tokens.stand_ins import picture_part
+from lockstep.tokens.picture_ids import picture_part
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,7 +37,7 @@ from lockstep.rollouts.programs.tools import Tool, ToolCalls, ToolResult, failed
 from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.conversation import template
 from lockstep.tokens.conversation.extension import Branch, Extension, Message, ParsedTurn
-from lockstep.tokens.stand_ins import pictures_in
+from lockstep.tokens.picture_ids import pictures_in
 
 # One rollout in this many is rendered again.
 _CHECKED = 4

@@ -2,9 +2,9 @@
 
     base (only where the engine does not hold it) → adapter → compare what arrived, and what the engine holds → commit the version
 
-`parity/proven_push.py` calls it in place of `sync/push.py`, and proves the result. The base is known by the digest of its bytes,
-which the engine computes itself. Therefore a second run may use a server that holds the same base already, and a server that was
-restarted gets the base again.
+`parity/proven_push.py` calls it in place of `sync/push.py`, and proves the result. The engine computes the digest of the base
+weights that it holds. If this digest equals the digest of the model's base weights, the base is not sent. Therefore a second run
+can use a server that already holds the same base. A server that was restarted gets the base again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class AdapterPusher:
         The model is only read. After a failure the engine refuses to generate until a later push succeeds.
 
         Returns:
-            The record of the push. Its digest covers the base too; its bytes are those that were sent.
+            The record of the push. Its `digest` covers the base too. Its `bytes` counts only what was sent.
 
         Raises:
             InputError: the adapter cannot be sent alone, or the engine has no room for it.
@@ -61,32 +61,32 @@ class AdapterPusher:
         assert limits is not None
         receiver.begin()
         with receiver.reserved(), torch.no_grad():
-            base, sent_base = self._base(version)
+            base, base_bytes = self._push_base(version)
             source = AdapterSource(self._model, limits.dtype)
-            sent = Update(source)
-            loaded = receiver.load(version, sent)
-            manifest = sent.manifest(version)
+            update = Update(source)
+            loaded = receiver.load(version, update)
+            manifest = update.manifest(version)
             check_loaded(manifest, loaded)
             check_held(manifest, receiver.held())
             check_adapter_live(self._model, source, manifest, version)
             self._check_base(base)
         receiver.commit(version)
         digest = Manifest(version, (*base.tensors, *manifest.tensors)).digest
-        size = sent.bytes + sent_base
-        return SyncRecord(version, digest, len(manifest.tensors), size, time.perf_counter() - start, size)
+        bytes_sent = update.bytes + base_bytes
+        return SyncRecord(version, digest, len(manifest.tensors), bytes_sent, time.perf_counter() - start, bytes_sent)
 
-    def _base(self, version: int) -> tuple[Manifest, int]:
-        """The manifest of the base weights, which the engine then holds, and the number of bytes that were sent for it."""
+    def _push_base(self, version: int) -> tuple[Manifest, int]:
+        """Send the base weights if the engine does not hold them. Returns their manifest, and the number of bytes sent."""
         source, engine = BaseSource(self._model), self._engine
-        with one_push() if source.own_memory else nullcontext():
-            described = Update(source, engine.wire_dtype)
-            manifest = described.manifest(version)
+        with one_push() if source.is_model_memory else nullcontext():
+            full_update = Update(source, engine.wire_dtype)
+            manifest = full_update.manifest(version)
             if self.receiver.base_digest() == manifest.digest:
                 return manifest, 0
             self.receiver.check_alone()
-            sent = Update(source, engine.wire_dtype)
+            update = Update(source, engine.wire_dtype)
             engine.begin_update()
-            check_loaded(manifest, engine.load(sent))
+            check_loaded(manifest, engine.load(update))
         if not engine.reset_caches():
             raise ProofError(
                 "caches",
@@ -96,14 +96,15 @@ class AdapterPusher:
             )
         self.receiver.commit_base(manifest.digest)
         self._check_base(manifest)
-        return manifest, sent.bytes
+        return manifest, update.bytes
 
     def _check_base(self, manifest: Manifest) -> None:
-        if (found := self.receiver.base_digest()) != manifest.digest:
+        if (digest := self.receiver.base_digest()) != manifest.digest:
+            held = f"base weights with the digest {digest}" if digest else "no complete base weights"
             raise ProofError(
                 "digest",
-                f"the engine reports the base weights {found or 'of no finished push'} instead of {manifest.digest}",
-                "another trainer has pushed weights to this server meanwhile",
+                f"the engine holds {held} instead of the base weights with the digest {manifest.digest}",
+                "in the meantime another trainer has pushed weights to this server",
                 "give each run a server of its own, or let all of them train adapters of the same base (vllm_enable_lora)",
             )
 
@@ -115,7 +116,7 @@ def receiver_of(engine: Engine, rank: int) -> AdapterReceiver:
         rank: largest rank of the adapter.
 
     Raises:
-        InputError: the engine is not vLLM, was started without LoRA, or for smaller ranks.
+        InputError: the engine is not vLLM, was started without LoRA, or takes only smaller ranks.
     """
     receiver: AdapterReceiver | None = getattr(engine, "adapters", None)
     if receiver is None:
@@ -134,14 +135,14 @@ def receiver_of(engine: Engine, rank: int) -> AdapterReceiver:
 
 
 def check_held(manifest: Manifest, held: LoadedWeights) -> None:
-    """Compare an adapter as the engine computes with it with the adapter that was sent.
+    """Compare the adapter that the engine computes with and the adapter that was sent.
 
     Raises:
         InputError: the engine has no LoRA layer for a part of the adapter.
-        ProofError: `adapter`, the engine computes with other bytes.
+        ProofError: `adapter`: the engine computes with other bytes.
     """
-    for one in held.others:
-        check_held(manifest, one)
+    for other in held.others:
+        check_held(manifest, other)
     where = f" at {held.server}" if held.server else ""
     if held.untouched:
         raise InputError(
@@ -149,12 +150,12 @@ def check_held(manifest: Manifest, held: LoadedWeights) -> None:
             "layer among them; if vLLM has no LoRA for this layer, leave vllm_enable_lora out"
         )
     sent = {spec.name: spec for spec in manifest.tensors}
-    wrong = [spec.name for spec in held.tensors if sent.get(spec.name) != spec]
-    if wrong:
+    differing = [spec.name for spec in held.tensors if sent.get(spec.name) != spec]
+    if differing:
         raise ProofError(
             "adapter",
-            f"at version {manifest.version} {len(wrong)} of {len(sent)} tensors of the adapter are not in use{where} as they were "
-            f"sent; the first is {wrong[0]}",
-            "the engine kept an older adapter, scaled it, or holds that of another run under this name",
-            "do not train on this engine; name the model, the adapter's config and the engine's version in a report",
+            f"at version {manifest.version} the engine{where} computes with other values than were sent for {len(differing)} of "
+            f"{len(sent)} tensors of the adapter; the first is {differing[0]}",
+            "the engine kept an older adapter, scaled it, or holds the adapter of another run under this name",
+            "do not train with this engine; report it with the model, the adapter's config and the engine's version",
         )

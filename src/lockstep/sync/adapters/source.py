@@ -1,7 +1,7 @@
 """The two parts of a model with an adapter, each as a source of a push: its base weights, and the adapter alone.
 
-`sync/adapters/push.py` sends the base once and then the adapter alone, to vLLM's own LoRA. `sync/adapters/merged.py` has the other
-way: both as one merged model. It also has the walk over the layers that both ways use.
+`sync/adapters/push.py` sends the base once and then the adapter alone, to vLLM's own LoRA. The other way is in
+`sync/adapters/merged.py`: both parts become one merged model. That module also finds the adapted layers, for both ways.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from lockstep.engines.adapters.receiver import DOWN, UP
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, head_name, is_adapted
 from lockstep.models.quantised import is_quantised
-from lockstep.sync.adapters.merged import AdaptedSource, factors_of, is_dora, is_whole_copy, own_factors
+from lockstep.sync.adapters.merged import AdaptedSource, active_factors, full_factors, is_dora, is_module_to_save
 from lockstep.sync.source import PlainSource
 
-_OTHERWISE = "; leave vllm_enable_lora out, and merged weights are sent instead"
+_MERGED_INSTEAD = "; leave vllm_enable_lora out, and merged weights are sent instead"
 
 
 class BaseSource(AdaptedSource):
@@ -27,19 +27,19 @@ class BaseSource(AdaptedSource):
         super().__init__(model)
         self.adapted = dict(self._layers)
         self._layers = {}
-        self.own_memory = self._shards is None and not any(map(is_quantised, self._parameters.values()))
+        self.is_model_memory = self._shards is None and not any(map(is_quantised, self._parameters.values()))
 
 
 class AdapterSource(PlainSource):
-    """The tensors A and scaling × B of each adapted layer, under the name of the layer, with the ends `DOWN` and `UP`.
+    """The tensors A and scaling × B of each adapted layer. Their names are the layer's name with the suffix `DOWN` or `UP`.
 
-    B is multiplied by the scaling in float32 and rounded once. Nothing is left for the engine to scale.
+    B is multiplied by the scaling in float32 and rounded once. The engine does not scale it again.
 
     Args:
         dtype: dtype in which the engine keeps adapters.
     """
 
-    own_memory = False
+    is_model_memory = False
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         base = BaseSource(model)
@@ -54,23 +54,25 @@ class AdapterSource(PlainSource):
 
     def tensor(self, name: str) -> torch.Tensor:
         layer = self.layers[name.removesuffix(DOWN).removesuffix(UP)]
-        down, up, scaling = factors_of(layer, self._shards)
+        down, up, scaling = full_factors(layer, self._shards)
         if name.endswith(DOWN):
             return down.to(self._dtype)
         return (up.to(torch.promote_types(up.dtype, torch.float32)) * scaling).to(self._dtype)
 
-    def _outline(self, name: str) -> torch.Tensor:
-        down, up = own_factors(self.layers[name.removesuffix(DOWN).removesuffix(UP)])
+    def _meta_tensor(self, name: str) -> torch.Tensor:
+        down, up = active_factors(self.layers[name.removesuffix(DOWN).removesuffix(UP)])
         return torch.empty((down if name.endswith(DOWN) else up).shape, dtype=self._dtype, device="meta")
 
     def delta(self, layer: str) -> torch.Tensor:
-        """(outputs, inputs) float32: what the adapter adds to a layer's weight, of the tensors as they are sent."""
+        """(outputs, inputs) float32: what the adapter adds to a layer's weight, computed from the tensors as they are sent."""
         return self.tensor(layer + UP).float() @ self.tensor(layer + DOWN).float()
 
 
 class EffectiveSource(BaseSource):
-    """The weights that an engine with the adapter beside its base computes with: base + delta, where both have been rounded to the
-    engine's dtype before they are added in float32. For the module probe."""
+    """base + delta: the weights that have the same effect as the engine's base and its adapter together.
+
+    Base and adapter are rounded to the engine's dtype first. Their sum is computed in float32. The module probe uses it.
+    """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         super().__init__(model)
@@ -100,38 +102,39 @@ def check_alone(model: torch.nn.Module) -> None:
         )
     base = BaseSource(model)
     if base._shards is not None:
-        raise InputError("vllm_enable_lora is not supported with a sharded model (FSDP)" + _OTHERWISE)
-    if copied := next((name for name, module in model.named_modules() if is_whole_copy(module)), None):
+        raise InputError("vllm_enable_lora is not supported with a sharded model (FSDP)" + _MERGED_INSTEAD)
+    if copied := next((name for name, module in model.named_modules() if is_module_to_save(module)), None):
         raise InputError(
             f"{copied} is trained as a whole (modules_to_save), which vLLM's LoRA cannot hold: leave modules_to_save out"
-            + _OTHERWISE
+            + _MERGED_INSTEAD
         )
     head = head_name(model).removesuffix(".weight")
     for name, layer in base.adapted.items():
-        own = name.rpartition(".")[0]
+        layer_name = name.rpartition(".")[0]
         if name.endswith("bias"):
             raise InputError(
-                f"the adapter of {own} has a bias, which vLLM's LoRA cannot hold: leave lora_bias out" + _OTHERWISE
+                f"the adapter of {layer_name} has a bias, which vLLM's LoRA cannot hold: leave lora_bias out"
+                + _MERGED_INSTEAD
             )
         if is_dora(layer):
-            raise InputError("vLLM's LoRA cannot compute DoRA: leave use_dora out" + _OTHERWISE)
-        if own == head or isinstance(base.holder(name), torch.nn.Embedding):
+            raise InputError("vLLM's LoRA cannot compute DoRA: leave use_dora out" + _MERGED_INSTEAD)
+        if layer_name == head or isinstance(base.owning_module(name), torch.nn.Embedding):
             raise InputError(
-                f"the adapter adapts {own}: an embedding or the output head cannot be proven in vLLM's LoRA; take it out of "
-                "target_modules" + _OTHERWISE
+                f"the adapter adapts {layer_name}: an embedding or the output head cannot be proven in vLLM's LoRA; take it out of "
+                "target_modules" + _MERGED_INSTEAD
             )
-    factors = {id(p) for layer in base.adapted.values() for p in own_factors(layer)}
+    factors = {id(p) for layer in base.adapted.values() for p in active_factors(layer)}
     if trained := next((n for n, p in model.named_parameters() if p.requires_grad and id(p) not in factors), None):
         raise InputError(
             f"{trained} is trained beside the adapter, and vLLM's LoRA has no place for it: freeze it (with PEFT: bias='none')"
-            + _OTHERWISE
+            + _MERGED_INSTEAD
         )
 
 
 def adapter_shape(model: torch.nn.Module) -> tuple[int, list[str]]:
     """The largest rank of an adapter, and the names of the layers that it adapts."""
     layers = dict(_layers(model))
-    return max(len(own_factors(layer)[0]) for layer in layers.values()), list(layers)
+    return max(len(active_factors(layer)[0]) for layer in layers.values()), list(layers)
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[str, object]]:

@@ -1,7 +1,8 @@
 """The engine's end of a push into vLLM: our weight-transfer backends, one for a single process and one for servers.
 
-It runs inside vLLM's worker; vLLM's factory creates it. vLLM's layer-wise reload copies (and casts) the tensors into the engine's
-layers. The backend records the tensors that were written, and `sync/push.py` compares this acknowledgement with the manifest.
+A backend runs inside vLLM's worker, and vLLM's factory creates it. vLLM's layer-wise reload copies (and casts) the tensors into the
+engine's layers. The backend records the tensors that were written, and `sync/push.py` compares this acknowledgement with the
+manifest.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ from lockstep.engines.tensor_specs import begin_specs
 from lockstep.sync.changes import Update
 from lockstep.sync.vllm.reload import (
     begin_reload,
-    forget_packed_experts,
+    copy_pending,
     half_loaded,
-    keep_packed_experts,
-    keep_pending,
-    leave_unloaded,
+    remove_expert_kernels,
     repack_heads,
+    restore_expert_kernels,
+    restore_unloaded,
 )
 from lockstep.sync.wire import gloo, shared_memory
 from lockstep.sync.wire.chunks import Named, chunks
-from lockstep.sync.wire.deltas import Changes, Piece, Reference
-from lockstep.sync.wire.slots import taken_chunks
+from lockstep.sync.wire.deltas import Changes, Piece, ReceivedWeights
+from lockstep.sync.wire.slots import worker_chunks
 
-# Merged or cast tensors are loaded in parts of this size. Two parts may be in memory, beside tensors that vLLM still needs.
+# Merged or cast tensors are loaded in parts of this size. In memory are two parts at most, and the tensors that vLLM still needs.
 _PART_BYTES = 16 << 20
-_WRAPPED = ".base_layer"
+_BASE_LAYER = ".base_layer"
 
 
 @dataclass
 class InProcessInit(WeightTransferInitInfo):
-    """Empty: both ends share an address space, so that there is nothing to agree on."""
+    """Empty, because both ends are in one process and need no setup."""
 
 
 @dataclass
 class InProcessUpdate(WeightTransferUpdateInfo):
-    """Named tensors of the trainer, by reference. With an adapter each tensor is made when it is read.
+    """Named tensors of the trainer, by reference. If the model has an adapter, each tensor is made when it is read.
 
     Attributes:
         base: as in `WeightReceiver.load`.
@@ -75,13 +76,13 @@ class WireUpdate(WeightTransferUpdateInfo):
     """All chunks of one push, which arrive in the shared-memory segment or over gloo.
 
     Attributes:
-        chunks: what each chunk may hold (`chunks.Placed`).
+        chunks: what each chunk may hold (`chunks.TensorPlace`).
         rank: rank of this server's first worker among the `size` ranks of the push (over gloo the trainer is one of them).
         push: number of the push, in the segment.
         timeout: seconds to wait for one chunk.
-        secret: of this push over gloo (`gloo_proof.py`).
+        secret: the secret of this push over gloo (`gloo_proof.py`).
         base: as in `WeightReceiver.load`.
-        keeps: whether the worker keeps a copy of what it receives, so that later pushes can send changed elements alone.
+        keeps: whether the worker keeps a copy of what it receives. Then later pushes can send only the changed elements.
     """
 
     transport: str
@@ -98,9 +99,9 @@ class WireUpdate(WeightTransferUpdateInfo):
 
 
 class _LayerwiseTransfer(WeightTransferEngine):
-    """Shared by all our backends: one update through vLLM's layer-wise reload, with an acknowledgement.
+    """The common part of our backends: one update through vLLM's layer-wise reload, with an acknowledgement.
 
-    Layers of which the update has no tensor keep what they compute with.
+    A layer that receives no tensor in the update keeps its weights.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,24 +111,24 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self._parameters: tuple[str, ...] = ()
         self._layers: tuple[LayerReloadingInfo, ...] = ()
         self._kernels: dict[Any, Any] = {}
-        self._open = False
+        self._is_updating = False
 
     @property
     def base_digest(self) -> str:
         """Digest of the weights that the engine holds; empty during an update, and where some parameters received nothing."""
-        return "" if self._open or self.acknowledgement.untouched else self.held.digest
+        return "" if self._is_updating or self.acknowledgement.untouched else self.held.digest
 
     def start_weight_update(self) -> None:
-        if self._open:
-            # The previous update failed half-way, and layers still wait for their rest: restore them before starting again.
+        if self._is_updating:
+            # The previous update failed half-way, and some layers have only a part of their tensors. Restore them first.
             finalize_layerwise_reload(self.model, self.model_config)
-        self._open = True
+        self._is_updating = True
         self.acknowledgement = LoadedWeights((), ())
         self.held.open()
-        # A LoRA layer around a module adds its own part to the names of parameters. A load reports them without it.
-        self._parameters = tuple(name.replace(_WRAPPED, "") for name, _ in self.model.named_parameters())
+        # A LoRA layer around a module adds `.base_layer` to the names of parameters. `load_weights` reports names without it.
+        self._parameters = tuple(name.replace(_BASE_LAYER, "") for name, _ in self.model.named_parameters())
         self._layers = begin_reload(self.model)
-        self._kernels = forget_packed_experts(self.model)
+        self._kernels = remove_expert_kernels(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class's method ends with an accelerator synchronise that fails on CPU.
@@ -141,7 +142,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
             return
         finish_specs = begin_specs(arrived)
         try:
-            written = {name.replace(_WRAPPED, "") for name in self.model.load_weights(iter(arrived)) or ()}
+            written = {name.replace(_BASE_LAYER, "") for name in self.model.load_weights(iter(arrived)) or ()}
         finally:
             # When this returns, nothing reads the tensors any more.
             specs = finish_specs()
@@ -149,11 +150,11 @@ class _LayerwiseTransfer(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         self.acknowledgement = self.held.close(self._parameters, half_loaded(self.model))
-        leave_unloaded(self.model)
+        restore_unloaded(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
-        keep_packed_experts(self._kernels)
+        restore_expert_kernels(self._kernels)
         repack_heads(self.model, self.held.written_now)
-        self._open = False
+        self._is_updating = False
 
     def shutdown(self) -> None:
         pass
@@ -172,8 +173,8 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
         tensors = update_info.tensors
         if not self.held.builds_on(update_info.base):
             return
-        if isinstance(tensors, Update) and tensors.own_memory:
-            # One single load: vLLM searches the whole model for tied weights at the start of each load.
+        if isinstance(tensors, Update) and tensors.is_model_memory:
+            # Load all tensors in one call, because vLLM searches the whole model for tied weights at the start of each load.
             self.load(list(tensors))
         else:
             for part in chunks(tensors, _PART_BYTES):
@@ -191,28 +192,28 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._segment: shared_memory.Segment | None = None
         # Segments of the trainers that send adapters, by name.
         self._segments: dict[str, shared_memory.Segment] = {}
-        # The run that pushes now, and until when at most.
+        # The run that has reserved this engine for its push, and the end of the reservation by the monotonic clock.
         self._reserved = "", 0.0
         self._gloo = gloo.Receiver()
-        self._reference = Reference()
+        self._reference = ReceivedWeights()
 
     def init_transfer_engine(self, init_info: WireInit) -> None:
         self._close_segment()
         self._segment = shared_memory.Segment(init_info.segment, init_info.bytes)
 
     def receive_weights(self, update_info: WireUpdate) -> None:
-        takes = self.held.builds_on(update_info.base)
+        is_accepted = self.held.builds_on(update_info.base)
         if not (update_info.keeps and update_info.base):
             self._reference.clear()
         # Close at once even if a load fails: transfers in flight then end before the next push can begin.
-        with contextlib.closing(self._coming(update_info, self._segment)) as coming:
-            for pieces in coming:
+        with contextlib.closing(self._incoming_pieces(update_info, self._segment)) as incoming:
+            for pieces in incoming:
                 # An update that may not be loaded is received too, because other servers receive the same bytes.
-                if takes and update_info.keeps:
-                    takes = self._reference.take(pieces)
-                elif takes:
-                    self._load_passing(pieces)
-        if not takes:
+                if is_accepted and update_info.keeps:
+                    is_accepted = self._reference.take(pieces)
+                elif is_accepted:
+                    self._load_temporary(pieces)
+        if not is_accepted:
             self.held.refuse()
         elif update_info.keeps:
             self.load(self._reference.to_load())
@@ -227,46 +228,46 @@ class ServerWeightTransfer(_LayerwiseTransfer):
 
     def open_segment(self, info: Mapping[str, Any]) -> None:
         """Map the segment of a trainer that sends adapters. Segments of trainers that are gone are closed."""
-        for name in [name for name, segment in self._segments.items() if segment.is_left]:
+        for name in [name for name, segment in self._segments.items() if segment.is_abandoned]:
             self._segments.pop(name).close()
         self._segments[info["segment"]] = shared_memory.Segment(info["segment"], info["bytes"])
 
     def received(self, info: Mapping[str, Any], segment: str) -> list[Named]:
-        """The tensors of a push that is no update of the weights, in memory of their own.
+        """Receive the tensors of an adapter, and copy them into new memory. The engine's weights do not change.
 
         Args:
             info: the fields of `WireUpdate`.
             segment: name of the trainer's segment, if it sends through shared memory.
         """
-        with contextlib.closing(self._coming(WireUpdate(**info), self._segments.get(segment))) as coming:
-            return [(name, tensor.clone()) for pieces in coming for name, tensor in _whole(pieces)]
+        with contextlib.closing(self._incoming_pieces(WireUpdate(**info), self._segments.get(segment))) as incoming:
+            return [(name, tensor.clone()) for pieces in incoming for name, tensor in _whole_tensors(pieces)]
 
-    def _coming(
+    def _incoming_pieces(
         self, update_info: WireUpdate, segment: shared_memory.Segment | None
     ) -> Generator[list[Piece], None, None]:
         # The trainer names the rank of the server's first worker; the other workers have the ranks after it.
-        own = update_info.rank + self.parallel_config.rank
+        worker_rank = update_info.rank + self.parallel_config.rank
         if update_info.transport == gloo.NAME:
-            return self._gloo.receive({**vars(update_info), "rank": own}, update_info.chunks)
+            return self._gloo.receive({**vars(update_info), "rank": worker_rank}, update_info.chunks)
         if update_info.transport == shared_memory.NAME and segment is not None:
             return shared_memory.pieces_of(
-                taken_chunks(
+                worker_chunks(
                     segment.memory,
                     segment.handle,
                     update_info.chunks,
                     push=update_info.push,
-                    worker=own,
+                    worker=worker_rank,
                     workers=update_info.size,
                     timeout=update_info.timeout,
                 )
             )
-        raise ValueError(f"transport {update_info.transport!r} was not agreed on")
+        raise ValueError(f"the trainer has not set up the transport {update_info.transport!r}")
 
-    def _load_passing(self, pieces: Sequence[Piece]) -> None:
+    def _load_temporary(self, pieces: Sequence[Piece]) -> None:
         """Load tensors whose memory is reused as soon as the next chunk is requested."""
-        arrived = _whole(pieces)
+        arrived = _whole_tensors(pieces)
         self.load(arrived)
-        keep_pending(self._layers, [tensor for _, tensor in arrived])
+        copy_pending(self._layers, [tensor for _, tensor in arrived])
 
     def shutdown(self) -> None:
         self._close_segment()
@@ -280,6 +281,6 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._segment = None
 
 
-def _whole(pieces: Sequence[Piece]) -> list[Named]:
+def _whole_tensors(pieces: Sequence[Piece]) -> list[Named]:
     """The tensors that arrived as a whole."""
     return [(name, tensor) for name, tensor in pieces if not isinstance(tensor, Changes)]

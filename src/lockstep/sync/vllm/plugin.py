@@ -12,22 +12,22 @@ Result = TypeVar("Result")
 _CLASSES = {IN_PROCESS_BACKEND: "InProcessWeightTransfer", SERVER_BACKEND: "ServerWeightTransfer"}
 
 
-def _run_here(function: Callable[[], Result]) -> Result:
+def _run_in_this_process(function: Callable[[], Result]) -> Result:
     return function()
 
 
 def register() -> None:
-    """Register our weight transfers with vLLM, and let it carry kept ids. vLLM calls this more than once; that is safe."""
+    """Register our weight-transfer backends with vLLM, and make vLLM pass on the kept ids. vLLM may call this several times."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.models import registry
 
-    # vLLM looks at a model's class in a process of its own, so that CUDA is not started too early. A CPU build has no CUDA, and
-    # that process would import all of vLLM again, without `lockstep.other_builds`.
+    # vLLM inspects a model's class in a separate process, so that CUDA is not started too early. A CPU build has no CUDA. There
+    # the separate process would import all of vLLM again, without `lockstep.other_builds`.
     if torch.version.cuda is None and torch.version.hip is None:
-        registry._run_in_subprocess = _run_here
+        registry._run_in_subprocess = _run_in_this_process
 
-    # Linux lets a process use AMX only after it has asked. oneDNN asks; vLLM's own bf16 kernels do not. If a model uses only
-    # those kernels, as small models do, the worker died of an illegal instruction (vLLM 0.32.0).
+    # Linux lets a process use AMX only after the process has requested it. oneDNN makes this request; vLLM's own bf16 kernels do
+    # not. Small models use only vLLM's kernels. Without this request their workers die of an illegal instruction (vLLM 0.32.0).
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
     for backend, name in _CLASSES.items():

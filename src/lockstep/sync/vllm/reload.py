@@ -1,8 +1,8 @@
-"""vLLM's layer-wise reload with less work: the beginning and the end of a whole update in an engine.
+"""The beginning and the end of a weight update by vLLM's layer-wise reload, with less work and memory than in vLLM itself.
 
 vLLM loads a layer into new memory, packs it, and copies the result to the layer's old place. Packing does not change an
-unquantised embedding or head, so that it can be written directly into its place. Heads that share a weight then need one
-packed copy, not one each. Used by `sync/vllm/backend.py`.
+unquantised embedding or head. Therefore its new weight can be written directly into its place. Heads that share a weight then
+share one packed copy. `sync/vllm/backend.py` uses this module.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from lockstep.engines.tensor_specs import dtype_name
 
-# The attribute in which vLLM keeps a module's packed weight on a CPU: a function that multiplies by it.
-_PACKED = "cpu_linear"
+# The attribute in which vLLM keeps a module's packed weight on a CPU: a function that multiplies by this weight.
+_PACKED_WEIGHT = "cpu_linear"
 
 
 def begin_reload(model: torch.nn.Module) -> tuple[LayerReloadingInfo, ...]:
@@ -42,9 +42,9 @@ def begin_reload(model: torch.nn.Module) -> tuple[LayerReloadingInfo, ...]:
         vLLM's record of each layer, which it updates while weights arrive.
     """
     initialize_layerwise_reload(model)
-    for layer in _vocabularies(model):
+    for layer in _embeddings_and_heads(model):
         info = get_layerwise_info(layer)
-        if _is_plain(layer) and _has_loaded_layout(info):
+        if _is_unquantised(layer) and _has_loaded_layout(info):
             _place_kernel_tensors(layer, info)
             for tensor in get_layer_tensors(layer).values():
                 tensor.weight_loader = _get_original_loader(tensor)
@@ -58,10 +58,10 @@ def loaded_dtypes(model: torch.nn.Module) -> list[str]:
     return sorted({dtype_name(tensor.dtype) for tensors in recorded for tensor in tensors.values()})
 
 
-def leave_unloaded(model: torch.nn.Module) -> None:
-    """Give layers that received nothing back what they computed with before the update. Nothing of them is packed again.
+def restore_unloaded(model: torch.nn.Module) -> None:
+    """Restore the weights of layers that received nothing. These layers are not packed again.
 
-    vLLM would do the same at the end of the update, with a warning for each of them.
+    vLLM would do the same at the end of the update, with a warning per layer.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -71,7 +71,7 @@ def leave_unloaded(model: torch.nn.Module) -> None:
 
 
 def repack_heads(model: torch.nn.Module, written: Collection[str]) -> None:
-    """Pack every embedding and output head that has new weights again, each weight once.
+    """Pack the new weights of embeddings and output heads again, each weight once.
 
     Args:
         written: names of the model's parameters that this update has written.
@@ -82,32 +82,34 @@ def repack_heads(model: torch.nn.Module, written: Collection[str]) -> None:
     # A LoRA layer around an embedding adds its own part to the name.
     named = model.named_parameters(remove_duplicate=False)
     new = {id(p) for name, p in named if name.replace(".base_layer", "") in written}
-    loaded = [layer for layer in _vocabularies(model) if any(id(p) in new for p in layer.parameters(recurse=False))]
-    plain = [layer for layer in loaded if _is_plain(layer)]
-    for layer in plain:
-        # Drop the old copies first, so that there is never room needed for both.
-        vars(layer).pop(_PACKED, None)
+    loaded = [
+        layer for layer in _embeddings_and_heads(model) if any(id(p) in new for p in layer.parameters(recurse=False))
+    ]
+    unquantised = [layer for layer in loaded if _is_unquantised(layer)]
+    for layer in unquantised:
+        # Drop the old copies first, so that old and new copies are never in memory together.
+        vars(layer).pop(_PACKED_WEIGHT, None)
     packed: dict[int, Any] = {}
-    for layer in plain:
-        # Packing may change a bias, so that a layer with a bias is packed by itself.
+    for layer in unquantised:
+        # Packing may change a bias. Therefore a layer with a bias does not share its packed copy.
         first = packed.setdefault(id(layer.weight), layer) if getattr(layer, "bias", None) is None else layer
         if first is layer:
             layer.quant_method.process_weights_after_loading(layer)
-        elif _PACKED in vars(first):
-            setattr(layer, _PACKED, getattr(first, _PACKED))
+        elif _PACKED_WEIGHT in vars(first):
+            setattr(layer, _PACKED_WEIGHT, getattr(first, _PACKED_WEIGHT))
     for layer in loaded:
-        if isinstance(layer, ParallelLMHead) and not _is_plain(layer):
+        if isinstance(layer, ParallelLMHead) and not _is_unquantised(layer):
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def forget_packed_experts(model: torch.nn.Module) -> dict[RoutedExperts, Any]:
-    """Let vLLM's CPU kernels pack the weights of experts in this update too, as when the model was loaded.
+def remove_expert_kernels(model: torch.nn.Module) -> dict[RoutedExperts, Any]:
+    """Remove the CPU kernels of experts, so that vLLM packs the weights of experts in this update as it did at the first load.
 
-    vLLM 0.32.0 packs and pads experts only where a layer has no kernel yet. After an update its kernels read rows in another order
-    than they lie in memory, and an update of padded experts fails (fault W10). Without the old kernel vLLM makes a new one.
+    vLLM 0.32.0 packs and pads experts only if a layer has no kernel yet. If the old kernel stays, it reads the rows of the new
+    weights in the wrong order, and an update of padded experts fails (fault W10). If there is no kernel, vLLM makes a new one.
 
     Returns:
-        The old kernels. `keep_packed_experts` gives them back to layers that received nothing.
+        The old kernels. `restore_expert_kernels` gives them back to layers that received nothing.
     """
     kernels = {}
     for layer in model.modules():
@@ -119,14 +121,14 @@ def forget_packed_experts(model: torch.nn.Module) -> dict[RoutedExperts, Any]:
     return kernels
 
 
-def keep_packed_experts(kernels: dict[RoutedExperts, Any]) -> None:
-    """Give experts their old kernels again if this update has made no new ones."""
+def restore_expert_kernels(kernels: dict[RoutedExperts, Any]) -> None:
+    """Give each layer of experts its old kernel back if this update has made no new one."""
     for layer, kernel in kernels.items():
         if layer.quant_method.moe_kernel is None:
             layer.quant_method.moe_kernel = kernel
 
 
-def keep_pending(layers: Iterable[LayerReloadingInfo], passing: Sequence[torch.Tensor]) -> None:
+def copy_pending(layers: Iterable[LayerReloadingInfo], temporary: Sequence[torch.Tensor]) -> None:
     """Copy the tensors that vLLM has received and not used yet.
 
     vLLM writes a layer when all of its tensors have arrived. Until then it keeps references to them, and the next chunk would
@@ -134,9 +136,9 @@ def keep_pending(layers: Iterable[LayerReloadingInfo], passing: Sequence[torch.T
 
     Args:
         layers: the result of `begin_reload`.
-        passing: tensors whose memory the next chunk will reuse.
+        temporary: tensors whose memory the next chunk will reuse.
     """
-    memory = {tensor.untyped_storage().data_ptr() for tensor in passing}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in temporary}
     for info in layers:
         for _, call in info.loaded_weights:
             for name, value in call.arguments.items():
@@ -148,8 +150,8 @@ def half_loaded(model: torch.nn.Module) -> tuple[str, ...]:
     """Layers that received only some of their elements, for example one projection of a fused layer.
 
     Must be called before `finalize_layerwise_reload`, which discards the counts. vLLM counts a fused parameter as loaded as
-    soon as its first part arrives. Embeddings and heads are left out: they may hold padding that is never sent, and whole
-    missing ones are found by name.
+    soon as its first part arrives. Embeddings and heads are left out, because they may hold padding that is never sent. If one of
+    them is missing completely, the comparison of names finds it.
     """
     half = []
     for name, layer in model.named_modules():
@@ -163,11 +165,11 @@ def half_loaded(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(half)
 
 
-def _vocabularies(model: torch.nn.Module) -> Iterator[Any]:
+def _embeddings_and_heads(model: torch.nn.Module) -> Iterator[Any]:
     return (layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding))
 
 
-def _is_plain(layer: Any) -> bool:
+def _is_unquantised(layer: Any) -> bool:
     return type(layer.quant_method) is UnquantizedEmbeddingMethod
 
 

@@ -15,7 +15,7 @@ from lockstep.engines.probe import encode_floats
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.vllm.settings import effective_settings, splits_prompts
 from lockstep.sync.wire.deltas import available_bytes
-from lockstep.sync.wire.shared_memory import read_mark
+from lockstep.sync.wire.shared_memory import read_test_file
 
 # Made when a worker's process starts. If two URLs lead to the same server, this value shows it.
 _INSTANCE = uuid.uuid4().hex
@@ -54,7 +54,7 @@ class LockstepWorker:
         }
 
     def lockstep_update(self) -> dict[str, bool]:
-        """Whether a weight update is open. If no trainer has begun one, an earlier trainer left it open."""
+        """Whether a weight update is open. If the calling trainer has not begun it, an earlier trainer left it open."""
         return {"open": self._weight_update_active}
 
     def lockstep_modules(self, checkpoint_names: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class LockstepWorker:
         return recorded_digests(self, json.loads(digests))
 
     def lockstep_encoded(self) -> dict[str, bool]:
-        """Whether the worker keeps pictures that were encoded with the weights of some time."""
+        """Whether the worker keeps pictures that were encoded with earlier weights."""
         from lockstep.engines.vllm.pictures import holds_no_pictures
 
         return {"holding": not holds_no_pictures(self)}
@@ -93,7 +93,7 @@ class LockstepWorker:
 
     def lockstep_sees(self, name: str) -> dict[str, str | None]:
         """The content of a trainer's file in shared memory, or None if this machine has no such file."""
-        return {"read": read_mark(name)}
+        return {"read": read_test_file(name)}
 
     # ---- adapters alone (`engines/adapters/servers.py`) -------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class LockstepWorker:
     def lockstep_reserve(self, run: str, seconds: str) -> dict[str, bool]:
         """Reserve this engine for the push of one run (0 seconds: end it). Returns whether no other run has reserved it.
 
-        A dictionary, because vLLM makes words of other values than dictionaries and lists.
+        The result is a dictionary, because vLLM converts values other than dictionaries and lists to text.
         """
         return {"granted": self.weight_transfer_engine.reserve(run, float(seconds))}
 
@@ -132,7 +132,7 @@ class LockstepWorker:
         return as_json(held_adapter(self, name))
 
     def lockstep_probe_adapter(self, name: str, layers: str, seed: str) -> dict[str, str]:
-        """Outputs of each adapted layer with the adapter, without it, and their difference, one after the other."""
+        """For each adapted layer its outputs with the adapter, without it, and their difference, in one array."""
         from lockstep.engines.adapters.worker import probe_adapter
 
         answers = probe_adapter(self, name, json.loads(layers), int(seed))

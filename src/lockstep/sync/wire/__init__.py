@@ -1,1 +1,1 @@
-"""How tensors travel to servers: what is laid out, what changed, and the transports."""
+"""Sends tensors to servers: the layout of chunks, the changed elements, and the transports."""

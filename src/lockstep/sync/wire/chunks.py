@@ -1,6 +1,6 @@
 """Cuts a stream of tensors into chunks that fit a buffer, and lays out one chunk in memory.
 
-Both ends of every transport use it: the sender lays the tensors out, and the engine's worker reads them back. Pure functions.
+Both ends of every transport use it: the sender lays the tensors out, and the worker reads them back. Its functions are pure.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ALIGNMENT = 64
 Named = tuple[str, torch.Tensor]
 
 
-class Placed(NamedTuple):
-    """The place of one tensor of a chunk, as it is sent: JSON types only."""
+class TensorPlace(NamedTuple):
+    """The place of one tensor in a chunk. It is sent as JSON."""
 
     name: str
     dtype: str
@@ -31,24 +31,24 @@ class Placed(NamedTuple):
 
 def chunks(tensors: Iterable[Named], limit: int = CHUNK_BYTES) -> Iterator[list[Named]]:
     """Group consecutive tensors into chunks of at most `limit` bytes. A tensor larger than `limit` is a chunk by itself."""
-    held: list[Named] = []
+    group: list[Named] = []
     used = 0
     for name, tensor in tensors:
         size = aligned(tensor.nbytes)
-        if held and used + size > limit:
-            yield held
-            held, used = [], 0
-        held.append((name, tensor))
+        if group and used + size > limit:
+            yield group
+            group, used = [], 0
+        group.append((name, tensor))
         used += size
-    if held:
-        yield held
+    if group:
+        yield group
 
 
-def layout(chunk: Sequence[Named]) -> tuple[list[Placed], int]:
+def layout(chunk: Sequence[Named]) -> tuple[list[TensorPlace], int]:
     """The place of each tensor of a chunk in a buffer, and the number of bytes that the buffer needs."""
     placed, offset = [], 0
     for name, tensor in chunk:
-        placed.append(Placed(name, dtype_name(tensor.dtype), list(tensor.shape), offset))
+        placed.append(TensorPlace(name, dtype_name(tensor.dtype), list(tensor.shape), offset))
         offset += aligned(tensor.nbytes)
     return placed, offset
 
@@ -57,20 +57,20 @@ def views(buffer: torch.Tensor, placed: Iterable[Sequence[object]]) -> list[Name
     """The tensors of a chunk as views of a uint8 buffer.
 
     Raises:
-        ValueError: a tensor does not lie within the buffer.
+        ValueError: a tensor is not within the buffer.
     """
     found = []
-    for name, dtype, shape, offset in (Placed(*entry) for entry in placed):  # type: ignore[arg-type]
-        kind, size = getattr(torch, dtype), _bytes(dtype, shape)
+    for name, dtype, shape, offset in (TensorPlace(*entry) for entry in placed):  # type: ignore[arg-type]
+        torch_dtype, size = getattr(torch, dtype), _bytes(dtype, shape)
         if offset < 0 or offset + size > buffer.numel():
-            raise ValueError(f"{name} lies outside the buffer of {buffer.numel()} bytes")
-        found.append((name, buffer[offset : offset + size].view(kind).view(shape)))
+            raise ValueError(f"{name} is outside the buffer of {buffer.numel()} bytes")
+        found.append((name, buffer[offset : offset + size].view(torch_dtype).view(shape)))
     return found
 
 
-def end_of(placed: Iterable[Sequence[object]]) -> int:
+def buffer_bytes(placed: Iterable[Sequence[object]]) -> int:
     """The number of bytes that a buffer needs for a chunk."""
-    entries = [Placed(*entry) for entry in placed]  # type: ignore[arg-type]
+    entries = [TensorPlace(*entry) for entry in placed]  # type: ignore[arg-type]
     return max((entry.offset + _bytes(entry.dtype, entry.shape) for entry in entries), default=0)
 
 

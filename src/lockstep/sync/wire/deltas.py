@@ -1,8 +1,8 @@
 """What changed in a tensor, as bytes: the places of the elements that differ, and their new values. Nothing is rounded.
 
-The trainer compares a tensor with its copy of what a server holds (`sync/changes.py`), and the transports carry the result. The
-server's worker puts the tensor together in a copy of its own (`Reference`). New values are sent, not differences: a sum would be
-rounded.
+The trainer compares a tensor with its copy of what a server holds (`sync/changes.py`), and the transports send the result. The
+server's worker keeps a copy of each tensor (`ReceivedWeights`), and writes the new values into it. The new values themselves are
+sent, because adding differences would round.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 
 from lockstep.sync.wire.chunks import Named
 
-# In the counts of a chunk: the tensor is sent as a whole.
+# The entry in the counts of a chunk for a tensor that is sent as a whole.
 WHOLE = -1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_GAP_BYTES, _LONGEST_GAP = 2, 0xFFFF
+_GAP_BYTES, _LARGEST_GAP = 2, 0xFFFF
 # Words of eight bytes that are compared at a time.
-_TOGETHER = 1 << 20
-# The part of a tensor's name that names the part of the model that engines fuse: one layer's attention, one layer's MLP.
+_WORDS_AT_A_TIME = 1 << 20
+# Matches the beginning of a tensor's name up to the part that engines fuse: one layer's attention, or one layer's MLP.
 _PART_OF_A_LAYER = re.compile(r"(.*?\.\d+\.[^.]+)\.")
 
 
@@ -34,8 +34,9 @@ class Changes(NamedTuple):
 
     Attributes:
         elements: number of elements in `raw`.
-        raw: uint8: the new values in the tensor's dtype, then one gap of 16 bits per element. A gap is the distance from the place
-            before, at first from −1. Where a gap would not fit, an element in between is sent that keeps its value.
+        raw: (bytes,) uint8: the new values in the tensor's dtype, then one gap of 16 bits per element. A gap is the distance from
+            the previous place; the first gap is counted from −1. If a distance does not fit into 16 bits, unchanged elements in
+            between are sent too.
     """
 
     elements: int
@@ -43,29 +44,29 @@ class Changes(NamedTuple):
 
 
 Piece = tuple[str, "torch.Tensor | Changes"]
-NOTHING = Changes(0, torch.empty(0, dtype=torch.uint8))
+NO_CHANGES = Changes(0, torch.empty(0, dtype=torch.uint8))
 
 
 def changes_between(old: torch.Tensor, new: torch.Tensor) -> tuple[int, Changes | None]:
-    """What turns `old` into `new`, bit for bit.
+    """The changes that turn `old` into `new`, bit for bit.
 
     Args:
         old, new: contiguous tensors in main memory, of the same shape and dtype.
 
     Returns:
-        The number of elements that differ, and the changes; None if the whole tensor is not larger than they are.
+        The number of elements that differ, and the changes. Instead of the changes None, if the whole tensor has no more bytes.
     """
     bits = _BITS[new.dtype.itemsize]
     before, after = (tensor.flatten().view(bits).numpy() for tensor in (old, new))
     places = _differing(before, after)
     if not len(places):
-        return 0, NOTHING
-    filled = _with_bridges(places)
-    if new.dtype.itemsize < _GAP_BYTES or changes_bytes(len(filled), new.dtype) >= new.nbytes:
+        return 0, NO_CHANGES
+    sent_places = _with_bridges(places)
+    if new.dtype.itemsize < _GAP_BYTES or changes_bytes(len(sent_places), new.dtype) >= new.nbytes:
         return len(places), None
-    gaps = np.diff(filled, prepend=-1).astype(np.uint16)
-    raw = np.concatenate([after[filled].view(np.uint8), gaps.view(np.uint8)])
-    return len(places), Changes(len(filled), torch.from_numpy(raw))
+    gaps = np.diff(sent_places, prepend=-1).astype(np.uint16)
+    raw = np.concatenate([after[sent_places].view(np.uint8), gaps.view(np.uint8)])
+    return len(places), Changes(len(sent_places), torch.from_numpy(raw))
 
 
 def apply_changes(tensor: torch.Tensor, changes: Changes) -> None:
@@ -93,7 +94,7 @@ def changes_bytes(count: int, dtype: torch.dtype) -> int:
 
 
 def piece_bytes(count: int, tensor: torch.Tensor) -> int:
-    """Size in bytes of what is sent of a tensor, by the tensor's entry in the counts of its chunk."""
+    """Size in bytes of what is sent of a tensor. `count` is the tensor's entry in the counts of its chunk."""
     return tensor.nbytes if count == WHOLE else changes_bytes(count, tensor.dtype)
 
 
@@ -114,7 +115,7 @@ def arrived_pieces(counts: Sequence[int], places: Sequence[Named]) -> list[Piece
 
     Args:
         counts: one entry per tensor of the chunk.
-        places: the memory of each tensor of the chunk. Changes stand at its beginning.
+        places: the memory of each tensor of the chunk. Changes are at the beginning of it.
     """
     found: list[Piece] = []
     for count, (name, place) in zip(counts, places, strict=True):
@@ -135,22 +136,22 @@ def part_of(name: str) -> str:
     return found[1] if found else name.rpartition(".")[0]
 
 
-class Reference:
-    """A worker's copy of the tensors that it was sent, in main memory. Changes are written into this copy."""
+class ReceivedWeights:
+    """A worker's copy of the tensors that it has received, in main memory. Changes are written into this copy."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
-        self._touched: set[str] = set()
+        self._changed_parts: set[str] = set()
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Free the memory of the copy."""
         self._tensors.clear()
-        self._touched.clear()
+        self._changed_parts.clear()
 
     def take(self, pieces: Iterable[Piece]) -> bool:
         """Write pieces into the copy. Returns False if something changed in a tensor that the copy does not have."""
         for name, piece in pieces:
-            self._touched.add(part_of(name))
+            self._changed_parts.add(part_of(name))
             if not isinstance(piece, Changes):
                 self._tensors[name] = piece.clone()
             elif name in self._tensors:
@@ -161,45 +162,45 @@ class Reference:
 
     def to_load(self) -> list[Named]:
         """All tensors of the parts in which something changed since the last call."""
-        touched, self._touched = self._touched, set()
-        return [(name, tensor) for name, tensor in self._tensors.items() if part_of(name) in touched]
+        changed_parts, self._changed_parts = self._changed_parts, set()
+        return [(name, tensor) for name, tensor in self._tensors.items() if part_of(name) in changed_parts]
 
 
 def available_bytes() -> int:
-    """Main memory that this machine, or this container, could still give to programs; 0 where it cannot be read (Linux only)."""
+    """Bytes of main memory that are free on this machine, or in this container; 0 if the system does not tell (only Linux does)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return 0
-    free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
+    available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
     try:
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        cgroup = Path("/sys/fs/cgroup")
+        limit = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
     except (OSError, ValueError):
-        return free
-    return max(0, min(free, limit))
+        return available
+    return max(0, min(available, limit))
 
 
 def _differing(before: npt.NDArray, after: npt.NDArray) -> npt.NDArray[np.int64]:
-    """Places at which two arrays of integers differ. Words of 8 bytes are compared, then the elements of words that differ."""
+    """Places at which two arrays of integers differ. It compares words of 8 bytes, then the elements of the words that differ."""
     per_word = 8 // after.itemsize
     whole = len(after) // per_word * per_word
     old, new = before[:whole].view(np.int64), after[:whole].view(np.int64)
     found = [np.flatnonzero(before[whole:] != after[whole:]) + whole]
-    for start in reversed(range(0, len(new), _TOGETHER)):
-        words = np.flatnonzero(old[start : start + _TOGETHER] != new[start : start + _TOGETHER]) + start
-        among = np.flatnonzero(old[words].view(after.dtype) != new[words].view(after.dtype))
-        found.append(words[among // per_word] * per_word + among % per_word)
+    for start in reversed(range(0, len(new), _WORDS_AT_A_TIME)):
+        words = np.flatnonzero(old[start : start + _WORDS_AT_A_TIME] != new[start : start + _WORDS_AT_A_TIME]) + start
+        elements = np.flatnonzero(old[words].view(after.dtype) != new[words].view(after.dtype))
+        found.append(words[elements // per_word] * per_word + elements % per_word)
     return np.concatenate(found[::-1])
 
 
 def _with_bridges(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The places, with others in between where two of them are further apart than a gap can say."""
-    befores = np.concatenate([[-1], places[:-1]])
-    far = np.flatnonzero(places - befores > _LONGEST_GAP)
+    """The places, and additional places in between wherever two places are too far apart for one gap."""
+    previous = np.concatenate([[-1], places[:-1]])
+    far = np.flatnonzero(places - previous > _LARGEST_GAP)
     if not len(far):
         return places
     bridges = [
-        befores[i] + _LONGEST_GAP * np.arange(1, math.ceil((places[i] - befores[i]) / _LONGEST_GAP)) for i in far
+        previous[i] + _LARGEST_GAP * np.arange(1, math.ceil((places[i] - previous[i]) / _LARGEST_GAP)) for i in far
     ]
     return np.sort(np.concatenate([places, *bridges]))

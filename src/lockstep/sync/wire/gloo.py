@@ -6,8 +6,8 @@ nothing to repair. Tensors are sent directly from the trainer's memory. They are
 receive one while it loads the other. A server holds at most one chunk, or one tensor if that is larger. Only bytes are sent:
 nothing is unpickled. Both ends prove that they know the secret of the push before the first weight is sent (`gloo_proof.py`).
 
-If one server fails, the push ends for all of them: the trainer writes a mark into the store, and every worker looks for it while it
-waits. Gloo itself would wait until its time limit.
+If one server fails, the push ends for all of them: the trainer writes a key into the store, and every worker looks for this key
+while it waits. Gloo itself would wait until its time limit.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ import torch.distributed as dist
 
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import EngineLost, InputError
-from lockstep.sync.changes import is_recorded, outline, pieces
-from lockstep.sync.wire.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, chunks, end_of, layout, views
+from lockstep.sync.changes import may_be_base, meta_tensors, pieces
+from lockstep.sync.wire.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, buffer_bytes, chunks, layout, views
 from lockstep.sync.wire.deltas import Piece, arrived_pieces, available_bytes, count_of, piece_bytes, raw_bytes
-from lockstep.sync.wire.gloo_proof import SignedStore, new_secret, prove_to_each_other
+from lockstep.sync.wire.gloo_proof import SignedStore, authenticate, new_secret
 
 _logger = logging.getLogger(__name__)
 InFlight = deque[tuple[dist.Work, torch.Tensor]]
 
 NAME = "gloo"
 _SENDER = 0
-# The key in the store that says that the push has failed.
-_ENDED = "ended"
+# If the store has this key, the push has failed.
+_PUSH_FAILED = "ended"
 _POLL_EVERY, _CHECK_EVERY = 0.002, 0.5
 
 
@@ -66,14 +66,14 @@ class GlooTransport:
         _listen(host, port).close()
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
-        deltas = is_recorded(tensors) and self._sends_deltas(tensors, servers)
+        deltas = may_be_base(tensors) and self._sends_deltas(tensors, servers)
         pool = ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push")
         listener = _listen(self._host, self._port)
         ranks = worker_ranks(servers, 1)
         port, size, secret = listener.getsockname()[1], ranks[-1], new_secret()
         try:
-            placed = [layout(part)[0] for part in chunks(outline(tensors), CHUNK_BYTES // 2)]
-            meeting = {
+            placed = [layout(part)[0] for part in chunks(meta_tensors(tensors), CHUNK_BYTES // 2)]
+            connection = {
                 "transport": NAME,
                 "host": self._host,
                 "port": port,
@@ -84,14 +84,14 @@ class GlooTransport:
                 "keeps": deltas,
             }
             pending = [
-                pool.submit(server.update_weights, {**meeting, "rank": rank, "chunks": placed})
+                pool.submit(server.update_weights, {**connection, "rank": rank, "chunks": placed})
                 for rank, server in zip(ranks, servers, strict=False)
             ]
             try:
                 chunked = _sent_bytes(pieces(tensors, deltas=deltas), [len(places) for places in placed])
                 self._broadcast(listener, size, secret, chunked, pending)
             except EngineLost:
-                # The first server that failed. The others fail because of it.
+                # This is the error of the first server that failed. The other servers fail because of it.
                 wait(pending)
                 raise
             except RuntimeError:
@@ -104,15 +104,15 @@ class GlooTransport:
 
     def _sends_deltas(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> bool:
         if self._deltas is None:
-            self._deltas = self._wants_deltas and _may_keep_copies(outline(tensors), servers)
+            self._deltas = self._wants_deltas and _copies_fit(meta_tensors(tensors), servers)
         return self._deltas
 
     def forget(self) -> None:
-        """Look again whether there is room for copies, because the servers may be others."""
+        """Let the next push check again whether there is room for copies, because it may go to other servers."""
         self._deltas = None
 
     def close(self) -> None:
-        """Does nothing: no state is kept between pushes."""
+        """Does nothing, because no connection is kept between pushes."""
 
     def _broadcast(
         self,
@@ -122,21 +122,21 @@ class GlooTransport:
         raw: Iterable[torch.Tensor],
         pending: Sequence[Future[None]],
     ) -> None:
-        # `detach` hands the file descriptor over: the store closes the one that it is given.
+        # `detach` hands the file descriptor over to the store, which will close it.
         store = _store(self._host, listener.getsockname()[1], self._timeout, listener.detach())
 
         def check() -> None:
             check_pending(pending)
 
         try:
-            self._await(store, size, pending)
-            group = _meet(store, secret, _SENDER, size, self._host, self._timeout, check)
+            self._wait_for_workers(store, size, pending)
+            group = _connect(store, secret, _SENDER, size, self._host, self._timeout, check)
             _broadcast_parts(group, raw, check)
         except BaseException:
-            store.set(_ENDED, "")
+            store.set(_PUSH_FAILED, "")
             raise
 
-    def _await(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
+    def _wait_for_workers(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
         """Wait until every worker has connected, or raise as soon as a server reports an error."""
         deadline = time.monotonic() + self._timeout
         while not store.check([_ready_key(rank) for rank in range(1, size)]):
@@ -160,7 +160,7 @@ class Receiver:
 
         Args:
             info: the trainer's connection data, with this worker's own rank.
-            parts: the tensors that each chunk may hold (`chunks.Placed`).
+            parts: the tensors that each chunk may hold (`chunks.TensorPlace`).
 
         Raises:
             RuntimeError: the trainer did not connect, or its connection was lost.
@@ -169,39 +169,39 @@ class Receiver:
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
 
         def check() -> None:
-            if store.check([_ENDED]):
+            if store.check([_PUSH_FAILED]):
                 raise RuntimeError("another server failed during this push, so the trainer ended it")
 
         store.set(_ready_key(info["rank"]), "")
         address = _own_address(host, port, timeout)
-        group = _meet(store, secret, info["rank"], info["size"], address, timeout, check)
-        places = self._places([end_of(part) for part in parts])
+        group = _connect(store, secret, info["rank"], info["size"], address, timeout, check)
+        places = self._places([buffer_bytes(part) for part in parts])
 
-        def take(number: int) -> list[Piece]:
+        def receive_chunk(number: int) -> list[Piece]:
             start, end = places[number]
-            room = views(self._buffer[start:end], parts[number])
-            found = torch.empty(len(room), dtype=torch.int64)
+            targets = views(self._buffer[start:end], parts[number])
+            counts_tensor = torch.empty(len(targets), dtype=torch.int64)
             try:
-                _broadcast_parts(group, [found.view(torch.uint8)], check)
-                counts = found.tolist()
+                _broadcast_parts(group, [counts_tensor.view(torch.uint8)], check)
+                counts = counts_tensor.tolist()
                 raw = (
                     tensor.flatten().view(torch.uint8)[: piece_bytes(count, tensor)]
-                    for count, (_, tensor) in zip(counts, room, strict=True)
+                    for count, (_, tensor) in zip(counts, targets, strict=True)
                 )
                 _broadcast_parts(group, raw, check)
             except BaseException:
                 # Gloo may still write into this memory.
                 self._buffer = torch.empty(0, dtype=torch.uint8)
                 raise
-            return arrived_pieces(counts, room)
+            return arrived_pieces(counts, targets)
 
         # Leaving this block waits for the running receive, so that nothing is written into the buffer afterwards.
         with ThreadPoolExecutor(1, thread_name_prefix="lockstep-receive") as pool:
-            ahead: Future[list[Piece]] | None = None
+            next_chunk: Future[list[Piece]] | None = None
             for number in range(len(parts)):
-                arrived = take(number) if ahead is None else ahead.result()
-                is_disjoint = number + 1 < len(parts) and _disjoint(places[number], places[number + 1])
-                ahead = pool.submit(take, number + 1) if is_disjoint else None
+                arrived = receive_chunk(number) if next_chunk is None else next_chunk.result()
+                is_disjoint = number + 1 < len(parts) and _are_disjoint(places[number], places[number + 1])
+                next_chunk = pool.submit(receive_chunk, number + 1) if is_disjoint else None
                 yield arrived
 
     def _places(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
@@ -211,54 +211,54 @@ class Receiver:
         if self._buffer.numel() < needed:
             self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = torch.empty(needed, dtype=torch.uint8)
-        far = [(self._buffer.numel() - size) // ALIGNMENT * ALIGNMENT for size in sizes]
-        starts = [far[number] if number % 2 else 0 for number in range(len(sizes))]
+        upper_starts = [(self._buffer.numel() - size) // ALIGNMENT * ALIGNMENT for size in sizes]
+        starts = [upper_starts[number] if number % 2 else 0 for number in range(len(sizes))]
         return [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
-def _may_keep_copies(outlined: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> bool:
-    """Whether copies of the weights are worth their memory, and fit into half of what each machine has left.
+def _copies_fit(tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]) -> bool:
+    """Whether copies of the weights are of use, and fit into half of the free memory of each machine.
 
-    In float32 nearly every element changes in a step, so that changed elements are no less than all. The workers of a server may
-    share one machine.
+    In float32 nearly every element changes in each step. Then the changes have as many bytes as the weights, and copies are of no
+    use. The workers of a server may share one machine, so their copies are added up.
     """
-    sizes = [(tensor.nbytes, tensor.itemsize) for _, tensor in outlined]
+    sizes = [(tensor.nbytes, tensor.itemsize) for _, tensor in tensors]
     needed = sum(size for size, _ in sizes)
     if 2 * sum(size for size, width in sizes if width <= 2) < needed:
         return False
-    short = [s.url for s in servers if 2 * needed * s.world_size > s.available_bytes]
-    short += ["this machine"] if 2 * needed > available_bytes() else []
-    if short:
+    without_room = [s.url for s in servers if 2 * needed * s.world_size > s.available_bytes]
+    without_room += ["this machine"] if 2 * needed > available_bytes() else []
+    if without_room:
         _logger.warning(
-            f"every push sends whole tensors: {short[0]} has too little main memory for a copy of the weights "
+            f"every push sends whole tensors: {without_room[0]} has too little main memory for a copy of the weights "
             f"({needed / 1e9:.1f} GB per worker)"
         )
-    return not short
+    return not without_room
 
 
-def _sent_bytes(coming: Iterator[Piece], lengths: Sequence[int]) -> Iterator[torch.Tensor]:
+def _sent_bytes(incoming: Iterator[Piece], lengths: Sequence[int]) -> Iterator[torch.Tensor]:
     """The bytes of a push in the order in which they are sent: for each chunk its counts, then its pieces."""
     for length in lengths:
-        chunk = list(islice(coming, length))
+        chunk = list(islice(incoming, length))
         yield torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64).view(torch.uint8)
         while chunk:
             yield raw_bytes(chunk.pop(0)[1])
-    # An update describes its last tensors when it is read to its end.
-    assert next(coming, None) is None
+    # Read to the end, because an update describes its last tensors only then.
+    assert next(incoming, None) is None
 
 
-def _disjoint(one: tuple[int, int], other: tuple[int, int]) -> bool:
+def _are_disjoint(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return one[1] <= other[0] or other[1] <= one[0]
 
 
 def _broadcast_parts(group: dist.ProcessGroup, parts: Iterable[torch.Tensor], check: Callable[[], None]) -> None:
     """Broadcast bytes from the sender to every rank, in order, with two broadcasts in flight at a time.
 
-    Gloo cannot end a broadcast early. If this function raises, a thread keeps the connections and the memory until it ends: a
-    worker may be connected and yet read nothing, for example a stopped process of a dead server.
+    Gloo cannot end a broadcast early, and some workers never read it, for example a stopped process of a dead server. Therefore, if
+    this function raises, a thread keeps the connections and the memory until the broadcasts end.
 
     Args:
-        check: called twice a second while this process waits for a broadcast. It raises if the push has failed.
+        check: called twice per second while this process waits for a broadcast. It raises if the push has failed.
     """
     in_flight: InFlight = deque()
     try:
@@ -272,7 +272,7 @@ def _broadcast_parts(group: dist.ProcessGroup, parts: Iterable[torch.Tensor], ch
             _wait(in_flight[0][0], check)
             in_flight.popleft()
     except BaseException:
-        Thread(target=_finish, args=(in_flight, group), daemon=True, name="lockstep-broadcast").start()
+        Thread(target=_wait_for_gloo, args=(in_flight, group), daemon=True, name="lockstep-broadcast").start()
         raise
 
 
@@ -288,8 +288,8 @@ def _wait(work: dist.Work, check: Callable[[], None]) -> None:
         check()
 
 
-def _finish(in_flight: InFlight, group: dist.ProcessGroup) -> None:
-    """Wait until gloo uses none of the memory any more. `group` is an argument so that its connections live as long."""
+def _wait_for_gloo(in_flight: InFlight, group: dist.ProcessGroup) -> None:
+    """Wait until gloo no longer uses the memory. `group` is an argument only to keep its connections until then."""
     for work, _ in in_flight:
         with contextlib.suppress(RuntimeError):
             work.wait()
@@ -300,35 +300,35 @@ _FROM_SENDER = dist.BroadcastOptions()
 _FROM_SENDER.rootRank = _SENDER
 
 
-def _meet(
+def _connect(
     store: dist.Store, secret: str, rank: int, size: int, host: str, timeout: float, check: Callable[[], None]
 ) -> dist.ProcessGroup:
     """Connect to all other ranks, and exchange proofs with each of them.
 
-    Gloo cannot end this early. Therefore a thread does it, and goes on until its time limit if the push has failed.
+    Gloo cannot stop this early. Therefore a thread does it. If the push fails, the thread goes on until gloo's time limit.
 
     Args:
-        check: called twice a second meanwhile. It raises if the push has failed.
+        check: called twice per second until the thread is ready. It raises if the push has failed.
     """
-    met: Future[dist.ProcessGroup] = Future()
+    connected: Future[dist.ProcessGroup] = Future()
     signed = SignedStore(store, secret, timeout)
 
-    def meet() -> None:
+    def connect() -> None:
         try:
             group = _group(signed, rank, size, host, timeout)
-            prove_to_each_other(group, secret, rank, size)
-            met.set_result(group)
+            authenticate(group, secret, rank, size)
+            connected.set_result(group)
         except BaseException as error:  # noqa: BLE001 - it is raised where the result is read
-            met.set_exception(error)
+            connected.set_exception(error)
 
-    Thread(target=meet, daemon=True, name="lockstep-meeting").start()
+    Thread(target=connect, daemon=True, name="lockstep-meeting").start()
     try:
-        while not wait([met], _CHECK_EVERY).done:
+        while not wait([connected], _CHECK_EVERY).done:
             check()
     except BaseException:
         signed.end()
         raise
-    return met.result()
+    return connected.result()
 
 
 def _group(store: dist.Store, rank: int, size: int, host: str, timeout: float) -> dist.ProcessGroup:
@@ -371,8 +371,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _own_address(host: str, port: int, timeout: float) -> str:
     """This machine's address on the route to the trainer."""
-    with socket.create_connection((host, port), timeout=timeout) as way:
-        return str(way.getsockname()[0])
+    with socket.create_connection((host, port), timeout=timeout) as connection:
+        return str(connection.getsockname()[0])
 
 
 def _ready_key(rank: int) -> str:

@@ -1,9 +1,9 @@
 """Proves to both ends of a push over gloo that the other end knows the secret of this push.
 
-torch's store and gloo's own connections ask nobody who they are: any program that reaches the port can write into the store, or
-connect before a server does. The trainer therefore makes a secret per push, which the servers get in the call that announces the
-push. Every address in the store is signed with it. Before the first weight is sent, both ends of each connection prove that they
-know it. `sync/wire/gloo.py` uses both. Nothing is encrypted.
+torch's store and gloo's connections have no authentication: any program that reaches the port can write into the store, or
+connect before a server does. Therefore the trainer makes a secret per push. The servers get it in the call that announces the push.
+Every address in the store is signed with the secret. Before the first weight is sent, both ends of each connection prove that they
+know the secret. `sync/wire/gloo.py` does both. The weights are not encrypted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-_SIZE = 32
+_DIGEST_BYTES = 32
 _POLL_EVERY = 0.002
-_STRANGER = (
+_UNKNOWN_PROGRAM = (
     "another program took part in this push over gloo, so no weights were sent. Only the trainer and its servers should reach "
     "vllm_group_host and its ports: between machines use a tunnel or a private network"
 )
@@ -26,16 +26,16 @@ _STRANGER = (
 
 def new_secret() -> str:
     """A secret for one push."""
-    return secrets.token_hex(_SIZE)
+    return secrets.token_hex(_DIGEST_BYTES)
 
 
 class SignedStore(dist.Store):
     """A view of a store in which every value is signed. A value that another program wrote is refused.
 
-    It asks for a value again and again. A torch store that waits for a value answers no other thread meanwhile.
+    It polls the store, because a torch store that waits for a value blocks all other threads.
 
     Args:
-        timeout: seconds that a value may be waited for.
+        timeout: seconds to wait for a value at most.
 
     Raises:
         RuntimeError: from `get`, for a value without this push's signature.
@@ -47,7 +47,7 @@ class SignedStore(dist.Store):
         self._ended = False
 
     def end(self) -> None:
-        """Let nobody wait for a value any more."""
+        """Make every wait for a value raise an error, now and later."""
         self._ended = True
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -62,9 +62,9 @@ class SignedStore(dist.Store):
             found = bytes.fromhex(self._store.get(key).decode())
         except ValueError:
             found = b""
-        signature, data = found[:_SIZE], found[_SIZE:]
+        signature, data = found[:_DIGEST_BYTES], found[_DIGEST_BYTES:]
         if not hmac.compare_digest(signature, _proof(self._secret, key, data)):
-            raise RuntimeError(_STRANGER)
+            raise RuntimeError(_UNKNOWN_PROGRAM)
         return data
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -79,25 +79,25 @@ class SignedStore(dist.Store):
             time.sleep(_POLL_EVERY)
 
 
-def prove_to_each_other(group: dist.ProcessGroup, secret: str, rank: int, size: int) -> None:
+def authenticate(group: dist.ProcessGroup, secret: str, rank: int, size: int) -> None:
     """Exchange proofs over the connection between each two ranks. Every rank calls.
 
     Raises:
         RuntimeError: the other end of a connection does not know the secret, or is gone.
     """
     others = [other for other in range(size) if other != rank]
-    found = {other: torch.zeros(_SIZE, dtype=torch.uint8) for other in others}
-    own = {other: torch.tensor(list(_proof(secret, _ends(rank, other))), dtype=torch.uint8) for other in others}
+    found = {other: torch.zeros(_DIGEST_BYTES, dtype=torch.uint8) for other in others}
+    own = {other: torch.tensor(list(_proof(secret, _direction(rank, other))), dtype=torch.uint8) for other in others}
     work = [group.send([own[other]], other, 0) for other in others]
     work += [group.recv([found[other]], other, 0) for other in others]
     for each in work:
         each.wait()
     for other in others:
-        if not hmac.compare_digest(bytes(found[other].tolist()), _proof(secret, _ends(other, rank))):
-            raise RuntimeError(_STRANGER)
+        if not hmac.compare_digest(bytes(found[other].tolist()), _proof(secret, _direction(other, rank))):
+            raise RuntimeError(_UNKNOWN_PROGRAM)
 
 
-def _ends(sender: int, receiver: int) -> str:
+def _direction(sender: int, receiver: int) -> str:
     return f"rank {sender} to rank {receiver}"
 
 

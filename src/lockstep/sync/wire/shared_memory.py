@@ -1,4 +1,4 @@
-"""Sends weights to servers on this machine through shared memory: the trainer copies them once, the transport does not copy them.
+"""Sends weights to servers on this machine through shared memory. The trainer copies them once, and workers load from this copy.
 
 A segment has two slots. While the servers load from one slot, the trainer fills the other (`sync/wire/slots.py`). The segment is a
 file in `/dev/shm` that only this user can open. Its name is removed as soon as every server has opened it.
@@ -18,18 +18,18 @@ import torch
 
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import InputError
-from lockstep.sync.changes import outline, pieces
-from lockstep.sync.wire.chunks import Named, Placed, chunks, layout, views
+from lockstep.sync.changes import meta_tensors, pieces
+from lockstep.sync.wire.chunks import Named, TensorPlace, chunks, layout, views
 from lockstep.sync.wire.deltas import Changes, Piece, arrived_pieces, count_of
-from lockstep.sync.wire.slots import FilledSlots, TrainerLock, is_unlocked, segment_bytes
+from lockstep.sync.wire.slots import TrainerLock, TrainerSlots, is_unlocked, segment_bytes
 
 NAME = "shared_memory"
 _FOLDER = Path("/dev/shm")
 _PREFIX = "lockstep-"
 
 
-class NoRoom(InputError):
-    """Shared memory is too small for a push. No server has been asked for anything yet."""
+class SharedMemoryFull(InputError):
+    """Shared memory is too small for a push. The push has not called any server yet."""
 
 
 class SharedMemoryTransport:
@@ -42,21 +42,21 @@ class SharedMemoryTransport:
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._slots: FilledSlots | None = None
+        self._slots: TrainerSlots | None = None
         self._lock: TrainerLock | None = None
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
-        # A slot begins with the counts of its chunk: which tensors are in it.
-        laid_out = [layout([("", torch.empty(len(c), dtype=torch.int64)), *c]) for c in chunks(outline(tensors))]
+        # A slot begins with the counts of its chunk. They say which tensors are in it.
+        laid_out = [layout([("", torch.empty(len(c), dtype=torch.int64)), *c]) for c in chunks(meta_tensors(tensors))]
         # One thread per server: the push cannot finish unless all servers take part at the same time.
         with ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push") as pool:
             try:
                 largest = max((size for _, size in laid_out), default=0)
                 if self._slots is None or largest > self._slots.slot:
-                    self._slots = self._opened(largest, servers, pool)
+                    self._slots = self._open_segment(largest, servers, pool)
                 self._send(tensors, base, [places for places, _ in laid_out], self._slots, servers, pool)
             except BaseException:
-                # A server may still load from the segment or write its counter there, so that the segment is never used again.
+                # A server may still load from the segment or write its counter there. Therefore the segment is never used again.
                 self.forget()
                 raise
 
@@ -64,40 +64,40 @@ class SharedMemoryTransport:
         self,
         tensors: Iterable[Named],
         base: str,
-        layouts: Sequence[Sequence[Placed]],
-        slots: FilledSlots,
+        layouts: Sequence[Sequence[TensorPlace]],
+        slots: TrainerSlots,
         servers: Sequence[WeightReceiverCalls],
         pool: Executor,
     ) -> None:
         placed = [[[*p[:3], p.offset + slots.offset(number)] for p in places] for number, places in enumerate(layouts)]
-        info = {"transport": NAME, "base": base, "chunks": placed, "push": slots.begin(), "size": slots.workers}
+        info = {"transport": NAME, "base": base, "chunks": placed, "push": slots.begin_push(), "size": slots.workers}
         pending = [
             pool.submit(server.update_weights, {**info, "rank": rank, "timeout": self._timeout})
             for server, rank in zip(servers, worker_ranks(servers, 0), strict=False)
         ]
         try:
-            coming = pieces(tensors)
+            incoming = pieces(tensors)
             for number, places in enumerate(layouts):
-                chunk = list(islice(coming, len(places) - 1))
-                slot = slots.free(number, lambda: check_pending(pending))
+                chunk = list(islice(incoming, len(places) - 1))
+                slot = slots.wait_until_free(number, lambda: check_pending(pending))
                 (_, counts), *targets = views(slot, places)
                 counts.copy_(torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64))
                 for (_, target), (_, piece) in zip(targets, chunk, strict=True):
-                    # The workers have no copy that changes could be written into, so that there are none.
+                    # Here `Changes` are always empty, because the workers have no copy into which changes could be written.
                     if not isinstance(piece, Changes):
                         _copy(target, piece)
-                slots.filled(number)
-            # An update describes its last tensors when it is read to its end.
-            assert next(coming, None) is None
+                slots.announce_filled(number)
+            # Read to the end, because an update describes its last tensors only then.
+            assert next(incoming, None) is None
         except BaseException as error:
             slots.give_up()
-            # Wait until no server reads the segment any more. A server's own error says more than the one that the trainer saw.
+            # Wait until no server reads the segment any more. A server's own error tells more than the error in the trainer.
             wait(pending)
             if type(error) is RuntimeError:
                 finish_all(pending)
             raise
         finish_all(pending)
-        slots.end(len(layouts))
+        slots.check_all_loaded(len(layouts))
 
     def forget(self) -> None:
         self._slots = None
@@ -108,25 +108,25 @@ class SharedMemoryTransport:
     def close(self) -> None:
         self.forget()
 
-    def _opened(self, largest: int, servers: Sequence[WeightReceiverCalls], pool: Executor) -> FilledSlots:
+    def _open_segment(self, largest: int, servers: Sequence[WeightReceiverCalls], pool: Executor) -> TrainerSlots:
         self.forget()
         workers = worker_ranks(servers, 0)[-1]
         size = segment_bytes(largest, workers)
         path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
         try:
-            self._lock = TrainerLock(_made(path, size))
-            memory = _mapped(path, size)
+            self._lock = TrainerLock(_new_file(path, size))
+            memory = _map_file(path, size)
             info = {"transport": NAME, "segment": path.name, "bytes": size}
             finish_all([pool.submit(server.init_transfer, info) for server in servers])
         finally:
             path.unlink(missing_ok=True)
-        return FilledSlots(memory, largest, workers, self._timeout)
+        return TrainerSlots(memory, largest, workers, self._timeout)
 
 
-def pieces_of(coming: Generator[list[Named], None, None]) -> Generator[list[Piece], None, None]:
-    """What was sent in each chunk that a worker takes (`slots.taken_chunks`). Tensors that were left out are not in it."""
-    with contextlib.closing(coming):
-        for (_, counts), *places in coming:
+def pieces_of(incoming: Generator[list[Named], None, None]) -> Generator[list[Piece], None, None]:
+    """The pieces in each chunk that a worker takes (`slots.worker_chunks`), without the tensors that were left out."""
+    with contextlib.closing(incoming):
+        for (_, counts), *places in incoming:
             yield arrived_pieces(counts.tolist(), places)
 
 
@@ -138,14 +138,14 @@ class Segment:
     """
 
     def __init__(self, name: str, size: int) -> None:
-        path = _own_file(name)
+        path = _trainer_file(name)
         if path.stat().st_size != size:
             raise ValueError(f"{name} is not the trainer's segment of {size} bytes")
-        self.memory = _mapped(path, size)
+        self.memory = _map_file(path, size)
         self.handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
 
     @property
-    def is_left(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Whether the trainer no longer uses the segment."""
         return is_unlocked(self.handle)
 
@@ -154,12 +154,12 @@ class Segment:
         os.close(self.handle)
 
 
-def sees_this_memory(server: WeightReceiverCalls) -> bool:
-    """Whether a server's workers open the same shared memory as this process. A test file decides it, not the host name."""
+def shares_memory(server: WeightReceiverCalls) -> bool:
+    """Whether a server's workers see the same shared memory as this process. It is tested with a small file."""
     secret = secrets.token_hex(16)
     path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
     try:
-        with os.fdopen(_private(path), "w") as file:
+        with os.fdopen(_open_private(path), "w") as file:
             file.write(secret)
         return all(found == {"read": secret} for found in server.workers("lockstep_sees", path.name))
     except OSError:
@@ -168,16 +168,16 @@ def sees_this_memory(server: WeightReceiverCalls) -> bool:
         path.unlink(missing_ok=True)
 
 
-def read_mark(name: str) -> str | None:
-    """The worker's answer to `sees_this_memory`: the content of a small file of this user, or None if there is no such file."""
+def read_test_file(name: str) -> str | None:
+    """The worker's answer to `shares_memory`: the content of a small file of this user, or None if there is no such file."""
     try:
-        return _own_file(name).read_text()[:64]
+        return _trainer_file(name).read_text()[:64]
     except (OSError, ValueError):
         return None
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy on this thread alone if both tensors are in main memory, because the other cores are loading the previous chunk."""
+    """Copy a tensor. In main memory only this thread copies, because the other cores load the previous chunk at the same time."""
     if source.device.type == "cpu":
         raw = source.detach().contiguous().flatten().view(torch.uint8)
         target.flatten().view(torch.uint8).numpy()[:] = raw.numpy()
@@ -185,7 +185,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _own_file(name: str) -> Path:
+def _trainer_file(name: str) -> Path:
     """The path of a file that a trainer made and this user owns.
 
     Raises:
@@ -197,25 +197,25 @@ def _own_file(name: str) -> Path:
     return path
 
 
-def _made(path: Path, size: int) -> int:
+def _new_file(path: Path, size: int) -> int:
     """An open file descriptor of a new file of `size` bytes that only this user can open."""
-    handle = _private(path)
+    handle = _open_private(path)
     try:
-        # `ftruncate` would promise memory that may not exist, and then the first write would kill this process.
+        # `ftruncate` would not reserve the memory. If there is too little, the first write would kill this process.
         os.posix_fallocate(handle, 0, size)
     except OSError as error:
         os.close(handle)
-        raise NoRoom(
+        raise SharedMemoryFull(
             f"shared memory has no room for {size >> 20} MiB ({error.strerror}): give it more (docker run --shm-size), or "
             "set vllm_weight_transport to gloo"
         ) from error
     return handle
 
 
-def _mapped(path: Path, size: int) -> torch.Tensor:
+def _map_file(path: Path, size: int) -> torch.Tensor:
     storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=size)
     return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
 
 
-def _private(path: Path) -> int:
+def _open_private(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -1,8 +1,8 @@
 """A segment of shared memory with two slots that the trainer fills and workers load from, and the counters that order their
 turns.
 
-Both ends of `sync/wire/shared_memory.py` use it. The counters are stored in front of the slots, so that a whole push is one call
-to a server. Every wait is bounded, and ends early if the other end is gone or has given up.
+Both ends of `sync/wire/shared_memory.py` use it. The counters are in front of the slots, so a whole push needs only one call to
+each server. Every wait is bounded, and ends early if the other end is gone or has given up.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lockstep.sync.wire.chunks import Named, aligned, views
 SLOTS = 2
 _POLL_EVERY, _CHECK_PEER_EVERY = 0.0002, 0.25
 # Indices of counters: number of filled chunks, number of the push, then per worker its number of loaded chunks.
-_FILLED, _PUSH, _TAKEN = 0, 1, 2
+_FILLED, _PUSH, _LOADED = 0, 1, 2
 _GIVEN_UP = -1
-_LEFT = "a server's worker left the push before its end"
+_WORKER_LEFT = "a server's worker left the push before its end"
 _FENCE = threading.Lock()
 
 
@@ -36,14 +36,14 @@ def segment_bytes(slot: int, workers: int) -> int:
 
 
 def _header(workers: int) -> int:
-    return aligned(8 * (_TAKEN + workers))
+    return aligned(8 * (_LOADED + workers))
 
 
 def _counters(memory: torch.Tensor, workers: int) -> Any:
     return memory[: _header(workers)].view(torch.int64).numpy()
 
 
-class FilledSlots:
+class TrainerSlots:
     """The trainer's end of the slots.
 
     Args:
@@ -57,8 +57,8 @@ class FilledSlots:
         self.slot, self.workers, self._timeout = slot, workers, timeout
         self._memory, self._counters = memory, _counters(memory, workers)
 
-    def begin(self) -> int:
-        """Begin a push and return its number, which is random, so that no earlier call to a worker has named it."""
+    def begin_push(self) -> int:
+        """Begin a push and return its number. The number is random, so no earlier call to a worker had the same one."""
         push = secrets.randbits(62)
         self._counters[:] = 0
         self._counters[_PUSH] = push
@@ -68,7 +68,7 @@ class FilledSlots:
         """Offset in the segment at which a chunk begins, in bytes."""
         return _header(self.workers) + number % SLOTS * self.slot
 
-    def free(self, number: int, check: Callable[[], None]) -> torch.Tensor:
+    def wait_until_free(self, number: int, check: Callable[[], None]) -> torch.Tensor:
         """The slot for a chunk, as soon as every worker has loaded the slot's previous content.
 
         Args:
@@ -78,39 +78,39 @@ class FilledSlots:
             RuntimeError: a worker did not load the previous content within the time limit, or left the push.
         """
 
-        def is_left() -> bool:
+        def has_left() -> bool:
             check()
-            return self._least_taken() == _GIVEN_UP
+            return self._fewest_loaded() == _GIVEN_UP
 
-        if not _wait_for(lambda: self._least_taken() > number - SLOTS, is_left, 0.0, self._timeout):
+        if not _wait_for(lambda: self._fewest_loaded() > number - SLOTS, has_left, 0.0, self._timeout):
             late = f"a server did not load a chunk within {self._timeout:.0f} s"
-            raise RuntimeError(_LEFT if self._least_taken() == _GIVEN_UP else late)
+            raise RuntimeError(_WORKER_LEFT if self._fewest_loaded() == _GIVEN_UP else late)
         start = self.offset(number)
         return self._memory[start : start + self.slot]
 
-    def filled(self, number: int) -> None:
+    def announce_filled(self, number: int) -> None:
         """Announce that a chunk is in its slot."""
         _fence()
         self._counters[_FILLED] = number + 1
 
-    def end(self, chunks: int) -> None:
+    def check_all_loaded(self, chunks: int) -> None:
         """Check that every worker has loaded all chunks.
 
         Raises:
             RuntimeError: a worker left the push.
         """
-        if self._least_taken() != chunks:
-            raise RuntimeError(_LEFT)
+        if self._fewest_loaded() != chunks:
+            raise RuntimeError(_WORKER_LEFT)
 
     def give_up(self) -> None:
         """Announce that no more chunks will come."""
         self._counters[_FILLED] = _GIVEN_UP
 
-    def _least_taken(self) -> int:
-        return int(self._counters[_TAKEN : _TAKEN + self.workers].min())
+    def _fewest_loaded(self) -> int:
+        return int(self._counters[_LOADED : _LOADED + self.workers].min())
 
 
-def taken_chunks(
+def worker_chunks(
     memory: torch.Tensor,
     handle: int,
     chunks: Sequence[Sequence[Sequence[object]]],
@@ -122,20 +122,20 @@ def taken_chunks(
 ) -> Generator[list[Named], None, None]:
     """A worker's end of the slots: yield the chunks of one push as they are filled. Each is valid until the next is requested.
 
-    The chunks end early and without an error if the trainer is gone, has given up, is at another push, or fills no slot for
-    `timeout` seconds. There is no error because vLLM does not wait for a server's other workers after one of them fails. The
-    worker's counter tells the trainer, and the acknowledgement then lists fewer tensors than were sent.
+    The chunks end early and without an error if the trainer is gone, has given up, has begun another push, or fills no slot for
+    `timeout` seconds. This is no error, because vLLM does not wait for a server's other workers after one of them raises. The
+    trainer sees it in the worker's counter, and the acknowledgement then lists fewer tensors than were sent.
 
     Args:
         memory: (bytes,) the whole segment, uint8.
         handle: an open file of the segment. The trainer keeps the file locked as long as it lives.
-        chunks: the tensors of each chunk (`chunks.Placed`), with their places in the segment.
+        chunks: the tensors of each chunk (`chunks.TensorPlace`), with their places in the segment.
         push: number of the push.
         worker: index of this worker among `workers`, from 0.
     """
     counters = _counters(memory, workers)
     is_gone = partial(_is_gone, counters, push, handle)
-    taken = 0
+    loaded = 0
     try:
         for number, placed in enumerate(chunks):
             is_filled = partial(_is_filled, counters, number)
@@ -143,10 +143,10 @@ def taken_chunks(
                 return
             _fence()
             yield views(memory, placed)
-            taken = number + 1
-            _publish(counters, push, worker, taken)
+            loaded = number + 1
+            _publish(counters, push, worker, loaded)
     finally:
-        if taken < len(chunks):
+        if loaded < len(chunks):
             _publish(counters, push, worker, _GIVEN_UP)
 
 
@@ -162,11 +162,11 @@ def _is_gone(counters: Any, push: int, handle: int) -> bool:
     return not _is_at(counters, push) or is_unlocked(handle)
 
 
-def _publish(counters: Any, push: int, worker: int, taken: int) -> None:
+def _publish(counters: Any, push: int, worker: int, loaded: int) -> None:
     """Publish the number of chunks that a worker has loaded, unless the trainer is already at another push."""
     _fence()
     if int(counters[_PUSH]) == push:
-        counters[_TAKEN + worker] = taken
+        counters[_LOADED + worker] = loaded
 
 
 class TrainerLock:
@@ -217,13 +217,13 @@ def _wait_for(ready: Callable[[], bool], is_gone: Callable[[], bool], every: flo
     Args:
         every: seconds between two calls of `is_gone`.
     """
-    start = looked = time.monotonic()
+    start = last_check = time.monotonic()
     while not ready():
         now = time.monotonic()
-        if now - looked >= every:
+        if now - last_check >= every:
             if is_gone():
                 return False
-            looked = now
+            last_check = now
         if now - start > limit:
             return False
         time.sleep(_POLL_EVERY)
@@ -231,7 +231,7 @@ def _wait_for(ready: Callable[[], bool], is_gone: Callable[[], bool], every: flo
 
 
 def _fence() -> None:
-    """Memory fence: earlier writes become visible before later ones. Releasing and taking a lock is one on every processor."""
+    """Memory fence: earlier writes become visible before later ones. Taking and releasing a lock does this on every processor."""
     for _ in range(2):
         with _FENCE:
             pass

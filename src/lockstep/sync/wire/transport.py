@@ -1,4 +1,4 @@
-"""How the bytes of a push reach servers: the choice between the weight transports.
+"""Chooses how the bytes of a push reach the servers: through shared memory or over gloo.
 
 `engines/http/vllm_server.py` drives a transport. A transport moves bytes and reports what it placed where. The version, the
 acknowledgement and the comparison are the same for all transports (`sync/push.py`).
@@ -16,7 +16,7 @@ from lockstep.engines.http.transport import WeightReceiverCalls, WeightTransport
 from lockstep.errors import InputError
 from lockstep.sync.wire.chunks import Named
 from lockstep.sync.wire.gloo import GlooTransport
-from lockstep.sync.wire.shared_memory import NoRoom, SharedMemoryTransport, sees_this_memory
+from lockstep.sync.wire.shared_memory import SharedMemoryFull, SharedMemoryTransport, shares_memory
 
 _logger = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ def choose_transport(
     """
     if name not in TRANSPORTS:
         raise InputError(f"vllm_weight_transport={name!r}; it must be one of {', '.join(TRANSPORTS)}")
-    make_gloo = partial(_gloo, servers, host, port, timeout, deltas)
-    if name != "gloo" and all(sees_this_memory(server) for server in servers):
+    make_gloo = partial(_make_gloo, servers, host, port, timeout, deltas)
+    if name != "gloo" and all(shares_memory(server) for server in servers):
         shared = SharedMemoryTransport(timeout)
-        return shared if name == "shared_memory" else FirstThatFits(shared, make_gloo)
+        return shared if name == "shared_memory" else SharedMemoryOrGloo(shared, make_gloo)
     if name != "shared_memory":
         return make_gloo()
     raise InputError(
@@ -58,17 +58,19 @@ def choose_transport(
     )
 
 
-def _gloo(servers: Sequence[WeightReceiverCalls], host: str, port: int, timeout: float, deltas: bool) -> GlooTransport:
-    away = [server.url for server in servers if not is_local(urlsplit(server.url).hostname or "")]
-    if away and is_local(host):
+def _make_gloo(
+    servers: Sequence[WeightReceiverCalls], host: str, port: int, timeout: float, deltas: bool
+) -> GlooTransport:
+    remote = [server.url for server in servers if not is_local(urlsplit(server.url).hostname or "")]
+    if remote and is_local(host):
         raise InputError(
-            f"the server at {away[0]} cannot reach this machine at {host}: set vllm_group_host to this machine's address "
+            f"the server at {remote[0]} cannot reach this machine at {host}: set vllm_group_host to this machine's address "
             "as that server reaches it"
         )
     return GlooTransport(host, port, timeout, deltas=deltas)
 
 
-class FirstThatFits:
+class SharedMemoryOrGloo:
     """`auto` on one machine: shared memory, until it turns out to be too small (64 MiB in a Docker container); then gloo.
 
     Args:
@@ -83,10 +85,10 @@ class FirstThatFits:
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
         try:
             self._used.send(tensors, servers, base)
-        except NoRoom as error:
+        except SharedMemoryFull as error:
             self._used.close()
             self._used = self._other()
-            _logger.warning(f"{error}. Until then weights travel over gloo, which is slower")
+            _logger.warning(f"{error}. Until then the weights are sent over gloo, which is slower")
             self._used.send(tensors, servers, base)
 
     def forget(self) -> None:

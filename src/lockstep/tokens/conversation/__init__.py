@@ -1,1 +1,1 @@
-"""How a conversation grows in ids: what follows a sampled turn, and which tool calls it holds."""
+"""Extends conversations in ids: reads a sampled turn and its tool calls, and makes the ids that follow it."""

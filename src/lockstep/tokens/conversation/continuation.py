@@ -1,6 +1,6 @@
-"""The ids between a sampled turn and the next one, from the template's rendering of the whole conversation.
+"""Makes the ids between a sampled turn and the next one, from the template's rendering of the whole conversation.
 
-`tokens/conversation/extension.py` is the public side of this module. `tokens/conversation/extension_proof.py` shows at start that
+`tokens/conversation/extension.py` is the public side of this module. `tokens/conversation/extension_proof.py` proves at start that
 the ids are right.
 """
 
@@ -16,15 +16,15 @@ from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.conversation.family_renderer import FamilyRenderer
 from lockstep.tokens.conversation.template import Message, Template, shared_start
 from lockstep.tokens.conversation.turns import ParsedTurn, TurnReader
-from lockstep.tokens.stand_ins import pictures_in
+from lockstep.tokens.picture_ids import pictures_in
 
 
 @dataclass(frozen=True, slots=True)
 class Insert:
-    """The rollout goes on behind its own ids.
+    """The rollout goes on after its own ids.
 
     Attributes:
-        ids: (N,) ids to insert behind the sampled turn; they were not sampled.
+        ids: (N,) ids to insert after the sampled turn; they were not sampled.
     """
 
     ids: Ids
@@ -32,20 +32,20 @@ class Insert:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """The template shows earlier ids differently: the rollout goes on from another prompt.
+    """The rollout goes on from another prompt, because the template now renders earlier ids differently.
 
     Attributes:
         ids: (N,) the whole prompt of the branch.
-        reason: what is different, for reports.
+        reason: what is different. Reports show it.
     """
 
     ids: Ids
     reason: str
 
 
-EARLIER = "the template shows the earlier messages differently when new messages follow"
-TURN = "the template shows the sampled turn differently when new messages follow"
-END = "the template ends this turn with another token than the model"
+EARLIER_DIFFERS = "the template shows the earlier messages differently when new messages follow"
+TURN_DIFFERS = "the template shows the sampled turn differently when new messages follow"
+END_DIFFERS = "the template ends this turn with another token than the model"
 
 
 class Continuation:
@@ -66,61 +66,66 @@ class Continuation:
         self._end_texts = [text for i in self._end_ids if (text := template.control.get(i))]
 
     def rendered(self, messages: Sequence[Message], turn: Message, new_messages: Sequence[Message]) -> tuple[str, int]:
-        """The text of a conversation with a turn and the messages after it, and the place at which the turn is closed.
+        """The text of a conversation with a turn and the messages after it, and the position of the token that closes the turn.
 
-        Without messages after it, the text ends with the turn, and a turn that the template leaves open is closed at the end.
+        If there are no messages after the turn, the text ends with the turn. If the template then does not close the turn, the
+        position is the end of the text.
 
         Raises:
             InputError: the template refuses these messages, or does not close the turn with an end token.
         """
-        *said, last = _continued(messages, turn)
+        *earlier, last = _with_turn(messages, turn)
         render = self.template.text if new_messages else self.template.finished
-        text, changed = (render([*said, message, *new_messages]) for message in (last, _changed(last)))
-        # What both share at their end begins inside the turn, or where it is closed.
-        start = len(text) - shared_start(text[::-1], changed[::-1])
-        places = [place for end in self._end_texts if (place := text.find(end, start)) >= 0]
-        if not places and not new_messages:
+        text, changed = (render([*earlier, message, *new_messages]) for message in (last, _with_other_end(last)))
+        # The common end of both texts begins inside the turn, or at the token that closes it.
+        common_end = len(text) - shared_start(text[::-1], changed[::-1])
+        positions = [position for end in self._end_texts if (position := text.find(end, common_end)) >= 0]
+        if not positions and not new_messages:
             return text, len(text)
-        if not places:
+        if not positions:
             raise InputError(
                 "the chat template does not close an assistant turn with an end token before the next message: name the token "
                 "that ends a turn in the model's generation config (eos_token_id), or use another template"
             )
-        return text, min(places)
+        return text, min(positions)
 
     def next(
         self, messages: Sequence[Message], context_ids: Ids, turn_ids: Ids, new_messages: Sequence[Message]
     ) -> Insert | Branch:
         """What follows a sampled turn. See `Extension.next`."""
-        found = self.by_template(messages, context_ids, turn_ids, new_messages)
-        if isinstance(found, Branch) or self.renderer is None or not self._takes_renderer(turn_ids, new_messages):
-            return found
+        step = self.next_by_template(messages, context_ids, turn_ids, new_messages)
+        if isinstance(step, Branch) or self.renderer is None or not self._uses_renderer(turn_ids, new_messages):
+            return step
         ids = self.renderer.inserted(context_ids, turn_ids, new_messages)
-        return found if ids is None else Insert(ids)
+        return step if ids is None else Insert(ids)
 
-    def _takes_renderer(self, turn_ids: Ids, new_messages: Sequence[Message]) -> bool:
-        """Whether a renderer makes these ids: it closes a turn that was cut in its own way, and makes control tokens of text."""
+    def _uses_renderer(self, turn_ids: Ids, new_messages: Sequence[Message]) -> bool:
+        """Whether the renderer makes these ids.
+
+        It does so only for an ended turn, because it would close a turn that was cut in another way than the template. And it does
+        so only if no text looks like a control token, because it would turn such text into control tokens.
+        """
         ended = len(turn_ids) > 0 and int(turn_ids[-1]) in self._end_ids
         are_texts = all(isinstance(message.get("content"), str) for message in new_messages)
         return ended and are_texts and not self.template.is_guarded(new_messages)
 
-    def by_template(
+    def next_by_template(
         self, messages: Sequence[Message], context_ids: Ids, turn_ids: Ids, new_messages: Sequence[Message]
     ) -> Insert | Branch:
-        """What follows a sampled turn, by the template alone."""
+        """What follows a sampled turn, made by the template without a renderer."""
         turn = self.reader.read(turn_ids)
         before = self.template.text(messages)
-        text, at = self.rendered(messages, turn.message, new_messages)
-        shown = pictures_in([*messages, *new_messages])
+        text, turn_end = self.rendered(messages, turn.message, new_messages)
+        pictures = pictures_in([*messages, *new_messages])
         if not text.startswith(before):
-            return Branch(self.template.ids(text, shown), EARLIER)
-        if not self._shows(text[len(before) : at], turn):
-            return Branch(self.template.ids(text, shown), TURN)
-        suffix = self.template.ids(text[at:], pictures_in(new_messages))
+            return Branch(self.template.ids(text, pictures), EARLIER_DIFFERS)
+        if not self._renders_turn(text[len(before) : turn_end], turn):
+            return Branch(self.template.ids(text, pictures), TURN_DIFFERS)
+        suffix = self.template.ids(text[turn_end:], pictures_in(new_messages))
         closed = _overlap(turn_ids, suffix)
         if closed or not len(turn_ids) or int(turn_ids[-1]) not in self._end_ids:
             return Insert(suffix[closed:])
-        return Branch(joined([context_ids, turn_ids[:-1], suffix]), END)
+        return Branch(joined([context_ids, turn_ids[:-1], suffix]), END_DIFFERS)
 
     def check(
         self,
@@ -131,18 +136,18 @@ class Continuation:
         ids: Ids,
         end: int,
     ) -> None:
-        """See `Extension.check`. `end` is the number of `own_ids` that were there before the turn."""
-        text = self.template.text([*_continued(messages, turn), *new_messages])
+        """See `Extension.check`. The first `end` of `own_ids` are the ids before the turn."""
+        text = self.template.text([*_with_turn(messages, turn), *new_messages])
         whole = self.template.ids(text, pictures_in([*messages, *new_messages]))
         if np.array_equal(ids, whole):
             return
-        # A branch may leave out the sampled end token where the template has another one. It leaves out no other token.
-        least = len(own_ids) - (len(own_ids) > end and int(own_ids[-1]) in self._end_ids)
-        for kept in range(len(own_ids), least - 1, -1):
-            said, inserted = own_ids[end:kept], ids[kept:]
-            if np.array_equal(ids[:kept], own_ids[:kept]) and self._continues(said, inserted, whole):
+        # A branch may leave out the sampled end token if the template ends the turn with another token. It keeps all other tokens.
+        shortest = len(own_ids) - (len(own_ids) > end and int(own_ids[-1]) in self._end_ids)
+        for length in range(len(own_ids), shortest - 1, -1):
+            sampled, inserted = own_ids[end:length], ids[length:]
+            if np.array_equal(ids[:length], own_ids[:length]) and self._ends_whole(sampled, inserted, whole):
                 return
-        if not np.array_equal(ids[:least], own_ids[:least]):
+        if not np.array_equal(ids[:shortest], own_ids[:shortest]):
             raise ProofError(
                 "turns",
                 "the ids before the next turn do not begin with the ids before the last turn and the ids that were sampled in it",
@@ -154,60 +159,60 @@ class Continuation:
         raise ProofError(
             "template",
             f"the ids after a turn are {found_text!r:.200}, and the chat template ends this conversation with {wanted_text!r:.200}",
-            "what closes the turn is missing or doubled, or the inserted messages are those of another rollout",
+            "the token that closes the turn is missing or doubled, or the inserted messages are those of another rollout",
             "this is a defect of Lockstep: report it with this message and the name of the model"
             if self.renderer is None
             else f"leave renderer={self.renderer.family!r} out: its ids are not those of this chat template",
         )
 
-    def _continues(self, said: Ids, inserted: Ids, whole: Ids) -> bool:
-        """Whether a turn and what was inserted after it end the whole conversation, from the token on that closes the turn."""
-        for sampled in range(len(said) + 1):
-            tail = joined([said[len(said) - sampled :], inserted])
+    def _ends_whole(self, turn: Ids, inserted: Ids, whole: Ids) -> bool:
+        """Whether the whole conversation, from the token that closes the turn, ends with the sampled and the inserted ids."""
+        for sampled in range(len(turn) + 1):
+            tail = joined([turn[len(turn) - sampled :], inserted])
             if not len(tail) or int(tail[0]) not in self._end_ids or not np.array_equal(whole[-len(tail) :], tail):
                 continue
-            before = said[len(said) - sampled - 1 : len(said) - sampled]
+            before = turn[len(turn) - sampled - 1 : len(turn) - sampled]
             # An end token before the one that closes the turn would close it twice.
             return not len(before) or int(before[0]) not in self._end_ids
         return False
 
-    def _shows(self, text: str, turn: ParsedTurn) -> bool:
+    def _renders_turn(self, text: str, turn: ParsedTurn) -> bool:
         return self.reader.read(self.template.ids(text)).shown == turn.shown
 
 
-def closings(template: Template) -> set[int]:
-    """The control tokens that follow a made-up turn, before a user's message and before a tool's."""
-    said: list[Message] = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said wombat"}]
+def closing_tokens(template: Template) -> set[int]:
+    """The control tokens that the template writes after a made-up turn, before a message of the user or of a tool."""
+    messages: list[Message] = [{"role": "user", "content": "asked"}, {"role": "assistant", "content": "said wombat"}]
     found = set()
     for role in ("user", "tool"):
         try:
-            text = template.text([*said, {"role": role, "content": "next"}])
+            text = template.text([*messages, {"role": role, "content": "next"}])
         except InputError:
             continue
-        behind = text.find("said wombat") + len("said wombat")
-        after = template.looks.search(text, behind)
-        if after is not None and not text[behind : after.start()].strip():
+        end = text.find("said wombat") + len("said wombat")
+        after = template.control_pattern.search(text, end)
+        if after is not None and not text[end : after.start()].strip():
             found |= {i for i, token in template.control.items() if token == after[0]}
     return found
 
 
 def _overlap(turn: Ids, suffix: Ids) -> int:
-    """How many ids at the start of a suffix already stand at the end of a turn: the model has closed it, in whole or in part."""
-    tail = turn[len(turn) - min(len(turn), len(suffix)) :]
-    lengths = (len(tail) - np.flatnonzero(tail == suffix[0])).tolist()
-    return next((n for n in lengths if np.array_equal(tail[len(tail) - n :], suffix[:n])), 0)
+    """How many ids at the start of a suffix are already at the end of a turn, because the model has sampled them to close it."""
+    turn_end = turn[len(turn) - min(len(turn), len(suffix)) :]
+    lengths = (len(turn_end) - np.flatnonzero(turn_end == suffix[0])).tolist()
+    return next((n for n in lengths if np.array_equal(turn_end[len(turn_end) - n :], suffix[:n])), 0)
 
 
-def _continued(messages: Sequence[Message], turn: Message) -> list[Message]:
-    """The conversation with a turn at its end. A turn that continues the assistant's last message is joined with it."""
+def _with_turn(messages: Sequence[Message], turn: Message) -> list[Message]:
+    """The conversation with a turn at its end. If its last message is the assistant's, the turn is joined with this message."""
     if not messages or messages[-1]["role"] != "assistant":
         return [*messages, turn]
     last = messages[-1]
     return [*messages[:-1], {**last, **turn, "content": (last.get("content") or "") + turn["content"]}]
 
 
-def _changed(message: Message) -> Message:
-    """The message with another end: other arguments of its last call, or other content."""
+def _with_other_end(message: Message) -> Message:
+    """The message with another end: its last call gets other arguments, or its content gets more text."""
     if calls := message.get("tool_calls"):
         function = calls[-1]["function"]
         text = isinstance(function["arguments"], str)

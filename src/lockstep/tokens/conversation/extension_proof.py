@@ -1,9 +1,9 @@
-"""Proves at start that a chat template and a tokenizer can be extended in ids, on drawn conversations.
+"""Proves at start, on random conversations, that conversations of a chat template and a tokenizer can be extended in ids.
 
-`Extension` calls this module once. Each case is a shape of conversation: what the assistant did, and what follows. The proof
-renders the whole conversation, takes from its ids what a model would have sampled, and lets `Continuation.next` continue it. What
-was sampled and what is inserted must together be the template's own ids of the whole conversation, or the case is a branch whose
-ids are these.
+`Extension` calls this module once. Each case is a kind of conversation: what the assistant did, and what follows. The proof renders
+the whole conversation, and takes from its ids the part that a model would have sampled. Then `Continuation.next` continues the
+conversation after this part. With an `Insert`, the sampled and the inserted ids must together be the template's ids of the whole
+conversation. With a `Branch`, the ids of the branch must be the template's ids of the whole conversation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, joined
-from lockstep.tokens.conversation.continuation import EARLIER, Branch, Continuation, Insert
+from lockstep.tokens.conversation.continuation import EARLIER_DIFFERS, Branch, Continuation, Insert
 from lockstep.tokens.conversation.family_renderer import RendererDiffers
 from lockstep.tokens.conversation.template import Message
 from lockstep.tokens.conversation.turns import Conventions, made_up_call, tool_call_field
@@ -26,30 +26,30 @@ USER_TURN = "answer, user"
 CASES = (USER_TURN, "thinking, user", *CALLS)
 _PIECES = ("tell me", " ", "\n", "é", "日本", "🙂", "a  b", ".\n\n", "12 + 34", "\t", "<b>", "{}", "I'm", "\u00a0x")
 _DRAWS = 6
-# So many tokens of a difference are shown.
+# Number of tokens of a difference that an error shows.
 _SHOWN = 8
 
 
-def proven_cases(conversations: Continuation) -> dict[str, str]:
-    """What happens in each case that the template has: "extends", "branches: reason" or "refused: reason".
+def proven_cases(continuation: Continuation) -> dict[str, str]:
+    """The outcome of each case that the template supports: "extends", "branches: reason" or "refused: reason".
 
     Raises:
         RendererDiffers: a renderer inserts other ids than the template.
     """
-    return {case: _outcome(conversations, case) for case in CASES if _applies(conversations.reader.conventions, case)}
+    return {case: _outcome(continuation, case) for case in CASES if _applies(continuation.reader.conventions, case)}
 
 
-def _applies(how: Conventions, case: str) -> bool:
-    if "thinking" in case and how.thinking_field is None:
+def _applies(conventions: Conventions, case: str) -> bool:
+    if "thinking" in case and conventions.thinking_field is None:
         return False
-    return how.shows_calls if "call" in case else case != "answer, result" or not how.shows_calls
+    return conventions.shows_calls if "call" in case else case != "answer, result" or not conventions.shows_calls
 
 
-def _outcome(conversations: Continuation, case: str) -> str:
-    if "two calls" in case and conversations.reader.conventions.most_calls == 1:
+def _outcome(continuation: Continuation, case: str) -> str:
+    if "two calls" in case and continuation.reader.conventions.max_calls == 1:
         return f"{REFUSED}: the template shows one tool call per turn"
     try:
-        outcomes = [_proven(conversations, "thinking" in case, *drawn) for drawn in drawn(conversations, case)]
+        outcomes = [_proven(continuation, "thinking" in case, *drawn) for drawn in drawn(continuation, case)]
     except RendererDiffers:
         raise
     except InputError as error:
@@ -57,48 +57,49 @@ def _outcome(conversations: Continuation, case: str) -> str:
     return next((outcome for outcome in outcomes if outcome != EXTENDS), EXTENDS)
 
 
-def drawn(conversations: Continuation, case: str) -> Iterator[tuple[list[Message], Message, list[Message]]]:
-    """A conversation before a turn, the turn, and the messages that follow it."""
-    how, draw = conversations.reader.conventions, random.Random(case)
+def drawn(continuation: Continuation, case: str) -> Iterator[tuple[list[Message], Message, list[Message]]]:
+    """Random conversations of a case: the messages before a turn, the turn, and the messages that follow it."""
+    conventions, draw = continuation.reader.conventions, random.Random(case)
     for _ in range(_DRAWS):
-        asked, said, thought, result = ("".join(draw.choices(_PIECES, k=draw.randint(0, 6))) for _ in range(4))
+        question, answer, thought, result = ("".join(draw.choices(_PIECES, k=draw.randint(0, 6))) for _ in range(4))
         calls = [
-            made_up_call(how, "look_up", {"city": f"P{n} é日本", "count": n}, n) for n in range(1 + ("two" in case))
+            made_up_call(conventions, "look_up", {"city": f"P{n} é日本", "count": n}, n)
+            for n in range(1 + ("two" in case))
         ]
-        last: Message = {"role": "assistant", "content": f"w{said}n"}
-        if how.thinking_field is not None and ("thinking" in case or how.thinks_first):
-            last[how.thinking_field] = f"n{thought}t"
+        last: Message = {"role": "assistant", "content": f"w{answer}n"}
+        if conventions.thinking_field is not None and ("thinking" in case or conventions.thinks_first):
+            last[conventions.thinking_field] = f"n{thought}t"
         if "call" in case:
             last["content"] = last["content"] if "text" in case else ""
-            last["tool_calls"] = [tool_call_field(how, call) for call in calls]
-        results = [conversations.reader.result(call, result) for call in calls]
+            last["tool_calls"] = [tool_call_field(conventions, call) for call in calls]
+        results = [continuation.reader.result(call, result) for call in calls]
         yield (
-            [{"role": "user", "content": f"q{asked}"}],
+            [{"role": "user", "content": f"q{question}"}],
             last,
             results if "result" in case else [{"role": "user", "content": result}],
         )
 
 
 def _proven(
-    conversations: Continuation, thinks: bool, asked: list[Message], last: Message, follow: Sequence[Message]
+    continuation: Continuation, thinks: bool, asked: list[Message], last: Message, follow: Sequence[Message]
 ) -> str:
     """The outcome of one conversation.
 
     Raises:
-        InputError: the template refuses it, or the ids are not the template's own.
+        InputError: the template refuses the conversation, or the ids are not those of the template.
     """
-    template = conversations.template
+    template = continuation.template
     before = template.text(asked)
-    text, at = conversations.rendered(asked, last, follow)
-    # A model with thinking samples what the template shows while the turn is the last one.
-    own, end = conversations.rendered(asked, last, ()) if thinks else (text, at)
+    text, at = continuation.rendered(asked, last, follow)
+    # A template may hide the thinking of earlier turns. A model samples the turn as the template shows it while it is the last one.
+    own, end = continuation.rendered(asked, last, ()) if thinks else (text, at)
     if not own.startswith(before):
-        return f"{BRANCHES}: {EARLIER}"
+        return f"{BRANCHES}: {EARLIER_DIFFERS}"
     context, whole, suffix = template.ids(before), template.ids(text), template.ids(text[at:])
     cut = len(whole) - len(suffix)
     if not np.array_equal(whole[cut:], suffix):
         raise InputError(
-            "the tokenizer gives the end of a conversation other ids when it is encoded alone than within the conversation"
+            "the tokenizer encodes the end of a conversation differently alone than within the conversation"
         )
     # The tokenizer may join the end of the prompt with the start of the turn. Then only the texts can be compared.
     joins = not np.array_equal(whole[: len(context)], context) or own[:end] != text[:at]
@@ -112,38 +113,38 @@ def _proven(
 
     steps = []
     for sampled in (turn, joined([turn, suffix[:1]])):
-        step = alone = conversations.next(asked, context, sampled, follow)
-        if conversations.renderer is not None:
-            alone = conversations.by_template(asked, context, sampled, follow)
+        step = alone = continuation.next(asked, context, sampled, follow)
+        if continuation.renderer is not None:
+            alone = continuation.next_by_template(asked, context, sampled, follow)
         if not is_whole(sampled, alone):
             raise InputError(
-                "what is sampled and what is inserted are not the template's rendering of the whole conversation"
+                "the sampled and the inserted ids together are not the template's rendering of the whole conversation"
             )
         if not np.array_equal(step.ids, alone.ids):
-            raise _differs(conversations, step, alone)
+            raise _differs(continuation, step, alone)
         steps.append(step)
-    _check_calls(conversations, turn, last)
+    _check_calls(continuation, turn, last)
     return next((f"{BRANCHES}: {step.reason}" for step in steps if isinstance(step, Branch)), EXTENDS)
 
 
-def _differs(conversations: Continuation, step: Insert | Branch, alone: Insert | Branch) -> RendererDiffers:
-    """Says that a renderer inserts `step` where the template alone gives `alone`."""
-    assert conversations.renderer is not None
-    tokenizer = conversations.template.tokenizer
+def _differs(continuation: Continuation, step: Insert | Branch, alone: Insert | Branch) -> RendererDiffers:
+    """The error for a renderer that gives `step`, while the template gives `alone`."""
+    assert continuation.renderer is not None
+    tokenizer = continuation.template.tokenizer
     found, wanted = ([tokenizer.decode([i]) for i in ids.tolist()] for ids in (step.ids, alone.ids))
-    least = min(len(found), len(wanted))
-    at = next((n for n in range(least) if found[n] != wanted[n]), least)
+    shortest = min(len(found), len(wanted))
+    first = next((n for n in range(shortest) if found[n] != wanted[n]), shortest)
     return RendererDiffers(
-        f"the renderer {conversations.renderer.family!r} inserts other ids than the chat template (it goes on with the tokens "
-        f"{found[at : at + _SHOWN]}, and the template with {wanted[at : at + _SHOWN]}): leave renderer out, or use the chat "
-        "template that belongs to this family"
+        f"the renderer {continuation.renderer.family!r} inserts other ids than the chat template (it goes on with the tokens "
+        f"{found[first : first + _SHOWN]}, and the template with {wanted[first : first + _SHOWN]}): leave renderer out, or use the "
+        "chat template that belongs to this family"
     )
 
 
-def _check_calls(conversations: Continuation, turn: Ids, last: Message) -> None:
-    if not last.get("tool_calls") or not conversations.reader.reads_calls:
+def _check_calls(continuation: Continuation, turn: Ids, last: Message) -> None:
+    if not last.get("tool_calls") or not continuation.reader.reads_calls:
         return
-    read = conversations.reader.read(turn).message
+    read = continuation.reader.read(turn).message
     calls, found = (
         [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
         for message in (last, read)

@@ -1,9 +1,9 @@
-"""What the library `renderers` knows of a model family: the ids between two turns, and the tool calls of a sampled turn.
+"""Uses the library `renderers` for a model family: it makes the ids between two turns, and reads the tool calls of a sampled turn.
 
 A user names the family (`renderer`). Then `tokens/conversation/extension.py` makes a `FamilyRenderer`, and gives it to
-`tokens/conversation/continuation.py` (the ids between turns) and `tokens/conversation/turns.py` (the calls). The deployed chat
-template is not replaced: it decides whether a turn is extended, and the proofs compare all ids with its rendering. The library is
-an optional package; this module is the only one that imports it.
+`tokens/conversation/continuation.py` (the ids between turns) and `tokens/conversation/turns.py` (the calls). The chat template is
+still used: it decides whether a turn is extended, and the proofs compare all ids with its rendering. The library is an optional
+package; this module is the only one that imports it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ INSTALL = (
     "renderer needs the package renderers: pip install 'lockstep-rl[renderers]' (beside vLLM: pip install --no-deps "
     "renderers==0.1.12 prime-pydantic-config==0.4.3), or leave renderer out"
 )
-# What the library raises where ids or messages are not what it expects. It names no class of its own.
+# The errors that the library raises for ids or messages that it does not expect. It has no error class of its own.
 _ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, RuntimeError)
 
 
 class RendererDiffers(InputError):
-    """The renderer of a family does not write what the deployed chat template writes."""
+    """The renderer of a family and the chat template make different ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class FamilyRenderer:
     """The renderer of one model family, on a user's tokenizer.
 
     Args:
-        family: a name that `renderers` knows, or "auto": the family of the tokenizer's name.
+        family: a name that `renderers` knows, or "auto": the family that `renderers` finds by the tokenizer's name.
         tokenizer: the tokenizer of the run.
         kwargs: further arguments of the chat template.
         tools: JSON schemas in OpenAI's form.
@@ -82,7 +82,7 @@ class FamilyRenderer:
             raise InputError(f"{INSTALL} ({error})") from error
         known = sorted(set(MODEL_RENDERER_MAP.values()))
         if family == AUTO:
-            # Without a name that it knows, the library asks a hub and then uses no renderer of a family.
+            # For a name that it does not know, the library would ask a hub, and then use a renderer of no family.
             family = MODEL_RENDERER_MAP.get(tokenizer.name_or_path, "")
             if not family:
                 raise InputError(
@@ -103,7 +103,7 @@ class FamilyRenderer:
             ) from error
 
     def inserted(self, context_ids: Ids, turn_ids: Ids, new_messages: Sequence[Message]) -> Ids | None:
-        """The ids (M,) that the family writes between a turn and the next one. None if the library makes none here.
+        """The ids (M,) that the library makes between a turn and the next one; None if it makes none here.
 
         Args:
             context_ids: (C,) the ids before the turn.
@@ -124,14 +124,16 @@ class FamilyRenderer:
             return None
         ids = whole_numbers(found.token_ids)
         if not np.array_equal(ids[: len(own)], own):
-            raise RendererDiffers(f"the renderer {self.family!r} changes ids that were sampled: leave renderer out")
+            raise RendererDiffers(
+                f"the renderer {self.family!r} changes ids before the new messages: leave renderer out"
+            )
         return ids[len(own) :]
 
     def read(self, context_ids: Ids, turn_ids: Ids) -> ReadCalls | None:
         """The calls of a turn (N,) without its end token. None if the library cannot read the ids.
 
         Args:
-            context_ids: (C,) ids before a turn. They say whether the turn begins inside its thinking.
+            context_ids: (C,) ids before a turn. They show whether the turn begins inside its thinking.
         """
         try:
             found = self._renderer.parse_response(

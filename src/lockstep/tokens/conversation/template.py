@@ -1,11 +1,11 @@
-"""Renders messages through the deployed chat template, such that text inside a message stays text.
+"""Renders messages with the chat template, so that text of a message never becomes a control token.
 
-`tokens/conversation/extension.py` renders whole conversations here, and cuts out what stands between two turns. A template writes
-control tokens as text (`<|im_end|>`), and the tokenizer turns this text into ids. Text of a user or a tool that looks the same
-would become the same ids. Therefore such text is *guarded* before it is rendered: a guard character is put behind its first
-character. The tokenizer does not find a control token there. After it has found the others, the guards are removed, and the stretch
-of text between two added tokens that had a guard is encoded by the same tokenizer without its added tokens. All other stretches
-keep the ids that the tokenizer gives the whole text, so that messages without such text get exactly the template's own ids.
+`tokens/conversation/extension.py` renders whole conversations here, and takes the part between two turns. A template writes control
+tokens as text (`<|im_end|>`), and the tokenizer turns this text into ids. Text of a user or a tool that looks the same would become
+the same ids. Therefore such text is *guarded* before it is rendered: a guard character is inserted after its first character, and
+the tokenizer finds no control token there. The added tokens that it does find split the text into stretches. A stretch with a guard
+is encoded again, without the guard, by the same tokenizer without its added tokens. All other stretches keep the ids that the
+tokenizer gives the whole text. Therefore messages without such text get exactly the template's own ids.
 """
 
 from __future__ import annotations
@@ -21,37 +21,38 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, whole_numbers
-from lockstep.tokens.stand_ins import PICTURE, StandsForIds, expanded
+from lockstep.tokens.picture_ids import PICTURE, HasPictureIds, with_picture_ids
 
 Message = dict[str, Any]
 # The content of a message: text, or a list of parts.
 Content = str | list[dict[str, Any]]
-# No text that is encoded contains a lone surrogate. The tokenizer reads the character below in its place, which no text uses.
-_GUARD, _READ_AS = "\udfff", "\ufdd0"
+# The guard is a lone surrogate, which text cannot contain. Tokenizers cannot read it. They get `_GUARD_AS_READ` instead, a
+# character that no text uses.
+_GUARD, _GUARD_AS_READ = "\udfff", "\ufdd0"
 # Words and white space are ordinary text, even if a tokenizer has a token of its own for them.
-_PLAIN = re.compile(r"\w+|\s+")
-# A word with which a template is tried.
-_TRIED = "quokka"
-# Roles whose text may hold marks of thinking and of tool calls.
+_ORDINARY_TEXT = re.compile(r"\w+|\s+")
+# A word that shows whether a template renders the content of a message.
+_TEST_WORD = "quokka"
+# Roles whose text may contain control tokens for thinking and tool calls.
 _TRUSTED = ("assistant", "system", "developer")
 _LOOKS_LIKE_CONTROL = re.compile(r"<[|｜]\S*[|｜]>|</?(?:think|tool)\w*>|\[/?[A-Z_]+\]")
 
 
 class Template:
-    """The chat template of a tokenizer with the arguments of a run.
+    """The chat template of a tokenizer, with the template's arguments of a run.
 
     Args:
         tokenizer: a tokenizer with a chat template.
         end_ids: ids that end a turn.
         kwargs: further arguments of the template (`chat_template_kwargs`).
         tools: the tools as the template takes them (functions or JSON schemas).
-        placeholder: the id that the template's text has for a picture; None: no message shows pictures.
+        placeholder: the id of the template's text for a picture; None: no message shows pictures.
 
     Attributes:
-        control: the tokenizer's control tokens: id to text. These are its special tokens, the end tokens, and the other added
-            tokens that the template's text contains or that are written like `<|name|>`, `<think>`, `<tool_call>` or `[NAME]`.
-            Words and white space are none.
-        looks: finds the text of a control token.
+        control: the text of each control token, by id. Control tokens are the tokenizer's special tokens, the end tokens, and other
+            added tokens that the template's source contains or that look like `<|name|>`, `<think>`, `<tool_call>` or `[NAME]`.
+            Tokens for words and white space are no control tokens.
+        control_pattern: finds text that looks like a control token.
 
     Raises:
         InputError: the tokenizer has no chat template.
@@ -76,19 +77,19 @@ class Template:
         self.control: dict[int, str] = {
             i: t.content
             for i, t in added.items()
-            if not _PLAIN.fullmatch(t.content)
+            if not _ORDINARY_TEXT.fullmatch(t.content)
             and (t.special or i in ends or t.content in source or _LOOKS_LIKE_CONTROL.fullmatch(t.content))
         }
         self.control_ids = np.array(sorted(self.control), np.int64)
         self._added_ids = np.array(sorted(added), np.int64)
         special = {i for i, t in added.items() if t.special} | ends
-        self.looks = _any_of(self.control.values())
-        # A template finds thinking in the text of the assistant's content, so only special tokens are guarded there. A system
-        # message may mean `<think>` or `<tool_call>` as the model knows them.
-        self._special = _any_of(text for i, text in self.control.items() if i in special)
-        # Templates of some models with pictures take lists of parts only, and show nothing of a content that is text.
-        self._in_parts = False
-        self._in_parts = not self._shows_text() and self._shows_text(in_parts=True)
+        self.control_pattern = _pattern_of(self.control.values())
+        # In trusted roles only special tokens are guarded. A template finds thinking in the text of the assistant's content, and a
+        # system message may use `<think>` or `<tool_call>` as control tokens.
+        self._special_pattern = _pattern_of(text for i, text in self.control.items() if i in special)
+        # Templates of some models with pictures accept only lists of parts. They render nothing of a content that is text.
+        self._takes_parts = False
+        self._takes_parts = not self._shows_text() and self._shows_text(in_parts=True)
 
     def text(self, messages: Sequence[Message]) -> str:
         """The text of a conversation, up to the opening of the next assistant turn, with guards.
@@ -109,29 +110,29 @@ class Template:
         """
         return self._rendered(messages, add_generation_prompt=False)
 
-    def ids(self, text: str, pictures: Sequence[StandsForIds] = ()) -> Ids:
-        """Ids of rendered text, in which guarded text gives no control token, and each picture has its own ids.
+    def ids(self, text: str, pictures: Sequence[HasPictureIds] = ()) -> Ids:
+        """Ids of rendered text. Guarded text gives no control token, and each picture gives its own ids.
 
         Args:
             pictures: the pictures that the text shows, in order.
 
         Raises:
-            InputError: the tokenizer cannot encode guarded text as text, or the text has not one placeholder per picture.
+            InputError: the tokenizer cannot encode guarded text as text, or the number of placeholders is not that of the pictures.
         """
         if _GUARD in text:
             ids = whole_numbers(self._unguarded(text))
         else:
             ids = whole_numbers(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if self._placeholder is not None:
-            return expanded(ids, self._placeholder, pictures)
+            return with_picture_ids(ids, self._placeholder, pictures)
         if pictures:
-            raise InputError("a message has a picture, and this run shows none")
+            raise InputError("a message has a picture, but this run has no pictures in messages")
         return ids
 
     def _shows_text(self, *, in_parts: bool = False) -> bool:
-        content: Any = [{"type": "text", "text": _TRIED}] if in_parts else _TRIED
+        content: Any = [{"type": "text", "text": _TEST_WORD}] if in_parts else _TEST_WORD
         try:
-            return _TRIED in self._rendered([{"role": "user", "content": content}], add_generation_prompt=True)
+            return _TEST_WORD in self._rendered([{"role": "user", "content": content}], add_generation_prompt=True)
         except InputError:
             return False
 
@@ -140,22 +141,22 @@ class Template:
         try:
             text = self.tokenizer.apply_chat_template(guarded, tools=self._tools, tokenize=False, **how, **self._kwargs)
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            # Templates run Python methods on what they are given; which of these they raise depends on the template.
+            # Templates call Python methods on the messages. Which of these errors they raise depends on the template.
             raise InputError(f"the chat template refuses these messages: {error}") from error
         return str(text)
 
     def is_guarded(self, messages: Sequence[Message]) -> bool:
-        """Whether the text of a message looks like a control token, and stays text."""
+        """Whether a message contains text that looks like a control token and must stay text."""
         return any(_GUARD in text for message in messages for text in _texts(self._guarded_message(message)))
 
     def _guarded_message(self, message: Message) -> Message:
         trusted = message["role"] in _TRUSTED
-        if self._in_parts and isinstance(message.get("content"), str):
+        if self._takes_parts and isinstance(message.get("content"), str):
             message = {**message, "content": [{"type": "text", "text": message["content"]}]}
         return {
             key: value
             if key in ("role", "type")
-            else _strings(value, self._special if trusted and key != "tool_calls" else self.looks)
+            else _guard_texts(value, self._special_pattern if trusted and key != "tool_calls" else self.control_pattern)
             for key, value in message.items()
         }
 
@@ -165,24 +166,26 @@ class Template:
                 "a message contains the text of a control token, and this tokenizer has no fast version that could encode it as "
                 "text: remove it from the message, or load a fast tokenizer"
             )
-        read = self.tokenizer(text.replace(_GUARD, _READ_AS), add_special_tokens=False, return_offsets_mapping=True)
-        ids, spans = read["input_ids"], read["offset_mapping"]
-        out: list[int] = []
+        encoded = self.tokenizer(
+            text.replace(_GUARD, _GUARD_AS_READ), add_special_tokens=False, return_offsets_mapping=True
+        )
+        ids, spans = encoded["input_ids"], encoded["offset_mapping"]
+        found: list[int] = []
         first = start = 0  # the stretch since the last added token: its first id, and its first character
-        for place in [*np.flatnonzero(np.isin(ids, self._added_ids)).tolist(), len(ids)]:
-            end = spans[place][0] if place < len(ids) else len(text)
+        for position in [*np.flatnonzero(np.isin(ids, self._added_ids)).tolist(), len(ids)]:
+            end = spans[position][0] if position < len(ids) else len(text)
             stretch = text[start:end]
-            out += self._as_text(stretch, ids[first:place]) if _GUARD in stretch else ids[first:place]
-            if place < len(ids):
-                out.append(ids[place])
-                first, start = place + 1, spans[place][1]
-        return out
+            found += self._ids_as_text(stretch, ids[first:position]) if _GUARD in stretch else ids[first:position]
+            if position < len(ids):
+                found.append(ids[position])
+                first, start = position + 1, spans[position][1]
+        return found
 
-    def _as_text(self, stretch: str, guarded_ids: list[int]) -> list[int]:
-        """Ids of a stretch without its guards. `guarded_ids` are those of the stretch with its guards, within the whole text."""
-        bare, text = self._bare(), stretch.replace(_GUARD, "")
+    def _ids_as_text(self, stretch: str, guarded_ids: list[int]) -> list[int]:
+        """Ids of a stretch without its guards. `guarded_ids` are the ids that the stretch with its guards has in the whole text."""
+        bare, text = self._without_added_tokens(), stretch.replace(_GUARD, "")
         ids: list[int] = bare.encode(text, add_special_tokens=False).ids
-        same = bare.encode(stretch.replace(_GUARD, _READ_AS), add_special_tokens=False).ids == guarded_ids
+        same = bare.encode(stretch.replace(_GUARD, _GUARD_AS_READ), add_special_tokens=False).ids == guarded_ids
         if not same or np.isin(ids, self.control_ids).any() or self.tokenizer.decode(ids) != text:
             raise InputError(
                 f"a message contains the text of a control token ({text!r:.80}), and this tokenizer cannot encode it as text: "
@@ -190,7 +193,7 @@ class Template:
             )
         return ids
 
-    def _bare(self) -> Tokenizer:
+    def _without_added_tokens(self) -> Tokenizer:
         """The tokenizer without its added tokens. It shares the vocabulary."""
         whole = self.tokenizer.backend_tokenizer
         bare = Tokenizer(whole.model)
@@ -210,20 +213,20 @@ def shared_start(one: str, other: str) -> int:
     return low
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    # The longest first, as the tokenizer prefers it. A pattern that matches nothing if there is no text.
+def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
+    # The longest text is first, because the tokenizer prefers it too. Without any text the pattern matches nothing.
     return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True)) or r"(?!)")
 
 
-def _strings(value: Any, looking: re.Pattern[str]) -> Any:
-    """A value in which every text is guarded. Lone surrogates, which no tokenizer reads, become U+FFFD."""
+def _guard_texts(value: Any, pattern: re.Pattern[str]) -> Any:
+    """A value in which every text is guarded. Lone surrogates become U+FFFD, because tokenizers cannot read them."""
     if isinstance(value, str):
         clean = value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return looking.sub(lambda found: found[0][0] + _GUARD + found[0][1:], clean)
+        return pattern.sub(lambda found: found[0][0] + _GUARD + found[0][1:], clean)
     if isinstance(value, dict):
-        return {_strings(k, looking): _strings(v, looking) for k, v in value.items() if k != PICTURE}
+        return {_guard_texts(k, pattern): _guard_texts(v, pattern) for k, v in value.items() if k != PICTURE}
     if isinstance(value, list | tuple):
-        return [_strings(v, looking) for v in value]
+        return [_guard_texts(v, pattern) for v in value]
     return value
 
 

@@ -1,7 +1,8 @@
-"""The formats in which model families write tool calls: each function reads the calls in a text, and gives what it does not read.
+"""The formats in which model families write tool calls. One function per format reads the calls in a text.
 
-`tokens/conversation/tool_calls.py` makes the text of the sampled ids, and chooses the function by its name in `FORMATS`. A control
-token is one character of that text (a surrogate, which no decoded text contains). `Mark` gives the character of a control token.
+`tokens/conversation/tool_calls.py` makes this text from the sampled ids, and chooses the function by its name in `FORMATS`. A
+control token is one character of the text: a surrogate, which no decoded text contains. A `Mark` function gives the character of a
+control token.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class ToolCall:
 
 
 @dataclass(slots=True)
-class Found:
-    """What a format finds in a text.
+class FoundCalls:
+    """What a function finds in a text.
 
     Attributes:
-        outside: the text that belongs to no well-formed call, in order.
+        outside: the parts of the text that belong to no well-formed call, in order.
         calls: the well-formed calls, in order.
         errors: one text per malformed call, written for the model.
     """
@@ -47,48 +48,50 @@ class BadCall(Exception):
 
 Mark = Callable[[str], str]
 Schemas = Mapping[str, Mapping[str, Any]]
-Format = Callable[[str, Mark, Schemas], Found]
+Format = Callable[[str, Mark, Schemas], FoundCalls]
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int]:
-    """A JSON value at a place of a text, and the place behind it and the white space after it."""
+    """The JSON value at a position of a text, and the position after the value and its white space."""
 
     def refused(name: str) -> Any:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        value, end = json.JSONDecoder(parse_constant=refused).raw_decode(text, _space(text, at))
+        value, end = json.JSONDecoder(parse_constant=refused).raw_decode(text, _skip_space(text, at))
     except (ValueError, RecursionError) as error:
         raise BadCall(f"is not valid JSON: {error}") from error
-    return value, _space(text, end)
+    return value, _skip_space(text, end)
 
 
-def _space(text: str, at: int) -> int:
+def _skip_space(text: str, at: int) -> int:
     found = _SPACE.match(text, at)
     return found.end() if found else at
 
 
 def _call(value: Any, arguments_key: str = "arguments") -> ToolCall:
-    """A call of a JSON object with a name and arguments."""
+    """The call that a JSON object with a name and arguments describes."""
     if not isinstance(value, dict):
         raise BadCall("is not a JSON object")
-    name, arguments, own = value.get("name"), value.get(arguments_key, value.get("arguments", {})), value.get("id")
+    name, arguments, call_id = value.get("name"), value.get(arguments_key, value.get("arguments", {})), value.get("id")
     if not isinstance(name, str) or not name:
         raise BadCall('has no "name"')
-    return _checked(name, arguments, own if isinstance(own, str) else None)
+    return _checked(name, arguments, call_id if isinstance(call_id, str) else None)
 
 
-def _checked(name: str, arguments: Any, own: str | None = None) -> ToolCall:
+def _checked(name: str, arguments: Any, call_id: str | None = None) -> ToolCall:
     if not isinstance(arguments, dict):
         raise BadCall("has arguments that are not a JSON object")
     if SURROGATE.search(name) or SURROGATE.search(json.dumps(arguments, ensure_ascii=False)):
         raise BadCall("contains a control token, or half of a character")
-    return ToolCall(name, arguments, own)
+    return ToolCall(name, arguments, call_id)
 
 
-def _between(text: str, opening: str, closing: str, read: Callable[[str, int], tuple[list[ToolCall], int]]) -> Found:
-    """Calls that stand between two markers. `read` reads calls at a place, and gives the place behind them."""
-    found, at = Found(), 0
+def _between(
+    text: str, opening: str, closing: str, read: Callable[[str, int], tuple[list[ToolCall], int]]
+) -> FoundCalls:
+    """Calls between two markers. `read` reads calls at a position, and returns them with the position after them."""
+    found, at = FoundCalls(), 0
     while (start := text.find(opening, at)) >= 0:
         found.outside.append(text[at:start])
         inside = start + len(opening)
@@ -108,7 +111,7 @@ def _between(text: str, opening: str, closing: str, read: Callable[[str, int], t
     return found
 
 
-def _hermes(text: str, mark: Mark, schemas: Schemas) -> Found:
+def _hermes(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
     def read(text: str, at: int) -> tuple[list[ToolCall], int]:
         value, end = _json_at(text, at)
         return [_call(value)], end
@@ -116,14 +119,14 @@ def _hermes(text: str, mark: Mark, schemas: Schemas) -> Found:
     return _between(text, mark("<tool_call>"), mark("</tool_call>"), read)
 
 
-def _llama3_json(text: str, mark: Mark, schemas: Schemas) -> Found:
-    """The whole turn is one JSON object, or several with `;` between them."""
-    at = _space(text, 0)
+def _llama3_json(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
+    """The whole turn is one JSON object, or several JSON objects with `;` between them."""
+    at = _skip_space(text, 0)
     if text.startswith(mark("<|python_tag|>"), at):
-        at = _space(text, at + len(mark("<|python_tag|>")))
+        at = _skip_space(text, at + len(mark("<|python_tag|>")))
     if not re.compile(r'\{\s*"(name|parameters|arguments|type|function)"').match(text, at):
-        return Found([text])
-    found = Found()
+        return FoundCalls([text])
+    found = FoundCalls()
     try:
         while at < len(text):
             value, at = _json_at(text, at)
@@ -133,29 +136,29 @@ def _llama3_json(text: str, mark: Mark, schemas: Schemas) -> Found:
                     raise BadCall(f"does not end after its arguments, but continues with {text[at : at + 20]!r}")
                 at += text[at] == ";"
     except BadCall as error:
-        return Found([text], [], [str(error)])
+        return FoundCalls([text], [], [str(error)])
     return found
 
 
-def _harmony(text: str, mark: Mark, schemas: Schemas) -> Found:
-    """`to=functions.name<|channel|>commentary json<|message|>{...}<|call|>`, with the channel before or after the name."""
+def _harmony(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
+    """`to=functions.name<|channel|>commentary json<|message|>{...}<|call|>`. The channel is before or after the name."""
     channel, message, call = re.escape(mark("<|channel|>")), re.escape(mark("<|message|>")), mark("<|call|>")
     kind = rf"(?:{re.escape(mark('<|constrain|>'))})?\s*(?:json)?\s*"
     commentary = rf"\s*(?:{channel}commentary)?\s*"
     head = re.compile(rf"{commentary}to=functions\.([\w.-]+){commentary}{kind}{message}").match(text)
     if head is None:
-        return Found([text])
+        return FoundCalls([text])
     try:
         value, end = _json_at(text, head.end())
         if text[end:] not in ("", call):
             raise BadCall(f"does not end after its arguments, but continues with {text[end : end + 20]!r}")
-        return Found([], [_checked(head[1], value)])
+        return FoundCalls([], [_checked(head[1], value)])
     except BadCall as error:
-        return Found([text], [], [str(error)])
+        return FoundCalls([text], [], [str(error)])
 
 
-def _mistral(text: str, mark: Mark, schemas: Schemas) -> Found:
-    """`[TOOL_CALLS][{...}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` once or more often."""
+def _mistral(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
+    """`[TOOL_CALLS][{...}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}` once or several times."""
     arguments, call_id = mark("[ARGS]"), mark("[CALL_ID]")
     named = re.compile(rf"\s*([\w.-]+)(?:{re.escape(call_id)}([\w-]+))?(?:{re.escape(arguments)})?(?=\s*\{{)")
 
@@ -169,7 +172,7 @@ def _mistral(text: str, mark: Mark, schemas: Schemas) -> Found:
     return _between(text, mark("[TOOL_CALLS]"), "", read)
 
 
-def _pythonic(text: str, mark: Mark, schemas: Schemas) -> Found:
+def _pythonic(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
     """`[name(key=value), ...]`: the whole turn, or the text between two markers."""
     opening, closing = mark("<|tool_call_start|>"), mark("<|tool_call_end|>")
     if opening in text:
@@ -182,11 +185,11 @@ def _pythonic(text: str, mark: Mark, schemas: Schemas) -> Found:
 
         return _between(text, opening, closing, read)
     if not re.match(r"\s*\[\s*[A-Za-z_][\w.]*\(", text):
-        return Found([text])
+        return FoundCalls([text])
     try:
-        return Found([], _python_calls(text))
+        return FoundCalls([], _python_calls(text))
     except BadCall as error:
-        return Found([text], [], [str(error)])
+        return FoundCalls([text], [], [str(error)])
 
 
 _NAMES = {"true": True, "false": False, "null": None}
@@ -198,12 +201,12 @@ def _python_calls(text: str) -> list[ToolCall]:
         calls = tree.elts if isinstance(tree, ast.List) else [tree]
         return [_python_call(call) for call in calls]
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
-        raise BadCall(f"is no list of calls such as [name(key=value)]: {error}") from error
+        raise BadCall(f"is not a list of calls such as [name(key=value)]: {error}") from error
 
 
 def _python_call(call: ast.expr) -> ToolCall:
     if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
-        raise BadCall("is no call with named arguments such as [name(key=value)]")
+        raise BadCall("is not a call with named arguments such as [name(key=value)]")
     values = {
         str(k.arg): _NAMES[k.value.id]
         if isinstance(k.value, ast.Name) and k.value.id in _NAMES
@@ -213,7 +216,7 @@ def _python_call(call: ast.expr) -> ToolCall:
     try:
         values = json.loads(json.dumps(values, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise BadCall(f"has an argument that JSON cannot hold: {error}") from error
+        raise BadCall(f"has an argument that JSON cannot represent: {error}") from error
     return _checked(ast.unparse(call.func), values)
 
 
@@ -228,7 +231,7 @@ def _typed(value: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _tagged(name: re.Pattern[str], argument: re.Pattern[str], end: re.Pattern[str], schemas: Schemas) -> Any:
-    """Reads a name, then arguments as long as there are any, then an end."""
+    """A function that reads a name, then all arguments, then the end of a call."""
 
     def read(text: str, at: int) -> tuple[list[ToolCall], int]:
         head = name.match(text, at)
@@ -241,13 +244,13 @@ def _tagged(name: re.Pattern[str], argument: re.Pattern[str], end: re.Pattern[st
             at = found.end()
         tail = end.match(text, at)
         if tail is None:
-            raise BadCall(f"has something that is no argument: {text[at : at + 40]!r}")
+            raise BadCall(f"has text that is not an argument: {text[at : at + 40]!r}")
         return [_checked(head[1], values)], tail.end()
 
     return read
 
 
-def _qwen3_xml(text: str, mark: Mark, schemas: Schemas) -> Found:
+def _qwen3_xml(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
     """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`."""
     read = _tagged(
         re.compile(r"\s*<function=([^>\n]+)>\s*"),
@@ -258,7 +261,7 @@ def _qwen3_xml(text: str, mark: Mark, schemas: Schemas) -> Found:
     return _between(text, mark("<tool_call>"), mark("</tool_call>"), read)
 
 
-def _glm(text: str, mark: Mark, schemas: Schemas) -> Found:
+def _glm(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
     """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`."""
     key, key_end = re.escape(mark("<arg_key>")), re.escape(mark("</arg_key>"))
     value, value_end = re.escape(mark("<arg_value>")), re.escape(mark("</arg_value>"))
@@ -271,10 +274,10 @@ def _glm(text: str, mark: Mark, schemas: Schemas) -> Found:
     return _between(text, mark("<tool_call>"), mark("</tool_call>"), read)
 
 
-_BARE = re.compile(r"(true|false|null|-?\d[\d.eE+-]*)|([\w.-]+)")
+_BARE_VALUE = re.compile(r"(true|false|null|-?\d[\d.eE+-]*)|([\w.-]+)")
 
 
-def _gemma(text: str, mark: Mark, schemas: Schemas) -> Found:
+def _gemma(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
     """`<|tool_call>call:name{key:value}<tool_call|>`: JSON whose keys may be bare, with `<|"|>` around each string."""
     quote = mark('<|"|>')
 
@@ -285,26 +288,26 @@ def _gemma(text: str, mark: Mark, schemas: Schemas) -> Found:
                 raise BadCall("has a string without an end")
             return text[at + len(quote) : end], end + len(quote)
         if text[at : at + 1] in "{[" and at < len(text):
-            return many_at(text, at)
-        if bare := _BARE.match(text, at):
+            return container_at(text, at)
+        if bare := _BARE_VALUE.match(text, at):
             return (_json_at(bare[1], 0)[0] if bare[1] else bare[2]), bare.end()
         raise BadCall(f"has no value at {text[at : at + 20]!r}")
 
-    def many_at(text: str, at: int) -> tuple[Any, int]:
+    def container_at(text: str, at: int) -> tuple[Any, int]:
         keyed, end = text[at] == "{", {"{": "}", "[": "]"}[text[at]]
         values: list[Any] = []
-        at = _space(text, at + 1)
+        at = _skip_space(text, at + 1)
         while not text.startswith(end, at):
             one, at = value_at(text, at)
-            at = _space(text, at)
+            at = _skip_space(text, at)
             if keyed:
                 if not text.startswith(":", at):
-                    raise BadCall(f"has no ':' behind a name, but {text[at : at + 20]!r}")
-                other, at = value_at(text, _space(text, at + 1))
-                one, at = (str(one), other), _space(text, at)
+                    raise BadCall(f"has no ':' after a name, but {text[at : at + 20]!r}")
+                other, at = value_at(text, _skip_space(text, at + 1))
+                one, at = (str(one), other), _skip_space(text, at)
             values.append(one)
             if text.startswith(",", at):
-                at = _space(text, at + 1)
+                at = _skip_space(text, at + 1)
             elif not text.startswith(end, at):
                 raise BadCall(f"has no ',' or '{end}' at {text[at : at + 20]!r}")
         return (dict(values) if keyed else values), at + 1
@@ -314,15 +317,15 @@ def _gemma(text: str, mark: Mark, schemas: Schemas) -> Found:
         if name is None:
             raise BadCall("has no name and no arguments")
         try:
-            values, end = many_at(text, name.end())
+            values, end = container_at(text, name.end())
         except RecursionError as error:
             raise BadCall("is nested too deeply") from error
-        return [_checked(name[1], values)], _space(text, end)
+        return [_checked(name[1], values)], _skip_space(text, end)
 
     return _between(text, mark("<|tool_call>"), mark("<tool_call|>"), read)
 
 
-def _deepseek(text: str, mark: Mark, schemas: Schemas) -> Found:
+def _deepseek(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
     """`<｜tool▁calls▁begin｜>`, then each call with its name and a JSON block, then `<｜tool▁calls▁end｜>`."""
     begin, end = mark("<｜tool▁call▁begin｜>"), mark("<｜tool▁call▁end｜>")
     head = re.compile(
@@ -331,7 +334,7 @@ def _deepseek(text: str, mark: Mark, schemas: Schemas) -> Found:
     return _section(text, mark("<｜tool▁calls▁begin｜>"), mark("<｜tool▁calls▁end｜>"), head, "```" + end)
 
 
-def _kimi(text: str, mark: Mark, schemas: Schemas) -> Found:
+def _kimi(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
     """`<|tool_calls_section_begin|>`, then each call with its id `functions.name:0` and JSON, then `<|tool_calls_section_end|>`."""
     name = r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*"
     head = re.compile(
@@ -342,7 +345,7 @@ def _kimi(text: str, mark: Mark, schemas: Schemas) -> Found:
     )
 
 
-def _section(text: str, opening: str, closing: str, head: re.Pattern[str], tail: str) -> Found:
+def _section(text: str, opening: str, closing: str, head: re.Pattern[str], tail: str) -> FoundCalls:
     """Calls between two markers, each with a head, JSON, and a tail. The head has the groups `name` and `id`."""
 
     def read(text: str, at: int) -> tuple[list[ToolCall], int]:
@@ -352,7 +355,7 @@ def _section(text: str, opening: str, closing: str, head: re.Pattern[str], tail:
             if not text.startswith(tail, at):
                 raise BadCall(f"does not end after its arguments, but continues with {text[at : at + 20]!r}")
             calls.append(_checked(found["name"], value, found["id"] or None))
-            at = _space(text, at + len(tail))
+            at = _skip_space(text, at + len(tail))
         if not calls:
             raise BadCall("has no name and no JSON block")
         return calls, at

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, with_adapter
 from lockstep.models.liger import check_kernels
-from lockstep.models.policy import dropout_of, load_policy, switch_off_dropout
-from lockstep.models.quantised import check_quantization, keep_order
+from lockstep.models.loaded_checks import check_finite
+from lockstep.models.policy import load_policy, modules_with_dropout, switch_off_dropout
+from lockstep.models.quantised import check_quantization, prevent_packing
 from lockstep.models.resolve import at_revision, resolve_model
 from lockstep.models.vision import vision_parts
-from lockstep.models.whole import check_finite
 from lockstep.sync.adapters.merged import weights_of
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_tokenizer
 from lockstep.training.config.interruption import check_end_of_thinking
@@ -77,14 +77,14 @@ def open_policy(
     else:
         policy = model
     check_finite(f"model {path}", policy.named_parameters())
-    keep_order(policy)
+    prevent_packing(policy)
     fit_vocabulary(policy, guarded)
     policy = with_adapter(policy, peft_config, seed=args.seed)
     if args.freeze_vision_tower:
         _freeze_vision_tower(policy)
     if args.use_liger_kernel:
         check_kernels(causal_model(policy), args.liger_kernel_config or {})  # type: ignore[arg-type]
-    if not args.disable_dropout and (found := dropout_of(policy)):
+    if not args.disable_dropout and (found := modules_with_dropout(policy)):
         raise InputError(
             f"disable_dropout=False: {found[0]} has dropout, and the policy that is trained must be the one that sampled; leave "
             "disable_dropout out"

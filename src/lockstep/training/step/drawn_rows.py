@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.definitions.sampling import logprob
-from lockstep.definitions.settings import Wanted
+from lockstep.definitions.settings import UserSettings
 from lockstep.models.adapters import causal_model
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
@@ -193,13 +193,13 @@ def _kept_tokens(rows: Sequence[_Row], logits: torch.Tensor, proof: KeptSetProof
         )
 
 
-def _is_defined(wanted: Wanted, row: _Row) -> bool:
+def _is_defined(wanted: UserSettings, row: _Row) -> bool:
     """Whether `_logprob` knows a token's distribution. Without kept ids, only the trainer's own filters know what is banned."""
     bans = wanted.bad_words or wanted.numbers["min_tokens"] or wanted.grammar is not None
     return row.kept is not None or not bans
 
 
-def _logprob(wanted: Wanted, logits: np.ndarray, row: _Row) -> float:
+def _logprob(wanted: UserSettings, logits: np.ndarray, row: _Row) -> float:
     """The log-prob of a drawn token."""
     sequence, end = row.sequence, row.end
     earlier = sequence.completion_ids[:end]

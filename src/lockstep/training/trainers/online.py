@@ -16,7 +16,7 @@ from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
-from lockstep.definitions.settings import wanted
+from lockstep.definitions.settings import user_settings
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.gateway.agents import AgentFunction
@@ -148,7 +148,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
             )
         self.config: Any = args
-        asked = wanted(vars(args))
+        asked = user_settings(vars(args))
         self._is_closed = False
         processing_class, image_processor = parts_of_processor(processing_class)
         check_kinds(model, processing_class, callbacks, optimizers, engine)

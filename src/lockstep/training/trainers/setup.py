@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, is_adapted
+from lockstep.models.loaded_checks import check_finite
 from lockstep.models.policy import context_length
-from lockstep.models.whole import check_finite
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.config.filter_fields import FilterFields
 from lockstep.training.forward.scoring import check_scorable, why_plain_rows

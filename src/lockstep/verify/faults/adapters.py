@@ -54,13 +54,13 @@ def _scaled_by_the_kernel(stage: Stage) -> Patch:
 
 
 def _scaled_by_the_source(stage: Stage) -> Patch:
-    real = sources.factors_of
+    real = sources.full_factors
 
     def factors(layer: Any, shards: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
         down, up, scaling = real(layer, shards)
         return down, up, scaling * 1.01
 
-    return patch.object(sources, "factors_of", factors)
+    return patch.object(sources, "full_factors", factors)
 
 
 def _stale_source(stage: Stage) -> Patch:

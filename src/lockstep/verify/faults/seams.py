@@ -16,7 +16,7 @@ import torch
 
 import lockstep.training.step.generation as trainer_module
 import lockstep.verify.logprob_checks as checks
-from lockstep.definitions.settings import wanted
+from lockstep.definitions.settings import user_settings
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, LoadedWeights, RequestKey
 from lockstep.engines.tensor_specs import tensor_specs
@@ -158,7 +158,7 @@ def user_asks(stage: Stage, **given: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in given.items():
             stack.enter_context(patch.object(stage.config, name, value))
-        stack.enter_context(patch.object(stage.trainer.settings, "wanted", wanted(vars(stage.config))))
+        stack.enter_context(patch.object(stage.trainer.settings, "wanted", user_settings(vars(stage.config))))
         yield
 
 

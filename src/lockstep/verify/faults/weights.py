@@ -19,7 +19,7 @@ from lockstep.shards.model import ShardedModel
 from lockstep.sync.changes import Update
 from lockstep.sync.push import SyncRecord
 from lockstep.sync.source import PlainSource
-from lockstep.sync.wire.deltas import NOTHING, Piece, apply_changes, changes_between, part_of
+from lockstep.sync.wire.deltas import NO_CHANGES, Piece, apply_changes, changes_between, part_of
 from lockstep.verify.faults.seams import (
     Fault,
     Named,
@@ -152,7 +152,7 @@ def _experts_not_packed(stage: Stage) -> Patch:
     # vLLM 0.32.0 behaves like this without our fix.
     import lockstep.sync.vllm.backend as backend
 
-    return patch.object(backend, "forget_packed_experts", lambda model: {})
+    return patch.object(backend, "remove_expert_kernels", lambda model: {})
 
 
 def _needs_packed_experts(stage: Stage) -> str:
@@ -198,15 +198,15 @@ def _stale_source(stage: Stage) -> Iterator[None]:
 
 def _left_out(stage: Stage) -> Patch:
     """Pushes of what changed leave out a part of a layer that changed. Their manifests have its old digests, as the engine has."""
-    part, real = part_of(_same_shape_pair(stage)[0]), Update._part
+    part, real = part_of(_same_shape_pair(stage)[0]), Update._changed_part
 
     def without(self: Update, names: list[str], specs: list[TensorSpec]) -> Iterator[Piece]:
         if part_of(names[0]) != part:
             return real(self, names, specs)
         specs += [self._before[name] for name in names]
-        return iter([(name, NOTHING) for name in names])
+        return iter([(name, NO_CHANGES) for name in names])
 
-    return patch.object(Update, "_part", without)
+    return patch.object(Update, "_changed_part", without)
 
 
 @contextlib.contextmanager

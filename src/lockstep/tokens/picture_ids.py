@@ -1,7 +1,7 @@
-"""Pictures in messages, as the tokens see them: each one stands for ids of its own, which no tokenizer makes.
+"""Puts the ids of pictures into the ids of a conversation. These ids come from the picture, not from the tokenizer.
 
-`images/` makes the pictures. A message contains one as the part `{"type": "image", "picture": …}`. The chat template writes one
-placeholder for it, and here the placeholder gives way to the picture's own ids (`tokens/conversation/template.py`).
+`images/` makes the pictures. A message contains a picture as the part `{"type": "image", "picture": …}`. The chat template writes
+one placeholder for it. `tokens/conversation/template.py` calls this module, which replaces the placeholder by the picture's ids.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lockstep.tokens.arrays import Ids, whole_numbers
 PICTURE = "picture"
 
 
-class StandsForIds(Protocol):
-    """A processed picture, of which nothing but its ids is known here."""
+class HasPictureIds(Protocol):
+    """A processed picture. Only its ids are used here."""
 
     @property
     def ids(self) -> Ids:
         """(N,) ids that stand for the picture in a conversation."""
 
 
-def picture_part(picture: StandsForIds) -> dict[str, Any]:
+def picture_part(picture: HasPictureIds) -> dict[str, Any]:
     """The part of a message's content that shows a picture."""
     return {"type": "image", PICTURE: picture}
 
@@ -38,8 +38,8 @@ def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
     return [part[PICTURE] for part in parts if isinstance(part, Mapping) and PICTURE in part]
 
 
-def expanded(ids: Ids, placeholder: int, pictures: Sequence[StandsForIds]) -> Ids:
-    """Ids in which each placeholder has given way to the ids of its picture.
+def with_picture_ids(ids: Ids, placeholder: int, pictures: Sequence[HasPictureIds]) -> Ids:
+    """Ids in which each placeholder is replaced by the ids of its picture.
 
     Args:
         ids: (N,) ids with one placeholder per picture.
@@ -51,7 +51,7 @@ def expanded(ids: Ids, placeholder: int, pictures: Sequence[StandsForIds]) -> Id
     if len(places) != len(pictures):
         raise InputError(
             f"the text has {len(places)} placeholders for {len(pictures)} pictures: the chat template does not write one per image "
-            "part, or a prompt of plain text does not contain them"
+            "part, or a prompt of plain text does not contain one per picture"
         )
     if not pictures:
         return ids

@@ -48,8 +48,8 @@ def classifier(folder: Path) -> Path:
     ("change", "message"),
     [
         (lambda tensors: tensors.pop(QUERY), rf"its files lack {QUERY}, which would be random"),
-        (narrow, rf"another shape than the config says of {QUERY}"),
-        (lambda tensors: tensors.update(extra=torch.ones(2)), "its files hold extra for no layer"),
+        (narrow, rf"another shape than the config requires for {QUERY}"),
+        (lambda tensors: tensors.update(extra=torch.ones(2)), "its files have extra, which no layer"),
     ],
     ids=["a tensor is missing", "a tensor has another shape", "a tensor is left over"],
 )
@@ -104,7 +104,7 @@ def test_a_reward_model_lacks_nothing_and_holds_numbers(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=f"lack {name}"):
             load_reward_model(rewritten(folder, lambda tensors, name=name: tensors.pop(name)))  # type: ignore[misc]
     biased = classifier(tmp_path / "biased")
-    with pytest.raises(InputError, match=r"hold score\.bias for no layer"):
+    with pytest.raises(InputError, match=r"have score\.bias, which no layer"):
         load_reward_model(rewritten(biased, lambda tensors: tensors.update({"score.bias": torch.ones(1)})))
 
 

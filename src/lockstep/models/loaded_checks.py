@@ -1,7 +1,7 @@
 """Checks that a loaded model equals the saved model: no tensor is missing, unused, of another shape, NaN or infinite.
 
 It uses the report of `from_pretrained(..., output_loading_info=True)`, and a model's parameters. transformers fills a missing
-tensor with random numbers, and only warns. No later check could find this, because the engine receives the same numbers.
+tensor with random numbers, and only warns. No later check could find this, because the engine receives the same random numbers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from lockstep.errors import InputError
 
-# Largest number of names that an error lists. It only counts the others.
-_NAMED = 5
+# Largest number of names that an error lists. The error gives the number of the others.
+_NAMES_SHOWN = 5
 
 
 def refuse_incomplete(what: str, report: Mapping[str, Any], *, unused: tuple[str, ...] = ()) -> None:
@@ -31,15 +31,15 @@ def refuse_incomplete(what: str, report: Mapping[str, Any], *, unused: tuple[str
         InputError: tensors are missing, have another shape, or belong to no layer.
     """
     mismatched = sorted(str(entry[0]) for entry in report["mismatched_keys"])
-    left_over = sorted(name for name in report["unexpected_keys"] if not any(map(name.startswith, unused)))
-    parts = [
+    unexpected = sorted(name for name in report["unexpected_keys"] if not any(map(name.startswith, unused)))
+    problems = [
         ("lack", sorted(report["missing_keys"]), ", which would be random numbers"),
-        ("hold another shape than the config says of", mismatched, ", which would be random numbers"),
-        ("hold", left_over, " for no layer of the model"),
+        ("have another shape than the config requires for", mismatched, ", which would be random numbers"),
+        ("have", unexpected, ", which no layer of the model uses"),
     ]
-    found = "; they ".join(f"{verb} {listed(names)}{why}" for verb, names, why in parts if names)
-    if found:
-        raise InputError(f"{what}: its files {found}. Copy or save the model again, or correct its config.json")
+    summary = "; they ".join(f"{verb} {listed(names)}{why}" for verb, names, why in problems if names)
+    if summary:
+        raise InputError(f"{what}: its files {summary}. Copy or save the model again, or correct its config.json")
 
 
 def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -60,12 +60,12 @@ def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> N
     bad = [label for label, pair in bounds.items() if not bool(pair.isfinite().all())]
     if bad:
         raise InputError(
-            f"{name} has weights that are NaN or infinite, in {listed(bad)}: it was saved broken, or its files are damaged; give "
+            f"{name} has weights that are NaN or infinite, in {listed(bad)}: they were saved so, or the files are damaged; give "
             "another copy of it"
         )
 
 
 def listed(names: Collection[str]) -> str:
     """The first few names, and the number of the others."""
-    shown = ", ".join(list(names)[:_NAMED])
-    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
+    shown = ", ".join(list(names)[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
