@@ -86,9 +86,9 @@ def from_cache(engine: VLLMInProcess) -> int:
 
 
 def memory_of(engine: VLLMInProcess) -> Any:
-    from lockstep.engines.adapters.worker import take_from_memory
+    from lockstep.engines.adapters.worker import load_from_memory
 
-    (found,) = engine.llm.collective_rpc(take_from_memory)
+    (found,) = engine.llm.collective_rpc(load_from_memory)
     return found
 
 

@@ -260,7 +260,7 @@ class TransformersEngine:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         own = {p.name: p.tensor for p in checkpoint_tensors(self._model, dict(self._model.named_parameters()))}
         specs: list[TensorSpec] = []
-        if self._held.builds_on(base):
+        if self._held.accepts_base(base):
             for name, tensor in described(((name, tensor) for name, tensor in tensors if name in own), specs):
                 if own[name].shape != tensor.shape:
                     raise LockstepError(

@@ -170,7 +170,7 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
 
     def receive_weights(self, update_info: InProcessUpdate) -> None:
         tensors = update_info.tensors
-        if not self.held.builds_on(update_info.base):
+        if not self.held.accepts_base(update_info.base):
             return
         if isinstance(tensors, Update) and tensors.own_memory:
             # One single load: vLLM searches the whole model for tied weights at the start of each load.
@@ -201,7 +201,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._segment = shared_memory.Segment(init_info.segment, init_info.bytes)
 
     def receive_weights(self, update_info: WireUpdate) -> None:
-        takes = self.held.builds_on(update_info.base)
+        takes = self.held.accepts_base(update_info.base)
         if not (update_info.keeps and update_info.base):
             self._reference.clear()
         # Close at once even if a load fails: transfers in flight then end before the next push can begin.
