@@ -262,7 +262,7 @@ class Engine(WeightReceiver, ProbedEngine, Protocol):
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
-        """Answer every request (`serve` with an inbox that contains them from the start). The result has the key of each request.
+        """Answer every request (`serve` with an inbox that contains them from the start). Returns the completions by key.
 
         Args:
             on_answer: called with each completion as soon as it is finished, before all answers are checked together. The calls
