@@ -512,7 +512,7 @@ MUTATIONS = [
     _of(
         CALLS,
         "a program without the key is greeted",
-        "if not hmac.compare_digest(server_proof(key, nonce, theirs).encode(), proof.encode()):",
+        "if not hmac.compare_digest(server_proof(key, nonce, server_nonce).encode(), proof.encode()):",
         "if False:",
     ),
     _of(CALLS, "answers need no proof", "if session.is_server(call, answer.headers.get(PROOF_HEADER)):", "if True:"),
@@ -607,8 +607,10 @@ MUTATIONS = [
         "chosen(answer.token_ids, answer.sampled)",
         "answer.token_ids",
     ),
-    _of(KEPT_SETS, "ids in any order", "if not rises.all():", "if False:"),
-    _of(KEPT_SETS, "a first id below the last one of the set before", "rises[kept.ends[:-1] - 1] = True", "pass"),
+    _of(KEPT_SETS, "ids in any order", "if not is_ascending.all():", "if False:"),
+    _of(
+        KEPT_SETS, "a first id below the last one of the set before", "is_ascending[kept.ends[:-1] - 1] = True", "pass"
+    ),
     _of(
         KEPT_SETS,
         "a top-k that the engine ignored",
@@ -804,7 +806,12 @@ MUTATIONS = [
                 "tensor.flatten().view(bits).numpy()",
                 "tensor.flatten().float().numpy()",
             ),
-            ("changes for an engine that was started again", "engines/held.py", "and base != self._known", "and False"),
+            (
+                "changes for an engine that was started again",
+                "engines/held.py",
+                "and base != self._earlier_digest",
+                "and False",
+            ),
             ("a whole push after a failed proof", "parity/proven_push.py", "if not trusted:", "if False:"),
         )
     ),
@@ -1969,8 +1976,8 @@ MUTATIONS = [
     Mutation(
         "a server may put pictures into other places of a prompt",
         SENT_PICTURES[0],
-        "if found != due:",
-        "if found.keys() != due.keys():",
+        "if found != expected:",
+        "if found.keys() != expected.keys():",
         f"{SENT_PICTURES[1]}::test_pictures_must_be_at_the_places_for_which_they_were_sent",
     ),
     Mutation(
@@ -2025,7 +2032,7 @@ MUTATIONS = [
     Mutation(
         "other ids may stand between the placeholders of what vLLM takes for one picture",
         "engines/vllm/pictures.py",
-        "if any(own[-1] - own[0] >= len(own) for own in shown.places_of_each):",
+        "if any(own[-1] - own[0] >= len(own) for own in pieces.places_of_each):",
         "if False:",
         f"{SENT_PICTURES[1]}::test_each_tile_is_a_picture_whose_placeholders_stand_side_by_side",
     ),

@@ -145,7 +145,7 @@ def test_a_call_without_the_trainers_proof_is_answered_401(port: Port) -> None:
     assert ask(authorization=shown)[0] == 200
     nonce, call, proof = shown.split()[1].split(".")
     for words in (
-        session.shown(make_nonce()),
+        session.authorization(make_nonce()),
         f"Lockstep {nonce}.{make_nonce()}.{proof}",
         f"Lockstep {make_nonce()}.{call}.{proof}",
         f"Lockstep {nonce}.{call}.",

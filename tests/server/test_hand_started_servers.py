@@ -84,7 +84,7 @@ def test_a_server_started_with_the_arguments_that_errors_name_trains_like_any_ot
 LACKING = {
     DEVELOPER: "has no /collective_rpc",
     "--worker-extension-cls": "at /collective_rpc",
-    "--weight-transfer-config": "takes weights by None",
+    "--weight-transfer-config": "receives weights by None",
     "--enable-scale-out": "has no /inference/v1/generate",
     "--no-enable-chunked-prefill": "computes prompts in parts",
 }

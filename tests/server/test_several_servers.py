@@ -83,7 +83,7 @@ def test_the_samples_of_a_prompt_and_the_calls_of_a_rollout_stay_together(pair: 
         # A later call of the same rollout has other prompt ids.
         later = replace(request, key=request.key._replace(call=1), prompt_ids=(*request.prompt_ids.tolist(), 5, 6))
         for one in (request, later):
-            server = pair.engine._requests.routed(one, routes)
+            server = pair.engine._requests.route(one, routes)
             pair.engine._requests._open[server] += one.sampling.max_tokens
             places.setdefault(request.key.prompt_id, set()).add(server)
     pair.engine._requests._open[:] = [0, 0]

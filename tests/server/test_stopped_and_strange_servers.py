@@ -98,6 +98,6 @@ def test_a_server_that_takes_weights_otherwise_is_told_how_to_start(
 
     state = {"backend": "nccl", "world_size": 1, "copies": 1, "settings": {}, "updating": False, "instance": "x"}
     monkeypatch.setattr(ServerCalls, "workers", lambda self, method, *args: [state])
-    monkeypatch.setattr(ServerCalls, "ailment", lambda self, limit: None)
+    monkeypatch.setattr(ServerCalls, "health_problem", lambda self, limit: None)
     with pytest.raises(InputError, match=r"'nccl'.*--weight-transfer-config"):
         connect("http://127.0.0.1:9")
