@@ -521,7 +521,7 @@ MUTATIONS = [
     Mutation(
         "a second model is taken by a server",
         "server/launch.py",
-        "if second is not None:",
+        "if found is not None:",
         "if second == '':",
         "tests/server/test_keys_guard_and_command.py::TestCommand",
     ),

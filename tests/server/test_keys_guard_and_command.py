@@ -22,7 +22,7 @@ from lockstep.errors import InputError
 from lockstep.server.command import ServeOptions, command_line, environment
 from lockstep.server.guard import KeyGuard
 from lockstep.server.keys import KEY_VARIABLE, default_key_file, key_for, make_key, read_key, write_key
-from lockstep.server.launch import check_known, check_model
+from lockstep.server.launch import check_no_second_model, check_whole_names
 from lockstep.server.supervisor import Supervisor
 
 KEY = "a-key-for-tests-only"
@@ -55,7 +55,7 @@ class TestKeys:
         path = tmp_path / "k"
         write_key(path, KEY)
         path.chmod(0o640)
-        with pytest.raises(InputError, match="can be read by others"):
+        with pytest.raises(InputError, match="other users can read"):
             read_key(path)
 
     def test_a_key_of_another_user_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ class TestCommand:
     def test_a_further_node_has_the_url_of_the_first(self, untied_dir: str) -> None:
         nodes = ["--nnodes", "2", "--master_addr", "10.0.0.1", "--node_rank"]
         first, further = (options(untied_dir, *nodes, number) for number in "01")
-        assert (first.follows, further.follows) == (False, True)
+        assert (first.is_later_node, further.is_later_node) == (False, True)
         assert further.url == f"http://10.0.0.1:{further.port}"
         assert first.url == f"http://127.0.0.1:{first.port}"
 
@@ -213,14 +213,14 @@ class TestCommand:
     @pytest.mark.parametrize("word", ["--hos=0.0.0.0", "--logprobs-mod", "--root-pat", "--nonsense"])
     def test_abbreviations_are_refused_where_vllms_own_names_are_known(self, word: str) -> None:
         known = {"--host", "--logprobs-mode", "--root-path", "--compilation-config", "--no-async-scheduling"}
-        check_known(["--compilation-config.mode=0", "--no-async-scheduling", "-1"], known)
+        check_whole_names(["--compilation-config.mode=0", "--no-async-scheduling", "-1"], known)
         with pytest.raises(InputError, match="whole name"):
-            check_known([word], known)
+            check_whole_names([word], known)
 
     def test_a_second_model_is_refused_where_vllms_own_names_are_known(self) -> None:
-        check_model(None)
+        check_no_second_model(None)
         with pytest.raises(InputError, match="there is one MODEL"):
-            check_model("other")
+            check_no_second_model("other")
 
     def test_keys_of_json_arguments_keep_their_spelling(self, untied_dir: str) -> None:
         command = command_line(options(untied_dir, "--compilation_config.cudagraph_mode", "NONE"))
@@ -305,7 +305,7 @@ class TestRefusals:
         path = tmp_path / "k"
         write_key(path, KEY)
         path.chmod(0o644)
-        self.refused([untied_dir, "--key_file", str(path)], capsys, "can be read by others")
+        self.refused([untied_dir, "--key_file", str(path)], capsys, "other users can read")
 
     def test_a_port_that_is_taken(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
         import socket
