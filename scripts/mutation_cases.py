@@ -61,7 +61,7 @@ ANSWERS = ("engines/answers.py", "tests/engines/test_answers.py")
 KEPT_SETS = ("engines/filters/kept_sets.py", "tests/engines/test_answers.py")
 KEPT_ROWS = (
     "engines/vllm/kept_ids.py",
-    "tests/engines/test_vllm_kept_ids.py::test_each_row_has_its_finite_ids_unless_it_did_not_ask_or_has_too_many",
+    "tests/engines/test_vllm_kept_ids.py::test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it",
 )
 SAMPLING = ("engines/filters/sampling.py", "tests/engines/test_sampling_order.py")
 WIRE = ("rollouts/across_ranks/wire.py", "tests/rollouts/test_wire.py")

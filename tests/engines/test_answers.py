@@ -155,7 +155,7 @@ def test_kept_ids_that_contradict_their_request_are_refused(
 
 
 @pytest.mark.parametrize("kept", [KeptIds([7, 9], [2, 2]), KeptIds([7, 8, 9, 3, 8], [3, 5])])
-def test_more_kept_ids_than_allowed_are_the_users_to_bound(kept: KeptIds) -> None:
+def test_more_kept_ids_than_allowed_are_an_input_error(kept: KeptIds) -> None:
     asked, found = filtered(Sampling(4, top_p=0.9, max_kept_ids=2), kept_ids=kept)
     with pytest.raises(InputError, match=r"max_kept_ids=2 ids for one token. Set top_k"):
         check_answers([asked], [found], [3])

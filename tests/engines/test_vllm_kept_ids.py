@@ -25,7 +25,7 @@ from lockstep.tokens.arrays import BadValues
 @given(
     rows=st.lists(st.tuples(st.sets(st.integers(0, 9), min_size=1), st.sampled_from([0, 1, 3, 10])), min_size=1),
 )
-def test_each_row_has_its_finite_ids_unless_it_did_not_ask_or_has_too_many(rows: list[tuple[set[int], int]]) -> None:
+def test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it(rows: list[tuple[set[int], int]]) -> None:
     logprobs = torch.full((len(rows), 10), -torch.inf)
     for row, (kept, _) in zip(logprobs, rows, strict=True):
         row[sorted(kept)] = -1.0
@@ -63,9 +63,7 @@ def asked(sampling: Sampling) -> list[GenerationRequest]:
 class TestInProcess:
     pytestmark = VLLM
 
-    def test_a_request_that_loses_its_place_and_goes_on_keeps_its_sets(
-        self, crowded: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_preempted_request_keeps_its_sets(self, crowded: VLLMInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
         scheduler = crowded.llm.llm_engine.engine_core.engine_core.scheduler
         preempted, real = [], scheduler._preempt_request
 
@@ -82,7 +80,7 @@ class TestInProcess:
             (alone,) = crowded.generate([request]).values()
             assert same(alone, found[request.key])
 
-    def test_a_batch_without_filters_is_not_looked_at(
+    def test_nothing_is_computed_for_a_batch_without_filters(
         self, crowded: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fails(*given: object) -> None:

@@ -21,7 +21,7 @@ from lockstep.sync.push import push_weights
 
 @pytest.mark.vllm
 @needs_vllm
-def test_in_one_call_vllm_computes_a_prompt_once_and_a_beginning_that_prompts_share_once(
+def test_in_one_call_vllm_computes_a_prompt_once_and_a_shared_prefix_once(
     tied_vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's counters show it, in whole blocks: all requests enter in one step, and each finds the blocks of earlier ones."""

@@ -163,7 +163,7 @@ def test_whatever_happens_to_a_push_the_run_goes_on_with_the_right_weights(
 
 
 @pytest.mark.parametrize("lies", portion([LIES_OFTEN, LIES], lambda lies: lies == LIES_OFTEN), ids=len)
-def test_answers_that_lie_stop_the_run_before_it_learns_and_it_resumes_to_the_same_weights(
+def test_false_answers_stop_the_run_before_it_learns_and_it_resumes_to_the_same_weights(
     lies: list[tuple[str, int, str]], proxy: FaultyProxy, expected: Expected, untied_dir: str, tmp_path: Path
 ) -> None:
     saves = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1}

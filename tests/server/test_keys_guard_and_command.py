@@ -74,7 +74,7 @@ class TestKeys:
                 read_key(path)
 
     @pytest.mark.parametrize("text", ["", "short", "has spaces in it, and is long", "näñ-ascii-characters"])
-    def test_what_is_no_key_is_refused(self, tmp_path: Path, text: str) -> None:
+    def test_an_invalid_key_is_refused(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "k"
         write_key(path, text)
         with pytest.raises(InputError, match="16 printable"):
@@ -121,11 +121,11 @@ class TestGuard:
         assert self.ask([], path="/health") == [{"type": "passed"}]
 
     @pytest.mark.parametrize("shown", [[], [b"Bearer no"], [KEY.encode()], [b"Basic " + KEY.encode()], [b"Bearer "]])
-    def test_anything_else_does_not(self, shown: list[bytes]) -> None:
+    def test_other_headers_do_not_pass(self, shown: list[bytes]) -> None:
         assert self.ask([(b"authorization", value) for value in shown])[0]["status"] == 401
         assert self.ask([(b"authorization", value) for value in shown], kind="websocket")[0]["code"] == 1008
 
-    def test_two_keys_are_none(self) -> None:
+    def test_two_headers_with_keys_do_not_pass(self) -> None:
         header = (b"authorization", f"Bearer {KEY}".encode())
         assert self.ask([header, header])[0]["status"] == 401
 
@@ -287,7 +287,7 @@ class TestRefusals:
         assert main(["serve", *words]) == 2
         assert reason in " ".join(capsys.readouterr().err.split())
 
-    def test_an_open_address_needs_a_key(
+    def test_an_address_for_other_machines_needs_a_key(
         self, untied_dir: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delenv(KEY_VARIABLE, raising=False)
@@ -296,12 +296,14 @@ class TestRefusals:
     def test_a_model_that_is_not_there(self, capsys: pytest.CaptureFixture[str]) -> None:
         self.refused(["./nowhere", "--dry_run"], capsys, "does not exist")
 
-    def test_several_copies_behind_one_address(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_several_copies_in_one_server(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
         self.refused(
             [untied_dir, "--data_parallel_size", "2", "--dry_run"], capsys, "start as many servers, each on a port"
         )
 
-    def test_a_loose_key_file(self, untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_key_file_that_others_can_read(
+        self, untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         path = tmp_path / "k"
         write_key(path, KEY)
         path.chmod(0o644)
@@ -384,7 +386,7 @@ time.sleep(600)
 class TestSupervisor:
     """The supervisor with a small real process instead of vLLM; test_killed_servers.py kills the real server."""
 
-    def test_a_server_that_dies_is_started_again_and_said_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_server_that_ends_is_started_again_and_a_line_reports_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from servers import free_port
 
         monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.2)

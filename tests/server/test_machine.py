@@ -57,7 +57,7 @@ def test_a_killed_supervisor_takes_every_process_of_its_server_with_it(tmp_path:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
         assert supervisor.stdout.readline() == "up\n"
-        # The server, its worker and the leash.
+        # The server, its worker, and the process that kills both when the supervisor ends.
         until(lambda: len(descendants(supervisor.pid)) == 3, "the worker did not start")
         pids = descendants(supervisor.pid)
         supervisor.send_signal(signal.SIGKILL)
@@ -153,7 +153,7 @@ def test_sockets_are_in_a_folder_of_this_user_alone_with_room_for_their_names(
     assert not folder.exists()
 
 
-def test_too_few_files_are_said_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_limit_of_open_files_is_an_error_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 256))
     with pytest.raises(InputError, match=r"only 256 files .*ulimit -n 4096"):
         check_file_limit()

@@ -91,7 +91,7 @@ def test_the_samples_of_a_prompt_and_the_calls_of_a_rollout_stay_together(pair: 
     assert {place for where in places.values() for place in where} == {0, 1}
 
 
-def test_what_is_asked_in_two_calls_is_shared_out_like_what_is_asked_in_one(pair: Pair) -> None:
+def test_requests_of_two_calls_are_distributed_like_requests_of_one_call(pair: Pair) -> None:
     push_weights(make_model(), pair.engine, 1)
     (request,) = asked(1, 1)
     several = [replace(request, key=RequestKey(f"p{i}", 0), sampling=Sampling(100)) for i in range(4)]

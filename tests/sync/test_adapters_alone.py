@@ -168,7 +168,7 @@ def test_no_adapter_is_read_from_a_path(engine: VLLMInProcess, model: Any, tmp_p
 
     model.save_pretrained(tmp_path)
     memory_of(engine)
-    with pytest.raises(ValueError, match="no adapter is read from a path"):
+    with pytest.raises(ValueError, match="does not read adapters from files"):
         engine.llm.llm_engine.add_lora(LoRARequest("mine", 7, str(tmp_path)))
 
 

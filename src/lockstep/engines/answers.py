@@ -200,7 +200,7 @@ def _check_pictures(request: GenerationRequest, answer: Completion) -> None:
             "echo",
             f"request {request.key}: the engine used {len(used)} pictures, which are not the {len(asked)} that were sent",
             "the pictures of two requests were exchanged, or the engine takes no pictures and dropped them",
-            "use an engine that takes pictures (docs/guides/images.md); otherwise report this with its message",
+            "use an engine that takes pictures (docs/guides/images.md); otherwise report this error with its message",
         )
 
 

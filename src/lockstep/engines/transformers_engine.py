@@ -243,7 +243,7 @@ class TransformersEngine:
             row = torch.tensor(ids, device=self._model.device)[None]
             hidden = self._model.base_model(input_ids=row[:, :-1], use_cache=False).last_hidden_state[0]
             found: list[float] = []
-            # A few rows at a time: the logits of a long sequence may not fit into memory.
+            # Compute a few rows at a time, because the logits of a long sequence may not fit into memory.
             for states, targets in zip(hidden.split(_SCORED_ROWS), row[0, 1:].split(_SCORED_ROWS), strict=True):
                 logits = transformed_logits(
                     self._model.config.get_text_config(), self._model.get_output_embeddings()(states)
@@ -264,7 +264,7 @@ class TransformersEngine:
             for name, tensor in described(((name, tensor) for name, tensor in tensors if name in own), specs):
                 if own[name].shape != tensor.shape:
                     raise LockstepError(
-                        f"{name} has shape {tuple(tensor.shape)}, the engine's {tuple(own[name].shape)}"
+                        f"{name} has shape {tuple(tensor.shape)}, and in the engine {tuple(own[name].shape)}"
                     )
                 own[name].data.copy_(tensor)
         self._held.add(specs, (spec.name for spec in specs))

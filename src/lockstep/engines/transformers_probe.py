@@ -81,7 +81,7 @@ def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> tor
 
 
 def _is_gated_experts(module: torch.nn.Module) -> bool:
-    """Whether a module holds gated experts without biases, each with its projections in one slice of two tensors."""
+    """Whether a module contains gated experts without biases. Each expert is one slice of `gate_up_proj` and of `down_proj`."""
     return {name for name, _ in module.named_parameters(recurse=False)} == {"gate_up_proj", "down_proj"}
 
 

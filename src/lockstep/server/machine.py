@@ -33,7 +33,7 @@ _KILL_AFTER_INPUT = "import os, signal, sys; os.read(0, 1); os.killpg(int(sys.ar
 def reserved_port(port: int) -> Iterator[None]:
     """Inside the context, no other `lockstep serve` of this user can use the port.
 
-    A server loads its model for up to a minute before it listens. A lock file reserves the port during this time.
+    A server may load its model for a minute before it listens. Until then, only a lock file shows that the port is in use.
 
     Raises:
         InputError: another `lockstep serve` of this user has reserved the port.
@@ -45,7 +45,7 @@ def reserved_port(port: int) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InputError(
-                f"another 'lockstep serve' of yours uses port {port}, and may still be loading its model; choose another --port"
+                f"another 'lockstep serve' of yours has port {port}, and may still be loading its model; choose another --port"
             ) from error
         yield
 

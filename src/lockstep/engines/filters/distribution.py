@@ -126,9 +126,9 @@ class Sampling:
 
     @property
     def counting_fields(self) -> list[str]:
-        """Names of the settings in force that count only the ids of the completion. They start anew with every request.
+        """Names of the settings in force that depend on the earlier ids of the completion only. They start anew with every request.
 
-        A bad word of one token does not count: it depends on no other id.
+        `bad_words` is one of them only if a word has several tokens: a word of one token does not depend on earlier ids.
         """
         names = ["presence_penalty", "frequency_penalty", "min_tokens", "grammar"]
         several = any(len(word) > 1 for word in self.bad_words)

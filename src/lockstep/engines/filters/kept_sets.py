@@ -84,6 +84,6 @@ def _kept_ids_error(answer: Completion, found: str) -> ProofError:
         "kept_ids",
         f"request {answer.key} {found}",
         "the engine did not apply the filters of the request, lost its record of the kept ids, or mixed up requests",
-        "start the engine as Lockstep starts it, on vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0); if it was, this is a "
-        "defect of the engine or of its adapter: do not train on it; report it with this message",
+        "start the engine as Lockstep starts it, on vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0); if it was started so, "
+        "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
     )

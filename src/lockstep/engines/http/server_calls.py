@@ -90,7 +90,7 @@ class ServerCalls:
         """
         limit = self.timeout if limit is None else limit
         # `/health` needs no key. While the server restarts, another program may have its port, and a greeting would raise an error.
-        session = None if path == HEALTH or self._key is None else await self._greeted(self._key, limit)
+        session = None if path == HEALTH or self._key is None else await self._open_session(self._key, limit)
         call = make_nonce()
         headers = {} if session is None else {"Authorization": session.authorization(call)}
         answer, answer_text = await self._send(method, path, limit, headers, json=body, params=query)
@@ -121,7 +121,7 @@ class ServerCalls:
                 raise LockstepError(cause) from error
             raise self._lost(path, f"cannot be reached ({type(error).__name__}: {error})") from error
 
-    async def _greeted(self, key: str, limit: float) -> Session:
+    async def _open_session(self, key: str, limit: float) -> Session:
         """The session with the server. If there is none, a greeting begins it: at the first call, and after a restart.
 
         Raises:
@@ -239,7 +239,7 @@ class ServerCalls:
     def _check(self, answer: httpx.Response, path: str) -> None:
         if answer.status_code == 401:
             raise InputError(
-                f"the server at {self.url} needs a key: set LOCKSTEP_SERVER_KEY, or vllm_server_key_file to the file that "
+                f"the server at {self.url} needs a key: set LOCKSTEP_SERVER_KEY, or set vllm_server_key_file to the file that "
                 "'lockstep serve' named"
             )
         if answer.status_code == 404 and "does not exist" in answer.text:
@@ -302,7 +302,7 @@ def _why_no_proof(url: str, *, has_answered: bool) -> str:
     if has_answered:
         return (
             f"the server at {url} does not accept the key: it has another key, or it is another program. Set "
-            "LOCKSTEP_SERVER_KEY, or vllm_server_key_file to the file that 'lockstep serve' named. The key was not sent"
+            "LOCKSTEP_SERVER_KEY, or set vllm_server_key_file to the file that 'lockstep serve' named. The key was not sent"
         )
     return (
         f"the program at {url} could not prove that it has the key, so that the key was not sent. Is it 'lockstep serve'? A server "
@@ -332,7 +332,7 @@ def _file_limit_reached(error: BaseException) -> str | None:
 
 
 def is_local(host: str) -> bool:
-    """Whether a host name means this machine, seen from this machine (`localhost` or a loopback address)."""
+    """Whether a host is `localhost` or a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -35,8 +35,8 @@ _RAW = 3
 class SentPictures:
     """The pictures that one server holds, as far as this trainer knows.
 
-    vLLM's cache drops the pictures that were used least recently. This class uses only half of the cache. The trainer may then see
-    the requests in a slightly different order than the server.
+    vLLM's cache drops the pictures that were used least recently. This class relies on only half of the cache, because
+    requests may reach the server in another order than the trainer sends them.
     """
 
     def __init__(self) -> None:

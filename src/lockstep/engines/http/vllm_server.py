@@ -89,7 +89,14 @@ class VLLMServer:
         self.session = secrets.token_hex(6)
         self._stamps: dict[str, int] = {}
         parts = Servers(
-            self._servers, self._each, self._workers, self._lost, self._name, timeout, self._refuse, self._open_adapter
+            self._servers,
+            self._each,
+            self._workers,
+            self._lost,
+            self._name,
+            timeout,
+            self._refuse_requests,
+            self._open_adapter,
         )
         self.adapters = ServerAdapters(parts, transport, run, self.session)
         self._requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters)
@@ -202,7 +209,7 @@ class VLLMServer:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def _refuse(self) -> None:
+    def _refuse_requests(self) -> None:
         self._version = None
 
     def _lost(self, what: str) -> EngineLost:

@@ -98,7 +98,7 @@ class VLLMInProcess:
                     **(engine_kwargs or {}),
                 }
             )
-            self.adapters = AdaptersInProcess(self._llm, self._refuse, self.commit_version)
+            self.adapters = AdaptersInProcess(self._llm, self._refuse_requests, self.commit_version)
             # A kernel that does not support the model's shapes raises an error only when it first runs.
             self._run({"trial": ([0, 0], scoring_params())})
         except (ValueError, RuntimeError, OSError, TypeError, ImportError, KeyError, AssertionError) as error:
@@ -206,7 +206,7 @@ class VLLMInProcess:
         try:
             self._llm.llm_engine.add_request(name, prompt, params, lora_request=self.adapters.request)
         except (VLLMValidationError, ValueError) as error:
-            # For example a JSON schema with a part that xgrammar would ignore.
+            # vLLM refuses, for example, a JSON schema with a part that xgrammar would ignore.
             raise InputError(f"vLLM refuses request {name}: {str(error)[:300]}") from error
 
     def _run(self, requests: Mapping[str, tuple[list[int], Any]]) -> list[RequestOutput]:
@@ -251,14 +251,14 @@ class VLLMInProcess:
         check_scores(sequences, scores)
         return scores
 
-    def _refuse(self) -> None:
+    def _refuse_requests(self) -> None:
         self._version = None
 
     def begin_update(self) -> None:
-        self._refuse()
+        self._refuse_requests()
         # vLLM drops its adapters at the end of an update.
         self.adapters.request = None
-        if any(self._llm.collective_rpc(_inside_an_update)):
+        if any(self._llm.collective_rpc(_has_open_update)):
             # An earlier trainer left this update open, and vLLM would refuse every further update.
             self._llm.finish_weight_update()
         self._llm.start_weight_update()
@@ -340,5 +340,5 @@ def _acknowledgement(worker: Any) -> LoadedWeights:
     return worker.weight_transfer_engine.acknowledgement
 
 
-def _inside_an_update(worker: Any) -> bool:
+def _has_open_update(worker: Any) -> bool:
     return worker._weight_update_active

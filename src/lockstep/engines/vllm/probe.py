@@ -84,14 +84,14 @@ def _own_name(name: str) -> str:
     return name.rpartition("/")[2].removesuffix(_AS_HEAD)
 
 
-def linear_output(name: str, module: Any, seed: int, *, has_bias: bool = False) -> torch.Tensor:
+def linear_output(name: str, module: Any, seed: int, *, with_zeros: bool = False) -> torch.Tensor:
     """(rows, outputs) outputs of a whole linear module for its probe input. The module may have a LoRA layer of vLLM around it.
 
     Args:
-        has_bias: whether the module has a bias. It then also gets a row of zeros.
+        with_zeros: whether to add a second row, the outputs for a row of zeros.
     """
     own = plain_module(module)
-    inputs = probe_inputs(seed, name, own.input_size, has_bias=has_bias)
+    inputs = probe_inputs(seed, name, own.input_size, has_bias=with_zeros)
     inputs = own_inputs(own, inputs.to(next(own.parameters()).device, own.params_dtype))
     answer = module(inputs.contiguous())
     output, bias = answer if isinstance(answer, tuple) else (answer, None)
@@ -106,7 +106,7 @@ def plain_module(module: Any) -> Any:
 def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
     own = plain_module(module)
     if isinstance(own, LinearBase):
-        return linear_output(name, module, seed, has_bias=own.bias is not None).flatten()
+        return linear_output(name, module, seed, with_zeros=own.bias is not None).flatten()
     # Only linear modules may have adapters; all others are refused.
     module = own
     if isinstance(module, ParallelLMHead) or name.endswith(_AS_HEAD):
