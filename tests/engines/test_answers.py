@@ -1,4 +1,4 @@
-"""Every request gets its own answer, or there is an error: for any order, number or repetition of answers."""
+"""Every request gets its own answer, or an error is raised. This holds for any order, number and repetition of answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_any_order_of_answers_gives_the_same_result(order: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 5), max_size=9))
-# Each was answered, one of them twice.
+# Each request has an answer, and one request has two.
 @example([0, 1, 2, 3, 4, 4])
 def test_every_other_multiset_of_answers_is_refused(given_answers: list[int]) -> None:
     asked = [request(i) for i in range(5)]
@@ -54,7 +54,7 @@ def test_every_other_multiset_of_answers_is_refused(given_answers: list[int]) ->
         ({"logprobs": (-0.5,)}, "logprobs"),
         ({"logprobs": (-0.5, float("nan"))}, "logprobs"),
         ({"logprobs": (-0.5, float("-inf"))}, "logprobs"),
-        # Finite, but not in the float32 that log-probs are kept in.
+        # Finite in float64, but not in float32. Log-probs are stored in float32.
         ({"logprobs": (-0.5, -1e39)}, "logprobs"),
         ({"weight_versions": (3, 2)}, "version"),
         ({"weight_versions": ()}, "logprobs"),
@@ -134,7 +134,7 @@ def test_kept_ids_that_fit_their_request_pass(sampling: Sampling, changes: dict[
         # The sets of two tokens, exchanged.
         (TOP_K, {"kept_ids": KeptIds([3, 8, 7, 9], [2, 4])}, "2 tokens outside .* first one is token 0"),
         (TOP_K, {"kept_ids": KeptIds([7, 9, 3, 9], [2, 4])}, "1 tokens outside .* first one is token 1"),
-        # A set cut short.
+        # A set with too few ids.
         (TOP_K, {"kept_ids": KeptIds([7, 3, 8], [1, 3])}, "log-prob of that id is not 0"),
         (TOP_K, {"kept_ids": KeptIds([9, 7, 3, 8], [2, 4])}, "not ascending"),
         (TOP_K, {"kept_ids": KeptIds([7, 7, 3, 8], [2, 4])}, "not ascending"),

@@ -1,4 +1,4 @@
-"""The masks of a whole completion are those of its tokens one after the other."""
+"""The masks of a whole completion, made in one call, equal the masks that are made token by token."""
 
 from __future__ import annotations
 

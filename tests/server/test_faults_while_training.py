@@ -3,9 +3,9 @@
 Each run continues and ends with the weights of a run without a fault, bit for bit. Or it stops with one error before it learns from
 wrong data, and reaches those weights when it is resumed.
 
-CI injects the faults with which the trainer has another thing to do each time: a lost answer, a late one, one that it gets although
-it was asked twice, a push that is lost before, while and after its weights travel, and a wrong answer. `test_sick_answers.py` shows
-for each fault and each call that the engine is lost or the answer refused. All faults in whole runs are tested before a release.
+CI injects one fault for each way in which the trainer reacts: a lost answer, a late answer, an answer to a request that was sent
+twice, a push that is lost before, while and after its weights are sent, and a wrong answer. `test_sick_answers.py` shows for each
+fault and each call that the engine is lost or the answer is refused. All faults in whole runs are tested before a release.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = [*VLLM, pytest.mark.long]
 # The faults of an answer; each step has one of them.
 ANSWERS = ["cut", "500", "503", "late", "asked_twice", "body_twice", "truncated", "empty", "last"]
 OFTEN = ["cut", "late", "asked_twice"]
-# The faults after which the trainer has all answers that it needs.
+# The faults after which the trainer still has all answers that it needs.
 HARMLESS = {"asked_twice", "last"}
 # The calls of a push, in their order, with the fault of each.
 PUSH = [

@@ -184,7 +184,7 @@ KINDS = (
     "solved prompts leave",
     "interrupted",
 )
-# The loop of these two is that of GRPO and of PPO; their losses are tested without an engine.
+# These two methods use the loop of GRPO and of PPO. Their losses are tested without an engine.
 AS_ANOTHER = {"RLOO", "REINFORCE++"}
 
 
@@ -259,15 +259,15 @@ def test_a_second_run_begins_without_open_requests(untied_dir: str, tmp_path: Pa
 def test_a_scoring_request_is_answered_before_generation_requests_that_wait(server: Server) -> None:
     engine = connect(server.url)
     push_weights(make_model(), engine, 1)
-    # In its turn a proof is answered when nothing that came before it waits any longer. This process may also hear of the answer so
-    # late that everything else is answered too: then it asks again.
+    # Without priorities, the server would answer the score after all requests that came before it. This process may also read the
+    # answer so late that all other requests are answered too. Therefore there are several attempts.
     assert any(waits_after_a_score(server, engine) for _ in range(5))
     engine.close()
 
 
 def waits_after_a_score(server: Server, engine: VLLMServer) -> bool:
-    """Whether requests that were sent before a score still wait when the score is there."""
-    # Four times as many as the server decodes together, and long, so that the last of them wait for seconds.
+    """Whether some of the requests that were sent before a score still wait when the score has arrived."""
+    # Four times as many requests as the server decodes together. They are long, so that the last of them wait for seconds.
     waiting, deadline = Asked(engine, long_requests(256, 400)), time.monotonic() + 60
     while server.waiting_requests() < 100:
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""A trainer and a guarded server prove to each other that they have the key; nothing is told to a program that does not."""
+"""Trainer and guarded server prove to each other that they have the key. A program without the key gets no information."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Servers started by vLLM's own command line: with all arguments that our errors name, and with one of them missing.
 
-The servers that lack arguments or differ in several are tested before a release: each one is a start of its own.
+Servers that lack arguments or differ in several arguments are tested before a release, because each case starts a server.
 `test_handshake_and_receipt.py` shows that one error names everything that differs.
 """
 

@@ -1,4 +1,4 @@
-"""A bf16 server is sent bf16: half the bytes, and the same weights that the server would have made from the wider tensors."""
+"""The trainer casts weights to bf16 before it sends them to a bf16 server: half the bytes, and the same weights in the server."""
 
 from __future__ import annotations
 

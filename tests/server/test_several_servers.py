@@ -163,7 +163,7 @@ def test_a_server_that_acknowledges_other_weights_is_named(pair: Pair) -> None:
     def damaged(method: str, *args: str) -> Any:
         answers = real(method, *args)
         if method == "lockstep_acknowledgement":
-            # The first server is the wrong one: the others must not be taken for it.
+            # The answer of the first server is damaged. The error must not name another server.
             answers[0][0]["tensors"][0][3] = "0" * 32
         return answers
 
