@@ -57,12 +57,13 @@ class AdaptersInProcess:
 
     Args:
         llm: vLLM's engine.
-        close: called at the beginning of a push; the engine must then refuse requests.
-        open: called with the weight version at the end of a push; the engine may then answer requests again.
+        close_requests: called at the beginning of a push; the engine must then refuse requests.
+        open_requests: called with the weight version at the end of a push; the engine may then answer requests again.
     """
 
-    def __init__(self, llm: LLM, close: Any, open: Any) -> None:
-        self._llm, self._close, self._open = llm, close, open
+    def __init__(self, llm: LLM, close_requests: Any, open_requests: Any) -> None:
+        self._llm = llm
+        self._close_requests, self._open_requests = close_requests, open_requests
         llm.collective_rpc(_prepare)
         self._pushes = 0
         self._coming: LoRARequest | None = None
@@ -98,7 +99,7 @@ class AdaptersInProcess:
     def begin(self) -> None:
         from lockstep.engines.adapters.worker import drop_adapters
 
-        self._close()
+        self._close_requests()
         names = [r.lora_name for r in (self.request, self._coming) if r is not None]
         self.request = self._coming = None
         self._llm.collective_rpc(drop_adapters, args=(names,))
@@ -124,7 +125,7 @@ class AdaptersInProcess:
 
     def commit(self, version: int) -> None:
         self.request, self._coming = self._coming, None
-        self._open(version)
+        self._open_requests(version)
 
     def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
         from lockstep.engines.adapters.worker import probe_adapter

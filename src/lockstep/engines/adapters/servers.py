@@ -96,7 +96,7 @@ class ServerAdapters:
         run: str,
         session: str,
     ) -> None:
-        self._servers, self._choose = servers, transport
+        self._servers, self._make_transport = servers, transport
         self._transport: WeightTransport | None = None
         self._adapter_calls = [_AdapterCalls(server) for server in servers.all]
         self._run, self._session = run or session, session
@@ -120,7 +120,7 @@ class ServerAdapters:
         dtypes = {state["dtype"] for state in states}
         if len(dtypes) > 1:
             raise InputError(
-                f"the servers keep adapters in {' and '.join(sorted(dtypes))}: start them with one --lora_dtype"
+                f"the servers keep adapters in {' and '.join(sorted(dtypes))}: start them with the same --lora_dtype"
             )
         return AdapterLimits(min(state["rank"] for state in states), getattr(torch, dtypes.pop()))
 
@@ -219,7 +219,7 @@ class ServerAdapters:
         self._pushes += 1
         name = self._coming = _JOIN.join((self._run, self._session, f"{version}.{self._pushes}"))
         if self._transport is None:
-            self._transport = self._choose(self._servers.all)
+            self._transport = self._make_transport(self._servers.all)
         for calls in self._adapter_calls:
             calls.begin(name)
         try:

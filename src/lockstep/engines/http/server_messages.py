@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.engines.http.server_pictures import check_places, features
 from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, LoadedWeights, TensorSpec
-from lockstep.engines.vllm.requests import SCORING_FIELDS, reported_sets, sampling_fields, versions_of
+from lockstep.engines.vllm.requests import SCORING_FIELDS, reported_kept_ids, sampling_fields, versions_of
 from lockstep.errors import LockstepError, ProofError
 from lockstep.images.pictures import Picture
 from lockstep.tokens.arrays import BadValues, Ids, Reals, reals, whole_numbers
@@ -91,7 +91,7 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
         logprobs=_logprobs(request, token_ids, choice),
         weight_versions=_versions(request, choice.get("weight_versions") or [], versions, len(token_ids)),
         finish_reason=cast(FinishReason, finish),
-        kept_ids=reported_sets(request.key, choice.get("sampling_mask"), filtered=request.sampling.is_filtered),
+        kept_ids=reported_kept_ids(request.key, choice.get("sampling_mask"), filtered=request.sampling.is_filtered),
         # The server knows the pictures by their digests (`server_pictures.py`), and the answer reports the same places.
         pictures=request.pictures,
     )

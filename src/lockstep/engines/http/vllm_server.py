@@ -96,7 +96,7 @@ class VLLMServer:
             self._name,
             timeout,
             self._refuse_requests,
-            self._open_adapter,
+            self._open_requests,
         )
         self.adapters = ServerAdapters(parts, transport, run, self.session)
         self._requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters)
@@ -215,7 +215,7 @@ class VLLMServer:
     def _lost(self, what: str) -> EngineLost:
         return EngineLost(what, self.recover)
 
-    def _open_adapter(self, version: int) -> None:
+    def _open_requests(self, version: int) -> None:
         """Accept requests for a version whose weights are the base model with an adapter."""
         self._stamps[self._stamp(version)] = version
         self._committed.append(version)

@@ -129,13 +129,13 @@ def completion(key: RequestKey, output: RequestOutput, *, filtered: bool) -> Com
         logprobs=reals([entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]),
         weight_versions=_versions(sample.weight_versions, len(token_ids)),
         finish_reason=cast(FinishReason, sample.finish_reason),
-        kept_ids=reported_sets(
+        kept_ids=reported_kept_ids(
             key, sample.sampling_mask.token_ids if sample.sampling_mask else None, filtered=filtered
         ),
     )
 
 
-def reported_sets(key: RequestKey, sets: Sequence[Sequence[int]] | None, *, filtered: bool) -> KeptIds | None:
+def reported_kept_ids(key: RequestKey, sets: Sequence[Sequence[int]] | None, *, filtered: bool) -> KeptIds | None:
     """The kept ids of an answer of vLLM; None if the answer has none.
 
     If a request without filters is in the same batch as a request with filters, vLLM puts empty sets into its answer.
