@@ -114,7 +114,7 @@ def test_each_push_is_proven_and_the_last_adapter_alone_stays(
         assert mean_gap(model, found) < 1e-5
         memory = memory_of(engine)
         assert list(memory.tensors) == list(memory._ids) == [engine.adapters.name]
-        assert len(memory._loads.list_adapters()) == 1
+        assert len(memory._manager.list_adapters()) == 1
         move(model, version)
     assert mean_gap(model, found) > 0.05
 
