@@ -51,8 +51,8 @@ class Connection:
     def update_weights(self, model: PreTrainedModel, version: int) -> SyncRecord:
         """Load a model's weights into the servers, and prove every module that the servers then run.
 
-        The model is not changed. Running requests continue with the new weights, and each token has its own weight version. With
-        `enable_lora`, a running request keeps the adapter that it began with.
+        The model is not changed. Running requests continue with the new weights, and each token has the version of the weights that
+        sampled it. With `enable_lora`, a running request keeps the adapter that it began with.
 
         Args:
             model: a causal language model of the same kind as the servers' model, in any dtype.
@@ -102,7 +102,7 @@ class Connection:
         if self._pusher is None or self.version is None:
             raise ProofError(
                 "version",
-                "verify was called before the servers have received weights",
+                "verify was called before the servers had received weights",
                 "no update was made yet, or a server was lost since then",
                 "call update_weights first",
             )

@@ -153,7 +153,7 @@ def _logprobs(request: GenerationRequest, token_ids: list[int], choice: Mapping[
         f"request {request.key} has {len(token_ids)} tokens and {len(entries)} log-probs; {len(values)} log-probs are finite and "
         "belong to its tokens",
         "the server was started without log-probs, or its model computes NaN",
-        "start the server with 'lockstep serve'; if it was, look for NaN in the weights",
+        "start the server with 'lockstep serve'; if it was started so, look for NaN in the weights",
     )
 
 
