@@ -2384,7 +2384,7 @@ MUTATIONS = [
         "server/supervisor.py",
         ", umask=0o077",
         "",
-        "tests/server/test_keys_guard_and_command.py::TestSupervisor::test_the_files_of_a_server_are_its_owners_alone",
+        "tests/server/test_supervisor.py::test_the_files_of_a_server_are_its_owners_alone",
     ),
     Mutation(
         "a trainer without free descriptors waits for its server",

@@ -7,7 +7,6 @@ import os
 import shlex
 import socket
 import stat
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from lockstep.server.command import ServeOptions, command_line, environment
 from lockstep.server.guard import KeyGuard
 from lockstep.server.keys import KEY_VARIABLE, default_key_file, key_for, make_key, read_key, write_key
 from lockstep.server.launch import check_no_second_model, check_whole_names
-from lockstep.server.supervisor import Supervisor
 
 KEY = "a-key-for-tests-only"
 
@@ -340,98 +338,3 @@ class TestRefusals:
         out = capsys.readouterr().out
         assert "lockstep.server.guard.KeyGuard" in out
         assert KEY not in out
-
-
-# Answers that it is healthy twice, and ends when it is asked again.
-HEALTHY = """
-import http.server, os, sys
-asked = 0
-class Health(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        global asked
-        asked += self.path == "/health"
-        if asked > 2:
-            os._exit(3)
-        self.send_response(200 if self.path == "/health" else 401); self.end_headers()
-    def log_message(self, *args): pass
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
-"""
-
-# Answers that it is healthy three times; then it refuses connections, or says that it fails, and does not end when it is asked to.
-DYING = """
-import signal, sys, time, threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-asked, ill = 0, threading.Event()
-class Answer(BaseHTTPRequestHandler):
-    def do_GET(self):
-        global asked
-        asked += self.path == "/health"
-        self.send_response(401 if self.path == "/" else 200 if asked <= 3 else 503)
-        self.end_headers()
-        if asked >= 3:
-            ill.set()
-    def log_message(self, *args):
-        pass
-server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-if sys.argv[2] == "closed":
-    ill.wait()
-    server.shutdown()
-    server.server_close()
-time.sleep(600)
-"""
-
-
-class TestSupervisor:
-    """The supervisor with a small real process instead of vLLM; test_killed_servers.py kills the real server."""
-
-    def test_a_server_that_ends_is_started_again_and_a_line_reports_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from servers import free_port
-
-        monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.2)
-        port, lines, ready = free_port(), [], []
-        command = [sys.executable, "-c", HEALTHY, str(port)]
-
-        def say(line: str) -> None:
-            lines.append(line)
-            if len(ready) >= 2:
-                supervisor.stop()
-
-        supervisor = Supervisor(command, {}, f"http://127.0.0.1:{port}", ready=ready.append, say=say)
-        supervisor.run()
-        assert len(ready) == 2
-        assert "ended with exit code 3; starting it again in 1 s" in lines[0]
-        assert "again in 2 s" in lines[1]
-
-    def test_a_server_that_never_came_up_is_not_tried_for_ever(self) -> None:
-        supervisor = Supervisor(
-            [sys.executable, "-c", "raise SystemExit(7)"], {}, "http://127.0.0.1:9", ready=print, say=print
-        )
-        with pytest.raises(Exception, match="ended with exit code 7 before it was ready"):
-            supervisor.run()
-
-    def test_the_files_of_a_server_are_its_owners_alone(self) -> None:
-        command = [sys.executable, "-c", "import os; raise SystemExit(os.umask(0))"]
-        with pytest.raises(Exception, match=f"ended with exit code {0o077} "):
-            Supervisor(command, {}, "http://127.0.0.1:9", ready=print, say=print).run()
-
-    @pytest.mark.parametrize("ill", ["closed", "failing"])
-    def test_a_server_whose_engine_died_and_that_does_not_end_is_ended(
-        self, ill: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """vLLM's server does this while calls to its dead engine are open: it stops listening, and waits for them without end."""
-        from servers import free_port
-
-        monkeypatch.setattr("lockstep.server.supervisor._FAILING_LIMIT", 1.0)
-        monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.5)
-        port, lines = free_port(), []
-
-        def say(line: str) -> None:
-            lines.append(line)
-            supervisor.stop()
-
-        command = [sys.executable, "-c", DYING, str(port), ill]
-        supervisor = Supervisor(command, {}, f"http://127.0.0.1:{port}", ready=lambda seconds: None, say=say)
-        supervisor.run()
-        assert lines == ["the server reported errors for 1 s; starting it again in 1 s"]
