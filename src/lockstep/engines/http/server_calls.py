@@ -279,7 +279,7 @@ def check_urls(name: str, urls: Sequence[str]) -> None:
     for url in urls:
         if "@" in url:
             raise InputError(
-                f"{name} contains a user name or a password; remove it: the key belongs in LOCKSTEP_SERVER_KEY or in the key file"
+                f"{name} contains a user name or password; remove it: the key belongs in LOCKSTEP_SERVER_KEY or in the key file"
             )
         try:
             parts = urlsplit(url)
