@@ -214,7 +214,7 @@ def test_a_model_without_an_adapter_and_other_engines_are_refused(untied_dir: st
 
 def test_the_rank_that_vllm_gets_is_the_next_one_that_it_has() -> None:
     assert [adapter_arguments(rank, ["a.q"])["max_lora_rank"] for rank in (1, 4, 16, 17, 512)] == [1, 8, 16, 32, 512]
-    with pytest.raises(InputError, match="rank 513; vLLM's LoRA supports at most 512"):
+    with pytest.raises(InputError, match="rank 513, and vLLM's LoRA supports at most 512"):
         adapter_arguments(513, ["a.q"])
 
 
