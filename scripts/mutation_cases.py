@@ -61,7 +61,7 @@ ANSWERS = ("engines/answers.py", "tests/engines/test_answers.py")
 KEPT_SETS = ("engines/filters/kept_sets.py", "tests/engines/test_answers.py")
 KEPT_ROWS = (
     "engines/vllm/kept_ids.py",
-    "tests/engines/test_vllm_kept_ids.py::test_each_row_has_its_finite_ids_unless_it_did_not_ask_or_has_too_many",
+    "tests/engines/test_vllm_kept_ids.py::test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it",
 )
 SAMPLING = ("engines/filters/sampling.py", "tests/engines/test_sampling_order.py")
 WIRE = ("rollouts/across_ranks/wire.py", "tests/rollouts/test_wire.py")
@@ -512,7 +512,7 @@ MUTATIONS = [
     _of(
         CALLS,
         "a program without the key is greeted",
-        "if not hmac.compare_digest(server_proof(key, nonce, theirs).encode(), proof.encode()):",
+        "if not hmac.compare_digest(server_proof(key, nonce, server_nonce).encode(), proof.encode()):",
         "if False:",
     ),
     _of(CALLS, "answers need no proof", "if session.is_server(call, answer.headers.get(PROOF_HEADER)):", "if True:"),
@@ -521,7 +521,7 @@ MUTATIONS = [
     Mutation(
         "a second model is taken by a server",
         "server/launch.py",
-        "if second is not None:",
+        "if found is not None:",
         "if second == '':",
         "tests/server/test_keys_guard_and_command.py::TestCommand",
     ),
@@ -607,8 +607,10 @@ MUTATIONS = [
         "chosen(answer.token_ids, answer.sampled)",
         "answer.token_ids",
     ),
-    _of(KEPT_SETS, "ids in any order", "if not rises.all():", "if False:"),
-    _of(KEPT_SETS, "a first id below the last one of the set before", "rises[kept.ends[:-1] - 1] = True", "pass"),
+    _of(KEPT_SETS, "ids in any order", "if not is_ascending.all():", "if False:"),
+    _of(
+        KEPT_SETS, "a first id below the last one of the set before", "is_ascending[kept.ends[:-1] - 1] = True", "pass"
+    ),
     _of(
         KEPT_SETS,
         "a top-k that the engine ignored",
@@ -806,7 +808,12 @@ MUTATIONS = [
                 "tensor.flatten().view(bits).numpy()",
                 "tensor.flatten().float().numpy()",
             ),
-            ("changes for an engine that was started again", "engines/held.py", "and base != self._known", "and False"),
+            (
+                "changes for an engine that was started again",
+                "engines/held.py",
+                "and base != self._earlier_digest",
+                "and False",
+            ),
             ("a whole push after a failed proof", "parity/proven_push.py", "if not trusted:", "if False:"),
         )
     ),
@@ -1971,8 +1978,8 @@ MUTATIONS = [
     Mutation(
         "a server may put pictures into other places of a prompt",
         SENT_PICTURES[0],
-        "if found != due:",
-        "if found.keys() != due.keys():",
+        "if found != expected:",
+        "if found.keys() != expected.keys():",
         f"{SENT_PICTURES[1]}::test_pictures_must_be_at_the_places_for_which_they_were_sent",
     ),
     Mutation(
@@ -2027,7 +2034,7 @@ MUTATIONS = [
     Mutation(
         "other ids may stand between the placeholders of what vLLM takes for one picture",
         "engines/vllm/pictures.py",
-        "if any(own[-1] - own[0] >= len(own) for own in shown.places_of_each):",
+        "if any(own[-1] - own[0] >= len(own) for own in pieces.places_of_each):",
         "if False:",
         f"{SENT_PICTURES[1]}::test_each_tile_is_a_picture_whose_placeholders_stand_side_by_side",
     ),
@@ -2379,7 +2386,7 @@ MUTATIONS = [
         "server/supervisor.py",
         ", umask=0o077",
         "",
-        "tests/server/test_keys_guard_and_command.py::TestSupervisor::test_the_files_of_a_server_are_its_owners_alone",
+        "tests/server/test_supervisor.py::test_the_files_of_a_server_are_its_owners_alone",
     ),
     Mutation(
         "a trainer without free descriptors waits for its server",

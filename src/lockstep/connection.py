@@ -1,8 +1,8 @@
-"""Running servers for users who wrote their own trainer: `lockstep.engines.connect(url)`.
+"""A connection to running servers, for users with their own trainer: `lockstep.engines.connect(url)`.
 
-There are four calls: `update_weights`, `generate`, `score` and `verify`. `update_weights` loads a model's weights into the
-servers and proves it. The others refuse to work with servers that do not hold these weights. This module is above `sync/` and
-`parity/` and below `training/`.
+It has four methods: `update_weights`, `generate`, `score` and `verify`. `update_weights` loads a model's weights into the servers
+and proves that they hold them. The other methods raise an error if a server does not hold these weights. This module uses `sync/`
+and `parity/`, and does not use `training/`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.sync.wire.transport import choose_transport
 
 
 class Connection:
-    """Servers that hold a trainer's weights. Made by `connect`.
+    """A connection to servers that hold a trainer's weights. `connect` makes it.
 
     Attributes:
         engine: the servers behind the engine protocol, for trainers that run the proofs themselves.
@@ -41,7 +41,7 @@ class Connection:
 
     @property
     def version(self) -> int | None:
-        """The version that the servers serve. None before the first update and after a server was lost."""
+        """The weight version that the servers use. None before the first update and after a server was lost."""
         return self.engine.version
 
     def settings(self) -> EngineSettings:
@@ -51,12 +51,12 @@ class Connection:
     def update_weights(self, model: PreTrainedModel, version: int) -> SyncRecord:
         """Load a model's weights into the servers, and prove every module that the servers then run.
 
-        The model is only read. Running requests continue with the new weights; each of their tokens carries its weight version.
-        With `enable_lora`, running requests end with the adapter that they began with.
+        The model is not changed. Running requests continue with the new weights, and each token has the version of the weights that
+        sampled it. With `enable_lora`, a running request keeps the adapter that it began with.
 
         Args:
             model: a causal language model of the same kind as the servers' model, in any dtype.
-            version: a number that the caller chooses; it must grow with each update.
+            version: number of the weights, chosen by the caller. It must be larger at each update.
 
         Raises:
             ProofError: servers and model are not of the same kind, or the weights in use differ from those that were sent.
@@ -72,10 +72,10 @@ class Connection:
         return self._pusher.push(version, every_module=True).push
 
     def generate(self, requests: Sequence[GenerationRequest]) -> dict[RequestKey, Completion]:
-        """Answer every request. The result is keyed by request.
+        """Answer every request. Returns the completions by key.
 
         Raises:
-            InputError: a prompt does not fit the context; then no request has been started.
+            InputError: a prompt does not fit the context. No request has then been started.
             ProofError: the servers have received no weights yet, or an answer does not match its request.
             EngineLost: a server was lost; call the error's `recover()`, update the weights and ask again.
         """
@@ -85,24 +85,24 @@ class Connection:
         """Log-probs at temperature 1 of every id of each sequence, except the first id.
 
         Raises:
-            InputError: a sequence has fewer than two ids, or fills the context.
+            InputError: a sequence has fewer than two ids, or fills the whole context.
             ProofError, EngineLost: as in `generate`.
         """
         return self.engine.score({name: tuple(ids) for name, ids in sequences.items()})
 
     def verify(self) -> tuple[ProbeRecord, GapStats]:
-        """Prove that the servers compute with the model's current weights: every module, and a few whole sequences.
+        """Prove that the servers compute with the model's current weights. The proof covers every module and a few whole sequences.
 
         Returns:
             The probe's errors per weight, and the parity gap on the sequences.
 
         Raises:
-            ProofError: they do not. The message names the layers, or the gap.
+            ProofError: the servers compute with other weights. The message names the layers, or the gap.
         """
         if self._pusher is None or self.version is None:
             raise ProofError(
                 "version",
-                "the servers were asked to prove weights that they never received",
+                "verify was called before the servers had received weights",
                 "no update was made yet, or a server was lost since then",
                 "call update_weights first",
             )
@@ -129,20 +129,20 @@ def connect(
     """Connect to running servers (`lockstep serve MODEL`, or vLLM's own server with the same arguments).
 
     Args:
-        url: one base URL or several. Requests go to the least busy server, weights to all.
+        url: one base URL or several. Each request goes to the least busy server; weights go to all servers.
         key_file: file with the servers' key. Default: the variable LOCKSTEP_SERVER_KEY, or the key that a server on this
             machine saved.
-        timeout: seconds that any call may take, and that the trainer waits for a server.
-        generation_timeouts: how many of these time limits one request for a completion may take.
-        transport: `shared_memory` (one machine), `gloo` (TCP), or `auto`: the fastest that all servers support.
-        deltas: whether gloo sends servers in half precision only the elements of the weights that changed. This process and each
-            worker then keep a copy of the weights in main memory, if there is room for it.
-        group_host: this machine's address as servers on other machines reach it. Gloo listens on it and on no other.
+        timeout: seconds that a call may take, and seconds to wait for a server.
+        generation_timeouts: the time limit of one request for a completion, as a multiple of `timeout`.
+        transport: `shared_memory` (one machine), `gloo` (TCP), or `auto`: the fastest transport that all servers support.
+        deltas: whether gloo sends only the elements that have changed, to servers in half precision. This process and each worker
+            then keep a copy of the weights in main memory, if there is room for it.
+        group_host: the address at which servers on other machines reach this machine. Gloo listens on this address only.
         group_port: port that gloo listens on; 0 means a free port.
-        enable_lora: send the adapter of a model alone, to vLLM's own LoRA. The server needs `--enable_lora`. Several runs may
-            share it.
-        run: a name of letters and digits. When a run comes back under its name, its old adapters leave the servers. Default: a
-            new name.
+        enable_lora: send only the adapter of a model, and let vLLM's own LoRA apply it. The servers need `--enable_lora`. Several
+            runs may share a server.
+        run: name of the run, of letters and digits. If a run connects again with the same name, its old adapters are removed from
+            the servers. Default: a new name.
 
     Raises:
         InputError: a key cannot be read or is refused, the transport cannot be used, or a server was started without an

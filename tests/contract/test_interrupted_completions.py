@@ -120,7 +120,7 @@ def test_a_prompt_that_only_the_first_part_would_fit_behind_is_refused_before_an
     long = replace(PROMPTS[0], ids=(5,) * (CONTEXT - LIMIT + 1))
     real, calls = engine.serve, []
     monkeypatch.setattr(engine, "serve", lambda inbox: calls.append(1) or real(inbox))
-    with pytest.raises(InputError, match=rf"row/0 has {CONTEXT - LIMIT + 1} tokens: with up to {LIMIT} new ones"):
+    with pytest.raises(InputError, match=rf"row/0 has {CONTEXT - LIMIT + 1} tokens: with up to {LIMIT} new tokens"):
         sample(engine, untied_dir, Interruption(AFTER, INSERTED, (1,)), [long])
     assert calls == []
     fits = replace(long, ids=long.ids[1:])

@@ -76,7 +76,7 @@ def test_log_probs_are_those_of_the_definition(
     ("output", "banned"),
     [([], [9]), ([5], [9, 6]), ([5, 6], [9, 7]), ([6, 5], [9, 6]), ([5, 6, 5], [9, 6]), ([6], [9])],
 )
-def test_a_bad_word_is_cut_before_its_last_token_and_begins_in_the_completion(
+def test_the_last_token_of_a_bad_word_is_banned_after_its_other_tokens_in_the_completion(
     output: list[int], banned: list[int]
 ) -> None:
     sampling = Sampling(9, bad_words=((9,), (5, 6), (5, 6, 7)))

@@ -1,4 +1,4 @@
-"""The behaviour of the transformers engine that is not part of the contract of all engines."""
+"""Behaviour of the transformers engine that the contract of all engines (`tests/contract`) does not cover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM compiles nothing where it is told to compile nothing, and gives the same ranks."""
+"""With `enforce_eager` on a CPU vLLM compiles nothing, and computes the same ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's sampler kept is recorded for the right request and token, at no cost to requests that did not ask."""
+"""The ids that vLLM's sampler kept are recorded for the right request and token. Other requests cost nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.tokens.arrays import BadValues
 @given(
     rows=st.lists(st.tuples(st.sets(st.integers(0, 9), min_size=1), st.sampled_from([0, 1, 3, 10])), min_size=1),
 )
-def test_each_row_has_its_finite_ids_unless_it_did_not_ask_or_has_too_many(rows: list[tuple[set[int], int]]) -> None:
+def test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it(rows: list[tuple[set[int], int]]) -> None:
     logprobs = torch.full((len(rows), 10), -torch.inf)
     for row, (kept, _) in zip(logprobs, rows, strict=True):
         row[sorted(kept)] = -1.0
@@ -48,7 +48,7 @@ def test_sets_that_are_no_ids_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def crowded(untied_dir: str) -> Iterator[Engine]:
-    """A vLLM whose cache is too small for the requests of a test."""
+    """A vLLM engine whose cache is too small for the requests of a test, so that it preempts some of them."""
     engine = start("vllm", untied_dir, max_num_seqs=8, engine_kwargs={"num_gpu_blocks_override": 18})
     push_weights(make_model(), engine, 1)
     yield engine
@@ -63,9 +63,7 @@ def asked(sampling: Sampling) -> list[GenerationRequest]:
 class TestInProcess:
     pytestmark = VLLM
 
-    def test_a_request_that_loses_its_place_and_goes_on_keeps_its_sets(
-        self, crowded: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_preempted_request_keeps_its_sets(self, crowded: VLLMInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
         scheduler = crowded.llm.llm_engine.engine_core.engine_core.scheduler
         preempted, real = [], scheduler._preempt_request
 
@@ -77,16 +75,16 @@ class TestInProcess:
         sampling = Sampling(80, top_p=0.8, logit_bias=((0, -50.0),))
         found = crowded.generate(asked(sampling))
         assert preempted
-        # One at a time, no request loses its place.
+        # A request alone is not preempted.
         for request in asked(sampling):
             (alone,) = crowded.generate([request]).values()
             assert same(alone, found[request.key])
 
-    def test_a_batch_without_filters_is_not_looked_at(
+    def test_nothing_is_computed_for_a_batch_without_filters(
         self, crowded: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fails(*given: object) -> None:
-            raise AssertionError("the sets of a batch without filters were made")
+            raise AssertionError("kept ids were computed for a batch without filters")
 
         monkeypatch.setattr("lockstep.engines.vllm.kept_ids.kept_rows", fails)
         found = crowded.generate(asked(Sampling(5, repetition_penalty=1.2)))
@@ -101,7 +99,7 @@ class TestInProcess:
 
 
 def same(one: Completion, other: Completion) -> bool:
-    """Whether two completions of a request agree. Another batch may move an id at the edge of a set."""
+    """Whether two completions of a request agree. In another batch, an id at the limit of a filter may be kept or not."""
     assert one.kept_ids is not None
     assert other.kept_ids is not None
     moved = int((one.kept_ids.sizes != other.kept_ids.sizes).sum())

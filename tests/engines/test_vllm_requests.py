@@ -1,4 +1,4 @@
-"""What goes to vLLM is what the trainer's request asks for, and requests of one call share vLLM's prefix cache."""
+"""vLLM gets the settings of the trainer's request, and the requests of one call share vLLM's prefix cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from lockstep.sync.push import push_weights
 
 @pytest.mark.vllm
 @needs_vllm
-def test_in_one_call_vllm_computes_a_prompt_once_and_a_beginning_that_prompts_share_once(
+def test_in_one_call_vllm_computes_a_prompt_once_and_a_shared_prefix_once(
     tied_vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's counters show it, in whole blocks: all requests enter in one step, and each finds the blocks of earlier ones."""
+    """vLLM counts cached tokens in whole blocks. All requests enter in one step, and each finds the blocks of earlier ones."""
     push_weights(make_model("llama", tied=True), tied_vllm, 1)
     beginning = tuple(range(10, 80))
     requests = [
@@ -89,5 +89,5 @@ def test_what_goes_to_vllm_has_the_settings_of_the_request(form: str, name: str)
 
 
 def _ids_as_numbers(found: dict[str, Any]) -> dict[Any, Any]:
-    """The keys of a JSON mapping are texts; vLLM reads those of `logit_bias` as ids."""
+    """The keys of a JSON mapping are texts. vLLM converts the keys of `logit_bias` to ids."""
     return {int(key) if key.isdigit() else key: value for key, value in found.items()}

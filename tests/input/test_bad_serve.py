@@ -27,7 +27,7 @@ SERVE = [
     Row("a key file in no folder", ["{model}", "--key_file", "{home}/no/k"], "does not exist"),
     Row("a key file that is a directory", ["{model}", "--key_file", "{home}"], "key file"),
     Row("a key file with a short key", ["{model}", "--key_file", "{home}/short"], "at least 16"),
-    Row("a key file that others read", ["{model}", "--key_file", "{home}/open"], "read by others"),
+    Row("a key file that others read", ["{model}", "--key_file", "{home}/open"], "other users can read"),
     Row("no sequences", ["{model}", "--max_num_seqs", "0", "--dry_run"], "max_num_seqs"),
     Row("sequences below 0", ["{model}", "--max_num_seqs", "-4", "--dry_run"], "max_num_seqs"),
     Row("no length", ["{model}", "--max_model_len", "0", "--dry_run"], "max_model_len"),

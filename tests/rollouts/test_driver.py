@@ -359,7 +359,7 @@ def test_nothing_is_started_where_one_prompt_does_not_fit() -> None:
     engine = PlayedEngine(context=43)
     long = starts(4)
     long[2] = replace(long[2], prompt=replace(long[2].prompt, ids=(1, 2, 3, 4)))
-    with pytest.raises(InputError, match="p2 has 4 tokens: with up to 40 new ones"):
+    with pytest.raises(InputError, match="p2 has 4 tokens: with up to 40 new tokens"):
         run(single_turn, engine, long)
     assert engine.rounds == []
 

@@ -31,8 +31,8 @@ class Event(NamedTuple):
     """One signal, and the weight transport of the trainer that must be running when it is sent.
 
     Attributes:
-        phase: of the trainer in which the signal is sent. `LOADING`: right after the event before it.
-        delay: of the signal after the begin of the phase, as a share of the longest delay.
+        phase: the phase of the trainer in which the signal is sent. `LOADING`: right after the event before it.
+        delay: the time between the begin of the phase and the signal, as a share of the longest delay.
     """
 
     who: str
@@ -88,7 +88,7 @@ class Stack:
     """A server with its supervisor, and a trainer of several ranks. What was killed is started again with the same command.
 
     Args:
-        fields: of the run, without those that the stack gives.
+        fields: the fields of the run's config, without those that the stack sets.
         ranks: number of the trainer's processes.
         stopped: seconds that a stopped process stays stopped.
 
@@ -134,7 +134,7 @@ class Stack:
 
     @property
     def phase(self) -> str:
-        """What rank 0 does at the moment."""
+        """The phase that rank 0 is in."""
         return (self._phase_file.read_text().strip() if self._phase_file.exists() else "") or LOADING
 
     @property
@@ -146,7 +146,7 @@ class Stack:
         self.trainer = self.program(name, self.transport)
 
     def log(self, name: str) -> Path:
-        """What the trainer prints that was started last."""
+        """The output of the trainer that was started last."""
         return self.home / f"{name}-{self.starts['trainer']}.log"
 
     def program(self, name: str, transport: str) -> Program:

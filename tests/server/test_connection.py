@@ -51,7 +51,7 @@ def test_update_generate_score_and_verify_agree_with_the_model(servers: Connecti
     assert gap.tokens > 0
 
 
-def test_verify_sees_a_model_that_moved_on(servers: Connection) -> None:
+def test_verify_detects_a_model_that_has_changed(servers: Connection) -> None:
     model = make_model()
     servers.update_weights(model, 1)
     servers.verify()

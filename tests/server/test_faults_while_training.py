@@ -3,9 +3,9 @@
 Each run continues and ends with the weights of a run without a fault, bit for bit. Or it stops with one error before it learns from
 wrong data, and reaches those weights when it is resumed.
 
-CI injects the faults with which the trainer has another thing to do each time: a lost answer, a late one, one that it gets although
-it was asked twice, a push that is lost before, while and after its weights travel, and a wrong answer. `test_sick_answers.py` shows
-for each fault and each call that the engine is lost or the answer refused. All faults in whole runs are tested before a release.
+CI injects one fault for each way in which the trainer reacts: a lost answer, a late answer, an answer to a request that was sent
+twice, a push that is lost before, while and after its weights are sent, and a wrong answer. `test_sick_answers.py` shows for each
+fault and each call that the engine is lost or the answer is refused. All faults in whole runs are tested before a release.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = [*VLLM, pytest.mark.long]
 # The faults of an answer; each step has one of them.
 ANSWERS = ["cut", "500", "503", "late", "asked_twice", "body_twice", "truncated", "empty", "last"]
 OFTEN = ["cut", "late", "asked_twice"]
-# The faults after which the trainer has all answers that it needs.
+# The faults after which the trainer still has all answers that it needs.
 HARMLESS = {"asked_twice", "last"}
 # The calls of a push, in their order, with the fault of each.
 PUSH = [
@@ -163,7 +163,7 @@ def test_whatever_happens_to_a_push_the_run_goes_on_with_the_right_weights(
 
 
 @pytest.mark.parametrize("lies", portion([LIES_OFTEN, LIES], lambda lies: lies == LIES_OFTEN), ids=len)
-def test_answers_that_lie_stop_the_run_before_it_learns_and_it_resumes_to_the_same_weights(
+def test_false_answers_stop_the_run_before_it_learns_and_it_resumes_to_the_same_weights(
     lies: list[tuple[str, int, str]], proxy: FaultyProxy, expected: Expected, untied_dir: str, tmp_path: Path
 ) -> None:
     saves = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1}

@@ -1,6 +1,7 @@
-"""Runs with sampling filters on a real server, also ahead: kept ids cross the wire, and pushes land amid completions.
+"""Runs with sampling filters on a real server, with and without generations ahead.
 
-CI has all filters in turn, and kept ids ahead with two steps per generation. The other rows are tested before a release.
+The server sends kept ids over HTTP, and pushes happen in the middle of completions. CI tests all filters without staleness, and
+kept ids with generations ahead and two steps per generation. The other rows are tested before a release.
 """
 
 from __future__ import annotations

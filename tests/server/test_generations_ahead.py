@@ -128,7 +128,7 @@ def test_every_token_has_the_log_prob_of_the_weights_it_is_stamped_with(
     assert "tokens were older than the weights that learned from them" in explain_run(tmp_path)
 
 
-def test_prompts_are_those_of_a_run_that_takes_turns_each_sampled_by_seeds_of_its_own(
+def test_prompts_are_those_of_a_run_without_staleness_and_each_sample_has_its_own_seed(
     untied_dir: str, tmp_path: Path, server: Server
 ) -> None:
     """Three prompts, two per generation, five generations at a time: the same prompt is sampled several times at once."""
@@ -148,7 +148,7 @@ def test_prompts_are_those_of_a_run_that_takes_turns_each_sampled_by_seeds_of_it
     assert len({c.token_ids.tobytes() for g in ahead.generations.values() for c in g.completions}) > 6 * 4
 
 
-def test_what_the_engine_computes_with_wrong_weights_is_seen_although_every_token_is_old(
+def test_wrong_weights_are_detected_even_if_every_token_is_old(
     untied_dir: str, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = proofs.push_weights
@@ -184,7 +184,7 @@ KINDS = (
     "solved prompts leave",
     "interrupted",
 )
-# The loop of these two is that of GRPO and of PPO; their losses are tested without an engine.
+# These two methods use the loop of GRPO and of PPO. Their losses are tested without an engine.
 AS_ANOTHER = {"RLOO", "REINFORCE++"}
 
 
@@ -243,7 +243,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_the_prompts_that_it_would_have_g
     assert [line["step"] for line in steps_of(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_a_second_run_begins_with_nothing_under_way(untied_dir: str, tmp_path: Path, server: Server) -> None:
+def test_a_second_run_begins_without_open_requests(untied_dir: str, tmp_path: Path, server: Server) -> None:
     trainer = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=5)
     trainer.add_callback(StopAfter(2))
     trainer.train()
@@ -256,18 +256,18 @@ def test_a_second_run_begins_with_nothing_under_way(untied_dir: str, tmp_path: P
         assert gap_by_version(watch.models, generation.completions) < 2e-3
 
 
-def test_a_proof_is_answered_before_what_waits_to_be_generated(server: Server) -> None:
+def test_a_scoring_request_is_answered_before_generation_requests_that_wait(server: Server) -> None:
     engine = connect(server.url)
     push_weights(make_model(), engine, 1)
-    # In its turn a proof is answered when nothing that came before it waits any longer. This process may also hear of the answer so
-    # late that everything else is answered too: then it asks again.
+    # Without priorities, the server would answer the score after all requests that came before it. This process may also read the
+    # answer so late that all other requests are answered too. Therefore there are several attempts.
     assert any(waits_after_a_score(server, engine) for _ in range(5))
     engine.close()
 
 
 def waits_after_a_score(server: Server, engine: VLLMServer) -> bool:
-    """Whether requests that were sent before a score still wait when the score is there."""
-    # Four times as many as the server decodes together, and long, so that the last of them wait for seconds.
+    """Whether some of the requests that were sent before a score still wait when the score has arrived."""
+    # Four times as many requests as the server decodes together. They are long, so that the last of them wait for seconds.
     waiting, deadline = Asked(engine, long_requests(256, 400)), time.monotonic() + 60
     while server.waiting_requests() < 100:
         assert time.monotonic() < deadline
@@ -277,7 +277,7 @@ def waits_after_a_score(server: Server, engine: VLLMServer) -> bool:
     return found
 
 
-def test_a_run_goes_on_where_the_engine_is_lost_while_the_canary_sings(
+def test_a_run_goes_on_if_the_engine_is_lost_while_it_scores_the_canary(
     untied_dir: str, tmp_path: Path, server: Server
 ) -> None:
     trainer, watch = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=5), Watch()

@@ -1,4 +1,4 @@
-"""A trainer and a guarded server prove to each other that they have the key; nothing is told to a program that does not."""
+"""Trainer and guarded server prove to each other that they have the key. A program without the key gets no information."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_the_server_gets_a_call_and_never_the_key(port: Port) -> None:
         ),
     ],
 )
-def test_an_impostor_gets_a_nonce_and_nothing_else(port: Port, program: Program) -> None:
+def test_a_program_without_the_key_gets_only_a_nonce(port: Port, program: Program) -> None:
     port.program = program
     with pytest.raises(InputError, match="he key was not sent"):
         port.calls.call("POST", "/update_weights", {"weights": "secret"})
@@ -110,7 +110,7 @@ def test_an_impostor_that_takes_the_port_between_two_calls_is_no_server_any_more
     port.program = guarded()
     port.calls.call("GET", "/weight_info")
     port.program = impostor
-    with pytest.raises(EngineLost, match="without the proof"):
+    with pytest.raises(EngineLost, match="without a proof"):
         port.calls.call("POST", "/pause")
     with pytest.raises(InputError, match="does not accept the key"):
         port.calls.call("POST", "/update_weights", {"weights": "secret"})
@@ -145,7 +145,7 @@ def test_a_call_without_the_trainers_proof_is_answered_401(port: Port) -> None:
     assert ask(authorization=shown)[0] == 200
     nonce, call, proof = shown.split()[1].split(".")
     for words in (
-        session.shown(make_nonce()),
+        session.authorization(make_nonce()),
         f"Lockstep {nonce}.{make_nonce()}.{proof}",
         f"Lockstep {make_nonce()}.{call}.{proof}",
         f"Lockstep {nonce}.{call}.",

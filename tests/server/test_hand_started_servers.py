@@ -1,6 +1,6 @@
 """Servers started by vLLM's own command line: with all arguments that our errors name, and with one of them missing.
 
-The servers that lack arguments or differ in several are tested before a release: each one is a start of its own.
+Servers that lack arguments or differ in several arguments are tested before a release, because each case starts a server.
 `test_handshake_and_receipt.py` shows that one error names everything that differs.
 """
 
@@ -84,7 +84,7 @@ def test_a_server_started_with_the_arguments_that_errors_name_trains_like_any_ot
 LACKING = {
     DEVELOPER: "has no /collective_rpc",
     "--worker-extension-cls": "at /collective_rpc",
-    "--weight-transfer-config": "takes weights by None",
+    "--weight-transfer-config": "receives weights by None",
     "--enable-scale-out": "has no /inference/v1/generate",
     "--no-enable-chunked-prefill": "computes prompts in parts",
 }

@@ -42,7 +42,7 @@ def long_requests(count: int, tokens: int) -> list[GenerationRequest]:
 
 
 def gap_by_version(models: dict[int, PreTrainedModel], found: list[Completion]) -> float:
-    """The largest difference between a token's log-prob and that of a plain forward with the weights of the token's version."""
+    """The largest difference between a token's log-prob and the log-prob of a plain forward with the weights of its version."""
     worst = 0.0
     for c in found:
         versions = torch.tensor(c.weight_versions)
@@ -106,7 +106,7 @@ def test_requests_wait_while_an_update_is_open_and_are_not_answered_by_half_of_i
     worker = begin(server, lambda: answers.update(engine.generate(asked)))
     engine.begin_update()
     engine._await_pauses()
-    # Each answer of the worker takes a turn of the loop that would also compute tokens.
+    # The loop that answers this call also computes tokens, so that an unpaused server would sample tokens between two calls.
     turns = [(engine._servers[0].workers("lockstep_state"), server.sampled_tokens())[1] for _ in range(20)]
     assert turns[0] == turns[-1]
     assert worker.is_alive()

@@ -7,7 +7,6 @@ import os
 import shlex
 import socket
 import stat
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ from lockstep.errors import InputError
 from lockstep.server.command import ServeOptions, command_line, environment
 from lockstep.server.guard import KeyGuard
 from lockstep.server.keys import KEY_VARIABLE, default_key_file, key_for, make_key, read_key, write_key
-from lockstep.server.launch import check_known, check_model
-from lockstep.server.supervisor import Supervisor
+from lockstep.server.launch import check_no_second_model, check_whole_names
 
 KEY = "a-key-for-tests-only"
 
@@ -55,7 +53,7 @@ class TestKeys:
         path = tmp_path / "k"
         write_key(path, KEY)
         path.chmod(0o640)
-        with pytest.raises(InputError, match="can be read by others"):
+        with pytest.raises(InputError, match="other users can read"):
             read_key(path)
 
     def test_a_key_of_another_user_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +72,7 @@ class TestKeys:
                 read_key(path)
 
     @pytest.mark.parametrize("text", ["", "short", "has spaces in it, and is long", "näñ-ascii-characters"])
-    def test_what_is_no_key_is_refused(self, tmp_path: Path, text: str) -> None:
+    def test_an_invalid_key_is_refused(self, tmp_path: Path, text: str) -> None:
         path = tmp_path / "k"
         write_key(path, text)
         with pytest.raises(InputError, match="16 printable"):
@@ -121,11 +119,11 @@ class TestGuard:
         assert self.ask([], path="/health") == [{"type": "passed"}]
 
     @pytest.mark.parametrize("shown", [[], [b"Bearer no"], [KEY.encode()], [b"Basic " + KEY.encode()], [b"Bearer "]])
-    def test_anything_else_does_not(self, shown: list[bytes]) -> None:
+    def test_other_headers_do_not_pass(self, shown: list[bytes]) -> None:
         assert self.ask([(b"authorization", value) for value in shown])[0]["status"] == 401
         assert self.ask([(b"authorization", value) for value in shown], kind="websocket")[0]["code"] == 1008
 
-    def test_two_keys_are_none(self) -> None:
+    def test_two_headers_with_keys_do_not_pass(self) -> None:
         header = (b"authorization", f"Bearer {KEY}".encode())
         assert self.ask([header, header])[0]["status"] == 401
 
@@ -152,7 +150,7 @@ class TestCommand:
     def test_a_further_node_has_the_url_of_the_first(self, untied_dir: str) -> None:
         nodes = ["--nnodes", "2", "--master_addr", "10.0.0.1", "--node_rank"]
         first, further = (options(untied_dir, *nodes, number) for number in "01")
-        assert (first.follows, further.follows) == (False, True)
+        assert (first.is_later_node, further.is_later_node) == (False, True)
         assert further.url == f"http://10.0.0.1:{further.port}"
         assert first.url == f"http://127.0.0.1:{first.port}"
 
@@ -213,14 +211,14 @@ class TestCommand:
     @pytest.mark.parametrize("word", ["--hos=0.0.0.0", "--logprobs-mod", "--root-pat", "--nonsense"])
     def test_abbreviations_are_refused_where_vllms_own_names_are_known(self, word: str) -> None:
         known = {"--host", "--logprobs-mode", "--root-path", "--compilation-config", "--no-async-scheduling"}
-        check_known(["--compilation-config.mode=0", "--no-async-scheduling", "-1"], known)
+        check_whole_names(["--compilation-config.mode=0", "--no-async-scheduling", "-1"], known)
         with pytest.raises(InputError, match="whole name"):
-            check_known([word], known)
+            check_whole_names([word], known)
 
     def test_a_second_model_is_refused_where_vllms_own_names_are_known(self) -> None:
-        check_model(None)
+        check_no_second_model(None)
         with pytest.raises(InputError, match="there is one MODEL"):
-            check_model("other")
+            check_no_second_model("other")
 
     def test_keys_of_json_arguments_keep_their_spelling(self, untied_dir: str) -> None:
         command = command_line(options(untied_dir, "--compilation_config.cudagraph_mode", "NONE"))
@@ -287,7 +285,7 @@ class TestRefusals:
         assert main(["serve", *words]) == 2
         assert reason in " ".join(capsys.readouterr().err.split())
 
-    def test_an_open_address_needs_a_key(
+    def test_an_address_for_other_machines_needs_a_key(
         self, untied_dir: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delenv(KEY_VARIABLE, raising=False)
@@ -296,16 +294,18 @@ class TestRefusals:
     def test_a_model_that_is_not_there(self, capsys: pytest.CaptureFixture[str]) -> None:
         self.refused(["./nowhere", "--dry_run"], capsys, "does not exist")
 
-    def test_several_copies_behind_one_address(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_several_copies_in_one_server(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
         self.refused(
             [untied_dir, "--data_parallel_size", "2", "--dry_run"], capsys, "start as many servers, each on a port"
         )
 
-    def test_a_loose_key_file(self, untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_key_file_that_others_can_read(
+        self, untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         path = tmp_path / "k"
         write_key(path, KEY)
         path.chmod(0o644)
-        self.refused([untied_dir, "--key_file", str(path)], capsys, "can be read by others")
+        self.refused([untied_dir, "--key_file", str(path)], capsys, "other users can read")
 
     def test_a_port_that_is_taken(self, untied_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
         import socket
@@ -338,98 +338,3 @@ class TestRefusals:
         out = capsys.readouterr().out
         assert "lockstep.server.guard.KeyGuard" in out
         assert KEY not in out
-
-
-# Answers that it is healthy twice, and ends when it is asked again.
-HEALTHY = """
-import http.server, os, sys
-asked = 0
-class Health(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        global asked
-        asked += self.path == "/health"
-        if asked > 2:
-            os._exit(3)
-        self.send_response(200 if self.path == "/health" else 401); self.end_headers()
-    def log_message(self, *args): pass
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
-"""
-
-# Answers that it is healthy three times; then it refuses connections, or says that it fails, and does not end when it is asked to.
-DYING = """
-import signal, sys, time, threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-asked, ill = 0, threading.Event()
-class Answer(BaseHTTPRequestHandler):
-    def do_GET(self):
-        global asked
-        asked += self.path == "/health"
-        self.send_response(401 if self.path == "/" else 200 if asked <= 3 else 503)
-        self.end_headers()
-        if asked >= 3:
-            ill.set()
-    def log_message(self, *args):
-        pass
-server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-if sys.argv[2] == "closed":
-    ill.wait()
-    server.shutdown()
-    server.server_close()
-time.sleep(600)
-"""
-
-
-class TestSupervisor:
-    """The supervisor with a small real process instead of vLLM; test_killed_servers.py kills the real server."""
-
-    def test_a_server_that_dies_is_started_again_and_said_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from servers import free_port
-
-        monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.2)
-        port, lines, ready = free_port(), [], []
-        command = [sys.executable, "-c", HEALTHY, str(port)]
-
-        def say(line: str) -> None:
-            lines.append(line)
-            if len(ready) >= 2:
-                supervisor.stop()
-
-        supervisor = Supervisor(command, {}, f"http://127.0.0.1:{port}", ready=ready.append, say=say)
-        supervisor.run()
-        assert len(ready) == 2
-        assert "ended with exit code 3; starting it again in 1 s" in lines[0]
-        assert "again in 2 s" in lines[1]
-
-    def test_a_server_that_never_came_up_is_not_tried_for_ever(self) -> None:
-        supervisor = Supervisor(
-            [sys.executable, "-c", "raise SystemExit(7)"], {}, "http://127.0.0.1:9", ready=print, say=print
-        )
-        with pytest.raises(Exception, match="ended with exit code 7 before it was ready"):
-            supervisor.run()
-
-    def test_the_files_of_a_server_are_its_owners_alone(self) -> None:
-        command = [sys.executable, "-c", "import os; raise SystemExit(os.umask(0))"]
-        with pytest.raises(Exception, match=f"ended with exit code {0o077} "):
-            Supervisor(command, {}, "http://127.0.0.1:9", ready=print, say=print).run()
-
-    @pytest.mark.parametrize("ill", ["closed", "failing"])
-    def test_a_server_whose_engine_died_and_that_does_not_end_is_ended(
-        self, ill: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """vLLM's server does this while calls to its dead engine are open: it stops listening, and waits for them without end."""
-        from servers import free_port
-
-        monkeypatch.setattr("lockstep.server.supervisor._FAILING_LIMIT", 1.0)
-        monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.5)
-        port, lines = free_port(), []
-
-        def say(line: str) -> None:
-            lines.append(line)
-            supervisor.stop()
-
-        command = [sys.executable, "-c", DYING, str(port), ill]
-        supervisor = Supervisor(command, {}, f"http://127.0.0.1:{port}", ready=lambda seconds: None, say=say)
-        supervisor.run()
-        assert lines == ["the server reported errors for 1 s; starting it again in 1 s"]

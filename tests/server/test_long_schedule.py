@@ -1,9 +1,9 @@
-"""A long run on a server, under a seeded schedule of SIGKILLs and SIGSTOPs of every process: it ends as if nothing had happened.
+"""A long run on a server that survives a seeded schedule of SIGKILLs and SIGSTOPs of every process.
 
-`long_schedule.py` draws the signals. It sends them to server, engine, supervisor, trainer and single ranks, in every phase.
-In turns the final weights and the metrics must be those of an undisturbed run, bit for bit. With generations ahead the ages of
-tokens depend on the clock (docs/reference/methods.md), so that the receipt is checked instead. Another test fills
-the disk of such a run. Both are run before a release; in CI, `test_run.py` fills the disk of a run without a server.
+`long_schedule.py` draws the signals. It sends them to server, engine, supervisor, trainer and single ranks, in every phase. Without
+staleness, the final weights and the metrics must equal those of an undisturbed run, bit for bit. With generations ahead the ages of
+tokens depend on the clock (docs/reference/methods.md), so that the receipt is checked instead. Another test fills the disk of such
+a run. Both tests are run before a release; in CI, `test_run.py` fills the disk of a run without a server.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from lockstep.server.keys import KEY_VARIABLE
 
 pytestmark = VLLM
 
-# Figures that depend on the clock, or on which requests an engine computed together.
+# Metrics that depend on the clock, or on which requests the engine computed in one batch.
 LOOSE = ("time/", "push/", "step_time", "checked/", "parity/", "engine/", "sampling/", "train_")
 
-# The scores differ within a group, and scoring takes long enough to be met by a signal.
+# The scores differ within a group, and scoring takes long enough for a signal to interrupt it.
 REWARDS = """
 import time
 def score(completion_ids, **_):
@@ -46,10 +46,10 @@ class Case(NamedTuple):
     """One long run.
 
     Attributes:
-        model: of the run; None for a tiny one.
+        model: the model of the run; None: a tiny one.
         ahead: generations ahead (`max_staleness`).
-        rounds: 20 signals each.
-        steps: more than pass before the last signal.
+        rounds: number of rounds of 20 signals.
+        steps: number of optimizer steps; more than the run has taken when the last signal is sent.
         stopped: seconds that a stopped process stays stopped.
         longest: the longest delay of a signal after the begin of a phase, in seconds.
     """

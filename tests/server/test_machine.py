@@ -25,7 +25,7 @@ from lockstep.cli.main import main
 from lockstep.engines.vllm.in_process import vllm_installed
 from lockstep.errors import InputError
 from lockstep.server.command import ServeOptions, command_line, environment
-from lockstep.server.machine import check_file_limit, port_to_itself, private_environment, socket_folder
+from lockstep.server.machine import check_file_limit, private_environment, reserved_port, socket_folder
 from lockstep.server.supervisor import Supervisor
 
 # A server that ignores SIGTERM, with a process of its own that does too, as vLLM's do while calls are open.
@@ -57,7 +57,7 @@ def test_a_killed_supervisor_takes_every_process_of_its_server_with_it(tmp_path:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
         assert supervisor.stdout.readline() == "up\n"
-        # The server, its worker and the leash.
+        # The server, its worker, and the process that kills both when the supervisor ends.
         until(lambda: len(descendants(supervisor.pid)) == 3, "the worker did not start")
         pids = descendants(supervisor.pid)
         supervisor.send_signal(signal.SIGKILL)
@@ -113,7 +113,7 @@ def test_a_second_model_is_refused_in_one_line_and_nothing_of_the_current_direct
     )
     inside = environment("a-key-for-tests-only", options)
     supervisor = Supervisor(command_line(options), inside, options.url, ready=print, say=print)
-    with pytest.raises(InputError, match="does not take this command line"):
+    with pytest.raises(InputError, match="refuses this command line"):
         supervisor.run()
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("lockstep")]
     assert said == ["lockstep serve: unexpected 'another-model': there is one MODEL, and it comes first"]
@@ -123,9 +123,9 @@ def test_a_second_model_is_refused_in_one_line_and_nothing_of_the_current_direct
 def test_only_one_server_of_a_user_can_have_a_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     refused = pytest.raises(InputError, match="another 'lockstep serve' of yours has port 8000")
-    with port_to_itself(8000), port_to_itself(8001), refused, port_to_itself(8000):
+    with reserved_port(8000), reserved_port(8001), refused, reserved_port(8000):
         pass
-    with port_to_itself(8000):
+    with reserved_port(8000):
         pass
 
 
@@ -135,7 +135,7 @@ def test_a_second_server_that_is_started_while_the_first_one_loads_is_refused_an
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("LOCKSTEP_SERVER_KEY", raising=False)
     port = free_port()
-    with port_to_itself(port):
+    with reserved_port(port):
         assert main(["serve", untied_dir, "--port", str(port)]) == 2
     assert f"yours has port {port}" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.key"))
@@ -153,7 +153,7 @@ def test_sockets_are_in_a_folder_of_this_user_alone_with_room_for_their_names(
     assert not folder.exists()
 
 
-def test_too_few_files_are_said_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_limit_of_open_files_is_an_error_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 256))
     with pytest.raises(InputError, match=r"only 256 files .*ulimit -n 4096"):
         check_file_limit()

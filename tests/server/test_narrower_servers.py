@@ -1,4 +1,4 @@
-"""A bf16 server is sent bf16: half the bytes, and the same weights that the server would have made from the wider tensors."""
+"""The trainer casts weights to bf16 before it sends them to a bf16 server: half the bytes, and the same weights in the server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def held(engine: VLLMServer) -> dict[str, torch.Tensor]:
 @pytest.mark.vllm
 @needs_vllm
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-def test_a_cast_push_leaves_what_a_wide_one_leaves(bf16_server: Server, transport: str) -> None:
+def test_a_push_in_bf16_loads_the_same_weights_as_a_push_in_fp32(bf16_server: Server, transport: str) -> None:
     engine = connect(bf16_server.url, transport=transport)
     model = perturbed(make_model(), scale=0.5)
     assert engine.wire_dtype is torch.bfloat16
@@ -51,7 +51,7 @@ def test_a_cast_push_leaves_what_a_wide_one_leaves(bf16_server: Server, transpor
     engine.close()
 
 
-def test_nothing_is_cast_where_parameters_differ() -> None:
+def test_nothing_is_cast_if_parameters_have_several_dtypes() -> None:
     assert only_dtype(["float16", "float16"]) is torch.float16
     assert only_dtype(["bfloat16", "float32"]) is None
     assert only_dtype(["int8"]) is None

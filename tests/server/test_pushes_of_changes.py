@@ -1,4 +1,4 @@
-"""Real servers are sent what changed, and compute with all of it. When they have lost what they held, they are sent everything."""
+"""Pushes to real servers contain only the changed elements. A server that has lost the earlier weights is sent all weights."""
 
 from __future__ import annotations
 

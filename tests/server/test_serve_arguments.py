@@ -1,4 +1,4 @@
-"""Every argument of vLLM's server has been judged: it is free, or refused with its reason."""
+"""Every argument of vLLM's server is either free for users or refused with a reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_each_argument_is_either_free_or_refused(arguments: set[str]) -> None:
 
 
 def test_nothing_that_is_free_has_the_name_of_a_port_an_address_or_another_program() -> None:
-    # Of several nodes, which the user asks for; limits of what is loaded; and the names of files and of log lines.
+    # These open no port and name no other program, or the user asks for several nodes with them.
     known = {"master_addr", "master_port", "allowed_media_domains", "disable_access_log_for_endpoints"}
     known |= {"enable_tower_connector_lora", "h11_max_incomplete_event_size"}
     known |= {"enable_tokenizer_info_endpoint", "enable_server_load_tracking", "device_ids"}

@@ -83,7 +83,7 @@ def test_the_samples_of_a_prompt_and_the_calls_of_a_rollout_stay_together(pair: 
         # A later call of the same rollout has other prompt ids.
         later = replace(request, key=request.key._replace(call=1), prompt_ids=(*request.prompt_ids.tolist(), 5, 6))
         for one in (request, later):
-            server = pair.engine._requests.routed(one, routes)
+            server = pair.engine._requests.route(one, routes)
             pair.engine._requests._open[server] += one.sampling.max_tokens
             places.setdefault(request.key.prompt_id, set()).add(server)
     pair.engine._requests._open[:] = [0, 0]
@@ -91,7 +91,7 @@ def test_the_samples_of_a_prompt_and_the_calls_of_a_rollout_stay_together(pair: 
     assert {place for where in places.values() for place in where} == {0, 1}
 
 
-def test_what_is_asked_in_two_calls_is_shared_out_like_what_is_asked_in_one(pair: Pair) -> None:
+def test_requests_of_two_calls_are_distributed_like_requests_of_one_call(pair: Pair) -> None:
     push_weights(make_model(), pair.engine, 1)
     (request,) = asked(1, 1)
     several = [replace(request, key=RequestKey(f"p{i}", 0), sampling=Sampling(100)) for i in range(4)]
@@ -163,7 +163,7 @@ def test_a_server_that_acknowledges_other_weights_is_named(pair: Pair) -> None:
     def damaged(method: str, *args: str) -> Any:
         answers = real(method, *args)
         if method == "lockstep_acknowledgement":
-            # The first server is the wrong one: the others must not be taken for it.
+            # The answer of the first server is damaged. The error must not name another server.
             answers[0][0]["tensors"][0][3] = "0" * 32
         return answers
 

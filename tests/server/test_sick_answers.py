@@ -53,7 +53,7 @@ def tokens(engine: VLLMServer) -> dict[RequestKey, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("fault", ["cut", "500", "503", "late", "body_twice", "truncated", "empty", "first_weights"])
-def test_an_answer_that_breaks_loses_the_engine_and_recovery_gives_the_same_tokens(
+def test_after_a_broken_answer_the_engine_is_lost_and_recovery_gives_the_same_tokens(
     fault: str, engine: VLLMServer, proxy: FaultyProxy
 ) -> None:
     plain = tokens(engine)
@@ -72,7 +72,9 @@ def test_an_answer_that_breaks_loses_the_engine_and_recovery_gives_the_same_toke
 @pytest.mark.parametrize(
     ("fault", "proof"), [("token_lost", "logprobs"), ("logprob_missing", "logprobs"), ("prompt_changed", "echo")]
 )
-def test_an_answer_that_lies_is_refused_by_name(fault: str, proof: str, engine: VLLMServer, proxy: FaultyProxy) -> None:
+def test_a_false_answer_is_refused_with_the_name_of_the_proof(
+    fault: str, proof: str, engine: VLLMServer, proxy: FaultyProxy
+) -> None:
     proxy.once(fault)
     with pytest.raises(ProofError) as refused:
         engine.generate(REQUESTS)
@@ -148,7 +150,7 @@ def test_a_push_over_gloo_that_loses_its_call_is_given_up_at_once_and_a_new_one_
     engine.close()
 
 
-def test_closing_ends_what_is_waited_for_and_may_be_done_twice(proxy: FaultyProxy) -> None:
+def test_close_ends_a_waiting_call_and_may_be_called_twice(proxy: FaultyProxy) -> None:
     proxy.rule = lambda path: None
     engine = connect(proxy.url, timeout=60.0)
     push_weights(make_model(), engine, 1)

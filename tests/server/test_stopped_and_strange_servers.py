@@ -90,7 +90,7 @@ def test_a_vocabulary_of_another_size_is_refused(server: Server, tmp_path: Path)
     engine.close()
 
 
-def test_a_server_that_takes_weights_otherwise_is_told_how_to_start(
+def test_a_server_with_another_weight_transfer_is_refused_with_the_command_to_start_it(
     untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This tests the trainer's check of the worker's report. In every other test the worker is a real one.
@@ -98,6 +98,6 @@ def test_a_server_that_takes_weights_otherwise_is_told_how_to_start(
 
     state = {"backend": "nccl", "world_size": 1, "copies": 1, "settings": {}, "updating": False, "instance": "x"}
     monkeypatch.setattr(ServerCalls, "workers", lambda self, method, *args: [state])
-    monkeypatch.setattr(ServerCalls, "ailment", lambda self, limit: None)
+    monkeypatch.setattr(ServerCalls, "health_problem", lambda self, limit: None)
     with pytest.raises(InputError, match=r"'nccl'.*--weight-transfer-config"):
         connect("http://127.0.0.1:9")

@@ -1,6 +1,7 @@
 """Rollouts with tools and environments on a real server, sampled ahead: pushes land in the middle of conversations.
 
-CI has tools in turn, and environments and filters ahead. The other pairs, and filters in bf16, are tested before a release.
+CI tests tools without staleness, and environments and filters with generations ahead. The other combinations, and filters in bf16,
+are tested before a release.
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ def from_cache(engine: VLLMInProcess) -> int:
 
 
 def memory_of(engine: VLLMInProcess) -> Any:
-    from lockstep.engines.adapters.worker import take_from_memory
+    from lockstep.engines.adapters.worker import load_from_memory
 
-    (found,) = engine.llm.collective_rpc(take_from_memory)
+    (found,) = engine.llm.collective_rpc(load_from_memory)
     return found
 
 
@@ -114,7 +114,7 @@ def test_each_push_is_proven_and_the_last_adapter_alone_stays(
         assert mean_gap(model, found) < 1e-5
         memory = memory_of(engine)
         assert list(memory.tensors) == list(memory._ids) == [engine.adapters.name]
-        assert len(memory._loads.list_adapters()) == 1
+        assert len(memory._manager.list_adapters()) == 1
         move(model, version)
     assert mean_gap(model, found) > 0.05
 
@@ -168,7 +168,7 @@ def test_no_adapter_is_read_from_a_path(engine: VLLMInProcess, model: Any, tmp_p
 
     model.save_pretrained(tmp_path)
     memory_of(engine)
-    with pytest.raises(ValueError, match="no adapter is read from a path"):
+    with pytest.raises(ValueError, match="does not read adapters from files"):
         engine.llm.llm_engine.add_lora(LoRARequest("mine", 7, str(tmp_path)))
 
 
@@ -214,7 +214,7 @@ def test_a_model_without_an_adapter_and_other_engines_are_refused(untied_dir: st
 
 def test_the_rank_that_vllm_gets_is_the_next_one_that_it_has() -> None:
     assert [adapter_arguments(rank, ["a.q"])["max_lora_rank"] for rank in (1, 4, 16, 17, 512)] == [1, 8, 16, 32, 512]
-    with pytest.raises(InputError, match="rank 513; vLLM's LoRA takes at most 512"):
+    with pytest.raises(InputError, match="rank 513, and vLLM's LoRA supports at most 512"):
         adapter_arguments(513, ["a.q"])
 
 

@@ -182,7 +182,7 @@ def test_a_server_without_room_names_the_setting(server: Server) -> None:
     try:
         for engine in engines[:4]:
             pusher(adapted(), engine).push(0)
-        with pytest.raises(InputError, match=r"no room for another: start it with a larger --max_cpu_loras"):
+        with pytest.raises(InputError, match=r"no room for another one: start it with a larger --max_cpu_loras"):
             pusher(adapted(), engines[4]).push(0)
     finally:
         for engine in engines:

@@ -122,7 +122,7 @@ class Receiver:
         self.held.open()
 
     def load(self, tensors: Iterable[Any], base: str = "") -> LoadedWeights:
-        if not self.held.builds_on(base):
+        if not self.held.accepts_base(base):
             return self.held.close(self.loaded)
         assert isinstance(tensors, Update)
         if self.keeps:

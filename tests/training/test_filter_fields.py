@@ -77,9 +77,9 @@ def test_engines_get_what_the_fields_say(given: dict[str, Any], wanted: dict[str
         ({"generation_kwargs": [1]}, "generation_kwargs"),
         ({"vllm_structured_outputs_regex": "[a"}, "regex of the structured outputs cannot be read"),
         ({"vllm_structured_outputs_regex": " "}, "is empty"),
-        ({"structured_outputs_json": "{"}, "no JSON text"),
+        ({"structured_outputs_json": "{"}, "not valid JSON"),
         ({"structured_outputs_json": {"type": "foo"}}, "json of the structured outputs cannot be read"),
-        ({"structured_outputs_choice": ["a", ""]}, "none of them empty"),
+        ({"structured_outputs_choice": ["a", ""]}, "texts that are not empty"),
         ({"structured_outputs_grammar": "root = a"}, "grammar of the structured outputs cannot be read"),
         (
             {"vllm_structured_outputs_regex": "a", "structured_outputs_choice": ["a"]},

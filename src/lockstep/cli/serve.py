@@ -43,7 +43,7 @@ def run(words: list[str]) -> int:
         from lockstep.models.resolve import resolve_model
         from lockstep.server.command import ServeOptions, command_line, environment
         from lockstep.server.keys import write_key
-        from lockstep.server.machine import check_file_limit, port_to_itself, private_environment, socket_folder
+        from lockstep.server.machine import check_file_limit, private_environment, reserved_port, socket_folder
         from lockstep.server.supervisor import Supervisor, check_port
         from lockstep.training.config.precision import engine_dtype
 
@@ -72,12 +72,12 @@ def run(words: list[str]) -> int:
         nonlocal said
         starting.close()
         _say(f"{arguments.model} is ready at {options.url} ({seconds:.0f} s)")
-        if not said and not options.follows:
+        if not said and not options.is_later_node:
             _say(_where(key, file, arguments))
         said = True
 
-    with port_to_itself(options.port), socket_folder() as sockets:
-        if not options.follows:
+    with reserved_port(options.port), socket_folder() as sockets:
+        if not options.is_later_node:
             check_port(options.host, options.port)
         if file is not None:
             # The key is written only now: before, the file may belong to a running server.

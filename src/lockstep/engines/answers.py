@@ -1,6 +1,6 @@
-"""Checks requests before an engine answers them, and answers against their requests.
+"""Checks of requests before an engine answers them, and of answers against their requests.
 
-The engines themselves call these checks, so that no caller can forget them. They are pure functions of requests and answers.
+The engines themselves call these checks, so that no caller can forget them. Each check is a pure function of requests and answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.tokens.arrays import Ids
 def check_requests(
     requests: Sequence[GenerationRequest], version: int | None, max_model_len: int, vocab_size: int
 ) -> None:
-    """Refuse a batch with a request that cannot be answered, before any request is started.
+    """Refuse a batch in which one request cannot be answered, before any of its requests is started.
 
     Args:
         vocab_size: number of logits of the model.
@@ -41,7 +41,7 @@ def check_requests(
 
 
 def check_request(request: GenerationRequest, version: int | None, max_model_len: int) -> None:
-    """Refuse a request that cannot be answered. Its sampling settings were checked when its generation began.
+    """Refuse a request that cannot be answered. Its sampling settings were already checked when the generation began.
 
     Raises:
         ProofError: no weight version is committed.
@@ -53,7 +53,7 @@ def check_request(request: GenerationRequest, version: int | None, max_model_len
     if max_model_len - len(request.prompt_ids) < request.sampling.max_tokens:
         raise InputError(
             f"prompt {request.key.prompt_id} has {len(request.prompt_ids)} tokens: with up to "
-            f"{request.sampling.max_tokens} new ones it does not fit the engine's context of {max_model_len}. "
+            f"{request.sampling.max_tokens} new tokens it does not fit the engine's context of {max_model_len}. "
             "Shorten or drop the prompt, lower max_completion_length, or raise vllm_max_model_length"
         )
 
@@ -71,39 +71,40 @@ def check_answers(
         vocab_size: number of logits of the model; None if the caller does not know it.
 
     Raises:
-        ProofError: an answer is missing, doubled or unasked for; a prompt came back changed; a log-prob is missing or not
-            finite; an id is below 0; a token was sampled by other weights than `versions`, or by older weights
-            than the token before it; kept ids are missing, or contradict the request or the tokens (`kept_sets.py`).
+        ProofError: a request has no answer or two answers; an answer belongs to no request; the engine used another prompt or
+            other pictures; a log-prob is missing or not finite; an id is below 0; a token was sampled by other weights than
+            `versions`, or by older weights than the token before it; kept ids are missing, or contradict the request or the tokens
+            (`kept_sets.py`).
         InputError: a filter kept more ids than `Sampling.max_kept_ids`.
     """
     asked = {request.key: request for request in requests}
     found: dict[RequestKey, Completion] = {}
     for answer in answers:
         if answer.key not in asked:
-            raise unasked(answer.key)
+            raise unexpected_answer(answer.key)
         if answer.key in found:
-            raise doubled(answer.key)
+            raise second_answer(answer.key)
         check_answer(asked[answer.key], answer, versions, vocab_size)
         found[answer.key] = answer
     missing = asked.keys() - found.keys()
     if missing:
-        raise unanswered(missing, len(asked))
+        raise missing_answers(missing, len(asked))
     return found
 
 
-def unasked(key: RequestKey) -> ProofError:
-    """The error for an answer to a request that nobody made."""
-    return _unlike("keys", f"an answer came for {key}, which was not asked for")
+def unexpected_answer(key: RequestKey) -> ProofError:
+    """The error for an answer that belongs to no request."""
+    return _mismatch("keys", f"an answer came for {key}, and there is no such request")
 
 
-def doubled(key: RequestKey) -> ProofError:
-    """The error for a second answer to one request."""
-    return _unlike("keys", f"two answers came for {key}")
+def second_answer(key: RequestKey) -> ProofError:
+    """The error for a second answer to the same request."""
+    return _mismatch("keys", f"two answers came for {key}")
 
 
-def unanswered(keys: Collection[RequestKey], asked: int) -> ProofError:
-    """The error for requests that the engine has dropped. `asked` is the number of all its requests."""
-    return _unlike("keys", f"{len(keys)} of {asked} requests were not answered, {min(keys)} among them")
+def missing_answers(keys: Collection[RequestKey], total: int) -> ProofError:
+    """The error for requests that the engine has dropped. `total` is the number of all requests."""
+    return _mismatch("keys", f"{len(keys)} of {total} requests were not answered, {min(keys)} among them")
 
 
 def check_scoring(sequences: Mapping[str, tuple[int, ...]], version: int | None, max_model_len: int) -> None:
@@ -128,7 +129,7 @@ def check_scores(sequences: Mapping[str, tuple[int, ...]], scores: Mapping[str, 
     for name in sequences.keys() | scores.keys():
         wanted, found = len(sequences.get(name, ())) - 1, scores.get(name, ())
         if len(found) != wanted or not all(math.isfinite(value) for value in found):
-            raise _unlike("logprobs", f"sequence {name} came back with {len(found)} of {wanted} finite log-probs")
+            raise _mismatch("logprobs", f"sequence {name} came back with {len(found)} of {wanted} finite log-probs")
 
 
 def _check_committed(version: int | None, verb: str) -> None:
@@ -136,7 +137,7 @@ def _check_committed(version: int | None, verb: str) -> None:
         raise ProofError(
             "version",
             f"the engine was asked to {verb} while it holds no committed weights",
-            "no weights were pushed yet, or an update failed half-way",
+            "no weights were pushed yet, or an update failed before its end",
             f"push the weights (lockstep.sync.push_weights) before you {verb}",
         )
 
@@ -163,21 +164,23 @@ def check_answer(
     if answer.pictures is not request.pictures:
         _check_pictures(request, answer)
     if not len(answer.token_ids):
-        raise _unlike("keys", f"request {request.key} came back without a token")
+        raise _mismatch("keys", f"request {request.key} came back without a token")
     lengths = (len(answer.token_ids), len(answer.logprobs), len(answer.weight_versions))
     if len(set(lengths)) != 1:
-        raise _unlike("logprobs", f"request {request.key} has {lengths} tokens, log-probs and versions")
+        raise _mismatch("logprobs", f"request {request.key} has {lengths} tokens, log-probs and versions")
     if answer.token_ids.min() < 0:
-        raise _unlike("keys", f"request {request.key} came back with {int(answer.token_ids.min())} as a token id")
+        raise _mismatch("keys", f"request {request.key} came back with {int(answer.token_ids.min())} as a token id")
     if not np.isfinite(answer.logprobs).all():
-        raise _unlike("logprobs", f"request {request.key} has a log-prob that is not finite")
+        raise _mismatch("logprobs", f"request {request.key} has a log-prob that is not finite")
     if answer.sampled is not None and (len(answer.sampled) != lengths[0] or not answer.sampled.any()):
-        raise _unlike("keys", f"request {request.key} does not say of each of its {lengths[0]} tokens who sampled it")
+        raise _mismatch(
+            "keys", f"request {request.key} has a mask of sampled tokens that does not fit its {lengths[0]} tokens"
+        )
     order, spans = list(versions), _spans(answer.weight_versions)
-    if not set(spans) <= set(order) or not _ordered(spans, order):
+    if not set(spans) <= set(order) or not _is_ordered(spans, order):
         raise ProofError(
             "version",
-            f"request {request.key} has tokens sampled at versions {sorted(set(spans))}; the weights pushed are "
+            f"request {request.key} has tokens sampled at versions {sorted(set(spans))}; the versions that were pushed are "
             f"{order}",
             "the engine was restarted, or a program other than this trainer updated its weights",
             "let one trainer own the engine, and push the weights again",
@@ -186,7 +189,7 @@ def check_answer(
 
 
 def _check_pictures(request: GenerationRequest, answer: Completion) -> None:
-    """Check that an answer was sampled after the pictures of its request.
+    """Check that the engine used the pictures of the request.
 
     Raises:
         ProofError: the engine used other pictures, or none.
@@ -196,22 +199,22 @@ def _check_pictures(request: GenerationRequest, answer: Completion) -> None:
         raise ProofError(
             "echo",
             f"request {request.key}: the engine used {len(used)} pictures, which are not the {len(asked)} that were sent",
-            "the pictures of two requests were exchanged, or an engine that takes none dropped them",
-            "use an engine that takes pictures (docs/guides/images.md); otherwise report this with its message",
+            "the pictures of two requests were exchanged, or the engine takes no pictures and dropped them",
+            "use an engine that takes pictures (docs/guides/images.md); otherwise report this error with its message",
         )
 
 
 def _spans(versions: Ids) -> list[int]:
-    """The version of each run of tokens with the same version."""
+    """The version of each span of consecutive tokens that have the same version."""
     return [int(versions[0]), *versions[1:][versions[1:] != versions[:-1]].tolist()]
 
 
-def _ordered(found: Sequence[int], order: Sequence[int]) -> bool:
+def _is_ordered(found: Sequence[int], order: Sequence[int]) -> bool:
     positions = [order.index(version) for version in found]
     return positions == sorted(positions)
 
 
-def _unlike(check: str, found: str) -> ProofError:
+def _mismatch(check: str, found: str) -> ProofError:
     return ProofError(
         check,
         found,

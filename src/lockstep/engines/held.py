@@ -1,7 +1,7 @@
-"""The engine's own record of the tensors that it holds. A later push may leave out what did not change since.
+"""The engine's own record of the tensors that it holds. It allows pushes that contain only the tensors that changed.
 
-The transformers engine and vLLM's worker (`sync/vllm/backend.py`) keep one each. `sync/push.py` compares it with the manifest of
-the new version: the record has every tensor of the version, whether this push has sent it or an earlier one.
+The transformers engine and vLLM's worker (`sync/vllm/backend.py`) each keep a record. The record contains every tensor of a
+version, whether the last push or an earlier one has sent it. `sync/push.py` compares it with the manifest of the new version.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from lockstep.engines.tensor_specs import digest_of_all
 
 
 class HeldWeights:
-    """What an engine has loaded, tensor by tensor, described from the arrived tensors themselves.
+    """The tensors that an engine has loaded, each with a description that was computed from the arrived tensor itself.
 
     Attributes:
-        digest: of all tensors; empty during an update, and after an update that did not end.
+        digest: digest of all tensors; empty during an update, and after an update that did not end.
     """
 
     def __init__(self) -> None:
         self.digest = ""
-        self._known = ""
+        self._earlier_digest = ""
         self._specs: dict[str, TensorSpec] = {}
         self._written: set[str] = set()
         self._arrived: list[TensorSpec] = []
@@ -35,23 +35,23 @@ class HeldWeights:
 
     def open(self) -> None:
         """Begin an update. Until it ends, the engine holds nothing that a later update may build on."""
-        self._known, self.digest = self.digest, ""
+        self._earlier_digest, self.digest = self.digest, ""
         self._arrived, self._now, self._refused = [], set(), False
 
-    def builds_on(self, base: str) -> bool:
-        """Whether the tensors of this update may be loaded.
+    def accepts_base(self, base: str) -> bool:
+        """Whether the engine holds the weights that this update changes. Otherwise the update must not be loaded.
 
         Args:
-            base: digest of the weights that the update changes; empty: it has all tensors, and older ones do not count.
+            base: digest of the weights that the update changes. Empty: the update has all tensors, and the record begins anew.
         """
         if not base:
             self._specs.clear()
             self._written.clear()
-        self._refused = bool(base) and base != self._known
+        self._refused = bool(base) and base != self._earlier_digest
         return not self._refused
 
     def refuse(self) -> None:
-        """Load nothing more: something is missing that this update builds on."""
+        """End the update without loading the rest: the engine lacks something that the update needs."""
         self._refused = True
 
     def add(self, specs: Sequence[TensorSpec], written: Iterable[str]) -> None:
@@ -64,10 +64,11 @@ class HeldWeights:
 
         Args:
             parameters: all parameters of the engine.
-            half_loaded: layers that received only some of their elements.
+            half_loaded: names of layers that received only some of their elements.
 
         Returns:
-            The acknowledgement: the tensors that arrived in this update, and those that the engine holds from earlier ones.
+            The acknowledgement: the tensors that arrived in this update, and the tensors that the engine holds from earlier
+            updates.
         """
         if self._refused:
             return LoadedWeights((), (), unknown_base=True)

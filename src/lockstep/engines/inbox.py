@@ -1,8 +1,8 @@
-"""Requests on their way to an engine, and completions on their way back, one by one.
+"""The inbox of an engine: a queue through which requests reach the engine, and completions come back one by one.
 
-`rollouts/driver.py` asks, from the thread of its event loop. The engine takes the requests in its own thread whenever it can, also
-between two of its steps. It answers each request as soon as it is finished. The inbox matches answers to requests by key, and
-checks each answer with `engines/answers.py` before it hands the answer over.
+`rollouts/driver.py` puts requests into the inbox, from the thread of its event loop. The engine takes them in its own thread
+whenever it can, also between two of its steps. It answers each request as soon as its completion is finished. The inbox matches
+answers to requests by key, and checks each answer with `engines/answers.py` before it hands the completion over.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
-from lockstep.engines.answers import check_answer, doubled, unanswered, unasked
+from lockstep.engines.answers import check_answer, missing_answers, second_answer, unexpected_answer
 from lockstep.engines.protocol import Completion, GenerationRequest, OnAnswer, RequestKey
 from lockstep.errors import LockstepError
 
 Answer = Future[Completion]
-# Is called with the ids that are sampled so far. It must copy what it keeps, and it must not block.
+# A function that is called with the ids that are sampled so far. It must copy what it keeps, and it must not block.
 Progress = Callable[[Sequence[int]], None]
 CheckAnswer = Callable[[GenerationRequest, Completion], None]
 
@@ -30,12 +30,13 @@ class Inbox:
     Args:
         limit: seconds that one request may take in the engine; None: the engine's own limit.
         patience: seconds that the engine waits without any request before it raises; None: the engine's own limit.
-        gate: held while the engine takes requests. Whoever pushes weights holds it, so that no request starts meanwhile.
-        settle: returns when those who wait for answers have reacted to all answers that were given so far.
-        waits_for: names those who have not ended, for an error.
+        gate: a lock that is held while the engine takes requests. A push of weights holds the same lock, so that no request starts
+            during the push.
+        settle: returns when the programs that wait for answers have reacted to all answers that were given so far.
+        waits_for: returns the names of the programs that have not ended, for an error message.
         on_answer: called with each completion before it is handed over, from the thread that answers.
-        check: raises if an answer does not fit its request, beside the checks of `engines/answers.py`.
-        order: place of a request among those that the engine takes together; None: they are taken in the order in which they came.
+        check: a further check of an answer against its request, after the checks of `engines/answers.py`. It raises an error.
+        order: sort key of the requests that the engine takes together; None: they keep the order in which they came.
 
     Attributes:
         begun: set when the engine has taken the first requests, or when there will be none.
@@ -68,13 +69,13 @@ class Inbox:
         self._closed = False
         self._error: BaseException | None = None
 
-    # ---- for those who ask ------------------------------------------------------------------------------------------
+    # ---- for the programs that make requests ------------------------------------------------------------------------
 
     def ask(self, request: GenerationRequest, progress: Progress | None = None) -> Answer:
-        """Put a request into the inbox. If the returned future is cancelled, the engine gives the request up.
+        """Put a request into the inbox. If the caller cancels the returned future, the engine gives the request up.
 
         Args:
-            progress: is called while the request is sampled, from the engine's thread, if the engine reports progress.
+            progress: called from the engine's thread while the request is sampled, if the engine reports progress.
 
         Raises:
             LockstepError: the inbox is closed.
@@ -105,9 +106,9 @@ class Inbox:
         self.begun.set()
 
     def settle(self) -> None:
-        """Wait until those who got answers have made their next requests, if these depend on nothing but the answers.
+        """Wait until the programs that got answers have made their next requests, if these depend on nothing but the answers.
 
-        An engine calls it after answers and before its next step. Thereby the same answers lead to the same batches.
+        An engine calls it after it has given answers and before its next step, so that the same answers lead to the same batches.
         """
         self._settle()
 
@@ -122,20 +123,20 @@ class Inbox:
 
     @contextmanager
     def taken(self, working: int | None, wait: float) -> Iterator[list[GenerationRequest] | None]:
-        """Requests that came since the last call, in their order; None if all requests are answered and no more will come.
+        """The requests that came since the last call, in order; None if all requests are answered and no more will come.
 
         Args:
-            working: number of requests that the engine is working on. If it is 0, the call waits for the next request. None: the
-                requests are worked on elsewhere, and the call waits for anything that concerns the engine.
-            wait: seconds to wait for a request while no other request is open, if the inbox has no limit of its own.
+            working: number of requests that the engine is working on. If it is 0, the call waits for the next request. None:
+                servers work on the requests, and the call waits for a new request, a request that was given up, or the end.
+            wait: seconds to wait for a request while no other request is open, if the inbox has no `patience` of its own.
 
         Raises:
-            ProofError: the engine works on fewer requests than it has taken and not answered.
+            ProofError: the engine has dropped a request: it works on fewer requests than it has taken and not yet answered.
             LockstepError: no request came in time, or the generation was stopped.
         """
         with self._changed:
             if working is not None and len(self._taken) > working and self._error is None:
-                raise unanswered(self._taken.keys(), len(self._taken) + len(self._answered))
+                raise missing_answers(self._taken.keys(), len(self._taken) + len(self._answered))
             if not working:
                 self._await(self._patience or wait)
         with self._gate:
@@ -158,7 +159,7 @@ class Inbox:
         while not (self._waiting or self._given_up or self._error or (self._closed and not self._taken)):
             self._changed.wait(max(deadline - time.monotonic(), 0.0))
             if self._taken:
-                # The limits of the open requests bound this wait.
+                # The time limits of the open requests bound this wait.
                 deadline = time.monotonic() + wait
             elif time.monotonic() >= deadline and not (self._waiting or self._error or self._closed):
                 raise LockstepError(
@@ -167,7 +168,7 @@ class Inbox:
                 )
 
     def given_up(self) -> list[RequestKey]:
-        """Requests that the engine has taken and nobody waits for any more. Each is reported once."""
+        """Requests that the engine has taken and that nobody waits for any more. Each is reported once."""
         with self._changed:
             keys = list(self._given_up)
             self._given_up.clear()
@@ -180,11 +181,11 @@ class Inbox:
                 self.stop(error)
 
     def is_watched(self, key: RequestKey) -> bool:
-        """Whether somebody wants to know the ids of this request before its answer."""
+        """Whether this request has a `progress` function."""
         return key in self._progress
 
     def progressed(self, key: RequestKey, token_ids: Sequence[int]) -> None:
-        """Report the ids that are sampled so far for a watched request. Reports are optional, also for watched requests."""
+        """Report the ids that are sampled so far for a watched request. An engine may leave these reports out."""
         progress = self._progress.get(key)
         if progress is not None and key in self._taken:
             progress(token_ids)
@@ -193,7 +194,7 @@ class Inbox:
         """Hand a completion over.
 
         Args:
-            versions: weight versions that may have sampled it, in the order of their commits.
+            versions: weight versions that may have sampled its tokens, in the order of their commits.
             vocab_size: number of logits of the model; None if the engine does not know it.
 
         Raises:
@@ -205,13 +206,13 @@ class Inbox:
                 self._given_up.discard(key)
                 return
             if key not in self._taken:
-                raise doubled(key) if key in self._answered else unasked(key)
+                raise second_answer(key) if key in self._answered else unexpected_answer(key)
             request, answer = self._taken[key]
             check_answer(request, completion, versions, vocab_size)
             if self._check is not None:
                 self._check(request, completion)
             if completion.pictures is not request.pictures:
-                # The digests are equal. The trainer learns from the pixels that it has read itself.
+                # The digests are equal. The trainer must learn from the pixels that it has read itself.
                 completion = replace(completion, pictures=request.pictures)
             del self._taken[key]
             self._progress.pop(key, None)
@@ -229,7 +230,7 @@ class Inbox:
 def answer_all(
     serve: Callable[[Inbox], None], requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
 ) -> dict[RequestKey, Completion]:
-    """`Engine.generate`, as a use of `Engine.serve`. The requests are already checked."""
+    """`Engine.generate`, by a call of `Engine.serve`. The requests are already checked."""
     inbox = Inbox(on_answer=on_answer)
     answers = {request.key: inbox.ask(request) for request in requests}
     inbox.close()

@@ -1,6 +1,7 @@
 """The fields of a model's config that describe its computation. The handshake compares them.
 
-Each program reads them from the config that it loaded itself. A path or a name says less, and differs between machines.
+Trainer and engine each read the fields from the config that they loaded themselves. Paths and names are not compared: they differ
+between machines, and they do not describe the computation.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def fields_of_parts(text: Any, whole: Any) -> dict[str, Any]:
 
     Args:
         text: config of the language part.
-        whole: config of the whole model. It is `text` itself for a model of text.
+        whole: config of the whole model. For a model without pictures this is `text` itself.
     """
     tower = getattr(whole, "vision_config", None)
-    seen = {} if tower is None else {f"vision_config.{name}": value for name, value in model_fields(tower).items()}
-    return model_fields(text) | seen
+    vision = {} if tower is None else {f"vision_config.{name}": value for name, value in model_fields(tower).items()}
+    return model_fields(text) | vision

@@ -1,7 +1,8 @@
-"""The engine's modules as the module probe sees them, and the inputs that both sides put through them.
+"""The module probe: a description of the engine's modules, and the inputs that engine and trainer give to them.
 
-The engine answers with the modules' outputs. `parity/module_probe.py` computes the same products from the trainer's weights. Only
-names, seeds and short vectors are exchanged, so that the same probe works within one process and over a network.
+The engine computes the outputs of its modules for these inputs. `parity/module_probe.py` computes the same outputs from the
+trainer's weights and compares them. Trainer and engine exchange only names, seeds and short vectors, so that the same probe works
+within one process and over a network.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import torch
 
 # Number of rows that a sampled probe looks up in an embedding.
 SAMPLED_ROWS = 2048
-# Number of experts that a sampled probe asks per layer.
+# Number of experts per layer that a sampled probe computes.
 SAMPLED_EXPERTS = 4
 
-# A power of two is exact in every dtype. It is large, so that the effect of a weight stands out beside a large bias.
+# A power of two is exact in every dtype. It is large, so that a large bias does not hide the effect of a weight.
 _SCALE = 64.0
 
 ModuleKind = Literal["linear", "embedding", "values", "experts"]
@@ -27,46 +28,46 @@ ModuleKind = Literal["linear", "embedding", "values", "experts"]
 
 @dataclass(frozen=True, slots=True)
 class ProbedModule:
-    """One module as the engine runs it.
+    """One module of an engine.
 
     Attributes:
         name: the engine's name of the module.
-        kind: a `linear` module maps a vector, an `embedding` looks rows up, `values` (norms and other vectors) are compared
-            directly. `experts` map a vector one by one, past their router.
-        tensors: checkpoint names of its weights. Those of a fused module are in the order of its output; those of experts are the
-            gate, up and down projection of the first expert, then of the second, and so on.
+        kind: how the module is probed. A `linear` module maps the probe vector. An `embedding` looks up rows. `values` (norms and
+            other vectors) are returned as they are. `experts` map an input one by one, without their router.
+        tensors: checkpoint names of its weights. For a fused module, they are in the order of its outputs. For experts, they are
+            the gate, up and down projection of the first expert, then of the second expert, and so on.
         outputs: number of output values per input.
-        biased: whether the module adds a bias. It then also answers a zero input.
+        has_bias: whether the module adds a bias. It is then also probed with an input of zeros.
     """
 
     name: str
     kind: ModuleKind
     tensors: tuple[str, ...]
     outputs: int
-    biased: bool = False
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EngineModules:
-    """The modules that a probe can reach in an engine, and the names of the engine's parameters that no probe reaches."""
+    """The modules of an engine that the probe can test, by name, and the names of the parameters that it cannot test."""
 
     probed: Mapping[str, ProbedModule]
     unreached: tuple[str, ...]
 
 
 def probe_vector(seed: int, module: str, size: int) -> torch.Tensor:
-    """(size,) float32 normal vector, which is the same on both sides."""
+    """(size,) float32 normal vector. Trainer and engine draw the same one."""
     return _SCALE * torch.randn(size, generator=_generator(seed, module))
 
 
-def probe_inputs(seed: int, module: str, size: int, *, biased: bool) -> torch.Tensor:
-    """(1, size) the probe vector. For a module with a bias: (2, size), the probe vector and a row of zeros."""
+def probe_inputs(seed: int, module: str, size: int, *, has_bias: bool) -> torch.Tensor:
+    """(1, size): the probe vector. For a module with a bias, (2, size): the probe vector and a row of zeros."""
     vector = probe_vector(seed, module, size)[None]
-    return torch.cat([vector, torch.zeros_like(vector)]) if biased else vector
+    return torch.cat([vector, torch.zeros_like(vector)]) if has_bias else vector
 
 
 def probe_rows(seed: int, module: str, rows: int, *, every: bool) -> torch.Tensor:
-    """Ids that are looked up in an embedding of `rows` rows: all of them, or a random sample."""
+    """Ids that the probe looks up in an embedding of `rows` rows: all ids if `every` is true, otherwise a random sample."""
     if every or rows <= SAMPLED_ROWS:
         return torch.arange(rows)
     # With repetitions, because a permutation of a whole vocabulary would cost more than the probe.
@@ -74,7 +75,7 @@ def probe_rows(seed: int, module: str, rows: int, *, every: bool) -> torch.Tenso
 
 
 def probe_experts(seed: int, module: str, experts: int, *, every: bool) -> list[int]:
-    """The experts of a module that a probe asks: all of them, or a random sample, ascending."""
+    """Indices of the experts that the probe computes, ascending: all if `every` is true, otherwise a random sample."""
     if every or experts <= SAMPLED_EXPERTS:
         return list(range(experts))
     return sorted(
@@ -83,7 +84,7 @@ def probe_experts(seed: int, module: str, experts: int, *, every: bool) -> list[
 
 
 def expert_input(seed: int, module: str, size: int) -> torch.Tensor:
-    """(size,) float32 normal vector of an ordinary size: an expert is not linear, and large inputs would saturate it."""
+    """(size,) float32 normal vector with standard deviation 1. An expert is not linear, and larger inputs would saturate it."""
     return probe_vector(seed, module, size) / _SCALE
 
 

@@ -1,7 +1,7 @@
 """The protocol of every engine: its requests, its answers, and how it receives weights.
 
 `rollouts/driver.py` puts requests into an inbox (`engines/inbox.py`), and engines put the completions back, by key.
-`sync/push.py` sends weights: it calls the receiving half of the protocol in the same order for all engines.
+`sync/push.py` sends weights. It calls the methods of `WeightReceiver` in the same order for all engines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RequestKey(NamedTuple):
     Attributes:
         prompt_id: the prompt of the rollout.
         sample: which rollout of that prompt.
-        call: which request of that rollout, from 0. A completion that consists of several answers has the key of the first.
+        call: which request of that rollout, from 0. A completion that consists of several answers has the key of the first request.
     """
 
     prompt_id: str
@@ -50,10 +50,10 @@ class GenerationRequest(ArrayFields):
     Attributes:
         prompt_ids: (P,) int64. The constructor accepts any sequence of integers.
         pictures: the pictures whose placeholders are in the prompt; None: there are none.
-        own_stop: stop strings that only this call has. They are the last ones of `sampling.stop`; the run's own come before them.
+        own_stop: stop strings that only this request has. They are also in `sampling.stop`, after the stop strings of the run.
 
     Raises:
-        BadValues: a prompt id is no integer.
+        BadValues: a prompt id is not an integer.
     """
 
     key: RequestKey
@@ -76,19 +76,19 @@ class Completion(ArrayFields):
     Attributes:
         key: the key of the request.
         prompt_ids: (P,) int64, the prompt as the engine used it.
-        token_ids: (N,) int64 sampled ids, the end-of-sequence token included where one was sampled.
-        logprobs: (N,) float32 natural-log probability of each sampled token under the sampling distribution.
+        token_ids: (N,) int64 sampled ids. If an end-of-sequence token was sampled, it is included.
+        logprobs: (N,) float32 log-prob of each sampled token under the sampling distribution (natural logarithm).
         weight_versions: (N,) int64 version of the weights that sampled each token.
-        finish_reason: reason from the engine: `stop` for an end token or stop string, `length` for the token limit.
+        finish_reason: why the engine ended the completion: `stop` for an end token or stop string, `length` for the token limit.
         sampled: (N,) bool, whether each id was sampled. The other ids were inserted (`rollouts/conversation.py`). Their
             probability is 1, and their log-prob is 0. None: all ids were sampled.
         kept_ids: one set of ids for each sampled token, in order: the ids whose probability was above 0 when the engine sampled
             the token. None: the request has no filter that depends on the logits (`Sampling.is_filtered`).
         pictures: the pictures that the engine has put into the prompt; None: there were none. If the completion consists of several
-            answers: into all ids before the last answer.
+            answers, these are all pictures before the last answer.
 
     Raises:
-        BadValues: an id or a version is no integer, a log-prob is no number, or `sampled` has a value that is no boolean.
+        BadValues: an id or a version is not an integer, a log-prob is not a number, or a value of `sampled` is not a boolean.
     """
 
     key: RequestKey
@@ -129,11 +129,11 @@ class EngineSettings:
     """The settings that are in force, read back from the engine. They may differ from the settings that were requested.
 
     Attributes:
-        sampling_defaults: sampling values that the engine would use on its own; must be empty.
+        sampling_defaults: sampling values that the engine would use for settings that a request leaves out; must be empty.
         model_config: the fields of the engine's model config that describe its computation, as JSON types.
-        kept_ids: whether it reports the ids that filters keep (`Completion.kept_ids`).
-        structured_outputs: the library that makes the masks of grammars, with any settings of it that are not its defaults.
-        normalises_pixels: whether it normalises pixels itself, so that pixels which are normalised already would be wrong.
+        kept_ids: whether the engine reports the ids that filters keep (`Completion.kept_ids`).
+        structured_outputs: the library that makes the masks of grammars, and those of its settings that are not the defaults.
+        normalises_pixels: whether the engine normalises pixels itself. Pixels that are already normalised would then be wrong.
     """
 
     engine: str
@@ -168,12 +168,12 @@ class LoadedWeights:
     """An engine's acknowledgement of one load.
 
     Attributes:
-        tensors: the tensors that the engine now holds, described from the arrived tensors themselves: first those that arrived in
-            this load, in order, then those of earlier loads.
+        tensors: descriptions of the tensors that the engine now holds, computed from the arrived tensors themselves. The tensors of
+            this load come first, in order; the tensors of earlier loads follow.
         untouched: parameters of the engine into which no tensor was written.
-        unknown_base: whether the load builds on weights that the engine does not hold. Then it has loaded nothing.
-        server: URL of the server that acknowledges; empty for an engine that is not several servers.
-        others: the acknowledgements of the other servers, and of the other workers of each.
+        unknown_base: whether the load changes weights that the engine does not hold. The engine has then loaded nothing.
+        server: URL of the server that acknowledges; empty if the engine does not consist of several servers.
+        others: the acknowledgements of the other servers, and of the other workers of each server.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -187,7 +187,7 @@ OnAnswer = Callable[[Completion], None]
 
 
 class WeightReceiver(Protocol):
-    """The half of an engine that receives weights. Only `sync/push.py` calls it."""
+    """The part of an engine that receives weights. Only `sync/push.py` calls it."""
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
@@ -200,35 +200,39 @@ class WeightReceiver(Protocol):
         """Write named tensors (checkpoint names and shapes), and report all tensors that the engine now holds.
 
         Args:
-            base: digest of the weights that the engine must hold already. The tensors are then those that changed since. Empty: the
-                tensors are all weights of the model.
+            base: digest of the weights that the engine must already hold. `tensors` are then the tensors that changed since. Empty:
+                `tensors` are all weights of the model.
         """
 
     def reset_caches(self) -> bool:
-        """Drop everything that was computed from older weights. Returns True only if the engine confirms it."""
+        """Drop everything that was computed with older weights. Returns True only if the engine confirms it."""
 
     def commit_version(self, version: int) -> None:
         """Serve again. Every new token is stamped with `version`."""
 
 
 class ProbedEngine(Protocol):
-    """The half of an engine that the module probe and the canary use."""
+    """The part of an engine that the module probe and the canary use."""
 
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
-        """The modules that the engine runs, named by the trainer's parameters (a tied parameter under each of its names)."""
+        """The modules that the engine runs, with the checkpoint names of their weights.
+
+        Args:
+            checkpoint_names: the trainer's names of all weights. A tied weight occurs under each of its names.
+        """
 
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
         """Output of each named module for its probe input (`engines/probe.py`): 1-D float32 tensors on CPU.
 
         Args:
-            every: whether to look up all rows of an embedding instead of a sample.
+            every: whether to use all rows of each embedding and all experts of each layer, instead of a sample.
         """
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
-        """Log-probs at temperature 1 of every id of each sequence, except the first id. They are computed without any cache.
+        """Log-probs at temperature 1 of every id of each sequence, except the first id. The engine computes them without any cache.
 
         Raises:
-            InputError: a sequence has fewer than two ids, or fills the engine's context completely.
+            InputError: a sequence has fewer than two ids, or fills the engine's whole context.
             ProofError: no version is committed, or a log-prob is missing or not finite.
         """
 
@@ -244,8 +248,10 @@ class Engine(WeightReceiver, ProbedEngine, Protocol):
         """The effective settings, for the handshake."""
 
     def serve(self, inbox: Inbox) -> None:
-        """Answer the requests of an inbox until it is closed. Requests may arrive at any time, and each answer is given back when
-        it is finished. When an error is raised, the engine holds none of the inbox's requests any more.
+        """Answer the requests of an inbox until it is closed.
+
+        Requests may arrive at any time. The engine gives each completion back as soon as it is finished. If it raises an error, it
+        has dropped all requests of the inbox.
 
         Raises:
             InputError: a prompt is empty, or a request does not fit into the engine's context.
@@ -256,16 +262,16 @@ class Engine(WeightReceiver, ProbedEngine, Protocol):
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
-        """Answer every request (`serve` with an inbox that holds them from the start). The result is keyed by request.
+        """Answer every request (`serve` with an inbox that contains them from the start). Returns the completions by key.
 
         Args:
             on_answer: called with each completion as soon as it is finished, before all answers are checked together. The calls
                 come from one thread, which may differ from the caller's. The function must not block.
 
         Raises:
-            InputError: a prompt is empty or longer than the engine's context; then no request has been started.
+            InputError: a prompt is empty, or a request does not fit the engine's context. No request has then been started.
             ProofError: no version is committed, or the answers do not match the requests.
-            LockstepError: the time limit passed.
+            LockstepError: a request exceeded the time limit.
         """
 
     def close(self) -> None:
@@ -278,7 +284,7 @@ def request_seed(run_seed: int, version: int, key: RequestKey) -> int:
 
 
 def derived_seed(seed: int, use: str) -> int:
-    """A further seed of a request, for another use: a 62-bit hash of both."""
+    """A second seed of a request, for another use: a 62-bit hash of the seed and the name of the use."""
     return _seed(f"{seed}\x1f{use}")
 
 

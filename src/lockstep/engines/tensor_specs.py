@@ -1,10 +1,10 @@
-"""The transport digest: a description of each tensor, with a digest of all its bytes. Both ends of a push use the same code.
+"""Descriptions of tensors: name, dtype, shape, and a digest of all bytes. Sender and receiver of a push use the same code.
 
-`sync/source.py` is the sending end, and each engine is a receiving end. `sync/push.py` compares the two descriptions. xxh3 reads
-memory at full speed (540 MB in 0.02 s on two cores), so that every byte of every push is covered. The digest finds faults, not
-forgeries: whoever can change the weights on purpose can also change the program.
+`sync/source.py` describes the tensors that are sent, and each engine describes the tensors that arrive. `sync/push.py` compares the
+two descriptions. The digest is xxh3. It reads 540 MB in 0.02 s on two cores, so that it can cover every byte of every push. The
+digest finds faults. It does not find forgeries: whoever can change the weights on purpose can also change the program.
 
-Within one process the engine may receive the very memory that was sent. `one_push` then lets that memory be read only once.
+Within one process the engine may receive the same memory that the trainer sends. Inside `one_push`, such memory is read only once.
 Memory that was copied, converted or changed in between is read again.
 """
 
@@ -25,18 +25,19 @@ from lockstep.engines.protocol import TensorSpec
 # Two threads, because xxhash releases the interpreter lock while it reads.
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="lockstep-digest")
 
-# Tensors are digested while they are used, in groups of this many bytes. That is enough for both threads. Tensors that were made
-# for the push are alive together up to this size.
-_TOGETHER = 16 << 20
+# Bytes of a group of tensors. The tensors of a group are digested while the caller uses them. A group of this size keeps both
+# threads busy. It also bounds the memory of tensors that are made only for the push.
+_GROUP_BYTES = 16 << 20
 
 _read_in_this_push: ContextVar[dict[object, Future[str]] | None] = ContextVar("read_in_this_push", default=None)
 
 
 @contextmanager
 def one_push() -> Iterator[None]:
-    """Inside the context, memory that was digested and not written to since then is not read again.
+    """Inside the context, memory that was already digested is not read again, unless it was written to.
 
-    Only for tensors that stay alive. If a tensor was made only to be sent, the next tensor may get its memory.
+    Use it only for tensors that stay alive. A tensor that is made only for the push may be freed, and the next tensor may get the
+    same memory.
     """
     token = _read_in_this_push.set({})
     try:
@@ -63,7 +64,7 @@ def begin_specs(named: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], tuple
         if identity not in known:
             known[identity] = _POOL.submit(tensor_digest, tensor)
         reading.append(known[identity])
-    # The result does not hold the tensors themselves, because the caller may release them before it waits for the digests.
+    # The result holds no reference to the tensors, because the caller may free them before it waits for the digests.
     outlines = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
     return lambda: tuple(TensorSpec(*o, digest.result()) for o, digest in zip(outlines, reading, strict=True))
 
@@ -71,11 +72,14 @@ def begin_specs(named: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], tuple
 def described(
     tensors: Iterable[tuple[str, torch.Tensor]], specs: list[TensorSpec]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same stream, partly read ahead. When it ends, `specs` holds the descriptions of all its tensors."""
+    """Yield the same tensors, and append their descriptions to `specs`. `specs` is complete when the iterator ends.
+
+    The iterator reads up to `_GROUP_BYTES` ahead.
+    """
     held: list[tuple[str, torch.Tensor]] = []
     for name, tensor in tensors:
         held.append((name, tensor))
-        if sum(t.nbytes for _, t in held) >= _TOGETHER:
+        if sum(t.nbytes for _, t in held) >= _GROUP_BYTES:
             yield from _described(held, specs)
     yield from _described(held, specs)
 
@@ -106,6 +110,9 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    """Equal only for the same view of the same memory without a write in between (by autograd's count of writes)."""
+    """A key for `one_push`. Two keys are equal only for the same view of the same memory without a write in between.
+
+    Autograd's version counter shows writes. Inference tensors have no counter, so that their keys are never equal.
+    """
     writes = object() if tensor.is_inference() else tensor._version
     return (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), writes)

@@ -1,8 +1,8 @@
 """Generation by `transformers`, for machines on which vLLM is not available.
 
-The engine holds its own copy of the model, so that it receives weights in the same way as any other engine. `generate` of
-transformers runs the batch (left padding, cache, stopping). Our logits processor samples each row with the row's own
-generator, and keeps the exact log-prob of each sampled token.
+The engine has its own copy of the model, so that it receives weights in the same way as any other engine. The function `generate`
+of transformers runs the batch (left padding, cache, stopping). Our logits processor samples each row with the row's own random
+generator, and records the exact log-prob of each sampled token.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _SCORED_ROWS = 128
 
 @dataclass(slots=True)
 class _Row:
-    """The state of one request while it runs."""
+    """The state of one request while the engine works on it."""
 
     request: GenerationRequest
     generator: torch.Generator
@@ -78,7 +78,7 @@ class TransformersEngine:
 
     Args:
         model: directory or hub id, the same string that the trainer loads.
-        tokenizer: used to find stop strings in sampled text. It never makes ids.
+        tokenizer: used to find stop strings in sampled text, and to compile grammars. The engine never encodes text with it.
         dtype: dtype of the engine's copy of the model.
         max_model_len: longest prompt + completion, in tokens.
         max_num_seqs: largest number of sequences that are decoded together.
@@ -122,7 +122,7 @@ class TransformersEngine:
         self._version: int | None = None
         self._held = HeldWeights()
         self._end_ids = end_ids(self._model, tokenizer)
-        # Otherwise `generate` would take open settings from the model's own defaults (for example a repetition penalty).
+        # Without this line, `generate` would use the model's own defaults (for example a repetition penalty).
         self._model.generation_config = GenerationConfig()
 
     @property
@@ -154,7 +154,7 @@ class TransformersEngine:
         return answer_all(self.serve, requests, on_answer)
 
     def serve(self, inbox: Inbox) -> None:
-        """Answer in rounds: the engine takes all requests that wait, and completes them before it takes others."""
+        """Answer in rounds: the engine takes all requests that wait, and finishes them before it takes others."""
         while True:
             with inbox.taken(0, self._timeout) as requests:
                 if requests is None:
@@ -167,12 +167,12 @@ class TransformersEngine:
     def _round(self, requests: list[GenerationRequest], inbox: Inbox) -> None:
         deadline = time.monotonic() + (inbox.limit or self._timeout)
         rows = [self._row(request) for request in requests]
-        # Rows of similar length need the fewest pad positions.
+        # Rows of similar length, put together, need the fewest pad positions.
         rows.sort(key=lambda row: len(row.prompt_ids))
         for start in range(0, len(rows), self._max_num_seqs):
-            together = rows[start : start + self._max_num_seqs]
-            self._run(together, deadline)
-            for row in together:
+            batch = rows[start : start + self._max_num_seqs]
+            self._run(batch, deadline)
+            for row in batch:
                 assert self._version is not None
                 inbox.answer(self._completion(row), [self._version], self._vocab_size)
 
@@ -204,14 +204,14 @@ class TransformersEngine:
             ids[i, longest - len(prompt) :] = prompt
             mask[i, longest - len(prompt) :] = 1
         budget = max(row.request.sampling.max_tokens for row in rows)
-        ids, shown = ids.to(self._model.device), [row.request.pictures for row in rows]
+        ids, pictures = ids.to(self._model.device), [row.request.pictures for row in rows]
         self._model.generate(
             ids,
             attention_mask=mask.to(self._model.device),
             generation_config=GenerationConfig(max_new_tokens=budget, do_sample=False, pad_token_id=pad),
             logits_processor=LogitsProcessorList([_SampleRows(rows, pad, self._end_ids)]),
             stopping_criteria=StoppingCriteriaList([_RowsDone(rows, self._end_ids, self._tokenizer, deadline)]),
-            **(model_inputs(shown, ids) if any(shown) else {}),
+            **(model_inputs(pictures, ids) if any(pictures) else {}),
         )
 
     def _completion(self, row: _Row) -> Completion:
@@ -243,7 +243,7 @@ class TransformersEngine:
             row = torch.tensor(ids, device=self._model.device)[None]
             hidden = self._model.base_model(input_ids=row[:, :-1], use_cache=False).last_hidden_state[0]
             found: list[float] = []
-            # A few rows at a time: the logits of a long sequence may not fit into memory.
+            # Compute a few rows at a time, because the logits of a long sequence may not fit into memory.
             for states, targets in zip(hidden.split(_SCORED_ROWS), row[0, 1:].split(_SCORED_ROWS), strict=True):
                 logits = transformed_logits(
                     self._model.config.get_text_config(), self._model.get_output_embeddings()(states)
@@ -260,11 +260,11 @@ class TransformersEngine:
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         own = {p.name: p.tensor for p in checkpoint_tensors(self._model, dict(self._model.named_parameters()))}
         specs: list[TensorSpec] = []
-        if self._held.builds_on(base):
+        if self._held.accepts_base(base):
             for name, tensor in described(((name, tensor) for name, tensor in tensors if name in own), specs):
                 if own[name].shape != tensor.shape:
                     raise LockstepError(
-                        f"{name} has shape {tuple(tensor.shape)}, the engine's {tuple(own[name].shape)}"
+                        f"{name} has shape {tuple(tensor.shape)}, and in the engine {tuple(own[name].shape)}"
                     )
                 own[name].data.copy_(tensor)
         self._held.add(specs, (spec.name for spec in specs))
@@ -283,7 +283,8 @@ class TransformersEngine:
 
 
 class _SampleRows(LogitsProcessor):
-    """Samples every unfinished row. Only the sampled token stays finite, so that transformers' greedy choice takes it."""
+    """Samples the next token of every unfinished row, and sets all other logits to −inf. The greedy choice of transformers then
+    takes the sampled token."""
 
     def __init__(self, rows: list[_Row], pad: int, end_ids: tuple[int, ...]) -> None:
         self._rows = rows
@@ -292,16 +293,16 @@ class _SampleRows(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         choice = torch.full_like(scores, -torch.inf)
-        # One copy: a copy of each row would wait for the GPU once per row.
+        # One copy of all rows waits for the GPU only once.
         logits = scores.cpu()
         for i, row in enumerate(self._rows):
             token = self._pad
             if row.finish_reason is None:
-                token = self._sampled(row, logits[i])
+                token = self._sample(row, logits[i])
             choice[i, token] = 0.0
         return choice  # type: ignore[return-value]
 
-    def _sampled(self, row: _Row, logits: torch.Tensor) -> int:
+    def _sample(self, row: _Row, logits: torch.Tensor) -> int:
         sampling = row.request.sampling
         logprobs = processed_logprobs(
             logits,
@@ -335,7 +336,9 @@ class _RowsDone(StoppingCriteria):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.BoolTensor:
         if time.monotonic() > self._deadline:
             waiting = [row.request.key for row in self._rows if row.finish_reason is None]
-            raise LockstepError(f"transformers did not finish {len(waiting)} requests in time, {waiting[:1]} first")
+            raise LockstepError(
+                f"transformers did not finish {len(waiting)} requests in time; the first one is {waiting[0]}"
+            )
         for row in self._rows:
             if row.finish_reason is None:
                 row.finish_reason = self._reason(row)
@@ -346,22 +349,23 @@ class _RowsDone(StoppingCriteria):
         sampling = row.request.sampling
         if row.token_ids[-1] in self._end_ids:
             return "stop"
-        if sampling.stop and len(row.token_ids) > sampling.min_tokens and self._stopped(row):
+        if sampling.stop and len(row.token_ids) > sampling.min_tokens and self._has_stop_string(row):
             return "stop"
         return "length" if len(row.token_ids) >= sampling.max_tokens else None
 
-    def _stopped(self, row: _Row) -> bool:
+    def _has_stop_string(self, row: _Row) -> bool:
         sampling = row.request.sampling
         text = self._tokenizer.decode(row.token_ids, skip_special_tokens=True)
         if sampling.min_tokens:
-            # A stop string that was complete before the minimum length does not count later, as in vLLM.
+            # As in vLLM, a stop string that ends within the first `min_tokens` tokens does not count.
             earlier = len(self._tokenizer.decode(row.token_ids[: sampling.min_tokens], skip_special_tokens=True))
             return any(stop in text[max(0, earlier + 1 - len(stop)) :] for stop in sampling.stop)
         return any(stop in text for stop in sampling.stop)
 
 
 def _kept(logprobs: torch.Tensor, limit: int) -> SmallIds:
-    """(n,) ids with a probability above 0, ascending. None at all if there are more than `limit` (`engines/answers.py`)."""
+    """(n,) ids with a probability above 0, ascending. If there are more than `limit`, the result is empty: `check_kept_ids` then
+    raises the error."""
     kept = torch.isfinite(logprobs).nonzero()[:, 0]
     return kept[: 0 if len(kept) > limit else None].numpy().astype(np.int32)
 

@@ -1,6 +1,6 @@
-"""The engine's half of the module probe for transformers: which modules can be probed, and what each gives for its probe input.
+"""The engine's part of the module probe for the transformers engine: its modules, and their outputs for the probe inputs.
 
-`engines/transformers_engine.py` calls it with its own copy of the model. `engines/vllm/probe.py` is the same for vLLM.
+`engines/transformers_engine.py` calls it with its own copy of the model. `engines/vllm/probe.py` does the same for vLLM.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from lockstep.models.checkpoint_names import checkpoint_tensors, expert_names
 
 
 def list_modules(model: PreTrainedModel, checkpoint_names: tuple[str, ...]) -> EngineModules:
-    """Every module with parameters, with the checkpoint names of its weights."""
+    """Every module of a model that has parameters, with the checkpoint names of its weights."""
     probed: dict[str, ProbedModule] = {}
     unreached: list[str] = []
-    placed: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for p in checkpoint_tensors(model):
-        placed.setdefault(p.parameter_name, []).append(p.name)
-    experts = _experts_of(model, placed)
+        names_of.setdefault(p.parameter_name, []).append(p.name)
+    experts = _experts_of(model, names_of)
     for name, module in model.named_modules():
-        own = [n for parameter, _ in module.named_parameters(recurse=False) for n in placed[f"{name}.{parameter}"]]
+        own = [n for parameter, _ in module.named_parameters(recurse=False) for n in names_of[f"{name}.{parameter}"]]
         kind = "experts" if name in experts else _kind(module)
         if kind is None or not set(own) <= set(checkpoint_names):
             unreached += own
         elif kind == "experts":
             probed[name] = ProbedModule(name, kind, experts[name], _outputs(module))
         elif own:
-            tensors = tuple(own) if kind == "values" else tuple(placed[f"{name}.weight"])
-            biased = kind == "linear" and module.bias is not None
-            probed[name] = ProbedModule(name, kind, tensors, _outputs(module), biased)
+            tensors = tuple(own) if kind == "values" else tuple(names_of[f"{name}.weight"])
+            has_bias = kind == "linear" and module.bias is not None
+            probed[name] = ProbedModule(name, kind, tensors, _outputs(module), has_bias)
     return EngineModules(probed, tuple(unreached))
 
 
@@ -66,12 +66,12 @@ def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> tor
     """A module's output for its probe input; see `engines/probe.py`."""
     if isinstance(module, torch.nn.Embedding):
         rows = probe_rows(seed, name, module.num_embeddings, every=every).to(module.weight.device)
-        # The module's own forward is not used: some modules scale the rows, or take positions instead of ids.
+        # The module's own forward may scale the rows, or take positions instead of ids. Therefore this line reads the weight.
         found = module.weight[rows].float()
         return found @ probe_vector(seed, name, module.embedding_dim).to(found.device)
     if isinstance(module, torch.nn.Linear | Conv1D):
         size = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
-        return module(probe_inputs(seed, name, size, biased=module.bias is not None).to(module.weight)).flatten()
+        return module(probe_inputs(seed, name, size, has_bias=module.bias is not None).to(module.weight)).flatten()
     if _is_gated_experts(module):
         weights = module.get_parameter("down_proj")
         chosen = torch.tensor(probe_experts(seed, name, len(weights), every=every))[:, None]
@@ -81,16 +81,16 @@ def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> tor
 
 
 def _is_gated_experts(module: torch.nn.Module) -> bool:
-    """Whether a module holds gated experts without biases, each with its projections in one slice of two tensors."""
+    """Whether a module contains gated experts without biases. Each expert is one slice of `gate_up_proj` and of `down_proj`."""
     return {name for name, _ in module.named_parameters(recurse=False)} == {"gate_up_proj", "down_proj"}
 
 
-def _experts_of(model: PreTrainedModel, placed: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
-    """Module name → checkpoint names of the projections of its experts: gate, up and down of the first, then of the second, …"""
+def _experts_of(model: PreTrainedModel, names_of: dict[str, list[str]]) -> dict[str, tuple[str, ...]]:
+    """Checkpoint names of the experts' projections, by module: gate, up and down of the first expert, then of the second, …"""
     found: dict[str, tuple[str, ...]] = {}
     for name, module in model.named_modules() if expert_names(model) else ():
         if _is_gated_experts(module):
-            gates, downs = placed[f"{name}.gate_up_proj"], placed[f"{name}.down_proj"]
+            gates, downs = names_of[f"{name}.gate_up_proj"], names_of[f"{name}.down_proj"]
             if len(gates) == 2 * len(downs):
                 found[name] = tuple(n for e, down in enumerate(downs) for n in (*gates[2 * e : 2 * e + 2], down))
     return found

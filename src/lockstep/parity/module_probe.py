@@ -191,7 +191,7 @@ class ModuleProbe:
             names = [module.tensors[i : i + _PROJECTIONS] for i in first]
             whole = len(answer) == len(names) * module.outputs
             return [(n, answer.view(len(names), -1)[i] if whole else None) for i, n in enumerate(names)]
-        inputs = 2 if module.biased else 1
+        inputs = 2 if module.has_bias else 1
         if len(answer) != inputs * module.outputs:
             return [((tensor,), None) for tensor in module.tensors]
         parts = answer.view(inputs, -1).split([self._outputs(module, tensor) for tensor in module.tensors], dim=1)
@@ -231,7 +231,7 @@ class ModuleProbe:
             rows = probe_rows(seed, module.name, len(weight), every=False).to(weight.device)
             weight, found, bias = weight[rows], found[:, rows.cpu()], None if bias is None else bias[rows]
         product = self._cast(weight) @ vector.to(self._dtype).float()
-        if not module.biased or bias is None:
+        if not module.has_bias or bias is None:
             return self._distance(found[0], product, product)
         added = self._cast(bias)
         return max(self._distance(found[0], product + added, product), self._distance(found[1], added, added))

@@ -1,1 +1,1 @@
-"""`lockstep serve`: vLLM's own server, started with the options that training needs, protected by a key, and kept alive."""
+"""`lockstep serve`: starts vLLM's own server with the options that training needs, protects it with a key, and restarts it."""

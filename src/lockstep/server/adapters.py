@@ -1,6 +1,6 @@
-"""Arguments of a server that takes adapters alone (`lockstep serve MODEL --enable_lora`), beside vLLM's own.
+"""Further arguments of a server to which adapters are pushed alone (`lockstep serve MODEL --enable_lora`).
 
-`server/command.py` puts them on the command line where the user has not given them.
+`server/command.py` adds each of them to the command line, unless the user has given it.
 """
 
 from __future__ import annotations
@@ -8,52 +8,53 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# vLLM's servers open the endpoints for adapters only with it.
+# vLLM's server opens its endpoints for adapters only with this environment variable.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-# The two newest adapters may compute in one step: requests end with the adapter that they began with.
+# Number of adapters that may compute in one step. Requests end with the adapter that they began with, so that the two newest
+# adapters may be in use at the same time.
 _AT_ONCE = 2
-# In main memory. Several runs may share a server, and each may have several adapters whose requests have not ended.
+# Number of adapters in main memory. Several runs may share a server, and each may have several adapters with running requests.
 _HELD = 16
 
 
-def adapter_words(model: str, said: set[str]) -> list[str]:
-    """Words of the command line.
+def adapter_flags(model: str, given: set[str]) -> list[str]:
+    """The part of the command line for adapters: flags and their values.
 
     Args:
         model: directory or hub id.
-        said: the names of the arguments that the user has given.
+        given: the names of the arguments that the user has given.
     """
-    words: dict[str, list[str]] = {
+    flags: dict[str, list[str]] = {
         "max_loras": [str(_AT_ONCE)],
         "max_cpu_loras": [str(_HELD)],
-        "lora_target_modules": linear_layers(model) if "lora_target_modules" not in said else [],
+        "lora_target_modules": linear_layers(model) if "lora_target_modules" not in given else [],
     }
-    if "max_loras" in said:
-        # vLLM wants at least as much room as adapters at once.
-        del words["max_cpu_loras"]
+    if "max_loras" in given:
+        # vLLM demands max_cpu_loras ≥ max_loras, and chooses a fitting default itself.
+        del flags["max_cpu_loras"]
     return [
         word
-        for name, values in words.items()
-        if name not in said and values
+        for name, values in flags.items()
+        if name not in given and values
         for word in ("--" + name.replace("_", "-"), *values)
     ]
 
 
 def linear_layers(model: str) -> list[str]:
-    """The names of a model's linear layers, without the output head; empty: they are not known, and vLLM chooses.
+    """The names of a model's linear layers, without the output head. Empty: transformers does not know the model, and vLLM chooses.
 
-    vLLM would also put LoRA layers around embedding and head. No adapter of ours uses them, and they cost time.
+    By default vLLM also puts LoRA layers around the embedding and the head. These cost time, and no adapter of ours uses them.
     """
     try:
         with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+            empty_model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     except (ValueError, KeyError, ImportError):
         return []
-    head = made.get_output_embeddings()
+    head = empty_model.get_output_embeddings()
     return sorted(
         {
             name.rpartition(".")[2]
-            for name, module in made.named_modules()
+            for name, module in empty_model.named_modules()
             if isinstance(module, torch.nn.Linear) and module is not head
         }
     )

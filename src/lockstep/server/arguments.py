@@ -1,7 +1,7 @@
-"""Decides which of vLLM's arguments a user may add to a server's command line.
+"""Checks which of vLLM's arguments a user may add to a server's command line.
 
-This check runs before anything is loaded. The server's own process, which has vLLM's parser, then checks that every word is the
-whole name of an argument and not an abbreviation (`server/launch.py`).
+This check runs before anything is loaded. Later the server's own process checks with vLLM's parser that every word is the whole
+name of an argument and not an abbreviation (`server/launch.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from lockstep.engines.vllm.arguments import REFUSED
 from lockstep.errors import InputError
 
-# `lockstep serve` sets these. Another value would open the server to others or break the contract with the trainer.
-_OWN = frozenset(
+# `lockstep serve` sets these itself. With another value, the server would be open to others or unusable for a trainer.
+_SET_BY_SERVE = frozenset(
     {
         "api_key",
         "config",
@@ -28,8 +28,8 @@ _OWN = frozenset(
         "worker_extension_cls",
     }
 )
-# These would put other code, or another model, in the place that the proofs examine.
-_FOREIGN = frozenset(
+# These would make the server run code or a model that the proofs do not examine.
+_NOT_PROVEN = frozenset(
     {
         "code_revision",
         "default_mm_loras",
@@ -46,9 +46,9 @@ _FOREIGN = frozenset(
         "worker_cls",
     }
 )
-# These open a port of vLLM's own, which has no guard, or send prompts, weights or cache blocks to another program.
-# `tests/server/free_arguments.txt` lists all other arguments of this release of vLLM.
-_OPEN = frozenset(
+# These open a port without a guard, or send prompts, weights or cache blocks to another program.
+# `tests/server/free_arguments.txt` lists all arguments of this release of vLLM that are in none of these sets.
+_OPENS_OR_SENDS = frozenset(
     {
         "api_server_count",
         "ec_manager_config",
@@ -66,7 +66,8 @@ _OPEN = frozenset(
         "tool_server",
     }
 )
-# A trainer cannot tell the copies inside one server apart, and their ports have no guard.
+# Prefixes of arguments for several copies of the model in one server. A trainer cannot distinguish the copies, and their ports have
+# no guard.
 _COPIES = ("data_parallel_", "dp_")
 
 
@@ -79,11 +80,11 @@ def check_words(words: Sequence[str]) -> None:
     """Refuse words that may not be on a server's command line.
 
     Raises:
-        InputError: a short form, or an argument that the user may not set.
+        InputError: a word is a short form such as `-q`, or an argument that the user may not set.
     """
     for word in words:
         if word.startswith("-") and not word.startswith("--") and not _is_number(word):
-            raise InputError(f"{word}: give vLLM's arguments by their whole names")
+            raise InputError(f"{word}: write vLLM's arguments with their whole names")
     check_names({name_of(word).removeprefix("no_") for word in words if word.startswith("--")})
 
 
@@ -94,20 +95,20 @@ def check_names(names: Iterable[str]) -> None:
         InputError: the user may not set one of them.
     """
     given = set(names)
-    if own := _OWN & given:
+    if own := _SET_BY_SERVE & given:
         raise InputError(f"lockstep serve sets {_listed(own)} itself; leave it out")
-    if opening := _OPEN & given:
+    if opening := _OPENS_OR_SENDS & given:
         raise InputError(
             f"the command line may not set {_listed(opening)}: it opens a port without a key, or sends data to another program"
         )
     if copies := {name for name in given if name.startswith(_COPIES)}:
         raise InputError(
-            f"the command line may not set {_listed(copies)}: a trainer cannot tell the copies inside one server apart; start as "
+            f"the command line may not set {_listed(copies)}: a trainer cannot distinguish the copies inside one server; start as "
             "many servers, each on a port of its own, and give all of their URLs"
         )
-    if other := {name for name in given if name in REFUSED | _FOREIGN or name.startswith("spec")}:
+    if other := {name for name in given if name in REFUSED | _NOT_PROVEN or name.startswith("spec")}:
         raise InputError(
-            f"the command line may not set {_listed(other)}: log-probs would differ, or no proof would see it"
+            f"the command line may not set {_listed(other)}: the log-probs would differ, or no proof would find a fault"
         )
 
 

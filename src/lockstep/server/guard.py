@@ -1,8 +1,8 @@
-"""The guard inside vLLM's API server: every request except `/health` and a greeting needs the key.
+"""The guard inside vLLM's API server. Every request except `/health` and a greeting needs the key.
 
-vLLM's own `--api-key` leaves the weight, cache and RPC endpoints open. vLLM gets the guard as `--middleware`. The key comes
-from the environment, so that no list of processes shows it. A trainer proves that it has the key without sending it
-(`engines/http/greeting.py`); people and other programs may send `Authorization: Bearer KEY`.
+The guard is needed because vLLM's own `--api-key` leaves the weight, cache and RPC endpoints open. vLLM loads it by its argument
+`--middleware`. The key comes from the environment, so that no list of processes shows it. A trainer proves that it has the key
+without sending it (`engines/http/greeting.py`). Users and other programs may send `Authorization: Bearer KEY`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _App = Callable[[_Message, Callable[..., Awaitable[Any]], Callable[..., Awaitabl
 
 
 class KeyGuard:
-    """ASGI middleware that answers 401 to every call that does not show or prove the key.
+    """ASGI middleware that answers 401 to every call that neither contains the key nor proves that the caller has it.
 
     Raises:
-        InputError: the environment holds no usable key. The server then does not start.
+        InputError: the environment has no valid key. The server then does not start.
     """
 
     def __init__(self, app: _App) -> None:
         self._app = app
         self._key = checked_key(os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE)
         self._digest = _digest(self._key.encode())
-        # A restarted server has another nonce: it knows no trainer until the next greeting.
+        # A restarted server has another nonce, so that every trainer must greet it again.
         self._nonce = make_nonce()
 
     async def __call__(
@@ -69,7 +69,7 @@ class KeyGuard:
 
     def _has_key(self, scope: _Message) -> bool:
         scheme, _, key = _only_header(scope, b"authorization").partition(" ")
-        # Digests have one length, so that the time of the comparison does not reveal the key's length.
+        # All digests have the same length. The time of the comparison therefore does not reveal the key's length.
         return scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip().encode()), self._digest)
 
     def _proof_for(self, scope: _Message) -> str | None:

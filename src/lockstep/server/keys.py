@@ -1,6 +1,7 @@
-"""The key between trainer and server: made when the server starts, and kept in a file that only its owner can read.
+"""The key that trainer and server share. It is in a file that only its owner can read.
 
-`lockstep serve` writes it, or the user gives it. The guard inside the server and every call of a trainer use it.
+`lockstep serve` makes the key when it starts, or the user gives one. The guard inside the server and every call of a trainer use
+it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ def make_key() -> str:
 
 
 def default_key_file(port: int) -> Path:
-    """The file in which the server on this machine's `port` saves the key that it made. Machines may share a home directory."""
+    """The file in which a server on this `port` saves the key that it made.
+
+    The name of the machine is part of the file's name, because machines may share a home directory.
+    """
     return cache_dir() / "keys" / f"{socket.gethostname()}-port-{port}.key"
 
 
 def write_key(path: Path, key: str) -> None:
-    """Write a key file. Nobody else can read it at any moment."""
+    """Write a key file that no other user can read, not even while it is written."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     staging = path.with_suffix(f".{os.getpid()}")
     staging.unlink(missing_ok=True)
@@ -46,23 +50,23 @@ def read_key(path: Path) -> str:
     """The key in a file.
 
     Raises:
-        InputError: the file is missing, readable by others, of another user, or holds no key.
+        InputError: the file is missing, other users can read it, another user owns it, or it does not contain a key.
     """
     try:
-        # Without O_NONBLOCK, a named pipe without a writer would block here for ever.
+        # Without O_NONBLOCK, opening a named pipe that has no writer would never return.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             found = os.fstat(file.fileno())
             key = file.read(_LONGEST + 1) if stat.S_ISREG(found.st_mode) else b""
     except OSError as error:
         raise InputError(f"key file {path} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(found.st_mode) or len(key) > _LONGEST:
-        raise InputError(f"key file {path} is not a file with one key in it")
+        raise InputError(f"key file {path} is not a file with one key")
     if found.st_uid != os.geteuid():
         raise InputError(
-            f"key file {path} belongs to another user, who could have put any key there; make a file of your own"
+            f"key file {path} belongs to another user, who may know or change the key; make a file of your own"
         )
     if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise InputError(f"key file {path} can be read by others; run 'chmod 600 {path}' and make a new key")
+        raise InputError(f"other users can read key file {path}; run 'chmod 600 {path}' and make a new key")
     return checked_key(key.decode("latin-1").strip(), str(path))
 
 
@@ -78,7 +82,7 @@ def checked_key(key: str, where: str) -> str:
 
 
 def key_for(url: str, key_file: str | None) -> str | None:
-    """The key that a trainer sends to a server: from a file, from the environment, or saved by a server on this machine.
+    """The key that a trainer uses for a server: from a file, from the environment, or saved by a server on this machine.
 
     Returns:
         None if no key is known; a server without a guard needs none.
@@ -90,6 +94,6 @@ def key_for(url: str, key_file: str | None) -> str | None:
         return read_key(Path(key_file).expanduser())
     if given := os.environ.get(KEY_VARIABLE):
         return checked_key(given, KEY_VARIABLE)
-    place = urlsplit(url)
-    left = default_key_file(place.port or 80)
-    return read_key(left) if is_local(place.hostname or "") and left.is_file() else None
+    address = urlsplit(url)
+    saved = default_key_file(address.port or 80)
+    return read_key(saved) if is_local(address.hostname or "") and saved.is_file() else None

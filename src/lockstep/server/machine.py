@@ -1,6 +1,6 @@
-"""What a server needs from its machine: a port of its own, private sockets, enough descriptors, and an end with its supervisor.
+"""Resources of the machine that a server needs: a reserved port, private sockets, and enough open files.
 
-`cli/serve.py` and `server/supervisor.py` use it.
+It also makes sure that a server ends with its supervisor. `cli/serve.py` and `server/supervisor.py` use it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ _FEWEST_FILES = 1024
 _USUAL_FILES = 65536
 # A socket's path may have 107 characters. vLLM adds a slash and 36 characters.
 _LONGEST_FOLDER = 70
-# Reads nothing until the supervisor is gone; then it ends every process of the server. Its only argument is their process group.
-_LEASH = "import os, signal, sys; os.read(0, 1); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
+# A program that waits until its standard input is closed, and then kills a process group. Its only argument is the group's id.
+_KILL_AFTER_INPUT = "import os, signal, sys; os.read(0, 1); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
 
 
 @contextmanager
-def port_to_itself(port: int) -> Iterator[None]:
-    """Within the block, no other `lockstep serve` of this user can use the port. A server needs a minute before it listens.
+def reserved_port(port: int) -> Iterator[None]:
+    """Inside the context, no other `lockstep serve` of this user can use the port.
+
+    A server may load its model for a minute before it listens. Until then, only a lock file shows that the port is in use.
 
     Raises:
-        InputError: another `lockstep serve` of this user has the port.
+        InputError: another `lockstep serve` of this user has reserved the port.
     """
     path = default_key_file(port).with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -50,16 +52,16 @@ def port_to_itself(port: int) -> Iterator[None]:
 
 @contextmanager
 def socket_folder() -> Iterator[Path]:
-    """A new folder for the sockets between vLLM's processes, which only this user can open. It is removed at the end."""
-    usual = tempfile.gettempdir()
-    parent = usual if len(usual) <= _LONGEST_FOLDER - len("/lockstep-12345678") else "/tmp"
+    """A new folder for the sockets between vLLM's processes. Only this user can open it. The context removes it at its end."""
+    default = tempfile.gettempdir()
+    parent = default if len(default) <= _LONGEST_FOLDER - len("/lockstep-12345678") else "/tmp"
     # The server may be killed at any moment and leave sockets behind.
     with tempfile.TemporaryDirectory(prefix="lockstep-", dir=parent, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 def raise_file_limit() -> int:
-    """Raise this process's limit of open files and connections as far as it may; returns the limit."""
+    """Raise this process's limit of open files and connections as far as the system allows, up to 65,536. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _USUAL_FILES if hard == resource.RLIM_INFINITY else min(hard, _USUAL_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -70,23 +72,23 @@ def raise_file_limit() -> int:
 
 
 def check_file_limit() -> None:
-    """Raise the limit of open files, and refuse to serve with too few.
+    """Raise the limit of open files, and check that it is high enough.
 
     Raises:
-        InputError: fewer than a server and its connections need.
+        InputError: the limit is lower than a server and its connections need.
     """
     if (limit := raise_file_limit()) < _FEWEST_FILES:
         raise InputError(
             f"a process may open only {limit} files and connections here, and a server needs {_FEWEST_FILES}: raise the limit "
-            f"(ulimit -n {4 * _FEWEST_FILES}) and start it again"
+            f"(ulimit -n {4 * _FEWEST_FILES}) and start the server again"
         )
 
 
-class Leash:
-    """A small process that kills a process group as soon as this process ends, however it ends.
+class KillAtExit:
+    """A small process that kills a process group when this process ends, even if this process is killed.
 
-    The kernel closes this process's end of the leash's pipe. vLLM's own processes would notice late or never: a server that is
-    asked to end first waits for its open calls.
+    It reads from a pipe, and the kernel closes the other end when this process ends. Without it, vLLM's processes would end late or
+    never: a server that gets SIGTERM waits for its open calls.
 
     Args:
         group: id of the process group.
@@ -94,16 +96,16 @@ class Leash:
 
     def __init__(self, group: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _LEASH, str(group)],
+            [sys.executable, "-I", "-S", "-c", _KILL_AFTER_INPUT, str(group)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # Signals of the terminal are meant for the supervisor.
+            # The terminal's signals must reach only the supervisor.
             start_new_session=True,
         )
 
     def release(self) -> None:
-        """End the leash, and kill nothing. The group has ended, and its id may soon belong to another one."""
+        """End the small process without killing the group. Call it after the group's end, because its id may be used again."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         if self._process.stdin is not None:

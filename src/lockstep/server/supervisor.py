@@ -1,7 +1,7 @@
-"""Keeps one server running: starts it, reports when it is ready, and starts it again when it dies.
+"""The supervisor of one server: starts it, reports when it is ready, and starts it again when it ends.
 
-`server/command.py` gives the command. A trainer that used the server notices a restart by itself: the new engine holds no pushed
-weights. So the trainer trains on none of its answers before a new handshake and push (fault W8).
+`server/command.py` makes the command. A trainer that uses the server detects a restart, because the new process has no pushed
+weights. It then makes a new handshake and push before it uses any answer (fault W8).
 """
 
 from __future__ import annotations
@@ -22,33 +22,36 @@ from enum import Enum, auto
 from lockstep.engines.http.server_calls import HEALTH
 from lockstep.errors import InputError, LockstepError
 from lockstep.server.launch import BAD_ARGUMENTS
-from lockstep.server.machine import Leash
+from lockstep.server.machine import KillAtExit
 
+# Seconds between two looks at the server's process, between two health checks, and that one health check may take.
 _TICK = 0.25
 _HEALTH_EVERY = 5.0
 _HEALTH_LIMIT = 5.0
-# A server that answers nothing for this many seconds counts as dead. It may only be busy, so that the limit is long.
+# A server that does not answer for this many seconds is ended. The limit is long, because the server may only be busy.
 _SILENT_LIMIT = 120.0
-# A server that refuses connections or reports an error is not busy: its engine has died, and it waits for calls that never end.
-# After this many seconds of failures it is killed, because nothing in it can still end well.
+# If a server refuses connections or reports an error, its engine has ended, and the open calls will never be answered. The server
+# is killed after this many seconds of such failures.
 _FAILING_LIMIT = 3.0
+# Seconds that a start may take.
 _START_LIMIT = 1800.0
-# Seconds. A start takes nearly a minute, so that longer waits would save nothing.
+# Seconds between the end of a server and its next start. A start takes almost a minute, so that longer waits would save nothing.
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 5.0
-# After this many seconds in good health, the next death counts as a new one, and the waiting time starts again from the first.
+# If a server was healthy for this many seconds, the wait after its end is the first wait again.
 _STEADY = 60.0
+# Seconds that a server may take to end.
 _STOP_LIMIT = 15.0
-# Takes the place of a status when nothing listens on the port.
+# The status that stands for a port on which no program listens.
 _REFUSED = 0
 
 
 class Health(Enum):
-    """The state of a server, as it answers when it is asked."""
+    """The result of one health check of a server."""
 
-    WELL = auto()
-    # It does not answer within the time limit.
+    HEALTHY = auto()
+    # The server does not answer within the time limit.
     SILENT = auto()
-    # It answers with an error, or nothing listens on its port any more.
+    # The server answers with an error, or no program listens on its port.
     FAILING = auto()
 
 
@@ -56,10 +59,10 @@ class Supervisor:
     """Runs a server until `stop` is called.
 
     Args:
-        command, environment: of the server, which runs as a child process.
+        command, environment: the command and the environment of the server, which runs as a child process.
         url: base URL of the server, for health checks.
         ready: called each time the server has become healthy, with the seconds that this took.
-        say: called with one line about everything else that happens.
+        say: called with one line of text for every other event.
     """
 
     def __init__(
@@ -83,8 +86,8 @@ class Supervisor:
         """Serve until `stop`.
 
         Raises:
-            InputError: vLLM refuses the command line; the server has printed why.
-            LockstepError: the server ended before it was ever healthy. A second try would end in the same way.
+            InputError: vLLM refuses the command line. The server has printed the reason.
+            LockstepError: the first server ended before it was healthy. A second start would end in the same way.
         """
         wait, ever_healthy = _FIRST_WAIT, False
         while not self._stop:
@@ -92,7 +95,7 @@ class Supervisor:
             if self._stop:
                 return
             if not ever_healthy and self._child is not None and self._child.returncode == BAD_ARGUMENTS:
-                raise InputError("vLLM's server does not take this command line; the line above says why")
+                raise InputError("vLLM's server refuses this command line; the reason is in the line above")
             if not ever_healthy and healthy_for is None:
                 raise LockstepError(f"the server {end} before it was ready; vLLM's own messages are above")
             ever_healthy = True
@@ -103,35 +106,36 @@ class Supervisor:
             wait = min(2 * wait, _LONGEST_WAIT)
 
     def stop(self) -> None:
-        """End the server and `run`; may be called from a signal handler."""
+        """End the server, and let `run` return. A signal handler may call it."""
         self._stop = True
 
     def _run_once(self) -> tuple[float | None, str]:
-        """Run the server once. Returns its seconds in good health (None: it was never healthy), and how it ended."""
-        start, healthy_since, next_question = time.monotonic(), None, 0.0
-        last_well, failing_since = start, None
-        # A group of its own, so that every process of the server can be ended; and files that nobody else can open.
+        """Run the server once. Returns the seconds since it became healthy (None: it was never healthy), and how it ended."""
+        start, healthy_since, next_check = time.monotonic(), None, 0.0
+        last_healthy, failing_since = start, None
+        # A new process group, so that all processes of the server can be ended; and a umask, so that only this user can open its
+        # files.
         self._child = subprocess.Popen(
             self._command, env=self._environment, start_new_session=True, stdin=subprocess.DEVNULL, umask=0o077
         )
-        leash = Leash(self._child.pid)
+        kill_at_exit = KillAtExit(self._child.pid)
         try:
             while True:
                 now = time.monotonic()
                 code = self._child.poll()
                 if self._stop or code is not None:
-                    return _since(healthy_since), _ending(code)
-                if now >= next_question:
+                    return _since(healthy_since), _how_it_ended(code)
+                if now >= next_check:
                     health = self._health()
-                    if health is Health.WELL:
-                        last_well = time.monotonic()
+                    if health is Health.HEALTHY:
+                        last_healthy = time.monotonic()
                     failing_since = (failing_since or now) if health is Health.FAILING else None
-                    if health is Health.WELL and healthy_since is None and self._is_ours():
+                    if health is Health.HEALTHY and healthy_since is None and self._is_ours():
                         healthy_since = time.monotonic()
                         self._ready(healthy_since - start)
-                    next_question = now + (_HEALTH_EVERY if healthy_since and health is Health.WELL else _TICK)
+                    next_check = now + (_HEALTH_EVERY if healthy_since and health is Health.HEALTHY else _TICK)
                 if healthy_since is not None:
-                    if now - last_well > _SILENT_LIMIT:
+                    if now - last_healthy > _SILENT_LIMIT:
                         return _since(healthy_since), f"did not answer for {_SILENT_LIMIT:.0f} s"
                     if failing_since is not None and now - failing_since > _FAILING_LIMIT:
                         self._child.kill()
@@ -141,21 +145,21 @@ class Supervisor:
                 time.sleep(_TICK)
         finally:
             self._end()
-            leash.release()
+            kill_at_exit.release()
 
     def _health(self) -> Health:
         status = self._status(HEALTH)
         if status is None:
             return Health.SILENT
-        return Health.WELL if status == 200 else Health.FAILING
+        return Health.HEALTHY if status == 200 else Health.FAILING
 
     def _is_ours(self) -> bool:
-        """Whether our guard answers. Another program on the port may answer everything with 200."""
+        """Whether the guard of our server answers. Another program on the port may answer every path with 200."""
         return self._status("/") == 401
 
     def _status(self, path: str) -> int | None:
-        """The status of the answer; `_REFUSED` if nothing listens, None if no answer comes."""
-        # The server is our own child on this machine: no proxy is needed, and any certificate will do.
+        """The status of the answer to a GET; `_REFUSED` if no program listens on the port; None if no answer comes in time."""
+        # The server is a child process on this machine. Ignore proxies, and accept any certificate.
         handlers = [
             urllib.request.ProxyHandler({}),
             urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
@@ -169,7 +173,7 @@ class Supervisor:
             return _REFUSED if isinstance(getattr(error, "reason", error), ConnectionRefusedError) else None
 
     def _end(self) -> None:
-        """End the child and every process that it started: engines outlive an API server that was killed."""
+        """End the server and every process that it has started. If an API server is killed, its engine keeps running."""
         child = self._child
         if child is None:
             return
@@ -190,10 +194,10 @@ class Supervisor:
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse a port that is taken, before anything is loaded.
+    """Check that the port is free, before anything is loaded.
 
     Raises:
-        InputError: another program listens there, or the address does not belong to this machine.
+        InputError: another program listens on the port, or the address does not belong to this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -208,7 +212,7 @@ def _since(moment: float | None) -> float | None:
     return None if moment is None else time.monotonic() - moment
 
 
-def _ending(code: int | None) -> str:
+def _how_it_ended(code: int | None) -> str:
     if code is None:
         return "was stopped"
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -1,1 +1,1 @@
-"""vLLM's own LoRA: engines get a run's adapter alone, beside a base model that stays as it is."""
+"""Training with vLLM's own LoRA: only the adapter of a run is pushed, and the engine's base model does not change."""

@@ -1,8 +1,9 @@
-"""The product with an adapter on CPUs: one matrix product per adapter of a step, instead of a copy of its factors per token.
+"""A kernel that computes LoRA on a CPU: one pair of matrix products for each adapter of a step.
 
-vLLM 0.32.0's kernel for CPUs copies both factors once for every token, so that a prompt of a thousand tokens copies them a thousand
-times. It also takes the last slot's adapter for tokens that have none, if another token of the step has one (fault D6).
-`engines/adapters/worker.py` puts this kernel into its place where vLLM runs on a CPU. The probes compute through it.
+It replaces the CPU kernel of vLLM 0.32.0, which has two defects. It copies the matrices A and B once per token, so that a prompt of
+a thousand tokens copies them a thousand times. If one token of a step has an adapter, it also applies the adapter of the last slot
+to the tokens that have none (fault D6). `engines/adapters/worker.py` installs this kernel where vLLM runs on a CPU. The probes
+compute with it too.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-# The slots of a step, each with the places of its tokens; None: all tokens have it.
-Rows = list[tuple[int, torch.Tensor | None]]
+# One entry per slot of vLLM whose adapter is used in a step: the slot, and the indices of its tokens. None: all tokens use it.
+SlotTokens = list[tuple[int, torch.Tensor | None]]
 
 
 class CPUKernel:
-    """Stands in the place of `PunicaWrapperCPU.add_lora_linear`.
+    """Replaces `PunicaWrapperCPU.add_lora_linear`.
 
     Args:
         wrapper: vLLM's record of which token of a step has which adapter.
@@ -26,15 +27,15 @@ class CPUKernel:
 
     def __init__(self, wrapper: PunicaWrapperCPU) -> None:
         self._wrapper, self._update = wrapper, wrapper.update_metadata
-        self._rows: Rows = []
+        self._slots: SlotTokens = []
         wrapper.update_metadata, wrapper.add_lora_linear = self.update_metadata, self.add_lora_linear
         if wrapper.indices_len[0] is not None:
-            self._rows = rows_of(wrapper.token_lora_indices)
+            self._slots = tokens_by_slot(wrapper.token_lora_indices)
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's `update_metadata`, before each step with other requests."""
+        """Replaces vLLM's `update_metadata`. vLLM calls it before each step that has other requests than the last one."""
         self._update(*args, **kwargs)
-        self._rows = rows_of(self._wrapper.token_lora_indices)
+        self._slots = tokens_by_slot(self._wrapper.token_lora_indices)
 
     def add_lora_linear(
         self,
@@ -46,12 +47,16 @@ class CPUKernel:
         output_slices: Sequence[int],
         **others: Any,
     ) -> None:
-        """Add scale × B A x to y (tokens, outputs), for the adapter of each token, where x is (tokens, inputs).
+        """Add scale × B A x to y in place, with the A and B of each token's adapter.
 
         As in vLLM's kernel, A x is computed in float32, and the product with B in the dtype of y.
+
+        Args:
+            y: (tokens, outputs) outputs of the layer without its adapter.
+            x: (tokens, inputs) inputs of the layer.
         """
-        for slot, places in self._rows:
-            inputs = x if places is None else x[places]
+        for slot, tokens in self._slots:
+            inputs = x if tokens is None else x[tokens]
             added = torch.cat(
                 [
                     ((inputs.float() @ down[slot, 0].float().T) * scale).to(y.dtype) @ up[slot, 0].to(y.dtype).T
@@ -59,26 +64,30 @@ class CPUKernel:
                 ],
                 dim=-1,
             )
-            if places is None:
+            if tokens is None:
                 y += added
             else:
-                y[places] += added
+                y[tokens] += added
 
 
-def rows_of(indices: torch.Tensor) -> Rows:
-    """The slots of the tokens of a step. -1 is the index of a token without an adapter."""
+def tokens_by_slot(indices: torch.Tensor) -> SlotTokens:
+    """The tokens of a step by the slot of their adapter.
+
+    Args:
+        indices: (tokens,) slot of each token's adapter; -1 for a token without an adapter.
+    """
     found = indices.unique().tolist()
     if len(found) == 1:
         return [(found[0], None)] if found[0] >= 0 else []
     return [(slot, (indices == slot).nonzero()[:, 0]) for slot in found if slot >= 0]
 
 
-def use_cpu_kernel(slots: Any) -> None:
-    """Put the kernel into the place of vLLM's, if that is the one for CPUs.
+def use_cpu_kernel(manager: Any) -> None:
+    """Install the kernel if vLLM uses its own kernel for CPUs. Safe to call again.
 
     Args:
-        slots: vLLM's `LoRAModelManager`.
+        manager: vLLM's `LoRAModelManager`.
     """
-    for wrapper in slots.punica_wrapper_mapping.values():
+    for wrapper in manager.punica_wrapper_mapping.values():
         if type(wrapper) is PunicaWrapperCPU and "add_lora_linear" not in vars(wrapper):
             CPUKernel(wrapper)

@@ -1,4 +1,6 @@
-"""Adapters alone for vLLM in the trainer's process. The engine holds one adapter at a time: no request runs while one is pushed."""
+"""Pushes of an adapter alone to vLLM in the trainer's process. The engine holds one adapter at a time, because no request runs
+during a push.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
-# The largest ranks that vLLM makes room for.
+# The values that vLLM accepts as the largest rank of an adapter (`max_lora_rank`).
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -26,15 +28,15 @@ def adapter_arguments(rank: int, layers: Collection[str]) -> dict[str, Any]:
 
     Args:
         rank: largest rank of the adapter's layers.
-        layers: names of the adapted layers. Other layers get no LoRA layer, which would cost time.
+        layers: names of the adapted layers. vLLM puts a LoRA layer around these only, because each LoRA layer costs time.
 
     Raises:
-        InputError: vLLM has no room for such a rank.
+        InputError: the rank is larger than vLLM supports.
     """
     if rank > RANKS[-1]:
         raise InputError(
-            f"the adapter has rank {rank}; vLLM's LoRA takes at most {RANKS[-1]}: lower lora_r, or leave vllm_enable_lora out, and "
-            "merged weights are sent instead"
+            f"the adapter has rank {rank}, and vLLM's LoRA supports at most {RANKS[-1]}: lower lora_r, or leave vllm_enable_lora "
+            "out; then merged weights are sent"
         )
     return {
         "enable_lora": True,
@@ -45,9 +47,9 @@ def adapter_arguments(rank: int, layers: Collection[str]) -> dict[str, Any]:
     }
 
 
-def adapter_name(version: int, pushes: int) -> str:
-    """A new name for every push: vLLM's prefix cache tells adapters apart by name and path, and not by their numbers."""
-    return f"{version}.{pushes}"
+def adapter_name(version: int, push_number: int) -> str:
+    """A new name for every push. vLLM's prefix cache distinguishes adapters by name and path, not by id."""
+    return f"{version}.{push_number}"
 
 
 class AdaptersInProcess:
@@ -55,16 +57,17 @@ class AdaptersInProcess:
 
     Args:
         llm: vLLM's engine.
-        close: called when the engine must refuse requests.
-        open: called with the version when the engine may answer again.
+        close_requests: called at the beginning of a push; the engine must then refuse requests.
+        open_requests: called with the weight version at the end of a push; the engine may then answer requests again.
     """
 
-    def __init__(self, llm: LLM, close: Any, open: Any) -> None:
-        self._llm, self._close, self._open = llm, close, open
+    def __init__(self, llm: LLM, close_requests: Any, open_requests: Any) -> None:
+        self._llm = llm
+        self._close_requests, self._open_requests = close_requests, open_requests
         llm.collective_rpc(_prepare)
         self._pushes = 0
         self._coming: LoRARequest | None = None
-        # Of every request; None: no adapter is committed.
+        # vLLM's description of the committed adapter, which every request carries; None: no adapter is committed.
         self.request: LoRARequest | None = None
 
     @property
@@ -84,19 +87,19 @@ class AdaptersInProcess:
         return digest
 
     def reserved(self) -> AbstractContextManager[None]:
-        """Nothing to reserve: the engine belongs to this process."""
+        """Does nothing: no other process uses this engine."""
         return nullcontext()
 
-    def check_alone(self) -> None:
-        """Nothing to check: the engine belongs to this process."""
+    def check_base_replaceable(self) -> None:
+        """Does nothing: no other run has adapters in this engine."""
 
     def commit_base(self, digest: str) -> None:
-        """Nothing to do: the engine stays closed until `commit`."""
+        """Does nothing: the engine refuses requests until `commit`."""
 
     def begin(self) -> None:
         from lockstep.engines.adapters.worker import drop_adapters
 
-        self._close()
+        self._close_requests()
         names = [r.lora_name for r in (self.request, self._coming) if r is not None]
         self.request = self._coming = None
         self._llm.collective_rpc(drop_adapters, args=(names,))
@@ -113,16 +116,16 @@ class AdaptersInProcess:
         self._llm.llm_engine.add_lora(self._coming)
         return arrived
 
-    def held(self) -> LoadedWeights:
-        from lockstep.engines.adapters.worker import held_adapter
+    def read_back(self) -> LoadedWeights:
+        from lockstep.engines.adapters.worker import read_adapter_back
 
         assert self._coming is not None
-        (found,) = self._llm.collective_rpc(held_adapter, args=(self._coming.lora_name,))
+        (found,) = self._llm.collective_rpc(read_adapter_back, args=(self._coming.lora_name,))
         return found
 
     def commit(self, version: int) -> None:
         self.request, self._coming = self._coming, None
-        self._open(version)
+        self._open_requests(version)
 
     def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
         from lockstep.engines.adapters.worker import probe_adapter
@@ -132,25 +135,28 @@ class AdaptersInProcess:
         return answers
 
     def check_used(self, key: RequestKey, used: Any) -> None:
-        """Check which adapter vLLM names beside an answer.
+        """Check that vLLM answered a request with the adapter of the current weights.
+
+        Args:
+            used: the `LoRARequest` that vLLM's answer carries; None: vLLM used no adapter.
 
         Raises:
-            ProofError: another one than the request had, or none.
+            ProofError: vLLM used another adapter, or none.
         """
         found = None if used is None else used.lora_name
         if found != self.name:
             raise ProofError(
                 "version",
-                f"request {key} was answered with the adapter {found!r}, and {self.name!r} holds the current weights",
-                "the request lost its adapter on its way to vLLM, or got that of another push",
+                f"request {key} was answered with the adapter {found!r}; the current weights are in the adapter {self.name!r}",
+                "the request lost its adapter on the way to vLLM, or got the adapter of another push",
                 "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
             )
 
 
 def _prepare(worker: Any) -> None:
-    from lockstep.engines.adapters.worker import take_from_memory
+    from lockstep.engines.adapters.worker import load_from_memory
 
-    take_from_memory(worker)
+    load_from_memory(worker)
 
 
 def _base_digest(worker: Any) -> str:

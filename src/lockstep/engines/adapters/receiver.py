@@ -1,9 +1,10 @@
-"""The half of an engine that receives adapters alone: what `sync/adapters/push.py` calls, in this order.
+"""The part of an engine that receives adapters alone. `sync/adapters/push.py` calls it in this order:
 
-    begin → reserved: (base, if it is another one) → load → held → commit
+    begin → reserved: (the base model, if the engine holds another one) → load → read_back → commit
 
-An engine gets every push of an adapter under a name of its own. vLLM's prefix cache has this name in its keys, so that keys and
-values of older weights are never found. Requests name the adapter, and it stays in the engine until the last of them has ended.
+Every push of an adapter has a new name. This name is part of the keys of vLLM's prefix cache. Therefore a request never finds keys
+and values of older weights there. Each request names its adapter, and the engine keeps the adapter until the last of these requests
+has ended.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import torch
 
 from lockstep.engines.protocol import LoadedWeights
 
-# Ends of the names of an adapter's two tensors, behind the name of the layer that it adapts.
+# Suffixes of the names of an adapter's two tensors. The name of the adapted layer comes before them.
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
-    """What an engine was started with.
+    """The limits with which an engine was started.
 
     Attributes:
         rank: largest rank of an adapter.
@@ -35,40 +36,40 @@ class AdapterLimits:
 
 
 class AdapterReceiver(Protocol):
-    """Receives adapters. `sync/adapters/push.py` calls it."""
+    """An engine that receives adapters. `sync/adapters/push.py` calls it."""
 
     @property
     def limits(self) -> AdapterLimits | None:
-        """None: the engine was started without LoRA."""
+        """The engine's limits; None: it was started without LoRA."""
 
     def base_digest(self) -> str:
-        """The digest of the last whole push that the engine received, computed by the engine; empty: it received none."""
+        """The digest of the last push of whole weights, as the engine computed it; empty: it received none."""
 
     def reserved(self) -> AbstractContextManager[None]:
         """Inside the context no other run changes the engine's base or adapters.
 
         Raises:
-            InputError: another run does not end its push within the time limit.
+            InputError: another run did not end its push within the time limit.
         """
 
-    def check_alone(self) -> None:
+    def check_base_replaceable(self) -> None:
         """Check that the base model may be replaced.
 
         Raises:
-            InputError: the engine holds adapters of other runs, which need its base model as it is.
+            InputError: the engine holds adapters of other runs, which need its present base model.
         """
 
     def commit_base(self, digest: str) -> None:
-        """Name the base model that was pushed. The engine serves no token before an adapter is committed."""
+        """Stamp the base model that was pushed with its digest. The engine answers no request before an adapter is committed."""
 
     def begin(self) -> None:
-        """Refuse to generate until `commit`, and remove own adapters that no request uses."""
+        """Refuse to generate until `commit`, and remove this run's adapters that no request uses."""
 
     def load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
         """Add an adapter under a new name. Requests do not use it yet.
 
         Args:
-            tensors: for each adapted layer its tensors A and scaling × B, under the layer's name with `DOWN` and `UP`.
+            tensors: for each adapted layer the tensors A and scaling × B, named by the layer with the suffixes `DOWN` and `UP`.
 
         Returns:
             The tensors that arrived.
@@ -77,13 +78,16 @@ class AdapterReceiver(Protocol):
             InputError: there is no room for another adapter.
         """
 
-    def held(self) -> LoadedWeights:
-        """The tensors of the new adapter as the engine computes with them, read back from its memory. `untouched` are the names
-        for which the engine has no place."""
+    def read_back(self) -> LoadedWeights:
+        """The tensors of the new adapter, read back from the memory that the engine computes with. `untouched` names the tensors
+        for which the engine has no layer."""
 
     def commit(self, version: int) -> None:
-        """Serve again: every new request uses the new adapter. Requests that began earlier end with the adapter they began with."""
+        """Serve again. Every new request uses the new adapter; each older request ends with the adapter that it began with."""
 
     def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
-        """Per adapted layer, (3, outputs) float32: its outputs with the adapter, without it, and their difference, for the probe
-        vector of the layer's name (`engines/probe.py`)."""
+        """Outputs of adapted layers for the probe vector of the layer's name (`engines/probe.py`).
+
+        Returns:
+            (3, outputs) float32 per layer: the outputs with the adapter, the outputs without it, and their difference.
+        """

@@ -1,9 +1,9 @@
-"""Adapters alone for vLLM's servers. They run beside the requests of other runs, and no server stops for a push.
+"""Pushes of an adapter alone to vLLM's servers. Several runs may share a server, and the server answers requests during a push.
 
-The bytes go through the same transport as whole pushes, into the memory of the workers. vLLM's own endpoints then give the adapter
-its id and remove it again. Every push has a name: the run, this trainer's session, and a number. A request names its adapter and
-ends with it. The versions of its tokens follow from the name; vLLM's stamp on each token shows that the base model is still the one
-that was proven.
+The bytes go through the same transport as pushes of whole weights, into the memory of the workers. vLLM's own endpoints then load
+the adapter, and later unload it. The adapter of each push has a new name: the run, this trainer's session, and the number of the
+push. A request names its adapter and uses it to its end. The name therefore gives the weight version of the request's tokens.
+vLLM's stamp on each token shows that the base model is still the one that was proven.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from lockstep.engines.probe import decode_floats
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 
-# Stands where vLLM expects the path of an adapter (`engines/adapters/worker.py`).
+# vLLM needs a path for each adapter. This prefix and the adapter's name take its place (`engines/adapters/worker.py`).
 PATH = "lockstep:"
 _BASE = "base:"
 _JOIN = "/"
+# Seconds between two attempts to reserve the servers.
 _RESERVE_EVERY = 0.1
 
 
@@ -40,7 +41,7 @@ class UsedAdapter:
     """The adapter of a request.
 
     Attributes:
-        stamp: vLLM's stamp of the base model that it was proven with.
+        stamp: vLLM's stamp of the base model with which the adapter was proven.
     """
 
     name: str
@@ -55,17 +56,17 @@ class UsedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """What `VLLMServer` lends to its adapters.
+    """The parts of `VLLMServer` that its adapters use.
 
     Attributes:
         all: the servers.
         each: calls a function for all servers at once.
-        workers: the answers of every server to a call of its workers' method, by worker.
+        workers: calls a method of all workers of all servers; returns one list of answers per server, in the order of its workers.
         lost: makes the error for servers that did not answer.
-        name_of: a server's name in errors and before names of modules; empty if there is only one server.
+        name_of: gives a server's name for errors and for the names of modules; empty if there is only one server.
         timeout: seconds that a call or a wait may take.
-        close_requests: refuse requests.
-        open_requests: take requests again, for this version.
+        close_requests: makes the engine refuse requests.
+        open_requests: makes the engine accept requests again, for this weight version.
     """
 
     all: Sequence[ServerCalls]
@@ -83,7 +84,7 @@ class ServerAdapters:
 
     Args:
         servers: the servers.
-        transport: makes the transport of adapters.
+        transport: makes the transport that sends the adapters.
         run: distinguishes this run from other runs on the same servers, and stays the same when the run is resumed.
         session: distinguishes this trainer from an earlier one of the same run.
     """
@@ -95,9 +96,9 @@ class ServerAdapters:
         run: str,
         session: str,
     ) -> None:
-        self._servers, self._choose = servers, transport
+        self._servers, self._make_transport = servers, transport
         self._transport: WeightTransport | None = None
-        self._staging = [_Staging(server) for server in servers.all]
+        self._adapter_calls = [_AdapterCalls(server) for server in servers.all]
         self._run, self._session = run or session, session
         self._pushes, self._coming = 0, ""
         self._lock = threading.Lock()
@@ -119,7 +120,7 @@ class ServerAdapters:
         dtypes = {state["dtype"] for state in states}
         if len(dtypes) > 1:
             raise InputError(
-                f"the servers keep adapters in {' and '.join(sorted(dtypes))}: start them with one --lora_dtype"
+                f"the servers keep adapters in {' and '.join(sorted(dtypes))}: start them with the same --lora_dtype"
             )
         return AdapterLimits(min(state["rank"] for state in states), getattr(torch, dtypes.pop()))
 
@@ -127,7 +128,7 @@ class ServerAdapters:
 
     @contextmanager
     def used(self) -> Iterator[UsedAdapter | None]:
-        """The adapter of one request. It stays in the servers at least until the context ends. None: it has none."""
+        """The adapter that one request uses; None: it uses none. The servers keep the adapter at least until the context ends."""
         with self._lock:
             used = self._used
             if used is not None:
@@ -150,13 +151,13 @@ class ServerAdapters:
             return digest
         return ""
 
-    def check_alone(self) -> None:
+    def check_base_replaceable(self) -> None:
         for number, names in enumerate(self._held()):
             if others := sorted({name.partition(_JOIN)[0] for name in names} - {self._run}):
                 raise InputError(
-                    f"the server{_at(self._servers.name_of(number))} holds adapters of {len(others)} other "
-                    f"{'run' if len(others) == 1 else 'runs'}, and a base model that is not this trainer's: runs that share a "
-                    "server need the same base model in the same dtype; use another server for this run"
+                    f"the server{_at_url(self._servers.name_of(number))} holds adapters of {len(others)} other "
+                    f"{'run' if len(others) == 1 else 'runs'}, and its base model is not this trainer's base model: runs that "
+                    "share a server need the same base model in the same dtype; use another server for this run"
                 )
 
     @contextmanager
@@ -166,14 +167,14 @@ class ServerAdapters:
             self._reserve(0.0)
             if time.monotonic() > deadline:
                 raise InputError(
-                    "another run is pushing to the same server and does not end its push; start this run again later"
+                    "another run is pushing to the same server, and its push does not end; start this run again later"
                 )
-            # Two runs that get several servers in another order must not wait for each other.
+            # Two runs may each have reserved some of the servers. The random wait keeps them from colliding again.
             time.sleep(_RESERVE_EVERY * (1 + secrets.randbelow(100) / 100))
         try:
             yield
         except BaseException:
-            # Another error is on its way. If a server is lost, its reservation ends by itself.
+            # The caller gets the first error. If a server is lost, its reservation ends by itself.
             with suppress(LockstepError):
                 self._reserve(0.0)
             raise
@@ -204,12 +205,12 @@ class ServerAdapters:
 
     def begin(self) -> None:
         self._servers.close_requests()
-        self.leave()
+        self.use_none()
         with self._lock:
             kept = {name for name, count in self._running.items() if count > 0}
             self._running = Counter({name: self._running[name] for name in kept})
         own = self._run + _JOIN
-        # Adapters of an earlier session of this run have no requests any more.
+        # No request uses the adapters of an earlier session of this run.
         for server_names in self._held():
             self._drop([name for name in server_names if name.startswith(own) and name not in kept])
 
@@ -218,31 +219,31 @@ class ServerAdapters:
         self._pushes += 1
         name = self._coming = _JOIN.join((self._run, self._session, f"{version}.{self._pushes}"))
         if self._transport is None:
-            self._transport = self._choose(self._servers.all)
-        for staging in self._staging:
-            staging.expect(name)
+            self._transport = self._make_transport(self._servers.all)
+        for calls in self._adapter_calls:
+            calls.begin(name)
         try:
-            self._transport.send(tensors, self._staging)
+            self._transport.send(tensors, self._adapter_calls)
         except RuntimeError as error:
             if isinstance(error, LockstepError):
                 raise
-            # gloo has no error type of its own for a peer that is late or gone.
+            # gloo raises a plain RuntimeError for a peer that is late or gone.
             raise self._servers.lost(f"the adapter did not reach the servers: {str(error)[:300]}") from error
         arrived = [
             loaded_from(found, self._servers.name_of(number))
-            for number, staging in enumerate(self._staging)
-            for found in staging.arrived
+            for number, calls in enumerate(self._adapter_calls)
+            for found in calls.arrived
         ]
         self._servers.each(lambda server: _load(server, name))
-        return _together(arrived)
+        return _one_acknowledgement(arrived)
 
-    def held(self) -> LoadedWeights:
-        return _together(
+    def read_back(self) -> LoadedWeights:
+        return _one_acknowledgement(
             [
-                replace(loaded_from(found, self._servers.name_of(number)), untouched=tuple(sorted(nowhere)))
+                replace(loaded_from(found, self._servers.name_of(number)), untouched=tuple(sorted(in_no_worker)))
                 for number, workers in enumerate(self._servers.workers("lockstep_held_adapter", self._coming))
                 # Each stage of a pipeline has some of the layers.
-                for nowhere in [set.intersection(*(set(found["untouched"]) for found in workers))]
+                for in_no_worker in [set.intersection(*(set(found["untouched"]) for found in workers))]
                 for found in workers
             ]
         )
@@ -255,8 +256,8 @@ class ServerAdapters:
     def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
         assert self.name is not None
         answers: dict[str, torch.Tensor] = {}
-        asked = self.name, json.dumps(list(layers)), str(seed)
-        for number, workers in enumerate(self._servers.workers("lockstep_probe_adapter", *asked)):
+        arguments = self.name, json.dumps(list(layers)), str(seed)
+        for number, workers in enumerate(self._servers.workers("lockstep_probe_adapter", *arguments)):
             server = self._servers.name_of(number)
             for layer, text in agreed_answers(workers, server or "the URL given").items():
                 answers[f"{server}/{layer}" if server else layer] = decode_floats(text).view(3, -1)
@@ -277,12 +278,12 @@ class ServerAdapters:
                 if len(state["names"]) >= state["room"]:
                     own = sum(name.startswith(self._run + _JOIN) for name in state["names"])
                     raise InputError(
-                        f"the server{_at(self._servers.name_of(number))} holds {len(state['names'])} adapters ({own} of this run) "
-                        "and has no room for another: start it with a larger --max_cpu_loras, or end the other runs"
+                        f"the server{_at_url(self._servers.name_of(number))} holds {len(state['names'])} adapters ({own} of this "
+                        "run) and has no room for another one: start it with a larger --max_cpu_loras, or end the other runs"
                     )
 
-    def check_free(self) -> None:
-        """Check that whole weights may be pushed: vLLM drops its adapters with them.
+    def check_whole_push_allowed(self) -> None:
+        """Check that whole weights may be pushed. vLLM drops all adapters when it loads whole weights.
 
         Raises:
             InputError: a server holds adapters of other runs.
@@ -295,14 +296,14 @@ class ServerAdapters:
                     "whole weights would remove: use another server, or restart this one when those runs have ended"
                 )
 
-    def leave(self) -> None:
-        """Let requests use no adapter: whole weights come, and vLLM drops its adapters with them."""
+    def use_none(self) -> None:
+        """Let new requests use no adapter."""
         with self._lock:
             self._used = None
 
     def forget(self) -> None:
-        """Drop all agreements with the servers: they may have been started again."""
-        self.leave()
+        """Drop all agreements with the servers, because they may have been started again."""
+        self.use_none()
         if self._transport is not None:
             self._transport.forget()
 
@@ -311,13 +312,13 @@ class ServerAdapters:
         if self._used is not None:
             with suppress(LockstepError):
                 self._drop([self._used.name])
-        self.leave()
+        self.use_none()
         if self._transport is not None:
             self._transport.close()
 
 
-class _Staging:
-    """The calls of a transport to one server, for the bytes of an adapter: they do not touch the server's weights.
+class _AdapterCalls:
+    """The calls that a transport makes to one server to send an adapter. They do not change the server's own weights.
 
     Attributes:
         arrived: each worker's description of the tensors that arrived.
@@ -329,8 +330,8 @@ class _Staging:
         self._name = self._segment = ""
         self.arrived: list[Any] = []
 
-    def expect(self, name: str) -> None:
-        """Say which adapter comes next."""
+    def begin(self, name: str) -> None:
+        """Begin the transfer of an adapter of this name."""
         self._name, self.world_size, self.arrived = name, self._server.world_size, []
 
     def init_transfer(self, info: dict[str, Any]) -> None:
@@ -349,22 +350,22 @@ def _load(server: ServerCalls, name: str) -> None:
         server.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": PATH + name}, plain=True)
     except InputError as error:
         raise InputError(
-            f"the server at {server.url} does not load adapters: start it with 'lockstep serve MODEL --enable_lora' (a server of "
-            "your own also needs the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)"
+            f"the server at {server.url} does not load adapters: start it with 'lockstep serve MODEL --enable_lora' (vLLM's own "
+            "server also needs the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)"
         ) from error
 
 
 def _unload(server: ServerCalls, names: Sequence[str]) -> None:
     for name in names:
-        # If its API process does not know the adapter, an earlier push has ended before it was told.
+        # The API process does not know an adapter whose push failed before its `_load`. It then refuses the call.
         with suppress(InputError):
             server.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, plain=True)
 
 
-def _together(found: Sequence[LoadedWeights]) -> LoadedWeights:
+def _one_acknowledgement(found: Sequence[LoadedWeights]) -> LoadedWeights:
     first, *others = found
     return LoadedWeights(first.tensors, first.untouched, first.server, tuple(others))
 
 
-def _at(name: str) -> str:
+def _at_url(name: str) -> str:
     return f" at {name}" if name else ""

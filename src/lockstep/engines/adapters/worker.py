@@ -1,7 +1,7 @@
-"""Adapters inside a vLLM worker: they come from memory, are read back from the slots that vLLM computes with, and are removed.
+"""Adapters inside a vLLM worker: functions that load them from memory, read them back, probe them and remove them.
 
-vLLM reads adapters from files. `take_from_memory` replaces that in our engines: an adapter is taken from the tensors that a trainer
-has sent, and no path is read. `engines/adapters/in_process.py` and `sync/vllm/worker.py` call these functions through
+vLLM itself loads adapters from files. `load_from_memory` replaces its loader: the worker then takes an adapter from the tensors
+that a trainer has sent, and reads no file. `engines/adapters/in_process.py` and `sync/vllm/worker.py` call these functions through
 `collective_rpc`.
 """
 
@@ -25,60 +25,60 @@ from lockstep.engines.tensor_specs import dtype_name, tensor_specs
 
 Named = tuple[str, torch.Tensor]
 
-# Stands where vLLM expects the path of an adapter.
+# vLLM needs a path for each adapter. This prefix and the adapter's name take its place.
 PATH = "lockstep:"
-# Names of adapters that were dropped.
+# Number of dropped adapters whose names a worker remembers.
 _REMEMBERED = 1024
 
 
 class _Place(NamedTuple):
-    """Where vLLM computes with an adapted layer: a module, and which of its parts."""
+    """The module in which vLLM computes an adapted layer, and the index of the layer in that module (0 if it is not fused)."""
 
     module: Any
     part: int
 
 
-class FromMemory:
-    """Stands in the place of vLLM's loader of adapters, and keeps the tensors of the adapters that trainers use.
+class MemoryLoader:
+    """Replaces vLLM's loader of adapters. It keeps the tensors that trainers have sent, by the name of the adapter.
 
     Args:
-        loads: vLLM's `WorkerLoRAManager`.
+        manager: vLLM's `WorkerLoRAManager`.
     """
 
-    def __init__(self, loads: Any) -> None:
-        self._loads = loads
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
         self.tensors: dict[str, list[Named]] = {}
         self._ids: dict[str, int] = {}
-        # The last names that were dropped, and the ids that vLLM has loaded for them since.
-        self._gone: deque[str] = deque(maxlen=_REMEMBERED)
-        self._empty: list[int] = []
+        # The names that were dropped last, and vLLM's ids of the empty adapters that were loaded for such names.
+        self._dropped: deque[str] = deque(maxlen=_REMEMBERED)
+        self._empty_ids: list[int] = []
 
     @property
     def slots(self) -> Any:
         """vLLM's `LoRAModelManager`."""
-        return self._loads._adapter_manager
+        return self._manager._adapter_manager
 
     def keep(self, name: str, tensors: Iterable[Named]) -> LoadedWeights:
-        """Copy the tensors of an adapter. vLLM then loads it, and loads it again if it has needed the place."""
+        """Copy the tensors of an adapter. vLLM loads the adapter afterwards, and again if it has dropped it for another one."""
         kept = [(key, tensor.detach().cpu().clone()) for key, tensor in tensors]
         self.tensors[name] = kept
         return LoadedWeights(tensor_specs(kept), ())
 
     def __call__(self, request: Any) -> LoRAModel:
-        """vLLM's `_load_adapter`.
+        """Load an adapter. Replaces vLLM's `_load_adapter`.
 
         Raises:
             ValueError: no trainer has sent this adapter.
         """
         name = request.lora_path.removeprefix(PATH)
         is_ours = request.lora_path == PATH + name
-        if is_ours and name not in self.tensors and name in self._gone:
-            # A request that its trainer has given up, and that has not left the server yet. An error here would end the engine.
-            self._empty.append(request.lora_int_id)
-            return self.slots.create_dummy_lora(request.lora_int_id, 1, self._loads.embedding_modules)
+        if is_ours and name not in self.tensors and name in self._dropped:
+            # The trainer has given this request up, but the server still holds it. An error here would end the engine.
+            self._empty_ids.append(request.lora_int_id)
+            return self.slots.create_dummy_lora(request.lora_int_id, 1, self._manager.embedding_modules)
         if not is_ours or name not in self.tensors:
             raise ValueError(
-                f"the adapter {request.lora_path!r} was not sent by a trainer; no adapter is read from a path"
+                f"no trainer has sent the adapter {request.lora_path!r}; this server does not read adapters from files"
             )
         self._ids[name] = request.lora_int_id
         rank = max(len(tensor) for key, tensor in self.tensors[name] if key.endswith(DOWN))
@@ -88,48 +88,48 @@ class FromMemory:
             # The trainer has multiplied B by the adapter's scaling.
             PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
             device="cpu",
-            dtype=self._loads.lora_config.lora_dtype,
-            model_vocab_size=self._loads.vocab_size,
+            dtype=self._manager.lora_config.lora_dtype,
+            model_vocab_size=self._manager.vocab_size,
             weights_mapper=_mapper(self.slots.model),
         )
 
-    def activated(self, name: str) -> int:
-        """vLLM's id of an adapter, which then is in a slot."""
+    def activate(self, name: str) -> int:
+        """Put an adapter into a slot, if it is in none. Returns vLLM's id of the adapter."""
         number = self._ids[name]
-        if number not in self._loads.list_adapters():
+        if number not in self._manager.list_adapters():
             self.slots.add_adapter(self(LoRARequest(name, number, PATH + name)))
         self.slots.activate_adapter(number)
         return number
 
     def drop(self, names: Iterable[str]) -> None:
-        """Remove adapters. Names that are not held are passed over."""
+        """Remove adapters. Names of adapters that are not here are ignored."""
         for name in names:
             if self.tensors.pop(name, None) is not None:
-                self._gone.append(name)
+                self._dropped.append(name)
             if (number := self._ids.pop(name, None)) is not None:
-                self._loads.remove_adapter(number)
-        while self._empty:
-            self._loads.remove_adapter(self._empty.pop())
+                self._manager.remove_adapter(number)
+        while self._empty_ids:
+            self._manager.remove_adapter(self._empty_ids.pop())
 
 
-def take_from_memory(worker: Any) -> FromMemory | None:
-    """Let a worker take adapters from memory, and compute with them fast on a CPU. It may be called again.
+def load_from_memory(worker: Any) -> MemoryLoader | None:
+    """Replace the loader of a worker by a `MemoryLoader`, and the CPU kernel by a faster one. Safe to call again.
 
     Returns:
-        None if vLLM was started without LoRA.
+        The worker's loader; None if vLLM was started without LoRA.
     """
-    loads = getattr(worker.model_runner, "lora_manager", None)
-    if loads is None:
+    manager = getattr(worker.model_runner, "lora_manager", None)
+    if manager is None:
         return None
-    if not isinstance(vars(loads).get("_load_adapter"), FromMemory):
-        loads._load_adapter = FromMemory(loads)
-        use_cpu_kernel(loads._adapter_manager)
-    return loads._load_adapter
+    if not isinstance(vars(manager).get("_load_adapter"), MemoryLoader):
+        manager._load_adapter = MemoryLoader(manager)
+        use_cpu_kernel(manager._adapter_manager)
+    return manager._load_adapter
 
 
 def adapter_state(worker: Any) -> dict[str, Any] | None:
-    """What the worker was started with, and the adapters that it holds, as JSON types; None: it was started without LoRA."""
-    memory = take_from_memory(worker)
+    """The limits of a worker and the names of the adapters that it holds, as JSON types; None: vLLM was started without LoRA."""
+    memory = load_from_memory(worker)
     if memory is None:
         return None
     config = memory.slots.lora_config
@@ -142,22 +142,22 @@ def adapter_state(worker: Any) -> dict[str, Any] | None:
 
 
 def keep_adapter(worker: Any, name: str, tensors: Iterable[Named]) -> LoadedWeights:
-    """Copy an adapter that arrives; `add_lora` of vLLM then loads it."""
+    """Copy the tensors of an adapter that arrives. vLLM's `add_lora` loads the adapter afterwards."""
     return _memory(worker).keep(name, tensors)
 
 
 def drop_adapters(worker: Any, names: Sequence[str]) -> None:
-    """Remove adapters."""
+    """Remove adapters from a worker."""
     _memory(worker).drop(names)
 
 
-def held_adapter(worker: Any, name: str) -> LoadedWeights:
-    """An adapter as vLLM computes with it: its tensors, read back from vLLM's slots.
+def read_adapter_back(worker: Any, name: str) -> LoadedWeights:
+    """The tensors of an adapter, read back from the slot that vLLM computes with.
 
-    With tensor parallelism each worker has a part of some tensors. Those are not read back (the probe covers them).
+    With tensor parallelism, each worker has only a part of some tensors. These tensors are not read back; the probe covers them.
     """
     memory = _memory(worker)
-    slot = memory.slots.lora_index_to_id.index(memory.activated(name))
+    slot = memory.slots.lora_index_to_id.index(memory.activate(name))
     found, untouched = [], []
     for key, sent in memory.tensors[name]:
         shape = sent.shape
@@ -167,14 +167,15 @@ def held_adapter(worker: Any, name: str) -> LoadedWeights:
             continue
         stacked = place.module.lora_a_stacked if key.endswith(DOWN) else place.module.lora_b_stacked
         if place.module.tp_size == 1:
-            # What lies beyond the adapter's own rank must be zero. It is read too, as part of a larger tensor.
+            # A slot may be larger than the tensor. The rest must be zero; otherwise the whole slot is reported, so that the
+            # comparison fails.
             whole = stacked[place.part][slot, 0]
-            found.append((key, whole[: shape[0], : shape[1]] if not _beyond(whole, shape) else whole))
+            found.append((key, whole[: shape[0], : shape[1]] if not _has_values_beyond(whole, shape) else whole))
     return LoadedWeights(tensor_specs(found), tuple(untouched))
 
 
 def probe_adapter(worker: Any, name: str, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
-    """For each adapted layer (3, outputs) float32: outputs with the adapter, without it, and their difference."""
+    """Outputs of adapted layers, as in `AdapterReceiver.probe`, of the layers that this worker has."""
     from lockstep.engines.vllm.probe import linear_output
     from lockstep.engines.vllm.shards import whole_parts
 
@@ -196,16 +197,20 @@ def probe_adapter(worker: Any, name: str, layers: Sequence[str], seed: int) -> d
 
 
 def use_adapter(worker: Any, name: str | None, rows: int) -> None:
-    """Let the modules use an adapter (None: no adapter) for the next inputs of so many rows. A step of vLLM sets its own."""
-    memory = take_from_memory(worker)
+    """Let the modules use an adapter for inputs of `rows` rows, until vLLM's next step sets the adapters of its own rows.
+
+    Args:
+        name: name of the adapter; None: no adapter.
+    """
+    memory = load_from_memory(worker)
     if memory is None:
         return
-    number = 0 if name is None else memory.activated(name)
+    number = 0 if name is None else memory.activate(name)
     memory.slots.set_adapter_mapping(LoRAMapping((number,) * rows, (number,) * rows, is_prefill=True))
 
 
-def _memory(worker: Any) -> FromMemory:
-    memory = take_from_memory(worker)
+def _memory(worker: Any) -> MemoryLoader:
+    memory = load_from_memory(worker)
     if memory is None:
         raise ValueError("vLLM was started without LoRA (enable_lora)")
     return memory
@@ -217,7 +222,7 @@ def _mapper(model: Any) -> Any:
 
 
 def _place(slots: Any, key: str) -> _Place | None:
-    """The module that computes with an adapter's tensor; None if there is none."""
+    """The module that computes with a tensor of an adapter; None if the model has no such module."""
     owner, _ = parse_fine_tuned_lora_name(key, _mapper(slots.model))
     for module, part in _candidates(slots, owner):
         if isinstance(module, BaseLayerWithLoRA):
@@ -232,6 +237,6 @@ def _candidates(slots: Any, owner: str) -> Iterator[tuple[Any, int]]:
             yield slots.modules.get(fused), parts.index(owner)
 
 
-def _beyond(whole: torch.Tensor, shape: torch.Size) -> bool:
-    """Whether a slot has values beyond the adapter's own tensor."""
+def _has_values_beyond(whole: torch.Tensor, shape: torch.Size) -> bool:
+    """Whether a slot has values other than zero outside the first `shape` rows and columns."""
     return bool(whole[shape[0] :].any()) or bool(whole[:, shape[1] :].any())

@@ -1,7 +1,7 @@
-"""The distribution that a request samples from: vLLM's sampling parameters, with vLLM's names and meanings.
+"""The sampling settings of a request, with the names and meanings of vLLM's sampling parameters.
 
-A run's config makes it (`training/config/sampling.py`). Engines sample from it, and the trainer scores the same distribution.
-`engines/filters/sampling.py` says in which order its steps are applied.
+`training/config/sampling.py` makes them from a run's config. Engines sample with these settings, and the trainer scores the same
+distribution. `engines/filters/sampling.py` says in which order the settings are applied.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from lockstep.errors import InputError
 
 GrammarKind = Literal["regex", "json", "choice", "grammar"]
 
-# vLLM raises a smaller temperature to this value without an error (vLLM 0.32.0), and refuses a larger one than the other.
+# vLLM 0.32.0 silently raises a lower temperature to the first value, and refuses a temperature above the second value.
 _SMALLEST_TEMPERATURE, _LARGEST_TEMPERATURE = 0.01, 2.0
-# vLLM's server cuts biases to this range, and vLLM in process does not.
+# vLLM's server cuts biases to this range, and vLLM in the trainer's process does not.
 _LARGEST_BIAS = 100.0
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that every completion follows (vLLM's structured outputs).
+    """A grammar that every completion must follow (vLLM's structured outputs).
 
     Attributes:
         kind: the language of `spec`: `regex`; `json`, a JSON schema; `choice`, a JSON list of texts, of which the completion is
@@ -32,7 +32,7 @@ class Grammar:
         spec: the grammar itself.
 
     Raises:
-        InputError: the kind is unknown, the grammar is empty, or a JSON text cannot be read.
+        InputError: the kind is unknown, the grammar is empty, or its JSON cannot be read.
     """
 
     kind: GrammarKind
@@ -40,7 +40,9 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
-            raise InputError(f"a grammar of kind {self.kind!r}; it must be one of {', '.join(get_args(GrammarKind))}")
+            raise InputError(
+                f"the kind of a grammar is {self.kind!r}; it must be one of {', '.join(get_args(GrammarKind))}"
+            )
         if not self.spec.strip():
             raise InputError(f"the {self.kind} of the structured outputs is empty")
         if self.kind == "choice":
@@ -51,16 +53,19 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The distribution to sample from, with vLLM's names and meanings. The defaults change nothing.
+    """The settings of the distribution to sample from. The defaults leave the model's own distribution unchanged.
 
     Attributes:
         max_tokens: largest number of sampled tokens.
-        repetition_penalty: counts ids of the prompt and of the completion; the other two penalties count ids of the completion.
+        repetition_penalty: applies to ids of the prompt and of the completion. The other two penalties apply to ids of the
+            completion only.
         logit_bias: pairs of a token id and the value that is added to its logit.
         allowed_token_ids: the only ids that may be sampled; None: all.
-        bad_words: sequences of ids. The last id of a sequence cannot be sampled where the others came directly before it.
-        min_tokens: number of tokens before which neither an end token nor a stop string ends a completion.
-        grammar: every completion follows it.
+        bad_words: sequences of ids that may not occur. If all other ids of a sequence came directly before, its last id cannot be
+            sampled.
+        min_tokens: smallest number of tokens of a completion. Before it, neither an end token nor a stop string ends the
+            completion.
+        grammar: the grammar that every completion must follow; None: there is none.
         max_kept_ids: largest number of ids that top-k, top-p and min-p may keep for one token. It bounds the memory of `KeptIds`.
 
     Raises:
@@ -110,7 +115,7 @@ class Sampling:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether the support depends on the logits: top-k, top-p or min-p is in force. Engines then report `KeptIds`."""
+        """Whether top-k, top-p or min-p is in force. The support then depends on the logits, and engines report `KeptIds`."""
         return bool(self.filters)
 
     @property
@@ -121,9 +126,9 @@ class Sampling:
 
     @property
     def counting_fields(self) -> list[str]:
-        """Names of the settings in force that depend on the ids of the completion alone. They restart with every request.
+        """Names of the settings in force that depend on the earlier ids of the completion only. They start anew with every request.
 
-        A bad word of one token depends on no other id.
+        `bad_words` is one of them only if a word has several tokens: a word of one token does not depend on earlier ids.
         """
         names = ["presence_penalty", "frequency_penalty", "min_tokens", "grammar"]
         several = any(len(word) > 1 for word in self.bad_words)
@@ -154,16 +159,16 @@ class Sampling:
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         found = list(ids)
         if len(set(found)) < len(found) or min(found, default=0) < 0:
-            raise InputError(f"{name} has a token id twice, or one below 0")
+            raise InputError(f"{name} has a token id twice, or a token id below 0")
 
 
 def _read_json(kind: str, spec: str) -> object:
     try:
         return json.loads(spec)
     except ValueError as error:
-        raise InputError(f"the {kind} of the structured outputs is no JSON text: {error}") from error
+        raise InputError(f"the {kind} of the structured outputs is not valid JSON: {error}") from error
 
 
 def _check_choices(found: object) -> None:
     if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
-        raise InputError("the choices of the structured outputs must be a JSON list of texts, none of them empty")
+        raise InputError("the choices of the structured outputs must be a JSON list of texts that are not empty")

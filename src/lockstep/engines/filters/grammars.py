@@ -1,7 +1,7 @@
-"""Which ids a grammar allows after the ids so far: compiled by xgrammar with the settings that vLLM compiles with.
+"""Masks of the ids that a grammar allows next. xgrammar compiles the grammars, with the settings that vLLM uses.
 
-The transformers engine samples under these masks. The trainer computes the same masks again from a completion's ids, because a
-grammar depends on nothing else. vLLM computes them itself, with the same library (`engines/vllm/arguments.py` chooses it).
+The transformers engine samples with these masks. The trainer computes the same masks again from a completion's ids, because a
+grammar depends on nothing else. vLLM computes its masks itself, with the same library (`engines/vllm/arguments.py` chooses it).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GrammarCompiler:
         self._compiled: dict[Grammar, xgrammar.CompiledGrammar] = {}
 
     def start(self, grammar: Grammar) -> GrammarState:
-        """The state of a completion before its first token.
+        """Begin a completion. Returns the state of its grammar before the first token.
 
         Raises:
             InputError: the grammar cannot be read.
@@ -75,7 +75,7 @@ class GrammarCompiler:
 
 
 class GrammarState:
-    """How far one completion has followed its grammar."""
+    """The state of a grammar after the ids of one completion so far."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, mask: torch.Tensor) -> None:
         self._matcher = matcher
@@ -89,7 +89,7 @@ class GrammarState:
         return self._mask
 
     def accept(self, token: int) -> None:
-        """Go on by one token.
+        """Update the state with the next token.
 
         Raises:
             ProofError: the grammar does not allow the token.
@@ -117,7 +117,7 @@ def apply_mask(logits: torch.Tensor, mask: torch.Tensor) -> None:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Read a grammar before a run starts.
+    """Check that xgrammar can read a grammar, before a run starts.
 
     Raises:
         InputError: xgrammar is not installed, or cannot read the grammar.
@@ -126,12 +126,17 @@ def check_grammar(grammar: Grammar) -> None:
 
 
 def as_ebnf(choices: str) -> str:
-    """The grammar of a JSON list of texts. xgrammar's literals have the escapes of JSON."""
+    """A grammar in EBNF whose completions are the texts of a JSON list. xgrammar's literals use the escapes of JSON."""
     return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(choices))
 
 
 def _read(grammar: Grammar, reader: Any, prefix: str) -> Any:
-    """Call the function of `reader` that reads this kind of grammar. `xgrammar.Grammar` and its compiler have the same names."""
+    """Read a grammar with the method of `reader` for its kind.
+
+    Args:
+        reader: `xgrammar.Grammar` or a compiler of xgrammar. Their methods have the same names, up to the prefix.
+        prefix: the prefix of the method's name.
+    """
     ebnf = "ebnf" if prefix == "from_" else "grammar"
     name, spec = {
         "regex": ("regex", grammar.spec),

@@ -1,7 +1,7 @@
 """Turns a model's logits into the distribution that a request samples from, in vLLM's order of steps.
 
-The transformers engine uses it, one row at a time, and so do the proofs that score again. It uses transformers' own logits
-processors where they exist. vLLM's order is that of its class `Sampler` (0.32.0):
+The transformers engine and the proofs that score again use it, one row at a time. Where transformers has a logits processor for a
+step, this module uses it. The order of steps is the order in vLLM's class `Sampler` (0.32.0):
 
 1. grammar, 2. allowed ids, 3. bad words, 4. minimum length, 5. logit bias, 6. penalties: repetition, then frequency and presence,
 7. temperature, 8. min-p, 9. top-k, 10. top-p.
@@ -81,17 +81,24 @@ def shaped_logits(
 
 
 def banned_ids(sampling: Sampling, output_ids: Sequence[int]) -> list[int]:
-    """Ids that would complete one of the bad words now. Only ids of the completion count, not those of the prompt."""
+    """Ids that would now complete one of the bad words. Only ids of the completion count; ids of the prompt do not."""
     banned = []
     for word in sampling.bad_words:
-        begun = len(word) - 1
-        if list(output_ids[len(output_ids) - begun :]) == list(word[:-1]):
+        prefix_length = len(word) - 1
+        if list(output_ids[len(output_ids) - prefix_length :]) == list(word[:-1]):
             banned.append(word[-1])
     return banned
 
 
 def filtered(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """(rows, V) logits, divided by the temperature, with −inf at the ids that min-p, top-k or top-p removes."""
+    """Apply min-p, top-k and top-p to logits.
+
+    Args:
+        scores: (rows, V) logits, already divided by the temperature.
+
+    Returns:
+        (rows, V) logits, −inf at the ids that a filter removes.
+    """
     if sampling.min_p > 0.0:
         scores = MinPLogitsWarper(sampling.min_p)(None, scores)
     if sampling.top_k > 0:
@@ -102,7 +109,7 @@ def filtered(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def _forbid_end(scores: torch.Tensor, end_ids: Sequence[int], *, with_grammar: bool) -> None:
-    """Exclude the end tokens. Where a grammar leaves nothing else, vLLM allows them again, and so does this function."""
+    """Exclude the end tokens. If a grammar allows nothing else, they stay allowed, as in vLLM."""
     ids = list(end_ids)
     before = scores[:, ids]
     scores[:, ids] = -torch.inf

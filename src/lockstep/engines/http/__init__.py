@@ -1,1 +1,1 @@
-"""vLLM servers over HTTP: calls, messages, and the proof that both ends hold the key."""
+"""vLLM servers as an engine: HTTP calls, messages, and the proof that trainer and server have the same key."""

@@ -1,7 +1,7 @@
 """A thread with an event loop that runs coroutines for other threads.
 
-`engines/http/vllm_server.py` makes its HTTP calls in one, and `rollouts/driver.py` runs programs in another, so that a program that
-blocks its loop does not delay the calls to a server.
+`engines/http/vllm_server.py` makes its HTTP calls in one such thread, and `rollouts/driver.py` runs programs in another. A program
+that blocks its own thread therefore does not delay the calls to a server.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from lockstep.errors import LockstepError
 
 T = TypeVar("T")
 R = TypeVar("R")
-# Seconds in which cancelled calls can end.
+# Seconds that `close` waits for the cancelled calls to end.
 _ENDING = 10.0
 
 
 class CallLoop:
-    """A thread that runs every call, so that one time limit covers a whole call, from any calling thread."""
+    """A thread that runs coroutines. Any other thread may start one in it. A time limit in a coroutine covers the whole call."""
 
     def __init__(self, name: str = "lockstep-calls") -> None:
         self._closed = False
         started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = (
             concurrent.futures.Future()
         )
-        # A daemon thread, so that a program that ends does not wait for a call that blocks.
+        # A daemon thread: when the program ends, it does not wait for a call that blocks this thread.
         self._thread = threading.Thread(target=asyncio.run, args=(_serve(started),), name=name, daemon=True)
         self._thread.start()
         self._loop, stopped = started.result()
-        # An owner that is dropped without `close` leaves neither a thread nor open files behind.
+        # If the owner is freed without `close`, the thread ends too, and its files are closed.
         self._stop = weakref.finalize(self, self._loop.call_soon_threadsafe, stopped.set)
         self._stop.atexit = False
 
@@ -41,7 +41,7 @@ class CallLoop:
         """Begin a call.
 
         Args:
-            check: turns the answer into the result. It runs in the thread that waits for the result.
+            check: converts the answer to the result. It runs in the thread that waits for the result.
 
         Raises:
             LockstepError: the engine is already closed.
@@ -60,7 +60,7 @@ class CallLoop:
         return self.start(call, lambda found: found).result()
 
     def close(self) -> None:
-        """Cancel every call, and end the thread. May be called twice. A call that blocks the thread is left behind with it."""
+        """Cancel every call, and end the thread. Safe to call again. If a call blocks the thread, `close` stops waiting for it."""
         if self._closed:
             return
         self._closed = True
@@ -69,7 +69,7 @@ class CallLoop:
 
 
 async def _serve(started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
-    """Keep the loop running until the event is set. `asyncio.run` then cancels what still runs, and closes the loop."""
+    """Keep the loop running until the event is set. `asyncio.run` then cancels the remaining calls, and closes the loop."""
     stopped = asyncio.Event()
     started.set_result((asyncio.get_running_loop(), stopped))
     await stopped.wait()
@@ -83,7 +83,7 @@ class Pending(Generic[T, R]):
 
     Args:
         future: the future of the call.
-        check: turns the answer into the result.
+        check: converts the answer to the result.
     """
 
     def __init__(self, future: concurrent.futures.Future[T], check: Callable[[T], R]) -> None:
@@ -113,5 +113,5 @@ class Pending(Generic[T, R]):
         concurrent.futures.wait([self._future], limit)
 
     def cancel(self) -> None:
-        """Cancel the call. Its requests end in the server too."""
+        """Cancel the call. The server then drops its requests too."""
         self._future.cancel()

@@ -1,4 +1,4 @@
-"""A client of servers whose weights another process pushes. It asks for completions and never sends weights."""
+"""A client of servers to which another process pushes weights. This client only requests completions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lockstep.errors import LockstepError
 
 
 class FollowingServer(VLLMServer):
-    """Servers that hold the weights of another process's `VLLMServer`.
+    """Servers that hold the weights which the `VLLMServer` of another process has pushed.
 
     Args:
         urls, keys, timeout: as in `VLLMServer`.
-        session: the other client's `session`. Answers of any other trainer's weights are refused.
+        session: the `session` of the process that pushes. Answers that were sampled by any other trainer's weights are refused.
     """
 
     def __init__(self, urls: Sequence[str], keys: Sequence[str | None], *, timeout: float, session: str) -> None:
@@ -24,7 +24,7 @@ class FollowingServer(VLLMServer):
         self.session = session
 
     def follow(self, version: int) -> None:
-        """Expect answers of a version that the other process has committed."""
+        """Accept answers of a weight version that the other process has committed."""
         if version != self._version:
             self._stamps[self._stamp(version)] = version
             self._committed.append(version)
@@ -32,15 +32,15 @@ class FollowingServer(VLLMServer):
 
 
 class _NoWeights:
-    """The transport of a client that sends no weights."""
+    """The weight transport of a client that sends no weights."""
 
     def send(
         self, tensors: Iterable[tuple[str, torch.Tensor]], servers: Sequence[WeightReceiverCalls], base: str = ""
     ) -> None:
-        raise LockstepError("this client of the servers sends no weights: the process that owns them does")
+        raise LockstepError("this process sends no weights to the servers; another process sends them")
 
     def forget(self) -> None:
-        """Nothing was agreed."""
+        """Does nothing: this client has no agreements with the servers."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: this client has no open connections for weights."""

@@ -1,9 +1,9 @@
-"""How a trainer and a guarded server prove to each other that both have the key. The key itself never travels.
+"""The greeting: trainer and server prove to each other that both have the key. Neither of them sends the key itself.
 
-The trainer sends a nonce to `GREETING`, and the server answers with a nonce of its own and a proof (HMAC-SHA256 of both nonces
-under the key). Another program that listens on the server's port cannot compute it, so it receives neither the key nor a call.
-Every later call carries a proof of the trainer, and every answer a proof of the server. `engines/http/server_calls.py` is the
-trainer's end, `server/guard.py` the server's end.
+The trainer sends a nonce to the path `GREETING`. The server answers with its own nonce and a proof, the HMAC-SHA256 of both nonces
+under the key. Another program that listens on the server's port cannot compute the proof, so that the trainer makes no call to it.
+Every later call contains a proof of the trainer, and every answer contains a proof of the server. The trainer's end is
+`engines/http/server_calls.py`, and the server's end is `server/guard.py`.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ def make_nonce() -> str:
 
 
 def is_nonce(text: str) -> bool:
-    """Whether a text has the form of a nonce. A shorter one would not be unique."""
+    """Whether a text has the form of a nonce. A shorter text might not be unique."""
     return 2 * _NONCE_BYTES <= len(text) <= _LONGEST_NONCE and text.isascii() and text.isalnum()
 
 
 def server_proof(key: str, trainer_nonce: str, server_nonce: str) -> str:
-    """The proof in the answer to a greeting: the server has the key."""
+    """The proof in the answer to a greeting. It shows that the server has the key."""
     return _mac(key.encode(), "greeting", trainer_nonce, server_nonce)
 
 
 class Session:
-    """What one greeting made: both ends compute it from the key and the two nonces.
+    """The session of one greeting: it makes and checks the proofs of all later calls. Both ends compute it from the key and nonces.
 
     Args:
         trainer_nonce: chosen by the trainer for this greeting.
-        server_nonce: chosen by the server's process when it started, so that a restart ends every session.
+        server_nonce: chosen by the server's process when it starts. A restart therefore ends every session.
     """
 
     def __init__(self, key: str, trainer_nonce: str, server_nonce: str) -> None:
         self._nonce = trainer_nonce
         self._secret = _mac(key.encode(), "session", trainer_nonce, server_nonce).encode()
 
-    def shown(self, call: str) -> str:
+    def authorization(self, call: str) -> str:
         """The `Authorization` header of a call.
 
         Args:
-            call: a nonce for this call alone.
+            call: a nonce that is used for this call only.
         """
         return f"{SCHEME} {self._nonce}.{call}.{_mac(self._secret, 'trainer', call)}"
 
     def is_trainer(self, call: str, proof: str) -> bool:
-        """Whether the proof in a call's header is that of a trainer with the key."""
+        """Whether the proof in a call's header comes from a trainer with the key."""
         return hmac.compare_digest(_mac(self._secret, "trainer", call).encode(), proof.encode())
 
     def proof(self, call: str) -> str:
@@ -70,5 +70,5 @@ class Session:
 
 
 def _mac(key: bytes, *parts: str) -> str:
-    # Nonces contain no separator, so that two different lists of parts never give the same text.
+    # Nonces do not contain the separator. Therefore two different lists of parts never give the same text.
     return hmac.new(key, "|".join(("lockstep", *parts)).encode(), hashlib.sha256).hexdigest()

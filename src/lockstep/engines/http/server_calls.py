@@ -1,7 +1,7 @@
-"""HTTP calls to one vLLM server. Each call proves the key and has a time limit. No call is ever repeated.
+"""HTTP calls to one vLLM server. Each call proves that the trainer has the key, and has a time limit. No call is repeated.
 
-Used by `engines/http/vllm_server.py`. After a failed call the state of the server is unknown, so the caller starts again from the
-beginning.
+`engines/http/vllm_server.py` makes these calls. After a failed call the state of the server is unknown. The caller must then
+recover the server and push the weights again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class ServerCalls:
 
     Args:
         url: base URL of the server.
-        key: proved in every call except `/health` (`engines/http/greeting.py`); None for a server without a guard.
+        key: the server's key. Every call except `/health` proves that the trainer has it (`engines/http/greeting.py`). None: the
+            server has no guard.
         timeout: seconds that one call may take, from first to last byte.
         loop: the thread that runs the calls.
         recover: the `recover` of every `EngineLost` that is raised here.
@@ -46,26 +47,28 @@ class ServerCalls:
     def __init__(self, url: str, key: str | None, timeout: float, loop: CallLoop, recover: Callable[[], None]) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
-        # Set after the first answer of the server: workers that share its model, whether requests may have priorities, bytes of
-        # its cache of pictures (0: it has none), main memory that its machine has left, and whether it was started with LoRA.
+        # Facts about the server, known after its first answer: the number of workers that share its model, whether requests may
+        # have priorities, the bytes of its cache of pictures (0: it has none), the free main memory of its machine, and whether it
+        # was started with LoRA.
         self.world_size = 1
         self.takes_priorities = False
         self.picture_cache = 0
         self.available_bytes = 0
         self.takes_adapters = False
-        # The start of an update, if one is in progress. Weights are sent only after it.
+        # The calls that begin an update, if one is in progress. Weights are sent only after these calls have ended.
         self.beginning: concurrent.futures.Future[Any] | None = None
         self._loop = loop
         self._recover = recover
         self._key = key
-        # Made by a greeting. It ends when the server is restarted.
+        # A greeting begins the session. A restart of the server ends it.
         self._session: Session | None = None
         self._client = httpx.AsyncClient(
             base_url=self.url,
-            # The server may close a kept connection just when it is used, and such a call must not be repeated.
+            # Each call has a new connection. The server might close a kept connection at the moment of a call, and the failed call
+            # could not be repeated.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             timeout=timeout,
-            # No proxy is used between trainer and engine.
+            # Ignore the environment's proxies: there is no proxy between trainer and engine.
             trust_env=False,
             verify=_certificates(),
         )
@@ -73,21 +76,23 @@ class ServerCalls:
     async def ask(
         self, method: str, path: str, body: Any = None, *, limit: float | None = None, plain: bool = False, **query: Any
     ) -> Any:
-        """Make one call. Returns the JSON of its answer, or None if the answer is empty.
+        """Make one call. Returns the decoded JSON of the answer, or None if the answer is empty.
 
         Args:
-            plain: the answer is plain text.
+            limit: seconds that the call may take; None: `timeout`.
+            plain: return the answer as text, without decoding it.
+            query: the parameters in the URL.
 
         Raises:
-            EngineLost: there was no answer within the limit, the answer was cut short, or its status is 5xx.
+            EngineLost: there was no answer within the limit, the answer was cut, or its status is 5xx.
             InputError: the program at the URL did not prove that it has the key, or does not know the path.
             LockstepError: the server refuses the call.
         """
         limit = self.timeout if limit is None else limit
-        # `/health` needs no key. Another program may answer there while the server is away.
-        session = None if path == HEALTH or self._key is None else await self._greeted(self._key, limit)
+        # `/health` needs no key. While the server restarts, another program may have its port, and a greeting would raise an error.
+        session = None if path == HEALTH or self._key is None else await self._open_session(self._key, limit)
         call = make_nonce()
-        headers = {} if session is None else {"Authorization": session.shown(call)}
+        headers = {} if session is None else {"Authorization": session.authorization(call)}
         answer, answer_text = await self._send(method, path, limit, headers, json=body, params=query)
         if answer.status_code >= 500:
             raise self._lost(path, f"answered {answer.status_code}: {answer_text[:_SHOWN]}", refused=True)
@@ -104,7 +109,7 @@ class ServerCalls:
     async def _send(
         self, method: str, path: str, limit: float, headers: dict[str, str], **rest: Any
     ) -> tuple[httpx.Response, str]:
-        """The answer to one request, and its text."""
+        """Send one HTTP request. Returns the answer and its text."""
         try:
             call = self._client.request(method, path, headers=headers, timeout=limit, **rest)
             answer = await asyncio.wait_for(call, limit)
@@ -112,16 +117,16 @@ class ServerCalls:
         except (TimeoutError, httpx.TimeoutException) as error:
             raise self._lost(path, f"did not answer within {limit:.0f} s") from error
         except httpx.HTTPError as error:
-            if (cause := _own_shortage(error)) is not None:
+            if (cause := _file_limit_reached(error)) is not None:
                 raise LockstepError(cause) from error
             raise self._lost(path, f"cannot be reached ({type(error).__name__}: {error})") from error
 
-    async def _greeted(self, key: str, limit: float) -> Session:
-        """The session with the server. The first call, and the first call after a restart, begin it with a greeting.
+    async def _open_session(self, key: str, limit: float) -> Session:
+        """The session with the server. If there is none, a greeting begins it: at the first call, and after a restart.
 
         Raises:
             EngineLost: the server did not answer.
-            InputError: the program at the URL could not prove that it has the key. It has received nothing but a nonce.
+            InputError: the program at the URL could not prove that it has the key. It has received only a nonce.
         """
         if self._session is not None:
             return self._session
@@ -131,25 +136,25 @@ class ServerCalls:
             raise self._lost(GREETING, f"answered {answer.status_code}: {answer_text[:_SHOWN]}")
         try:
             found = msgspec.json.decode(answer_text)
-            theirs, proof = str(found["nonce"]), str(found["proof"])
+            server_nonce, proof = str(found["nonce"]), str(found["proof"])
         except (ValueError, TypeError, KeyError):
-            theirs, proof = "", ""
-        if not hmac.compare_digest(server_proof(key, nonce, theirs).encode(), proof.encode()):
-            raise InputError(_no_proof(self.url, is_greeted=bool(proof)))
-        self._session = Session(key, nonce, theirs)
+            server_nonce, proof = "", ""
+        if not hmac.compare_digest(server_proof(key, nonce, server_nonce).encode(), proof.encode()):
+            raise InputError(_why_no_proof(self.url, has_answered=bool(proof)))
+        self._session = Session(key, nonce, server_nonce)
         return self._session
 
     def _check_session(self, session: Session, call: str, answer: httpx.Response, path: str) -> None:
         """Check that an answer comes from the server of the greeting.
 
         Raises:
-            EngineLost: the server was restarted since, or another program has its port.
+            EngineLost: the server was restarted, or another program now has its port.
         """
         if session.is_server(call, answer.headers.get(PROOF_HEADER)):
             return
         self._session = None
         what = (
-            "was started again" if answer.status_code == 401 else "sent an answer without the proof that it has the key"
+            "was started again" if answer.status_code == 401 else "sent an answer without a proof that it has the key"
         )
         raise self._lost(path, what)
 
@@ -160,7 +165,7 @@ class ServerCalls:
         return self._loop.run(self.ask(method, path, body, limit=limit, plain=plain, **query))
 
     def begin(self, method: str, path: str, **query: Any) -> Pending[Any, Any]:
-        """Start the call of `ask`, to be waited for later."""
+        """Start the call of `ask` without waiting for it."""
         return self._loop.start(self.ask(method, path, **query), lambda found: found)
 
     def together(self, *calls: Callable[[], Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -184,15 +189,15 @@ class ServerCalls:
         self.call("POST", "/update_weights", {"update_info": info})
 
     def reset_caches(self) -> bool:
-        """Drop what was computed from older weights, for running requests too. Returns whether the server confirms it.
+        """Drop everything that was computed with older weights, for running requests too. Returns whether the server confirms it.
 
-        vLLM's cache of inputs stays: it holds pixels, and requests rely on it.
+        vLLM's cache of inputs is kept. It contains pixels, which do not depend on weights, and requests need them.
         """
         _, answer = self.together(
             lambda: self.ask("POST", "/reset_encoder_cache"),
             lambda: self.ask("POST", "/reset_prefix_cache", reset_running_requests="true"),
         )
-        # vLLM does not report whether it has reset its encoder cache.
+        # vLLM does not report whether it has reset its encoder cache, so that the workers are asked.
         holding = self.picture_cache and any(worker["holding"] for worker in self.workers("lockstep_encoded"))
         return bool(answer == {"success": True}) and not holding
 
@@ -204,7 +209,7 @@ class ServerCalls:
         """Call a method of every worker of the server at once (`sync/vllm/worker.py`). Returns their JSON answers, by rank.
 
         Raises:
-            EngineLost: there is no answer, for example because the workers do not have the method.
+            EngineLost: the server did not answer, for example because its workers do not have the method.
         """
         answer = await self.ask("POST", "/collective_rpc", {"method": method, "args": list(args)})
         results = answer.get("results") if isinstance(answer, dict) else None
@@ -220,11 +225,11 @@ class ServerCalls:
         """
         answer = self.call("GET", "/weight_info")
         if not isinstance(answer, dict) or "weight_version" not in answer:
-            raise self._lost("/weight_info", "did not say which weights it holds")
+            raise self._lost("/weight_info", "did not report which weights it holds")
         return str(answer["weight_version"])
 
-    def ailment(self, limit: float) -> str | None:
-        """Why the server does not report within the limit that it is healthy; None if it does."""
+    def health_problem(self, limit: float) -> str | None:
+        """The reason why a health check failed or took longer than the limit; None: the server is healthy."""
         try:
             self.call("GET", HEALTH, limit=limit)
         except EngineLost as lost:
@@ -234,14 +239,14 @@ class ServerCalls:
     def _check(self, answer: httpx.Response, path: str) -> None:
         if answer.status_code == 401:
             raise InputError(
-                f"the server at {self.url} needs a key: set LOCKSTEP_SERVER_KEY, or vllm_server_key_file to the file that "
+                f"the server at {self.url} needs a key: set LOCKSTEP_SERVER_KEY, or set vllm_server_key_file to the file that "
                 "'lockstep serve' named"
             )
         if answer.status_code == 404 and "does not exist" in answer.text:
             raise self._lost(path, f"was started again: {answer.text[:_SHOWN]}")
         if answer.status_code in (403, 404):
-            # vLLM knows paths that it was not told to open, and refuses them.
-            raise InputError(f"the server at {self.url} has no {path}, or does not open it. {HOW_TO_START}")
+            # Some paths of vLLM exist, but vLLM refuses them unless its command line opens them.
+            raise InputError(f"the server at {self.url} does not have {path}, or refuses it. {HOW_TO_START}")
         if answer.status_code >= 300:
             raise LockstepError(
                 f"the server at {self.url} refused {path} with status {answer.status_code}: {answer.text[:_SHOWN]}"
@@ -252,18 +257,18 @@ class ServerCalls:
 
 
 def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
-    """Base URL of each server: from a comma-separated list, or from host and port if there is no list."""
+    """Base URL of each server, from a comma-separated list. If there is no list, the URL consists of host and port."""
     if not base_url:
-        # TRL's default host 0.0.0.0 is an address to listen on. A server that listens on it is reached at 127.0.0.1.
+        # TRL's default host 0.0.0.0 is an address to listen on. A client reaches such a server at 127.0.0.1.
         return [f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"]
     return [url.strip().rstrip("/") for url in base_url.split(",")]
 
 
 def check_urls(name: str, urls: Sequence[str]) -> None:
-    """Refuse base URLs that cannot be those of servers.
+    """Refuse base URLs that cannot belong to servers. The error never shows a password.
 
     Args:
-        name: the field or argument, for the message. The message never shows a password.
+        name: name of the field or argument that has the URLs, for the error.
 
     Raises:
         InputError: a URL is not `http(s)://HOST[:PORT][/PATH]`, carries a user name or password, or is given twice.
@@ -274,42 +279,46 @@ def check_urls(name: str, urls: Sequence[str]) -> None:
     for url in urls:
         if "@" in url:
             raise InputError(
-                f"{name} has a user name or password in it; leave it out: the key is in LOCKSTEP_SERVER_KEY or in the key file"
+                f"{name} contains a user name or password; remove it: the key belongs in LOCKSTEP_SERVER_KEY or in the key file"
             )
         try:
             parts = urlsplit(url)
-            is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and not any(map(str.isspace, url))
-            is_good = is_good and parts.port != 0
+            is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and not any(map(str.isspace, url))
+            is_valid = is_valid and parts.port != 0
         except ValueError:
-            is_good = False
-        if not is_good:
+            is_valid = False
+        if not is_valid:
             raise InputError(f"{name}={url!r}; {example}")
     if len(set(urls)) != len(urls):
         raise InputError(f"{name} names {max(urls, key=urls.count)} twice; {example}")
 
 
-def _no_proof(url: str, *, is_greeted: bool) -> str:
-    """Why a program that did not prove that it has the key gets neither the key nor a call."""
-    if is_greeted:
+def _why_no_proof(url: str, *, has_answered: bool) -> str:
+    """The error for a program that did not prove that it has the key.
+
+    Args:
+        has_answered: whether the program has answered the greeting with a proof, although with a wrong one.
+    """
+    if has_answered:
         return (
-            f"the server at {url} does not accept the key: it has another one, or it is another program. Set "
-            "LOCKSTEP_SERVER_KEY, or vllm_server_key_file to the file that 'lockstep serve' named. The key was not sent"
+            f"the server at {url} does not accept the key: it has another key, or it is another program. Set "
+            "LOCKSTEP_SERVER_KEY, or set vllm_server_key_file to the file that 'lockstep serve' named. The key was not sent"
         )
     return (
         f"the program at {url} could not prove that it has the key, so that the key was not sent. Is it 'lockstep serve'? A server "
-        "without a guard needs no key: unset LOCKSTEP_SERVER_KEY; a server of your own gets the guard with --middleware "
+        "without a guard needs no key: unset LOCKSTEP_SERVER_KEY. To give vLLM's own server the guard, start it with --middleware "
         "lockstep.server.guard.KeyGuard and the key in LOCKSTEP_SERVER_KEY"
     )
 
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """The certificates that OpenSSL finds (SSL_CERT_FILE). Reading them takes 20 ms, so this process reads them once."""
+    """The certificates that OpenSSL finds (SSL_CERT_FILE). This process reads them only once, because reading takes 20 ms."""
     return ssl.create_default_context()
 
 
-def _own_shortage(error: BaseException) -> str | None:
-    """What this process lacks for a call, if that is why the call failed; None otherwise."""
+def _file_limit_reached(error: BaseException) -> str | None:
+    """The message for a call that failed because this process has too many open files; None: the call failed for another reason."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
@@ -323,7 +332,7 @@ def _own_shortage(error: BaseException) -> str | None:
 
 
 def is_local(host: str) -> bool:
-    """Whether a host name reaches only this machine."""
+    """Whether a host is `localhost` or a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -331,7 +340,7 @@ def is_local(host: str) -> bool:
 
 
 HOW_TO_START = (
-    "Start it with 'lockstep serve MODEL'; a server started otherwise needs the environment variable VLLM_SERVER_DEV_MODE=1, "
+    "Start it with 'lockstep serve MODEL'. Otherwise the server needs the environment variable VLLM_SERVER_DEV_MODE=1, "
     f"lockstep installed beside vLLM, and the arguments --enable-scale-out --worker-extension-cls {WORKER_EXTENSION} "
     f'--weight-transfer-config \'{{"backend": "{SERVER_BACKEND}"}}\' --logprobs-mode '
     "processed_logprobs --no-async-scheduling --no-enable-chunked-prefill --generation-config vllm "

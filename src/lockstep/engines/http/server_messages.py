@@ -1,7 +1,7 @@
-"""Messages to and from a server, converted from and to our types: requests, answers, and what its workers say of weights.
+"""Conversions between our types and the JSON of a server: requests, answers, and the acknowledgements of its workers.
 
-These are pure functions, and vLLM need not be installed. `engines/http/vllm_server.py` uses them. They check to which request and
-tokens an answer belongs; `engines/answers.py` checks its content.
+These are pure functions, and vLLM need not be installed. `engines/http/vllm_server.py` uses them. They check that an answer belongs
+to its request and that each log-prob belongs to its token. `engines/answers.py` then checks the content of the answer.
 """
 
 from __future__ import annotations
@@ -14,27 +14,31 @@ import numpy as np
 
 from lockstep.engines.http.server_pictures import check_places, features
 from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, LoadedWeights, TensorSpec
-from lockstep.engines.vllm.requests import SCORING_FIELDS, reported_sets, sampling_fields, versions_of
+from lockstep.engines.vllm.requests import SCORING_FIELDS, reported_kept_ids, sampling_fields, versions_of
 from lockstep.errors import LockstepError, ProofError
 from lockstep.images.pictures import Picture
 from lockstep.tokens.arrays import BadValues, Ids, Reals, reals, whole_numbers
 
 # vLLM's server writes this in place of a log-prob that is missing, NaN or −inf (fault P3).
 _NO_LOGPROB = -9999.0
-# They read the two fields of a token's entry without the interpreter's loop.
+# Getters for two fields of a token's entry. `map` calls them faster than a loop in Python.
 _token_id, _logprob = itemgetter("token_id"), itemgetter("logprob")
-# vLLM's stamp of the weights that it loaded when it started.
+# vLLM's stamp of the weights that it has loaded at its start.
 INITIAL_WEIGHTS = "default"
 
 
 def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
-    """The body of a generation request. Its name must be unique. The server must hold the request's pictures already."""
+    """The body of a generation request. The server must already hold the request's pictures.
+
+    Args:
+        name: a unique request id.
+    """
     body = _body(request.prompt_ids.tolist(), name, sampling_fields(request))
     return body if request.pictures is None else body | {"features": features(request.pictures)}
 
 
 def pictures_body(request: GenerationRequest, sent: Sequence[Picture], name: str, *, first: bool) -> dict[str, Any]:
-    """The body of a request for one token that only serves to send the pictures of a prompt.
+    """The body of a request whose only purpose is to send the pictures of a prompt. It asks for one token.
 
     Args:
         sent: the pictures that the server does not hold yet.
@@ -46,10 +50,10 @@ def pictures_body(request: GenerationRequest, sent: Sequence[Picture], name: str
 
 
 def scoring_body(ids: tuple[int, ...], name: str, *, first: bool) -> dict[str, Any]:
-    """The body of a request for the log-probs of the prompt itself. vLLM then computes them without its prefix cache.
+    """The body of a request for the log-probs of the prompt itself. vLLM computes them without its prefix cache.
 
     Args:
-        first: whether to answer before requests that wait to be generated; only for servers that accept priorities.
+        first: whether the server answers before the generation requests that wait; only for servers that accept priorities.
     """
     return _body(np.asarray(ids).tolist(), name, SCORING_FIELDS) | _priority(first)
 
@@ -66,7 +70,8 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
     """Convert one answer to a completion.
 
     Args:
-        versions: the weight version of each stamp that this trainer gave to the server.
+        name: the request id that was sent.
+        versions: the weight version of each stamp that this trainer has given to the server.
 
     Raises:
         ProofError: the answer belongs to another request, has pictures in other places, lacks a log-prob, or was sampled by
@@ -86,8 +91,8 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
         logprobs=_logprobs(request, token_ids, choice),
         weight_versions=_versions(request, choice.get("weight_versions") or [], versions, len(token_ids)),
         finish_reason=cast(FinishReason, finish),
-        kept_ids=reported_sets(request.key, choice.get("sampling_mask"), filtered=request.sampling.is_filtered),
-        # The server has them under their digests (`server_pictures.py`), and the answer reports the same places.
+        kept_ids=reported_kept_ids(request.key, choice.get("sampling_mask"), filtered=request.sampling.is_filtered),
+        # The server knows the pictures by their digests (`server_pictures.py`), and the answer reports the same places.
         pictures=request.pictures,
     )
 
@@ -102,7 +107,7 @@ def scores_from(answer: Any, ids: tuple[int, ...], name: str, versions: Mapping[
     choice = _choice(answer, name)
     _check_stamps(name, choice.get("weight_versions") or [], versions)
     if list(answer.get("prompt_token_ids") or ()) != np.asarray(ids).tolist():
-        raise _mixed_up(f"the answer to request {name} is about other ids than were sent")
+        raise _mixed_up(f"the answer to request {name} is about other ids than the ids that were sent")
     entries = answer.get("prompt_logprobs") or []
     found = [(entry or {}).get(str(token)) for entry, token in zip(entries[1:], ids[1:], strict=False)]
     return tuple(value["logprob"] for value in found if value is not None and value["logprob"] > _NO_LOGPROB)
@@ -118,7 +123,7 @@ def stamps_of(answer: Any) -> set[str]:
 def _choice(answer: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(answer, dict) or not str(answer.get("request_id", "")).endswith(name):
         found = answer.get("request_id") if isinstance(answer, dict) else answer
-        raise _mixed_up(f"the answer to request {name} is that to {str(found)[:80]!r}")
+        raise _mixed_up(f"the answer to request {name} is the answer to {str(found)[:80]!r}")
     choices = answer.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise _mixed_up(f"the answer to request {name} has {len(choices or ())} completions instead of one")
@@ -129,7 +134,7 @@ def _ids(name: str, values: Any) -> Ids:
     try:
         return whole_numbers(values)
     except BadValues as error:
-        raise _mixed_up(f"the answer to request {name} has something else than token ids: {error}") from error
+        raise _mixed_up(f"the answer to request {name} has values that are not token ids: {error}") from error
 
 
 def _logprobs(request: GenerationRequest, token_ids: list[int], choice: Mapping[str, Any]) -> Reals:
@@ -145,10 +150,10 @@ def _logprobs(request: GenerationRequest, token_ids: list[int], choice: Mapping[
     ]
     raise ProofError(
         "logprobs",
-        f"request {request.key} has {len(token_ids)} tokens, {len(entries)} log-probs and {len(values)} of them for its own "
-        "tokens and finite",
-        "the server was started without log-probs, or its model gives values that are no numbers",
-        "start the server with 'lockstep serve'; if it was, look for NaN in the weights",
+        f"request {request.key} has {len(token_ids)} tokens and {len(entries)} log-probs; {len(values)} log-probs are finite and "
+        "belong to its tokens",
+        "the server was started without log-probs, or its model computes NaN",
+        "start the server with 'lockstep serve'; if it was started so, look for NaN in the weights",
     )
 
 
@@ -160,13 +165,13 @@ def _versions(
 
 
 def _check_stamps(name: str, spans: list[Mapping[str, Any]], versions: Mapping[str, int]) -> None:
-    strange = [span["version"] for span in spans if span["version"] not in versions]
-    if strange or not spans:
+    unknown = [span["version"] for span in spans if span["version"] not in versions]
+    if unknown or not spans:
         raise ProofError(
             "version",
-            f"request {name} was answered by weights stamped {strange[0] if strange else None!r}, which this trainer did not push",
+            f"request {name} was answered with weights that this trainer did not push (stamp {unknown[0] if unknown else None!r})",
             "another trainer pushes weights to this server",
-            "let one trainer own the server; this trainer pushes its weights again when it continues",
+            "let only one trainer use the server; this trainer pushes its weights again when it continues",
         )
 
 
@@ -174,16 +179,16 @@ def _mixed_up(found: str) -> ProofError:
     return ProofError(
         "keys",
         found,
-        "something between trainer and server doubled, lost or exchanged answers",
-        "remove proxies and caches between trainer and server; do not train on this",
+        "a program between trainer and server doubled, lost or exchanged answers",
+        "remove proxies and caches between trainer and server; do not train on these answers",
     )
 
 
 def agreed_answers(workers: Sequence[Mapping[str, str]], url: str) -> dict[str, str]:
-    """The answers of a server's workers, by module.
+    """The answers of all workers of a server, by module.
 
     Raises:
-        ProofError: workers that hold or gathered the same module gave different answers.
+        ProofError: two workers gave different answers for the same module.
     """
     agreed: dict[str, str] = {}
     for worker in workers:
@@ -192,13 +197,13 @@ def agreed_answers(workers: Sequence[Mapping[str, str]], url: str) -> dict[str, 
                 raise ProofError(
                     "module_probe",
                     f"the workers of the server at {url} compute {name} differently",
-                    "one of them did not get, or did not load, the last push",
+                    "one of them did not receive or did not load the last push",
                     "restart the server and resume; if it happens again, report it with this message",
                 )
     return agreed
 
 
 def loaded_from(found: Mapping[str, Any], server: str) -> LoadedWeights:
-    """The acknowledgement of one worker. `server`: the name of its server in errors."""
+    """Convert the acknowledgement of one worker. `server` is the name of its server in errors."""
     tensors = tuple(TensorSpec(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in found["tensors"])
     return LoadedWeights(tensors, tuple(found["untouched"]), server, unknown_base=found["unknown_base"])

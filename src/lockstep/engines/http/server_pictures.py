@@ -1,12 +1,13 @@
-"""Pictures for vLLM servers: what is sent, how it is written, and the proof that the server's workers got these very pixels.
+"""Pictures for vLLM servers: which ones are sent, in which format, and the proof that the server's workers got the same pixels.
 
-`engines/http/server_requests.py` uses it. A picture is sent once per server, before the first completion of its prompt: in a
-request for one token, whose answer is dropped. vLLM keeps the picture's tensors in its cache of inputs, under the picture's digest.
-All completions then name the digest alone. The workers report the digest of what they encoded (`sync/vllm/worker.py`).
+`engines/http/server_requests.py` uses it. Each picture is sent once per server, before the first completion of its prompt. A
+request for one token contains it, and the answer is dropped. vLLM keeps the picture's tensors in its cache of inputs, under the
+picture's digest. The requests for completions then contain only the digest. The workers report the digest of the tensors that they
+have encoded (`sync/vllm/worker.py`).
 
-A request says of a picture only where its first placeholder is and how many there are. Therefore each tile of a picture is sent as
-a picture of its own (`Picture.pieces`), and everything here is about such pieces. A piece is written as vLLM's endpoint expects it:
-names, dtypes, shapes and raw bytes in msgpack. Nothing in it is pickled.
+For each picture, a request contains only the index of the first placeholder and the number of placeholders. Therefore each tile of
+a picture is sent as a separate picture, called a piece (`Picture.pieces`). In this module, "picture" means such a piece. Its format
+is the one of vLLM's endpoint: names, dtypes, shapes and raw bytes in msgpack. No part of it is pickled.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ _RAW = 3
 class SentPictures:
     """The pictures that one server holds, as far as this trainer knows.
 
-    vLLM's cache drops the pictures that were used least recently. This class counts on half of it, so that requests that overtake
-    each other on their way do not matter.
+    vLLM's cache drops the pictures that were used least recently. This class relies on only half of the cache, because
+    requests may reach the server in another order than the trainer sends them.
     """
 
     def __init__(self) -> None:
-        # Bytes of each picture by digest, the one that was used last at the end.
+        # Bytes of each picture by digest. The picture that was used last is at the end.
         self._held: OrderedDict[str, int] = OrderedDict()
         self._locks: WeakValueDictionary[tuple[str, ...], asyncio.Lock] = WeakValueDictionary()
 
     def one_at_a_time(self, pictures: PromptPictures) -> AbstractAsyncContextManager[Any]:
-        """A lock that all requests with these pictures share, so that one of them sends the pictures and the others wait for it."""
+        """A lock that all requests with these pictures share. One request sends the pictures, and the others wait for it."""
         return self._locks.setdefault(pictures.digests, asyncio.Lock())
 
     def missing(self, pictures: PromptPictures, capacity: int) -> tuple[Picture, ...]:
@@ -54,18 +55,18 @@ class SentPictures:
             capacity: bytes of the server's cache of inputs.
 
         Raises:
-            InputError: the pictures do not fit into the half of the cache that is counted on.
+            InputError: the pictures do not fit into half of the cache.
         """
         sizes = {picture.digest: _size(picture) for picture in pictures.pictures}
         if (needed := sum(sizes.values())) > capacity // 2:
             raise InputError(
-                f"the pictures of a prompt have {needed} bytes, and the server's cache of inputs has {capacity}; it must have "
-                "twice as many: start the server with a larger --mm-processor-cache-gb, or use smaller pictures"
+                f"the pictures of a prompt have {needed} bytes, and the server's cache of inputs has {capacity} bytes; it must "
+                "have twice as many: start the server with a larger --mm-processor-cache-gb, or use smaller pictures"
             )
         return tuple({p.digest: p for p in pictures.pictures if p.digest not in self._held}.values())
 
     def use(self, pictures: PromptPictures, capacity: int) -> None:
-        """Note that a request with these pictures is sent now, and that the server holds all of them."""
+        """Record that a request with these pictures is being sent. The server must hold all of them."""
         for picture in pictures.pictures:
             self._held[picture.digest] = _size(picture)
             self._held.move_to_end(picture.digest)
@@ -73,15 +74,15 @@ class SentPictures:
             self._held.popitem(last=False)
 
     def forget(self) -> None:
-        """Hold nothing to be there: the server may have been started again."""
+        """Assume that the server holds no picture, because it may have been started again."""
         self._held.clear()
 
 
 def features(pictures: PromptPictures, sent: Collection[Picture] = ()) -> dict[str, Any]:
-    """The field `features` of a request to vLLM's endpoint: where each picture is in the prompt, and which one it is.
+    """The field `features` of a request to vLLM's endpoint: the digest of each picture, and its position in the prompt.
 
     Args:
-        sent: the pictures whose tensors are sent along; vLLM takes the others from its cache.
+        sent: the pictures whose tensors are part of the request; vLLM takes the others from its cache.
     """
     tensors = {picture.digest: encoded(picture) for picture in sent}
     pictures = pictures.in_pieces
@@ -93,7 +94,7 @@ def features(pictures: PromptPictures, sent: Collection[Picture] = ()) -> dict[s
 
 
 def encoded(picture: Picture) -> str:
-    """The tensors of a picture for vLLM 0.32.0: msgpack in base64."""
+    """The tensors of a picture in the format of vLLM 0.32.0: msgpack in base64."""
     rows, single = piece_tensors(picture)
     whole = {"keep_on_cpu": False, "slices": [[0, len(picture.pixel_values), None]], "dim": 0}
     item = {name: {"data": _tensor(tensor), "field": ["flat", whole]} for name, tensor in rows.items()}
@@ -102,18 +103,18 @@ def encoded(picture: Picture) -> str:
 
 
 def check_places(request: GenerationRequest, answer: Mapping[str, Any]) -> None:
-    """Check that the server put as many pictures into the prompt as were sent, and each into its place.
+    """Check that the server has put the same number of pictures into the prompt, at the same positions.
 
     Raises:
-        ProofError: it did not.
+        ProofError: the number or a position differs.
     """
     found = {kind: places for kind, places in (answer.get("mm_placeholders") or {}).items() if places}
-    due = {} if request.pictures is None else {"image": _places(request.pictures)}
-    if found != due:
+    expected = {} if request.pictures is None else {"image": _places(request.pictures)}
+    if found != expected:
         raise ProofError(
             "echo",
-            f"request {request.key}: pictures were sent for the places {due!s:.200}, and the server reports {found!s:.200}",
-            "a program between trainer and server changed the request, or this release of vLLM reads it in another way",
+            f"request {request.key}: pictures were sent for the places {expected!s:.200}, and the server reports {found!s:.200}",
+            "a program between trainer and server changed the request, or this release of vLLM reads it differently",
             "install the version of vLLM that Lockstep is tested with, and remove proxies between trainer and server",
         )
 
@@ -122,8 +123,8 @@ def check_encoded(pictures: Sequence[Picture], workers: Sequence[Mapping[str, st
     """Check that the workers of a server have encoded the pictures that were sent.
 
     Args:
-        workers: for each worker and digest, the digest of the tensors that the worker has encoded under it; None: it has encoded
-            none, as the later stages of a pipeline.
+        workers: per worker and digest, the digest of the tensors that the worker has encoded under it. None: it has encoded none;
+            the later stages of a pipeline never encode pictures.
 
     Raises:
         ProofError: a worker has encoded other tensors, or no worker has encoded any.
@@ -135,7 +136,7 @@ def check_encoded(pictures: Sequence[Picture], workers: Sequence[Mapping[str, st
                 "echo",
                 f"the server at {url} encoded {', '.join(map(str, found)) or 'nothing'} under the digest {picture.digest}",
                 "another picture was sent or kept under this digest, or its tensors were changed on their way",
-                "restart the server, so that it keeps no picture; if this happens again, report it with this message",
+                "restart the server, so that its cache of pictures is empty; if this happens again, report it with this message",
             )
 
 

@@ -1,7 +1,7 @@
-"""Distributes requests over one or more vLLM servers, limits how many are open at a time, and converts the answers.
+"""Distributes requests over one or more vLLM servers, limits the number of open requests, and converts the answers.
 
-`engines/http/vllm_server.py` uses it. Requests and answers go through an inbox (`engines/inbox.py`), which checks them. The
-coroutines run in the thread of `CallLoop`.
+`engines/http/vllm_server.py` uses it. Requests and answers go through an inbox (`engines/inbox.py`), which checks the answers. The
+coroutines run in the thread of a `CallLoop`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from lockstep.errors import EngineLost, LockstepError
 T = TypeVar("T")
 
 _GENERATE = "/inference/v1/generate"
-# Largest number of requests that one server gets at a time. More requests would only wait inside the server.
+# Largest number of open requests per server. Further requests would only wait inside the server.
 _OPEN_REQUESTS = 256
-# Number of rollouts whose server is remembered.
+# Number of rollouts whose server is remembered, for errors.
 _REMEMBERED = 65_536
-# The servers of one generation's rollouts, and of its prompts.
+# The server of each rollout and of each prompt of one generation.
 Routes = dict[tuple[str, int] | bytes, int]
 Versions = Callable[[], Collection[int]]
 
@@ -46,9 +46,9 @@ class ServerRequests:
     """Requests to servers that hold the same weights.
 
     Args:
-        stamps: weight version of each stamp that the servers use; grows with every push.
+        stamps: weight version of each stamp that the servers use. Every push adds an entry.
         recover: the `recover` of every `EngineLost` that is raised here.
-        adapters: the adapter of each request, if it has one.
+        adapters: gives the adapter of each request, if there is one.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class ServerRequests:
         adapters: ServerAdapters,
     ) -> None:
         self._servers, self._stamps, self._recover, self._adapters = servers, stamps, recover, adapters
-        # Tokens that each server may still have to sample. Only the thread of the calls changes it.
+        # Largest number of tokens that each server may still have to sample. Only the thread of the calls changes it.
         self._open = [0] * len(servers)
         self._gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
-        # The server of each of the last rollouts, by the first two fields of its requests' keys, for errors that name it.
+        # The server of each of the last rollouts, for errors. The key consists of the first two fields of `RequestKey`.
         self.answered: dict[tuple[str, int], int] = {}
         # Scoring requests do not wait for generation requests.
         self._scoring_gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
@@ -72,15 +72,15 @@ class ServerRequests:
         self,
         inbox: Inbox,
         loop: CallLoop,
-        begun: Callable[[GenerationRequest], Versions],
+        begin: Callable[[GenerationRequest], Versions],
         timeout: float,
         vocab_size: int,
     ) -> None:
-        """Send each request of an inbox as a call of its own, until the inbox is closed.
+        """Send each request of an inbox in a separate call, until the inbox is closed.
 
         Args:
-            begun: checks a request that is about to be sent. Returns a function that gives the weight versions that may have
-                sampled the completion when it is there.
+            begin: checks a request before it is sent. Returns a function. When the completion has arrived, this function returns
+                the weight versions that may have sampled it.
             timeout: seconds for one request, if the inbox has no limit of its own.
             vocab_size: number of logits of the model.
 
@@ -96,12 +96,12 @@ class ServerRequests:
                     if requests is None:
                         return
                     for request in requests:
-                        call = self._answer(request, routes, inbox, begun(request), inbox.limit or timeout, vocab_size)
+                        call = self._answer(request, routes, inbox, begin(request), inbox.limit or timeout, vocab_size)
                         calls[request.key] = loop.start(call, lambda found: found)
                 for key in inbox.given_up():
                     calls[key].cancel()
         finally:
-            # The requests end in the servers, too.
+            # When a call is cancelled, the server drops its request.
             for pending in calls.values():
                 pending.cancel()
             for pending in calls.values():
@@ -116,7 +116,7 @@ class ServerRequests:
         limit: float,
         vocab_size: int,
     ) -> None:
-        server = self.routed(request, routes)
+        server = self.route(request, routes)
         self._open[server] += request.sampling.max_tokens
         try:
             completion = await asyncio.wait_for(self._sample(request, server, limit), limit)
@@ -137,9 +137,12 @@ class ServerRequests:
         finally:
             self._open[server] -= request.sampling.max_tokens
 
-    def routed(self, request: GenerationRequest, routes: Routes) -> int:
-        """The index of a request's server. All calls of a rollout, and all samples of a prompt, go to one server, which has their
-        prefix in its cache. A new prompt goes to the server that has the smallest load."""
+    def route(self, request: GenerationRequest, routes: Routes) -> int:
+        """Choose the server of a request. Returns its index.
+
+        All requests of a rollout and all samples of a prompt go to the same server, because it has their prefix in its cache. A new
+        prompt goes to the server that has the fewest tokens still to sample.
+        """
         rollout, prompt = request.key[:2], request.prompt_ids.tobytes()
         known = routes.get(rollout, routes.get(prompt))
         server = known if known is not None else min(range(len(self._open)), key=self._open.__getitem__)
@@ -153,7 +156,7 @@ class ServerRequests:
     def score(
         self, sequences: Sequence[tuple[int, ...]], stamp: str, limit: float
     ) -> Coroutine[Any, Any, list[tuple[float, ...]]]:
-        """Log-probs of every id of each sequence, except the first id. The sequences are distributed over all servers.
+        """Log-probs of every id of each sequence, except the first id. The sequences are distributed evenly over the servers.
 
         Args:
             stamp: stamp of the weights that must have computed the log-probs.
@@ -165,7 +168,7 @@ class ServerRequests:
         return self._all(calls, limit)
 
     async def _all(self, calls: Sequence[Coroutine[Any, Any, T]], limit: float) -> list[T]:
-        """Run calls together. The first failure cancels all of them, which also ends their requests in the server."""
+        """Run calls at the same time. The first failure cancels all of them, and the servers drop their requests."""
         tasks = [asyncio.ensure_future(call) for call in calls]
         if not tasks:
             return []
@@ -204,17 +207,17 @@ class ServerRequests:
         """
         if request.pictures is None:
             return
-        sent, calls, shown = self._pictures[server], self._servers[server], request.pictures.in_pieces
-        async with sent.one_at_a_time(shown):
-            if missing := sent.missing(shown, calls.picture_cache):
+        sent, calls, pieces = self._pictures[server], self._servers[server], request.pictures.in_pieces
+        async with sent.one_at_a_time(pieces):
+            if missing := sent.missing(pieces, calls.picture_cache):
                 body = pictures_body(request, missing, _name("pictures"), first=calls.takes_priorities)
                 await self._post(server, body, limit)
                 digests = json.dumps([picture.digest for picture in missing])
                 check_encoded(missing, await calls.ask_workers("lockstep_pictures", digests), calls.url)
-            sent.use(shown, calls.picture_cache)
+            sent.use(pieces, calls.picture_cache)
 
     def forget_pictures(self) -> None:
-        """Send every picture again before it is used: a server may have been started again."""
+        """Send every picture again before its next use, because a server may have been started again."""
         for sent in self._pictures:
             sent.forget()
 
@@ -234,10 +237,10 @@ class ServerRequests:
         if answer is None:
             raise EngineLost(f"the server at {url} sent an empty answer", self._recover)
         if INITIAL_WEIGHTS in stamps_of(answer):
-            raise EngineLost(f"the server at {url} was restarted with its first weights", self._recover)
+            raise EngineLost(f"the server at {url} was restarted and has its initial weights", self._recover)
         return answer
 
 
 def _name(purpose: str) -> str:
-    """A new request id, so that a late answer to an earlier call cannot be mistaken for the answer to this one."""
+    """A new request id. A late answer to an earlier call then cannot be taken for the answer to this call."""
     return f"{purpose}/{secrets.token_hex(8)}"

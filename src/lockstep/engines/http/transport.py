@@ -1,4 +1,6 @@
-"""The interface of a weight transport, as a server engine uses it. `sync/`, which is above this package, implements it."""
+"""The interface of a weight transport for servers. `sync/wire/` implements it, because `sync/` may import this package and not the
+other way round.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,23 @@ T = TypeVar("T")
 
 
 def finish_all(pending: Sequence[Future[T]]) -> list[T]:
-    """Results of calls to several servers. All calls have ended before the first error is raised.
+    """Wait for calls to several servers, and return their results. An error is raised only after all calls have ended.
 
-    So no server still reads memory that the caller is about to change.
+    Therefore no server still reads memory when the caller changes it.
     """
     wait(pending)
     return [future.result() for future in pending]
 
 
 def check_pending(pending: Sequence[Future[None]]) -> None:
-    """Raise the error of a call that has failed, while the others still run."""
+    """If a call has already failed, raise its error without waiting for the other calls."""
     for future in pending:
         if future.done() and (error := future.exception()) is not None:
             raise error
 
 
 def worker_ranks(servers: Sequence[WeightReceiverCalls], first: int) -> list[int]:
-    """Rank of each server's first worker, counting all workers from `first`. The last entry is the end of the count."""
+    """Rank of each server's first worker, and as the last entry the rank after the last worker. The first rank is `first`."""
     return list(accumulate((server.world_size for server in servers), initial=first))
 
 
@@ -39,7 +41,7 @@ class WeightReceiverCalls(Protocol):
     Attributes:
         url: base URL of the server.
         world_size: number of workers that share the server's model. Each of them receives every byte.
-        available_bytes: main memory that the machine of a worker had left when the trainer connected.
+        available_bytes: free main memory of the worker's machine when the trainer connected, in bytes.
     """
 
     url: str
@@ -47,7 +49,7 @@ class WeightReceiverCalls(Protocol):
     available_bytes: int
 
     def init_transfer(self, info: dict[str, Any]) -> None:
-        """Agree with the server's workers on how the bytes will arrive."""
+        """Tell the server's workers how the bytes will arrive."""
 
     def update_weights(self, info: dict[str, Any]) -> None:
         """Let the workers receive the chunks of a push. Returns when all chunks have been loaded."""
@@ -57,13 +59,14 @@ class WeightReceiverCalls(Protocol):
 
 
 class WeightTransport(Protocol):
-    """Moves the bytes of a push to every server at once."""
+    """Sends the bytes of a push to all servers at the same time."""
 
     def send(
         self, tensors: Iterable[tuple[str, torch.Tensor]], servers: Sequence[WeightReceiverCalls], base: str = ""
     ) -> None:
-        """Send what an update has to send. Returns when every server has loaded it. After a failure all agreements with servers
-        are void.
+        """Send the tensors of an update. Returns when every server has loaded them.
+
+        After a failure, all agreements with the servers are void.
 
         Args:
             base: as in `WeightReceiver.load`.

@@ -1,8 +1,8 @@
-"""One or several vLLM servers behind the engine protocol. Requests go to the least busy server, weights to all.
+"""One or several vLLM servers behind the engine protocol. Each request goes to the least busy server; weights go to all servers.
 
-Requests come from an inbox (`engines/inbox.py`) and are sent over HTTP as ids. Weights go through a transport of `sync/`. When a
-server stops answering, `EngineLost` is raised. The engine sends it no more requests until it answers again, has passed the
-first checks, and has received weights again.
+Requests come from an inbox (`engines/inbox.py`) and are sent over HTTP as ids. Weights go through a transport of `sync/wire/`. When
+a server does not answer, the engine raises `EngineLost`. Before it sends requests again, every server must answer, pass the checks
+of `engines/http/server_checks.py`, and receive the weights again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lockstep.engines.adapters.servers import ServerAdapters, Servers
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.engines.http.call_loop import CallLoop, Pending
 from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
+from lockstep.engines.http.server_checks import HEALTH_EVERY, check_servers
 from lockstep.engines.http.server_messages import agreed_answers, loaded_from
 from lockstep.engines.http.server_requests import ServerRequests
 from lockstep.engines.http.transport import WeightTransport, finish_all
@@ -35,14 +36,14 @@ from lockstep.engines.protocol import (
     OnAnswer,
     RequestKey,
 )
-from lockstep.engines.vllm.arguments import SERVER_BACKEND
-from lockstep.engines.vllm.settings import changed_settings, differing_settings, only_dtype, settings_from
+from lockstep.engines.vllm.settings import changed_settings
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 
 T = TypeVar("T")
 TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
 
-_HEALTH_LIMIT, _HEALTH_EVERY, _PAUSED_EVERY = 5.0, 0.5, 0.001
+# Seconds between two questions whether a server is paused.
+_PAUSED_EVERY = 0.001
 
 
 class VLLMServer:
@@ -52,12 +53,13 @@ class VLLMServer:
         urls: base URL of each server.
         keys: key of each server; None for a server without a guard.
         timeout: seconds that a call or the wait for a server may take.
-        generation_timeouts: how many of these time limits one request for a completion may take, and the wait for requests.
-        transport: chooses how weights are sent, after the servers have answered.
+        generation_timeouts: the time limit of one request for a completion, and of the wait for requests, as a multiple of
+            `timeout`.
+        transport: chooses the weight transport. It is called after the servers have answered.
         run: distinguishes a run that trains an adapter from others on the same servers. It stays the same when the run is resumed.
 
     Attributes:
-        session: distinguishes this trainer's weights from those of any other trainer, and of an earlier run at the same step.
+        session: distinguishes this trainer's weights from the weights of other trainers and of earlier runs.
 
     Raises:
         InputError: a server does not accept the key, or was started without an option that training needs.
@@ -86,18 +88,25 @@ class VLLMServer:
         self._wire_dtype: torch.dtype | None = None
         self.session = secrets.token_hex(6)
         self._stamps: dict[str, int] = {}
-        lent = Servers(
-            self._servers, self._each, self._workers, self._lost, self._name, timeout, self._refuse, self._open_adapter
+        parts = Servers(
+            self._servers,
+            self._each,
+            self._workers,
+            self._lost,
+            self._name,
+            timeout,
+            self._refuse_requests,
+            self._open_requests,
         )
-        self.adapters = ServerAdapters(lent, transport, run, self.session)
+        self.adapters = ServerAdapters(parts, transport, run, self.session)
         self._requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters)
         self._committed: list[int] = []
         self._transport: WeightTransport | None = None
         try:
-            self._settings = self._checked_settings()
+            self._settings, self._wire_dtype = self._check()
             self._transport = transport(self._servers)
         except EngineLost as lost:
-            # There is no agreement yet that could be recovered. If a healthy server refused, its workers do not know our methods.
+            # Nothing can be recovered yet. If a healthy server has refused a call, its workers do not have our methods.
             self.close()
             raise (InputError(f"{lost}. {HOW_TO_START}") if lost.refused else LockstepError(str(lost))) from lost
         except BaseException:
@@ -113,12 +122,12 @@ class VLLMServer:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The common dtype of the servers' parameters: wider tensors need not be sent. None if there are several dtypes."""
+        """The dtype of the servers' parameters. Wider tensors are cast to it before they are sent. None: there are several."""
         return self._wire_dtype
 
     @property
     def scores_first(self) -> bool:
-        """Whether the servers answer scoring requests before generation requests that wait."""
+        """Whether the servers answer scoring requests before the generation requests that wait."""
         return all(server.takes_priorities for server in self._servers)
 
     # ---- requests ---------------------------------------------------------------------------------------------------
@@ -126,20 +135,20 @@ class VLLMServer:
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
-        """Answer every request, by key. If weights are updated meanwhile, the versions of the tokens show it."""
+        """Answer every request. If weights are pushed meanwhile, the tokens of one completion may have several versions."""
         check_requests(requests, self._version, self._settings.max_model_len, self._settings.vocab_size)
         return answer_all(self.serve, requests, on_answer)
 
     def serve(self, inbox: Inbox) -> None:
-        """Send each request as a call of its own. Weights may be pushed meanwhile."""
+        """Send each request in a separate call. Weights may be pushed meanwhile."""
 
-        def begun(request: GenerationRequest) -> Callable[[], Sequence[int]]:
+        def begin(request: GenerationRequest) -> Callable[[], Sequence[int]]:
             check_request(request, self._version, self._settings.max_model_len)
             since = len(self._committed) - 1
             return lambda: self._committed[since:]
 
         limit = self._timeout * self._generation_timeouts
-        self._requests.serve(inbox, self._loop, begun, limit, self._settings.vocab_size)
+        self._requests.serve(inbox, self._loop, begin, limit, self._settings.vocab_size)
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         return self.submit_scores(sequences).result()
@@ -147,7 +156,11 @@ class VLLMServer:
     def submit_scores(
         self, sequences: Mapping[str, tuple[int, ...]], *, limit: float | None = None
     ) -> Pending[Any, dict[str, tuple[float, ...]]]:
-        """Begin `score`, as `submit` begins `generate`."""
+        """Begin `score` without waiting for it.
+
+        Args:
+            limit: seconds for all sequences together; None: `timeout`.
+        """
         check_scoring(sequences, self._version, self._settings.max_model_len)
 
         def checked(answers: list[tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
@@ -172,17 +185,17 @@ class VLLMServer:
         return EngineModules(probed, tuple(dict.fromkeys(unreached)))
 
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
-        def of(number: int) -> dict[str, str]:
+        def outputs_of(number: int) -> dict[str, str]:
             server = self._servers[number]
             own = [name for name in names if name.rpartition("/")[0] == self._name(number)]
-            asked = json.dumps(own), str(seed), json.dumps(every), self.adapters.name or ""
-            return agreed_answers(server.workers("lockstep_probe", *asked), server.url) if own else {}
+            arguments = json.dumps(own), str(seed), json.dumps(every), self.adapters.name or ""
+            return agreed_answers(server.workers("lockstep_probe", *arguments), server.url) if own else {}
 
-        answers = self._each_number(of)
+        answers = self._each_number(outputs_of)
         return {name: decode_floats(text) for found in answers for name, text in found.items()}
 
     def server_of(self, key: RequestKey) -> str:
-        """URL of the server that answered a request of late; empty if there is only one server, or if it is not known."""
+        """URL of the server that has answered a request; empty if there is only one server, or if the request is too old."""
         number = self._requests.answered.get(key[:2])
         return "" if number is None else self._name(number)
 
@@ -196,33 +209,33 @@ class VLLMServer:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    def _refuse(self) -> None:
+    def _refuse_requests(self) -> None:
         self._version = None
 
     def _lost(self, what: str) -> EngineLost:
         return EngineLost(what, self.recover)
 
-    def _open_adapter(self, version: int) -> None:
-        """Take requests for a version whose weights are the base and an adapter."""
+    def _open_requests(self, version: int) -> None:
+        """Accept requests for a version whose weights are the base model with an adapter."""
         self._stamps[self._stamp(version)] = version
         self._committed.append(version)
         self._version = version
 
     def begin_update(self) -> None:
-        """Freeze the servers. Running requests stay, and continue with the new weights after the commit.
+        """Pause the servers. Running requests stay, and continue with the new weights after the commit.
 
-        The calls are on their way when this returns; `load` waits for their answers.
+        This method only starts the calls; `load` waits for their answers.
         """
         self._version = None
-        self.adapters.check_free()
-        self.adapters.leave()
+        self.adapters.check_whole_push_allowed()
+        self.adapters.use_none()
         self._await_pauses()
         self._beginning = [self._pool.submit(_begin, server) for server in self._servers]
         for server, beginning in zip(self._servers, self._beginning, strict=True):
             server.beginning = beginning
 
     def _await_pauses(self) -> None:
-        """Wait until every call that began an update has ended, with or without an error. A late pause would never be resumed."""
+        """Wait until every call that begins an update has ended, with or without an error. A pause after that would never end."""
         wait(self._beginning)
         for beginning in self._beginning:
             if beginning.exception() is None:
@@ -235,7 +248,7 @@ class VLLMServer:
         except BaseException as error:
             self._await_pauses()
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
-                # gloo has no error type of its own for a peer that is late or gone.
+                # gloo raises a plain RuntimeError for a peer that is late or gone.
                 raise self._lost(f"the weights did not reach the servers: {str(error)[:300]}") from error
             raise
         for pause in finish_all(self._beginning):
@@ -249,14 +262,14 @@ class VLLMServer:
         return replace(first, others=tuple(others))
 
     def reset_caches(self) -> bool:
-        """Running requests also lose their cached keys and values, and compute them again with the new weights."""
+        """Drop all caches. Running requests compute their keys and values again with the new weights."""
         done = self._each(lambda server: server.reset_caches())
         if len(self._servers) > 1 and not all(done):
             refused = [server.url for server, is_done in zip(self._servers, done, strict=True) if not is_done]
             raise ProofError(
                 "caches",
                 f"the server at {', '.join(refused)} did not confirm the reset of its caches",
-                "cached keys and values of older weights stay in use there",
+                "the server still uses cached keys and values of older weights",
                 "look at the log of that server; restart it, and resume from the last checkpoint",
             )
         return all(done)
@@ -287,13 +300,13 @@ class VLLMServer:
         self._version = version
 
     def _stamp(self, version: int) -> str:
-        """The servers' name for a weight version of this trainer."""
+        """The stamp by which the servers know a weight version of this trainer."""
         return f"{self.session}:{version}"
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Wait until every server answers again, and drop all earlier agreements with the servers.
+        """Drop all agreements with the servers, and wait until every server answers again.
 
         Raises:
             LockstepError: a server did not come back within the time limit.
@@ -307,18 +320,18 @@ class VLLMServer:
         before, deadline = self._settings, time.monotonic() + self._timeout
         while True:
             try:
-                self._settings = self._checked_settings()
+                self._settings, self._wire_dtype = self._check()
                 break
             except EngineLost as lost:
-                # The server was healthy only for a moment: it may be stopping or starting.
-                if self._closed.wait(_HEALTH_EVERY) or time.monotonic() > deadline:
-                    raise LockstepError(f"{lost}; the trainer waited for it, but it did not stay available") from lost
+                # A server answered the health check and then failed. It may be stopping or starting.
+                if self._closed.wait(HEALTH_EVERY) or time.monotonic() > deadline:
+                    raise LockstepError(f"{lost}; the trainer waited for it, but it did not stay healthy") from lost
         if self._settings != before:
             raise ProofError(
                 "handshake",
                 f"a server came back with other settings: {changed_settings(before, self._settings)}",
-                "it was started again with another command line or model",
-                "start it with its former command line, and resume from the last checkpoint",
+                "the server was started again with another command line or model",
+                "start it with the earlier command line, and resume from the last checkpoint",
             )
 
     def close(self) -> None:
@@ -331,61 +344,11 @@ class VLLMServer:
         self._loop.close()
         self._pool.shutdown(wait=False)
 
-    def _checked_settings(self) -> EngineSettings:
-        self._each(self._await_health)
-        states = [self._checked_state(server) for server in self._servers]
-        if len({state["instance"] for state in states}) < len(states):
-            raise InputError("two of the servers' URLs lead to the same server; give each server once")
-        found = [settings_from(state["settings"]) for state in states]
-        self._wire_dtype = only_dtype([name for state in states for name in state["loads_in"]])
-        for server, settings in zip(self._servers, found, strict=True):
-            if settings != found[0]:
-                names = differing_settings(settings, found[0])
-                raise ProofError(
-                    "handshake",
-                    f"the servers at {self._servers[0].url} and {server.url} differ in {', '.join(names)}",
-                    "they were started with different models or arguments",
-                    "start all servers of a run with the same command line",
-                )
-        return found[0]
-
-    def _await_health(self, server: ServerCalls) -> None:
-        deadline = time.monotonic() + self._timeout
-        while ailment := server.ailment(min(_HEALTH_LIMIT, self._timeout)):
-            if self._closed.wait(_HEALTH_EVERY) or time.monotonic() > deadline or "CERTIFICATE" in ailment:
-                raise LockstepError(
-                    f"the server at {server.url} did not answer within {self._timeout:.0f} s; is it running "
-                    "('lockstep serve MODEL')? The run can be resumed from its last checkpoint once it is. The last "
-                    f"answer: {ailment}"
-                )
-
-    def _checked_state(self, server: ServerCalls) -> dict[str, Any]:
-        workers = server.workers("lockstep_state")
-        state = workers[0]
-        if state["backend"] != SERVER_BACKEND:
-            raise InputError(
-                f"the server at {server.url} takes weights by {state['backend']!r}, not by {SERVER_BACKEND!r}. {HOW_TO_START}"
-            )
-        if state["copies"] != 1:
-            raise InputError(
-                f"the server at {server.url} keeps {state['copies']} copies of the model (data_parallel_size), which a trainer "
-                "cannot tell apart; start as many servers without it, and give all URLs"
-            )
-        if state["splits_prompts"]:
-            raise InputError(
-                f"the server at {server.url} computes prompts in parts (chunked prefill), and on a CPU its engine ends when a "
-                f"prompt of a request with a seed is split. {HOW_TO_START}"
-            )
-        server.world_size = state["world_size"]
-        server.takes_priorities = state["takes_priorities"]
-        server.picture_cache = state["picture_cache"]
-        server.available_bytes = min(worker["available_bytes"] for worker in workers)
-        server.takes_adapters = state["adapters"]
-        # Stages of a pipeline may have parameters of different dtypes.
-        return {**state, "loads_in": [name for worker in workers for name in worker["loads_in"]]}
+    def _check(self) -> tuple[EngineSettings, torch.dtype | None]:
+        return check_servers(self._servers, self._each, self._timeout, self._closed)
 
     def _workers(self, method: str, *args: str) -> list[list[Any]]:
-        """The answers of every server, by worker."""
+        """Call a method of all workers of all servers. Returns one list of answers per server."""
         return self._each(lambda server: server.workers(method, *args))
 
     def _each(self, call: Callable[[ServerCalls], T]) -> list[T]:
@@ -397,20 +360,20 @@ class VLLMServer:
 
 
 def _begin(server: ServerCalls) -> Pending[Any, Any]:
-    """Freeze a server and open an update.
+    """Pause a server and begin an update.
 
     Returns:
-        The pause call. vLLM answers it only 20 ms after it has frozen.
+        The call that pauses. vLLM answers it only 20 ms after the server has stopped.
     """
-    # By default the pause would also drop the pictures that requests rely on. `reset_caches` drops what depends on weights.
+    # By default the pause would also drop the pictures that requests need. `reset_caches` drops what depends on weights.
     pause = server.begin("POST", "/pause", mode="keep", clear_cache="false")
     try:
-        workers, frozen = server.together(
+        workers, paused = server.together(
             lambda: server.ask_workers("lockstep_update"), lambda: server.ask("GET", "/is_paused")
         )
-        while frozen != {"is_paused": True} and not pause.done():
+        while paused != {"is_paused": True} and not pause.done():
             time.sleep(_PAUSED_EVERY)
-            frozen = server.call("GET", "/is_paused")
+            paused = server.call("GET", "/is_paused")
         # Workers in separate processes may still run a step that began before the pause.
         if server.world_size > 1 or pause.done():
             pause.result()

@@ -1,1 +1,1 @@
-"""vLLM in this process, and what every vLLM process of ours has in common."""
+"""vLLM in the trainer's process, and the code that every process of vLLM needs, in the trainer and in servers."""

@@ -1,6 +1,6 @@
-"""The arguments with which vLLM is started for training. They are the same in this process and in a separate server.
+"""The arguments with which Lockstep starts vLLM. They are the same for vLLM in the trainer's process and for a server.
 
-They come from a config or from `lockstep serve`. They go to `vllm.LLM`, or to the command line of vLLM's server.
+`engines/vllm/in_process.py` gives them to `vllm.LLM`, and `server/command.py` puts them on the command line of vLLM's server.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from lockstep.engines.tensor_specs import dtype_name
 from lockstep.errors import InputError
 
-# Names by which vLLM finds our weight transfers (`sync/vllm/plugin.py`) and our extension of its workers.
+# The names under which vLLM finds our weight transfers (`sync/vllm/plugin.py`) and our extension of its workers.
 IN_PROCESS_BACKEND, SERVER_BACKEND = "lockstep_inprocess", "lockstep"
 WORKER_EXTENSION = "lockstep.sync.vllm.worker.LockstepWorker"
 
-# Entries of a request's `extra_args` (`engines/vllm/kept_ids.py`): the largest set of kept ids, and bad words as ids.
+# Keys of a request's `extra_args` (`engines/vllm/kept_ids.py`): the largest number of kept ids per token, and bad words as ids.
 MAX_KEPT_IDS, BAD_WORDS = "lockstep_max_kept_ids", "lockstep_bad_words"
-# The library that makes the masks of grammars, on both sides (`engines/filters/grammars.py`). vLLM would choose one for each
-# request.
+# The library that makes the masks of grammars, in the engine and in the trainer (`engines/filters/grammars.py`). Without this
+# setting, vLLM would choose a library for each request.
 GRAMMAR_BACKEND = "xgrammar"
 
 # Where vLLM takes a model's layers from. "auto" is its own implementation, or transformers' where it has none.
@@ -40,7 +40,8 @@ REFUSED = frozenset(
     }
 )
 
-# Sampling values that change nothing. A model's generation_config.json may set others as the engine's defaults.
+# Sampling values that leave the model's distribution unchanged. A model's generation_config.json may set other values as the
+# engine's defaults.
 NEUTRAL_SAMPLING: dict[str, float | int] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -49,7 +50,8 @@ NEUTRAL_SAMPLING: dict[str, float | int] = {
     "repetition_penalty": 1.0,
 }
 
-# The smallest block size of vLLM's CPU attention. With small blocks the samples of a short prompt share its prefill.
+# The smallest block size of vLLM's CPU attention. Completions share only whole blocks of their prompt's prefill, so that small
+# blocks also help short prompts.
 _CPU_BLOCK = 32
 _SMALLEST_CACHE = 64 << 20
 
@@ -75,11 +77,12 @@ def engine_arguments(
         "max_num_batched_tokens": max(max_model_len, 4096),
         "async_scheduling": False,
         "use_tqdm_on_load": False,
-        # The model's own generation_config keeps its stop tokens and loses its sampling defaults.
+        # The model's stop tokens stay in force. Its sampling defaults are replaced.
         "override_generation_config": dict(NEUTRAL_SAMPLING),
         "enable_prefix_caching": True,
         "structured_outputs_config": {"backend": GRAMMAR_BACKEND},
-        # On a CPU, compiling makes the start 40 s longer and sampling a fifth faster (docs/internals/speed.md, `make sampling`).
+        # On a CPU, compilation makes the start 40 s longer, and sampling only 20% faster (docs/internals/speed.md,
+        # `make sampling`).
         "enforce_eager": not torch.cuda.is_available(),
     }
     if not torch.cuda.is_available():
@@ -90,7 +93,7 @@ def engine_arguments(
 
 
 def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:
-    """Bytes of the key-value cache that these sequences can fill. By default vLLM would take most of the machine's memory."""
+    """Bytes of the key-value cache that these sequences can fill. Without a size, vLLM takes most of the machine's memory."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model).get_text_config()
@@ -101,11 +104,15 @@ def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_
     return max(per_token * max_num_seqs * (max_model_len + _CPU_BLOCK), _SMALLEST_CACHE)
 
 
-def check_free(names: set[str], where: str) -> None:
-    """Refuse arguments of the user that would change log-probs without any proof noticing.
+def check_user_arguments(names: set[str], where: str) -> None:
+    """Refuse arguments of the user that change log-probs and that no proof would find.
+
+    Args:
+        names: names of the arguments that the user has set.
+        where: the field in which the user has set them, for the error.
 
     Raises:
-        InputError: one of `names` may not be set.
+        InputError: the user may not set one of them.
     """
     refused = REFUSED & names
     if refused:

@@ -1,13 +1,13 @@
-"""Keeps vLLM from compiling where it is told to compile nothing (`enforce_eager`, on a CPU): its start takes seconds less.
+"""Two functions that stop vLLM from compiling on a CPU although `enforce_eager` is set. They save seconds of its start.
 
-vLLM 0.32.0 does two things for compiling in any case:
+vLLM 0.32.0 does two things for the compiler even with `enforce_eager`:
 
-- Its import loads the compiler's table of operations, to add its own ones to it.
-- Its sampler gives the rank of a token with each log-prob: how many tokens are at least as probable. Nothing here reads it. The
-  function that counts is compiled when it is first called, and again for another kind of input. NumPy, one row at a time, counts as
-  fast as the compiled function; PyTorch's own operations take ten times as long.
+- Its import loads the compiler's table of operations and adds its own operations. `import_without_compiler` prevents this.
+- Its sampler computes the rank of each token: the number of tokens that are at least as probable. Lockstep does not use ranks. vLLM
+  compiles the function that computes them at its first call, and again for each new kind of input. `count_without_compiling`
+  replaces it by a function of NumPy, which is as fast as the compiled one. PyTorch's own operations would take ten times as long.
 
-`engines/vllm/in_process.py` uses both functions.
+`engines/vllm/in_process.py` calls both functions.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _TABLE = "torch._inductor.lowering"
 
 
 def import_without_compiler() -> None:
-    """Import vLLM, whose first import adds its operations to the compiler's table if there is one."""
+    """Import vLLM without the compiler's table of operations. vLLM skips its own operations if the table cannot be imported."""
     if _TABLE in sys.modules or "vllm" in sys.modules:
         return
-    # Python's import system reads None as "there is no such module".
+    # If `sys.modules` holds None for a module, Python raises ImportError for its import.
     sys.modules[_TABLE] = None  # type: ignore[assignment]
     try:
         import vllm  # noqa: F401
@@ -33,11 +33,11 @@ def import_without_compiler() -> None:
 
 
 def count_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """(rows,) int64: how many numbers of each row are at least the row's value.
+    """(rows,) int64 number of values in each row of `x` that are at least the row's value in `values`.
 
     Args:
-        x: (rows, V) numbers on a CPU.
-        values: (rows, 1) numbers.
+        x: (rows, V) values on a CPU.
+        values: (rows, 1) value of each row.
     """
     at_least = (x >= values).numpy()
     return torch.tensor([np.count_nonzero(row) for row in at_least], dtype=torch.int64)

@@ -1,8 +1,8 @@
 """vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
 
-Requests come from an inbox (`engines/inbox.py`) as ids, and go to vLLM's engine loop under their own key. Weights come through
-vLLM's weight-transfer API with the backend of `sync/vllm/backend.py`. vLLM finds that backend through the entry point in
-pyproject.toml.
+Requests come from an inbox (`engines/inbox.py`). The engine gives their ids to vLLM's engine loop, with their key as the request
+id. Weights come through vLLM's weight-transfer API with the backend of `sync/vllm/backend.py`. vLLM finds that backend through the
+entry point in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lockstep.engines.protocol import (
     OnAnswer,
     RequestKey,
 )
-from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, check_free, cpu_cache_bytes, engine_arguments
+from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, check_user_arguments, cpu_cache_bytes, engine_arguments
 from lockstep.engines.vllm.eager import count_without_compiling, import_without_compiler
 from lockstep.engines.vllm.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
 from lockstep.engines.vllm.requests import completion, prompt_logprobs, sampling_params, scoring_params
@@ -83,7 +83,7 @@ class VLLMInProcess:
         fp32_head: bool = False,
         engine_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        check_free(set(engine_kwargs or {}), "vllm_engine_kwargs")
+        check_user_arguments(set(engine_kwargs or {}), "vllm_engine_kwargs")
         self._timeout = timeout
         self._version: int | None = None
         self._model = model
@@ -98,11 +98,11 @@ class VLLMInProcess:
                     **(engine_kwargs or {}),
                 }
             )
-            self.adapters = AdaptersInProcess(self._llm, self._refuse, self.commit_version)
-            # A kernel that does not support a shape raises an error only when it first runs.
+            self.adapters = AdaptersInProcess(self._llm, self._refuse_requests, self.commit_version)
+            # A kernel that does not support the model's shapes raises an error only when it first runs.
             self._run({"trial": ([0, 0], scoring_params())})
         except (ValueError, RuntimeError, OSError, TypeError, ImportError, KeyError, AssertionError) as error:
-            # pydantic's and vLLM's own errors derive from these. The engine has no state to keep at this point.
+            # The errors of pydantic and vLLM are subclasses of these. The engine has no state yet that would be lost.
             if hasattr(self, "_llm"):
                 self.close()
             if isinstance(error, InputError):
@@ -123,7 +123,7 @@ class VLLMInProcess:
 
     @property
     def wire_dtype(self) -> None:
-        """None: tensors are passed by reference, and vLLM casts them when it copies them."""
+        """None: the engine gets references to the trainer's tensors, and vLLM casts them when it copies them."""
 
     @property
     def llm(self) -> LLM:
@@ -140,15 +140,15 @@ class VLLMInProcess:
         return answer_all(self.serve, requests, on_answer)
 
     def serve(self, inbox: Inbox) -> None:
-        """Drive vLLM's own loop. New requests join between two steps.
+        """Run the steps of vLLM's engine. New requests are added between two steps.
 
-        Requests with the same prefix find it in the cache, also within one step.
+        Requests with the same prefix share it through the prefix cache, also within one step.
         """
         engine = self._llm.llm_engine
-        # The requests that vLLM holds, and the time at which each must be finished, in the order of their coming.
+        # The requests that vLLM holds, and the time at which each must be finished, in the order in which they came.
         held: dict[str, GenerationRequest] = {}
         limits: dict[str, float] = {}
-        with self._holding_none_after(limits):
+        with self._abort_on_error(limits):
             while True:
                 with inbox.taken(engine.get_num_unfinished_requests(), self._timeout) as requests:
                     if requests is None:
@@ -172,15 +172,19 @@ class VLLMInProcess:
                     self.adapters.check_used(request.key, output.lora_request)
                     answer = completion(request.key, output, filtered=request.sampling.is_filtered)
                     if request.pictures is not None:
-                        # vLLM reports no pictures. The gap proves which ones it has used.
+                        # vLLM does not report its pictures. The parity gap proves which pictures it has used.
                         answer = replace(answer, pictures=request.pictures)
                     inbox.answer(answer, [self._version], self._vocab_size)
                 if outputs:
                     inbox.settle()
 
     def _step(self, limits: dict[str, float]) -> tuple[list[RequestOutput], list[RequestOutput]]:
-        """The outputs of the requests that vLLM finishes in its next step, and partial outputs of others. The first are removed
-        from `limits`."""
+        """Run one step of vLLM.
+
+        Returns:
+            The outputs of the requests that this step has finished, and the partial outputs of other requests. The finished
+            requests are removed from `limits`.
+        """
         outputs: list[Any] = self._llm.llm_engine.step() if limits else []
         finished = [output for output in outputs if output.finished]
         for output in finished:
@@ -202,14 +206,14 @@ class VLLMInProcess:
         try:
             self._llm.llm_engine.add_request(name, prompt, params, lora_request=self.adapters.request)
         except (VLLMValidationError, ValueError) as error:
-            # For example a JSON schema with a part that xgrammar would ignore.
+            # vLLM refuses, for example, a JSON schema with a part that xgrammar would ignore.
             raise InputError(f"vLLM refuses request {name}: {str(error)[:300]}") from error
 
     def _run(self, requests: Mapping[str, tuple[list[int], Any]]) -> list[RequestOutput]:
-        """Outputs of requests that are all known, in the order in which vLLM finished them."""
+        """Run these requests without an inbox. Returns their outputs in the order in which vLLM finished them."""
         limits = dict.fromkeys(requests, time.monotonic() + self._timeout)
         finished = []
-        with self._holding_none_after(limits):
+        with self._abort_on_error(limits):
             for name, (prompt_ids, params) in requests.items():
                 self._add(name, prompt_ids, params)
             while limits:
@@ -217,14 +221,14 @@ class VLLMInProcess:
         return finished
 
     @contextmanager
-    def _holding_none_after(self, held: Collection[str]) -> Iterator[None]:
-        """After an error, vLLM drops the requests in `held`: no answer to this call may reach the next call."""
+    def _abort_on_error(self, held: Collection[str]) -> Iterator[None]:
+        """After an error inside the context, let vLLM drop the requests in `held`. Their answers must not reach the next call."""
         try:
             yield
         except BaseException as error:
             self._llm.llm_engine.abort_request(list(held))
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
-                raise LockstepError(f"vLLM failed while it answered: {str(error).strip()[:600]}") from error
+                raise LockstepError(f"vLLM failed while it answered requests: {str(error).strip()[:600]}") from error
             raise
 
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
@@ -247,14 +251,14 @@ class VLLMInProcess:
         check_scores(sequences, scores)
         return scores
 
-    def _refuse(self) -> None:
+    def _refuse_requests(self) -> None:
         self._version = None
 
     def begin_update(self) -> None:
-        self._refuse()
+        self._refuse_requests()
         # vLLM drops its adapters at the end of an update.
         self.adapters.request = None
-        if any(self._llm.collective_rpc(_inside_an_update)):
+        if any(self._llm.collective_rpc(_has_open_update)):
             # An earlier trainer left this update open, and vLLM would refuse every further update.
             self._llm.finish_weight_update()
         self._llm.start_weight_update()
@@ -336,5 +340,5 @@ def _acknowledgement(worker: Any) -> LoadedWeights:
     return worker.weight_transfer_engine.acknowledgement
 
 
-def _inside_an_update(worker: Any) -> bool:
+def _has_open_update(worker: Any) -> bool:
     return worker._weight_update_active

@@ -1,9 +1,9 @@
 """Keeps transformers' model classes as they are while vLLM runs a model in the trainer's process.
 
-vLLM runs architectures that it has no model of its own for (Phi, GPT-NeoX, OLMo 2, …) through its Transformers backend: it makes
-the model of transformers, and replaces `__init__` and `__call__` of the model's class, for `torch.compile`. The trainer's model
-has the same class. Its calls would then fail, or leave its hooks out. `engines/vllm/in_process.py` starts vLLM in the context of
-this module. Afterwards vLLM's model has a class of its own, with the replaced methods, and the class of transformers is restored.
+For some architectures vLLM has no model of its own (Phi, GPT-NeoX, OLMo 2, …). It then uses its Transformers backend: it makes the
+model of transformers, and replaces `__init__` and `__call__` of the model's class, for `torch.compile`. The trainer's model has the
+same class, so that its calls would fail or skip its hooks. `engines/vllm/in_process.py` starts vLLM inside the context manager of
+this module. Afterwards vLLM's model has a new class with the replaced methods, and the class of transformers is as before.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ import torch
 
 @contextmanager
 def own_classes_for_vllm() -> Iterator[Callable[[torch.nn.Module], None]]:
-    """Restore, at the end of the context, the classes of transformers that vLLM changed in it.
+    """At the end of the context, restore the classes of transformers that vLLM has changed inside it.
 
-    Yields a function that takes vLLM's model, inside the context. It gives those parts of the model whose class was changed a
-    class of their own.
+    Yields a function. Call it inside the context with vLLM's model: it gives each module whose class was changed a new class.
     """
     from vllm.model_executor.models.transformers.base import Base
 
-    real = Base._decorate_cls_for_torch_compile
+    decorate = Base._decorate_cls_for_torch_compile
     before: dict[type, tuple[tuple[type, ...], dict[str, Any]]] = {}
 
-    def noting(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
+    def record_and_decorate(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
         before.setdefault(cls, (cls.__bases__, dict(vars(cls))))
-        real(self, cls, *args, **kwargs)
+        decorate(self, cls, *args, **kwargs)
 
     def separate(model: torch.nn.Module) -> None:
         own = {cls: _subclass(cls, *kept) for cls, kept in before.items()}
         for module in model.modules():
             module.__class__ = own.get(type(module), type(module))
 
-    with patch.object(Base, "_decorate_cls_for_torch_compile", noting):
+    with patch.object(Base, "_decorate_cls_for_torch_compile", record_and_decorate):
         try:
             yield separate
         finally:
@@ -51,7 +50,7 @@ def own_classes_for_vllm() -> Iterator[Callable[[torch.nn.Module], None]]:
 
 
 def _subclass(cls: type, bases: tuple[type, ...], attributes: Mapping[str, Any]) -> type:
-    """A class that is what `cls` has become since it had these bases and attributes."""
+    """A subclass of `cls` with the changes that `cls` has had since it had these bases and attributes."""
     added = tuple(base for base in cls.__bases__ if base not in bases)
     return type(cls.__name__, (cls, *added), _changed(cls, attributes))
 

@@ -1,9 +1,9 @@
-"""Pictures in vLLM's form: the prompt with the very tensors that the trainer has made, past vLLM's own image processor.
+"""Pictures in vLLM's form. vLLM gets the tensors that the trainer has made, and its own image processor is not used.
 
-A prompt whose placeholders are repeated already must not go to vLLM with pictures as `multi_modal_data`: vLLM 0.32.0 repeats the
-placeholders a second time and says nothing. `mm_input` takes processed pictures instead. A tile goes to vLLM as a picture of its
-own (`Picture.pieces`): the placeholders of a vLLM picture then stand side by side, which is all that a request to a server can say
-of them. The digest of a piece is its key in vLLM's caches.
+The prompt already has one placeholder per image token. If its pictures went to vLLM as `multi_modal_data`, vLLM 0.32.0 would
+silently repeat the placeholders a second time. Therefore the processed pictures go to vLLM through `mm_input`. Each tile of a
+picture is sent as a separate picture, called a piece (`Picture.pieces`). The placeholders of a piece are consecutive, and a request
+to a server can describe only consecutive placeholders. The digest of a piece is its key in vLLM's caches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def picture_arguments(*, cache_gb: int = 0) -> dict[str, Any]:
         cache_gb: GiB of vLLM's cache of inputs. A server needs it: a picture is sent once, and its requests name the digest.
     """
     return {
-        # The trainer's pixels are normalised already.
+        # The trainer has already normalised the pixels.
         "mm_device_do_normalize": False,
         "mm_processor_cache_gb": cache_gb,
         "limit_mm_per_prompt": {"video": 0},
@@ -40,7 +40,7 @@ def piece_tensors(piece: Picture) -> tuple[dict[str, torch.Tensor], dict[str, to
     """The tensors of a piece of a picture, by vLLM's names.
 
     Returns:
-        Those with one row per patch or tile, and those that describe the whole piece.
+        The tensors with one row per patch or tile, and the tensors that describe the whole piece.
     """
     if not piece.in_tiles:
         return {"pixel_values": piece.pixel_values}, {"image_grid_thw": piece.grid}
@@ -69,58 +69,58 @@ def prompt_with_pictures(prompt_ids: list[int], pictures: PromptPictures) -> Any
         of_single = MultiModalBatchedField(keep_on_cpu=True)
         return MultiModalKwargsItem(fields | {n: MultiModalFieldElem(t, of_single) for n, t in single.items()})
 
-    shown = pictures.in_pieces
+    pieces = pictures.in_pieces
     return mm_input(
         prompt_ids,
-        MultiModalKwargsItems({"image": [item(piece) for piece in shown.pictures]}),
-        {"image": list(shown.digests)},
-        {"image": [PlaceholderRange(*place) for place in piece_places(shown)]},
+        MultiModalKwargsItems({"image": [item(piece) for piece in pieces.pictures]}),
+        {"image": list(pieces.digests)},
+        {"image": [PlaceholderRange(*place) for place in piece_places(pieces)]},
     )
 
 
-def piece_places(shown: PromptPictures) -> list[tuple[int, int]]:
-    """Index in the prompt's ids of the first placeholder of each piece, and the number of its placeholders.
+def piece_places(pieces: PromptPictures) -> list[tuple[int, int]]:
+    """For each piece, the index of its first placeholder in the prompt's ids, and the number of its placeholders.
 
     Args:
-        shown: pictures in pieces.
+        pieces: pictures in pieces.
 
     Raises:
-        LockstepError: other ids stand between the placeholders of a piece. vLLM would put a part of the piece in their place.
+        LockstepError: there are other ids between the placeholders of a piece. vLLM would replace these ids by a part of the piece.
     """
-    places = [(int(own[0]), len(own)) for own in shown.places_of_each]
-    if any(own[-1] - own[0] >= len(own) for own in shown.places_of_each):
+    places = [(int(own[0]), len(own)) for own in pieces.places_of_each]
+    if any(own[-1] - own[0] >= len(own) for own in pieces.places_of_each):
         raise LockstepError(
-            "other ids stand between the placeholders of a tile, and vLLM would take them for placeholders"
+            "there are other ids between the placeholders of a tile, and vLLM would take them for placeholders"
         )
     return places
 
 
 def holds_no_pictures(worker: Any) -> bool:
-    """Whether a worker keeps no picture that was computed from older weights."""
+    """Whether a worker's encoder cache is empty: it then keeps no encoded picture of older weights."""
     return not worker.model_runner.encoder_cache
 
 
 def picture_cache_bytes(model_config: Any) -> int:
-    """Bytes of the cache in which vLLM's engine keeps the tensors of pictures by their digest; 0: it has none."""
+    """Bytes of the cache in which vLLM's engine keeps the tensors of pictures by their digest; 0: there is no such cache."""
     found = model_config.multimodal_config
-    # In vLLM's other kinds of caches, a request cannot name a picture by its digest alone.
+    # With vLLM's other kinds of cache, a request cannot name a picture by its digest alone.
     return int(found.mm_processor_cache_gb * (1 << 30)) if found and found.mm_processor_cache_type == "lru" else 0
 
 
 class PictureRecorder:
-    """Stands before the encoder of a worker, and records the digest of the tensors of every picture that it encodes.
+    """Records the digest of the tensors of every picture that a worker encodes.
 
     Args:
-        batch: vLLM's method that gives the keys and the tensors of the pictures that the next step encodes.
+        batch: vLLM's method that returns the keys and the tensors of the pictures that the next step encodes.
     """
 
     def __init__(self, batch: Callable[..., Any]) -> None:
         self._batch = batch
-        # Digest of the encoded tensors by the key that vLLM's caches have for them.
+        # The digest of the encoded tensors, by their key in vLLM's caches.
         self.digests: OrderedDict[str, str] = OrderedDict()
 
     def batch(self, *args: Any) -> Any:
-        """vLLM's method, with the same result."""
+        """Replaces vLLM's method, and returns the same result."""
         found = self._batch(*args)
         keys, items = found[:2]
         for key, (_, item) in zip(keys, items, strict=True):
@@ -133,20 +133,21 @@ class PictureRecorder:
 
 
 def _piece_in(tensors: Mapping[str, Any]) -> Picture | None:
-    """The piece of a picture that vLLM encodes. None: these are the tensors of another program, or a tile is padded."""
+    """The piece of a picture that has these tensors. None: another program has made the tensors, or a tile is padded."""
     found: dict[str, torch.Tensor] = {name: t.cpu().contiguous() for name, t in tensors.items() if hasattr(t, "cpu")}
     pixels = found.get("pixel_values")
     if pixels is None or pixels.dtype != torch.float32:
         return None
     piece = Picture(pixels, found.get("image_grid_thw", torch.tensor([1, 0, 0])), 0)
     rows, single = piece_tensors(piece)
-    due = rows | single
-    is_ours = found.keys() == due.keys() and all(torch.equal(found[name], due[name]) for name in due)
+    expected = rows | single
+    is_ours = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     return piece if is_ours else None
 
 
 def record_pictures(worker: Any) -> None:
-    """Put a recorder before the encoder of a vLLM worker, once. Each of vLLM's two model runners has a method of its own for it."""
+    """Install a recorder in a vLLM worker, if there is none yet. The two model runners of vLLM prepare pictures in different
+    methods."""
     runner = worker.model_runner
     if hasattr(runner, "lockstep_pictures"):
         return
@@ -158,6 +159,6 @@ def record_pictures(worker: Any) -> None:
 
 
 def recorded_digests(worker: Any, digests: Sequence[str]) -> dict[str, str | None]:
-    """For each digest, the digest of the tensors that a worker has encoded under it; None: it has encoded none."""
+    """For each digest in a request, the digest of the tensors that the worker has encoded for it; None: it has encoded none."""
     recorder = getattr(worker.model_runner, "lockstep_pictures", None)
     return {digest: None if recorder is None else recorder.digests.get(digest) for digest in digests}

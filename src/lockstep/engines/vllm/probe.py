@@ -1,8 +1,8 @@
-"""The engine's half of the module probe for vLLM. It runs inside a worker, through `collective_rpc`.
+"""The engine's part of the module probe for vLLM. It runs inside a worker, through `collective_rpc`.
 
-A linear module is called in the same way as vLLM calls it: packed, fused, tied, padded or quantised. The probe does not read
-`weight`, which is empty on CPU after packing. If several workers share the model, each answers for the modules that it has,
-and the parts of split modules are gathered (`engines/vllm/shards.py`).
+The probe calls a linear module in the same way as vLLM does, whether the module is packed, fused, tied, padded or quantised. It
+does not read `weight`, because `weight` is empty on a CPU after packing. If several workers share the model, each worker answers
+for the modules that it has, and the parts of split modules are gathered (`engines/vllm/shards.py`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from lockstep.engines.probe import (
 )
 from lockstep.engines.vllm.shards import gathered, gathered_vocabulary, own_inputs, whole_outputs
 
+# Suffix of the name under which an embedding is also probed as an output head.
 _AS_HEAD = ":as_head"
-# vLLM puts a LoRA layer around a module, which then has this name in it.
+# vLLM replaces an adapted module by a LoRA layer, which holds the original module under this name.
 _WRAPPED = ".base_layer"
 _SHARD_ORDER = ("q", "k", "v")
 
 
 def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModules:
-    """Every module with parameters, with the checkpoint names of its weights."""
+    """Every module of a worker's model that has parameters, with the checkpoint names of its weights."""
     model = worker.model_runner.model
     names = _by_engine_name(model, checkpoint_names)
     probed: dict[str, ProbedModule] = {}
@@ -49,16 +50,16 @@ def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModule
         if kind is None or not all(p in names for p in parameters):
             unreached += [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
         else:
-            biased = kind == "linear" and getattr(module, "bias", None) is not None
-            probed[name] = ProbedModule(name, kind, tensors, _outputs(module), biased)
-    _reach_shared_head(probed)
+            has_bias = kind == "linear" and getattr(module, "bias", None) is not None
+            probed[name] = ProbedModule(name, kind, tensors, _outputs(module), has_bias)
+    _add_tied_head(probed)
     return EngineModules(probed, tuple(unreached))
 
 
 def probe_modules(
     worker: Any, names: tuple[str, ...], seed: int, every: bool, adapter: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """For each named module that this worker has, its output for its probe input: 1-D float32 tensors on CPU.
+    """The outputs of the named modules that this worker has, for their probe inputs: 1-D float32 tensors on CPU.
 
     Args:
         adapter: name of the adapter that the modules use; None: they use none.
@@ -83,14 +84,14 @@ def _own_name(name: str) -> str:
     return name.rpartition("/")[2].removesuffix(_AS_HEAD)
 
 
-def linear_output(name: str, module: Any, seed: int, *, biased: bool = False) -> torch.Tensor:
-    """(rows, outputs) of a whole linear module, which may have a LoRA layer of vLLM around it, for its probe input.
+def linear_output(name: str, module: Any, seed: int, *, with_zeros: bool = False) -> torch.Tensor:
+    """(rows, outputs) outputs of a whole linear module for its probe input. The module may have a LoRA layer of vLLM around it.
 
     Args:
-        biased: whether to add the answer to a row of zeros.
+        with_zeros: whether to add a second row, the outputs for a row of zeros.
     """
     own = plain_module(module)
-    inputs = probe_inputs(seed, name, own.input_size, biased=biased)
+    inputs = probe_inputs(seed, name, own.input_size, has_bias=with_zeros)
     inputs = own_inputs(own, inputs.to(next(own.parameters()).device, own.params_dtype))
     answer = module(inputs.contiguous())
     output, bias = answer if isinstance(answer, tuple) else (answer, None)
@@ -98,19 +99,19 @@ def linear_output(name: str, module: Any, seed: int, *, biased: bool = False) ->
 
 
 def plain_module(module: Any) -> Any:
-    """The module itself, without a LoRA layer of vLLM around it."""
+    """The original module, without a LoRA layer of vLLM around it."""
     return module.base_layer if hasattr(module, "base_layer") else module
 
 
 def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
     own = plain_module(module)
     if isinstance(own, LinearBase):
-        return linear_output(name, module, seed, biased=own.bias is not None).flatten()
-    # Adapters of other modules are refused.
+        return linear_output(name, module, seed, with_zeros=own.bias is not None).flatten()
+    # Only linear modules may have adapters; all others are refused.
     module = own
     if isinstance(module, ParallelLMHead) or name.endswith(_AS_HEAD):
         bias = getattr(module, "bias", None)
-        inputs = probe_inputs(seed, name, module.embedding_dim, biased=bias is not None).to(module.weight)
+        inputs = probe_inputs(seed, name, module.embedding_dim, has_bias=bias is not None).to(module.weight)
         logits = gathered_vocabulary(module, module.quant_method.apply(module, inputs, bias=bias))
         return logits[:, : module.org_vocab_size].flatten()
     if isinstance(module, VocabParallelEmbedding):
@@ -127,7 +128,7 @@ def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
 
 
 def _expert_tensors(module: Any, checkpoint_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Checkpoint names of the projections of each expert. Empty: not experts, or a kind that the probe does not reach."""
+    """Checkpoint names of the projections of each expert. Empty: the module has no experts, or the probe cannot test their kind."""
     if not isinstance(module, RoutedExperts) or module.quant_method.is_monolithic or module.moe_config.has_bias:
         return ()
     if module.moe_config.tp_size > 1 or module.use_ep or not module.moe_config.is_act_and_mul:
@@ -149,14 +150,14 @@ def _outputs(module: Any) -> int:
 
 def _with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, module in model.named_modules():
-        # A tied head shares its parameter, which the whole model's `named_parameters` would list only once.
+        # Ask each module for its own parameters: the `named_parameters` of the whole model lists a tied parameter only once.
         if next(module.parameters(recurse=False), None) is not None:
-            # A module with a LoRA layer around it has that layer's name, as it has without one.
+            # A module inside a LoRA layer is named as without the LoRA layer.
             yield name.removesuffix(_WRAPPED), module
 
 
 def _kind(name: str, module: torch.nn.Module) -> tuple[ModuleKind | None, list[str]]:
-    """How a module can be probed, and the parameters from which its checkpoint names follow."""
+    """The kind of probe for a module (None: it cannot be probed), and the parameters whose checkpoint names it has."""
     if isinstance(module, ParallelLMHead | LinearBase):
         return "linear", [f"{name}.weight"]
     if isinstance(module, VocabParallelEmbedding):
@@ -166,16 +167,16 @@ def _kind(name: str, module: torch.nn.Module) -> tuple[ModuleKind | None, list[s
     return ("values" if vectors else None), [f"{name}.{parameter}" for parameter in own]
 
 
-def _reach_shared_head(probed: dict[str, ProbedModule]) -> None:
-    """If the embedding itself makes the logits (Gemma), also probe it as an output head."""
+def _add_tied_head(probed: dict[str, ProbedModule]) -> None:
+    """If the embedding also computes the logits (Gemma), add it a second time, as an output head."""
     embeddings = [m for m in probed.values() if m.kind == "embedding"]
     if len(embeddings) == 1 and not any("lm_head" in name for name in probed):
-        (shared,) = embeddings
-        probed[shared.name + _AS_HEAD] = replace(shared, name=shared.name + _AS_HEAD, kind="linear")
+        (tied,) = embeddings
+        probed[tied.name + _AS_HEAD] = replace(tied, name=tied.name + _AS_HEAD, kind="linear")
 
 
 def _by_engine_name(model: Any, checkpoint_names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """vLLM's parameter name → checkpoint names, by the model's own mapping. Shards of a fused parameter are in output order."""
+    """Checkpoint names by vLLM's parameter name, from the model's own mapping. Shards of a fused parameter are in output order."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     packed = getattr(model, "packed_modules_mapping", None) or {}
     shards: dict[str, dict[int, str]] = {}
@@ -192,7 +193,7 @@ def _by_engine_name(model: Any, checkpoint_names: tuple[str, ...]) -> dict[str, 
 
 
 def _packed_into(name: str, packed: dict[str, list[str]]) -> tuple[str, int]:
-    """The fused parameter that holds a part, and the part's index in it; the name itself and 0 if no parameter does."""
+    """The fused parameter that contains a part, and the part's index in it. If there is none: the name itself, and 0."""
     owner, _, parameter = name.rpartition(".")
     outer, _, part = owner.rpartition(".")
     for fused, parts in packed.items():

@@ -1,6 +1,6 @@
-"""Converts requests to vLLM's form, and vLLM's outputs to completions.
+"""Conversions between our types and vLLM's: requests to `SamplingParams`, and vLLM's outputs to completions.
 
-The engines that run vLLM use it. `engines/answers.py` then checks every answer.
+The engines that use vLLM call these functions. `engines/answers.py` then checks every completion.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
-    """The fields of `vllm.SamplingParams` as JSON types, for this process or for a server."""
+    """The fields of `vllm.SamplingParams` for a request, as JSON types. They go to vLLM in this process or to a server."""
     sampling: Sampling = request.sampling
     return {
         "n": 1,
@@ -45,7 +45,7 @@ def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _optional_fields(sampling: Sampling) -> dict[str, Any]:
-    """The fields that only some requests have."""
+    """The fields of settings that only some requests have."""
     extra: dict[str, Any] = {}
     if sampling.is_filtered:
         extra[MAX_KEPT_IDS] = sampling.max_kept_ids
@@ -62,11 +62,11 @@ def _optional_fields(sampling: Sampling) -> dict[str, Any]:
 
 
 def _structured_outputs(grammar: Grammar) -> dict[str, str]:
-    # Choices are sent as a grammar: vLLM's own way of writing them must not decide what the trainer scores.
+    # Choices are sent as our own grammar, so that vLLM and the trainer use the same one.
     return {"grammar": as_ebnf(grammar.spec)} if grammar.kind == "choice" else {grammar.kind: grammar.spec}
 
 
-# Requests the log-probs of the prompt itself. vLLM then neither reads its prefix cache nor applies a temperature.
+# The fields of a request that scores its prompt. For such a request, vLLM neither reads its prefix cache nor applies a temperature.
 SCORING_FIELDS = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
 
 
@@ -74,7 +74,7 @@ def sampling_params(request: GenerationRequest, *, partial: bool = False) -> Any
     """The `vllm.SamplingParams` of a request.
 
     Args:
-        partial: whether vLLM also gives an output with all ids so far after each step, before the final one.
+        partial: whether vLLM also returns, after each step, an output with all ids so far.
     """
     return _params(sampling_fields(request), partial)
 
@@ -100,10 +100,14 @@ def _params(fields: Mapping[str, Any], partial: bool = False) -> Any:
 
 
 def completion(key: RequestKey, output: RequestOutput, *, filtered: bool) -> Completion:
-    """The completion of one answer of vLLM.
+    """Convert one output of vLLM to a completion.
 
     Args:
-        filtered: whether the request has filters that depend on the logits.
+        filtered: whether the request has filters that depend on the logits (`Sampling.is_filtered`).
+
+    Raises:
+        ProofError: log-probs or kept ids are missing or damaged.
+        LockstepError: the request ended for a reason other than a stop or the length limit.
     """
     (sample,) = output.outputs
     logprobs = sample.logprobs or []
@@ -121,20 +125,20 @@ def completion(key: RequestKey, output: RequestOutput, *, filtered: bool) -> Com
         key=key,
         prompt_ids=whole_numbers(output.prompt_token_ids or ()),
         token_ids=whole_numbers(token_ids),
-        # Look up by token id: the first entry is not always the sampled token.
+        # Look the log-prob up by token id, because the first entry is not always the sampled token.
         logprobs=reals([entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]),
         weight_versions=_versions(sample.weight_versions, len(token_ids)),
         finish_reason=cast(FinishReason, sample.finish_reason),
-        kept_ids=reported_sets(
+        kept_ids=reported_kept_ids(
             key, sample.sampling_mask.token_ids if sample.sampling_mask else None, filtered=filtered
         ),
     )
 
 
-def reported_sets(key: RequestKey, sets: Sequence[Sequence[int]] | None, *, filtered: bool) -> KeptIds | None:
-    """The kept ids of an answer of vLLM; None if it has none.
+def reported_kept_ids(key: RequestKey, sets: Sequence[Sequence[int]] | None, *, filtered: bool) -> KeptIds | None:
+    """The kept ids of an answer of vLLM; None if the answer has none.
 
-    If a request without filters shares steps with one that has some, vLLM puts empty sets into its answer.
+    If a request without filters is in the same batch as a request with filters, vLLM puts empty sets into its answer.
 
     Raises:
         ProofError: a value is not a token id.
@@ -157,10 +161,12 @@ def _versions(spans: Any, tokens: int) -> Ids:
 
 
 def versions_of(spans: Sequence[tuple[int, int, int]], tokens: int) -> Ids:
-    """The version of each token. Tokens from index `tokens` on are left out.
+    """(tokens,) weight version of each token.
 
     Args:
-        spans: for each span its version, its first token, and the token after its last token. Spans are in order.
+        spans: spans of tokens with the same version, in order: the version, the index of the first token, and the index after the
+            last token. They may contain tokens after the end of the completion.
+        tokens: number of tokens of the completion.
     """
     versions = np.array([version for version, _, _ in spans], dtype=np.int64)
     return whole_numbers(np.repeat(versions, [end - start for _, start, end in spans])[:tokens])

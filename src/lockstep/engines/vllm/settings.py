@@ -1,6 +1,6 @@
-"""The settings that vLLM really runs with, read in the process that runs the model and sent as plain JSON.
+"""The settings that vLLM runs with. They are read from `vllm_config` in the process that runs the model, as plain JSON.
 
-They are read from `vllm_config` and go to `parity/handshake.py` as `EngineSettings`.
+They go to `parity/handshake.py` as `EngineSettings`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def effective_settings(vllm_config: Any) -> dict[str, Any]:
 
 
 def _architecture(config: Any) -> str:
-    """The name of the model's class. For a class that vLLM does not know, it names its Transformers backend instead."""
+    """The name of the model's class. For a class that vLLM does not have, vLLM would name its Transformers backend instead."""
     return config.hf_config.architectures[0] if config.using_transformers_backend() else config.architecture
 
 
 def _structured_outputs(config: Any) -> str:
     """The library that makes the masks of grammars, and its settings that are not vLLM's defaults."""
-    neutral = {"disable_any_whitespace": False, "reasoning_parser": "", "enable_in_reasoning": False}
-    changed = [f"{name}={getattr(config, name)}" for name in neutral if getattr(config, name) != neutral[name]]
+    defaults = {"disable_any_whitespace": False, "reasoning_parser": "", "enable_in_reasoning": False}
+    changed = [f"{name}={getattr(config, name)}" for name in defaults if getattr(config, name) != defaults[name]]
     return ", ".join([str(config.backend), *changed])
 
 
@@ -64,7 +64,7 @@ def settings_from(found: Mapping[str, Any]) -> EngineSettings:
 
 
 def only_dtype(names: Sequence[str]) -> torch.dtype | None:
-    """The floating-point dtype that all these names share; None if they differ."""
+    """The dtype that all these names mean; None if they differ or if it is no floating-point dtype."""
     dtypes = {getattr(torch, name) for name in names}
     return next(iter(dtypes)) if len(dtypes) == 1 and all(d.is_floating_point for d in dtypes) else None
 
@@ -75,13 +75,13 @@ def differing_settings(one: EngineSettings, other: EngineSettings) -> list[str]:
 
 
 def changed_settings(before: EngineSettings, now: EngineSettings) -> str:
-    """A sentence with the old and new value of every setting that has changed."""
-    said = []
+    """A text for an error: the old and the new value of every setting that has changed."""
+    changes = []
     for name in differing_settings(before, now):
         old, new = getattr(before, name), getattr(now, name)
         if isinstance(old, Mapping):
             keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-            said += [f"{key} of {name} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys]
+            changes += [f"{key} of {name} was {old.get(key)!r} and is {new.get(key)!r}" for key in keys]
         else:
-            said.append(f"{name} was {old!r} and is {new!r}")
-    return "; ".join(said)
+            changes.append(f"{name} was {old!r} and is {new!r}")
+    return "; ".join(changes)

@@ -1,7 +1,7 @@
-"""Whole outputs of a module that vLLM's tensor parallelism has split over workers.
+"""Gathers the outputs of a module that vLLM's tensor parallelism has split over several workers.
 
-`engines/vllm/probe.py` calls these functions in every worker at once and in the same order, because each worker gathers the
-parts of the others. With one worker every function returns its input unchanged.
+`engines/vllm/probe.py` calls these functions in every worker at the same time and in the same order, because they gather the parts
+of all workers. With one worker nothing is gathered.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from vllm.model_executor.layers.linear import (
 
 
 def whole_outputs(module: LinearBase) -> int:
-    """Number of outputs of a linear module with different weights: key and value heads that several workers repeat count once."""
+    """Number of outputs of a whole linear module. If several workers hold copies of a key or value head, it counts once."""
     return sum(whole_parts(module))
 
 
 def whole_parts(module: LinearBase) -> list[int]:
-    """The outputs of each part of a fused linear module, or of the one part that another module has."""
+    """Number of outputs of each part of a fused linear module. A module that is not fused has one part."""
     sizes = getattr(module, "output_sizes", None) or [module.output_size]
     return [size - _repeated(module, part) for part, size in enumerate(sizes)]
 
 
 def own_inputs(module: LinearBase, inputs: torch.Tensor) -> torch.Tensor:
-    """The part of the (rows, input_size) inputs that this worker's part of the module takes."""
+    """The columns of the (rows, input_size) inputs that this worker's part of the module uses."""
     if not isinstance(module, RowParallelLinear) or module.tp_size == 1 or not module.input_is_parallel:
         return inputs
     size = module.input_size_per_partition
@@ -38,7 +38,7 @@ def own_inputs(module: LinearBase, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(module: LinearBase, outputs: torch.Tensor) -> torch.Tensor:
-    """(rows, outputs) of the whole module, gathered from every worker's part."""
+    """(rows, outputs) outputs of the whole module, gathered from all workers."""
     if not isinstance(module, ColumnParallelLinear) or module.tp_size == 1 or module.gather_output:
         return outputs
     sizes = getattr(module, "output_sizes", None) or [module.output_size]
@@ -47,7 +47,7 @@ def gathered(module: LinearBase, outputs: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_vocabulary(module: Any, logits: torch.Tensor) -> torch.Tensor:
-    """(rows, padded vocabulary) logits of the whole head, gathered from every worker's part."""
+    """(rows, padded vocabulary) logits of the whole head, gathered from all workers."""
     return logits if module.tp_size == 1 else tensor_model_parallel_all_gather(logits.contiguous(), -1)
 
 
@@ -55,13 +55,13 @@ def _gathered_part(module: Any, number: int, part: torch.Tensor) -> torch.Tensor
     found = tensor_model_parallel_all_gather(part.contiguous(), -1)
     if not _repeated(module, number):
         return found
-    # Neighbouring workers hold copies of the same head.
+    # Workers with consecutive ranks hold copies of the same head.
     by_worker = found.view(len(found), module.tp_size, -1)
     return by_worker[:, :: module.num_kv_head_replicas].flatten(1)
 
 
 def _repeated(module: Any, number: int) -> int:
-    """Number of outputs of a part that are copies of others."""
+    """Number of outputs of a part that are copies of other outputs."""
     if not isinstance(module, QKVParallelLinear) or number == 0 or module.num_kv_head_replicas == 1:
         return 0
     size = module.output_sizes[number]

@@ -67,7 +67,7 @@ class AdapterPusher:
             loaded = receiver.load(version, update)
             manifest = update.manifest(version)
             check_loaded(manifest, loaded)
-            check_held(manifest, receiver.held())
+            check_held(manifest, receiver.read_back())
             check_adapter_live(self._model, source, manifest, version)
             self._check_base(base)
         receiver.commit(version)
@@ -83,7 +83,7 @@ class AdapterPusher:
             manifest = full_update.manifest(version)
             if self.receiver.base_digest() == manifest.digest:
                 return manifest, 0
-            self.receiver.check_alone()
+            self.receiver.check_base_replaceable()
             update = Update(source, engine.wire_dtype)
             engine.begin_update()
             check_loaded(manifest, engine.load(update))

@@ -171,7 +171,7 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
 
     def receive_weights(self, update_info: InProcessUpdate) -> None:
         tensors = update_info.tensors
-        if not self.held.builds_on(update_info.base):
+        if not self.held.accepts_base(update_info.base):
             return
         if isinstance(tensors, Update) and tensors.is_model_memory:
             # Load all tensors in one call, because vLLM searches the whole model for tied weights at the start of each load.
@@ -202,7 +202,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._segment = shared_memory.Segment(init_info.segment, init_info.bytes)
 
     def receive_weights(self, update_info: WireUpdate) -> None:
-        is_accepted = self.held.builds_on(update_info.base)
+        is_accepted = self.held.accepts_base(update_info.base)
         if not (update_info.keeps and update_info.base):
             self._reference.clear()
         # Close at once even if a load fails: transfers in flight then end before the next push can begin.

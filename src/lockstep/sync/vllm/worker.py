@@ -31,12 +31,12 @@ class LockstepWorker:
 
     def lockstep_state(self) -> dict[str, Any]:
         """The identity of this engine, and the settings that it runs with. Every trainer calls it first."""
-        from lockstep.engines.adapters.worker import take_from_memory
+        from lockstep.engines.adapters.worker import load_from_memory
         from lockstep.engines.vllm.kept_ids import record_kept_ids
         from lockstep.engines.vllm.pictures import picture_cache_bytes, record_pictures
         from lockstep.sync.vllm.reload import loaded_dtypes
 
-        memory = take_from_memory(self)
+        memory = load_from_memory(self)
         record_kept_ids(self)
         record_pictures(self)
         return {
@@ -127,9 +127,9 @@ class LockstepWorker:
 
     def lockstep_held_adapter(self, name: str) -> dict[str, Any]:
         """`LoadedWeights` of an adapter as vLLM computes with it."""
-        from lockstep.engines.adapters.worker import held_adapter
+        from lockstep.engines.adapters.worker import read_adapter_back
 
-        return as_json(held_adapter(self, name))
+        return as_json(read_adapter_back(self, name))
 
     def lockstep_probe_adapter(self, name: str, layers: str, seed: str) -> dict[str, str]:
         """For each adapted layer its outputs with the adapter, without it, and their difference, in one array."""

@@ -112,9 +112,9 @@ def _one_name(stage: Stage) -> Patch:
 
 def _memory(stage: Stage) -> Any:
     # Imported here, because `lockstep verify --engine transformers` runs without vLLM.
-    from lockstep.engines.adapters.worker import take_from_memory
+    from lockstep.engines.adapters.worker import load_from_memory
 
-    return take_from_memory(vllm_worker(stage))
+    return load_from_memory(vllm_worker(stage))
 
 
 def _alone(stage: Stage) -> str:

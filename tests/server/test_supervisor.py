@@ -1,0 +1,98 @@
+"""The supervisor with a small real process instead of vLLM; `test_killed_servers.py` kills the real server."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from servers import free_port
+
+from lockstep.server.supervisor import Supervisor
+
+# A server that passes two health checks, and ends at the third one.
+HEALTHY = """
+import http.server, os, sys
+asked = 0
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        global asked
+        asked += self.path == "/health"
+        if asked > 2:
+            os._exit(3)
+        self.send_response(200 if self.path == "/health" else 401); self.end_headers()
+    def log_message(self, *args): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
+"""
+
+# A server that passes three health checks. Then it refuses connections or answers with an error, and it ignores SIGTERM.
+DYING = """
+import signal, sys, time, threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+asked, ill = 0, threading.Event()
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        global asked
+        asked += self.path == "/health"
+        self.send_response(401 if self.path == "/" else 200 if asked <= 3 else 503)
+        self.end_headers()
+        if asked >= 3:
+            ill.set()
+    def log_message(self, *args):
+        pass
+server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+if sys.argv[2] == "closed":
+    ill.wait()
+    server.shutdown()
+    server.server_close()
+time.sleep(600)
+"""
+
+
+def test_a_server_that_ends_is_started_again_and_a_line_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.2)
+    port, lines, ready = free_port(), [], []
+    command = [sys.executable, "-c", HEALTHY, str(port)]
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if len(ready) >= 2:
+            supervisor.stop()
+
+    supervisor = Supervisor(command, {}, f"http://127.0.0.1:{port}", ready=ready.append, say=say)
+    supervisor.run()
+    assert len(ready) == 2
+    assert "ended with exit code 3; starting it again in 1 s" in lines[0]
+    assert "again in 2 s" in lines[1]
+
+
+def test_a_server_that_never_came_up_is_not_tried_for_ever() -> None:
+    supervisor = Supervisor(
+        [sys.executable, "-c", "raise SystemExit(7)"], {}, "http://127.0.0.1:9", ready=print, say=print
+    )
+    with pytest.raises(Exception, match="ended with exit code 7 before it was ready"):
+        supervisor.run()
+
+
+def test_the_files_of_a_server_are_its_owners_alone() -> None:
+    command = [sys.executable, "-c", "import os; raise SystemExit(os.umask(0))"]
+    with pytest.raises(Exception, match=f"ended with exit code {0o077} "):
+        Supervisor(command, {}, "http://127.0.0.1:9", ready=print, say=print).run()
+
+
+@pytest.mark.parametrize("ill", ["closed", "failing"])
+def test_a_server_whose_engine_died_and_that_does_not_end_is_ended(ill: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's server does this if its engine ends while calls are open: it stops listening, and waits for the calls for ever."""
+    monkeypatch.setattr("lockstep.server.supervisor._FAILING_LIMIT", 1.0)
+    monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.5)
+    port, lines = free_port(), []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        supervisor.stop()
+
+    command = [sys.executable, "-c", DYING, str(port), ill]
+    supervisor = Supervisor(command, {}, f"http://127.0.0.1:{port}", ready=lambda seconds: None, say=say)
+    supervisor.run()
+    assert lines == ["the server reported errors for 1 s; starting it again in 1 s"]
