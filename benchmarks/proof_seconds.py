@@ -118,7 +118,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     import lockstep.engines.inbox as inbox
     import lockstep.engines.tensor_specs as reading
     import lockstep.rollouts.driver as driver
-    import lockstep.training.generate.proofs as proofs
+    import lockstep.training.generate.proofs.proofs as proofs
     import lockstep.training.loop as loop
     import lockstep.training.step.generation as generation
     import lockstep.training.step.update_sums as update_sums

@@ -522,7 +522,7 @@ MUTATIONS = [
         "a second model is taken by a server",
         "server/launch.py",
         "if found is not None:",
-        "if second == '':",
+        "if found == '':",
         "tests/server/test_keys_guard_and_command.py::TestCommand",
     ),
     Mutation(

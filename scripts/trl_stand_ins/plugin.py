@@ -147,7 +147,7 @@ def put_ours() -> None:
 
     import lockstep
     import lockstep.training.generate.engine as starting
-    import lockstep.training.generate.proofs as proofs
+    import lockstep.training.generate.proofs.proofs as proofs
     from lockstep.engines.transformers_engine import TransformersEngine
     from lockstep.parity.step.draws import DrawEvidence
     from lockstep.training.trainers.online import OnlineTrainer
