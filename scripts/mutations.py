@@ -11,9 +11,11 @@ case must pass without a fault. Exit code 1: no test caught a fault, or a case n
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -46,14 +48,26 @@ def mutated(mutation: Mutation) -> str:
 def misfits(cases: list[Mutation]) -> list[str]:
     """One line per case that no longer fits the source or the tests, with the reason."""
     wrong = []
-    for case in cases:
-        try:
-            mutated(case)
-        except ValueError as error:
-            wrong.append(str(error))
-        files = [test.partition("::")[0] for test in case.tests.split()]
-        wrong += [f"{case.file}: there is no {file}" for file in files if not (ROOT / file).exists()]
-    return wrong
+    with tempfile.TemporaryDirectory(prefix="lockstep-mutation-") as folder:
+        for number, case in enumerate(cases):
+            try:
+                (Path(folder) / f"{number}.py").write_text(mutated(case))
+            except ValueError as error:
+                wrong.append(str(error))
+            files = [test.partition("::")[0] for test in case.tests.split()]
+            wrong += [f"{case.file}: there is no {file}" for file in files if not (ROOT / file).exists()]
+        return wrong + undefined_names(Path(folder), cases)
+
+
+def undefined_names(folder: Path, cases: list[Mutation]) -> list[str]:
+    """One line per fault that uses a name that does not exist. Any test fails then, for the wrong reason.
+
+    Args:
+        folder: has the text of each fault in `NUMBER.py`, where NUMBER is its index in `cases`.
+    """
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--output-format", "json"]
+    found = json.loads(subprocess.run([*ruff, str(folder)], capture_output=True, text=True, timeout=60).stdout)
+    return [f"{cases[int(Path(f['filename']).stem)].file}: {f['message']}, which a mutation put in" for f in found]
 
 
 def copy_of_source(folder: Path, mutation: Mutation | None = None) -> Path:
