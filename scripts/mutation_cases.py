@@ -1375,6 +1375,13 @@ MUTATIONS = [
         ROUTER_CUTS,
     ),
     Mutation(
+        "a token counts as routed otherwise only if all its experts differ",
+        "parity/routing.py",
+        "differing += int((one != other).any(-1).sum())",
+        "differing += int((one != other).all(-1).sum())",
+        "tests/parity/test_routing.py",
+    ),
+    Mutation(
         "the choices of each pack alone",
         "training/step/router_loss.py",
         "whole = self._whole if self._whole is not None else Shares.of([routing.counts()])",
