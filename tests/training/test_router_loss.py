@@ -20,7 +20,7 @@ from model_families import make_family, save_family
 from reference import reference_loss, sampled_places
 from test_packing import assert_same_gradients, config, policy_of, steps, weighted
 from test_packing import gradients as taken
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, DogeConfig, PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
 from lockstep.errors import InputError
@@ -203,6 +203,13 @@ def test_a_family_with_another_loss_is_refused(mixtral: str, tmp_path: Path, mon
     ):
         make("GRPO", mixtral, tmp_path, engine, FIELDS["GRPO"])
     make("GRPO", mixtral, tmp_path, engine, {**FIELDS["GRPO"], "router_aux_loss_coef": 0.0})
+
+
+def test_a_family_whose_routers_have_other_rows_is_refused() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = DogeConfig(**sizes, vocab_size=384, is_moe=True, num_experts=16, num_experts_per_tok=2)
+    with pytest.raises(InputError, match="DogeForCausalLM's routers is not the usual one"):
+        check_routers(AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
